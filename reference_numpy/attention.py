@@ -1,0 +1,150 @@
+"""Attention (Vaswani et al., 2017, section 3.2).
+
+B batch, H heads, L query length, M memory (key and value) length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.checks import check_attention, check_attention_mask
+from reference_numpy.config import TransformerConfig
+from reference_numpy.layers import Dropout, Linear, masked_softmax
+from reference_numpy.taps import Tap, no_tap
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+
+def scaled_dot_product_attention(
+    query: Float[ndarray, "B H L d_k"],
+    key: Float[ndarray, "B H M d_k"],
+    value: Float[ndarray, "B H M d_v"],
+    mask: Bool[ndarray, "#B #H #L #M"] | None = None,
+    dropout: Callable[[ndarray], ndarray] | None = None,
+    tap: Tap = no_tap,
+) -> Float[ndarray, "B H L d_v"]:
+    """Average the values, weighted by how well each key answers each query.
+
+    Equation (1): ``Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V``.
+
+    Args:
+        query: What each position asks for.
+        key: What each memory position offers to be matched on.
+        value: What each memory position hands over when matched.
+        mask: True where a query may attend to a key; a row of False yields a zero context. None allows every pair.
+        dropout: Applied to the weights in training; None keeps them.
+        tap: Receives each named intermediate and returns the value to go on with.
+
+    Returns:
+        One weighted average of the values per query, in the dtype of ``query``.
+
+    Raises:
+        TypeError: The mask is not boolean.
+        ValueError: The shapes do not fit each other.
+
+    Taps:
+        ``scores`` scaled, before the mask; ``weights`` after softmax, before dropout; ``context``.
+    """
+    check_attention(query.shape, key.shape, value.shape)
+    if mask is not None:
+        check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
+    d_k = query.shape[-1]
+    scores = query @ key.mT
+    scores *= 1.0 / math.sqrt(d_k)
+    scores = tap("scores", scores)  # [B, H, L, M]
+    weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
+    if dropout is not None:
+        weights = dropout(weights)
+    return tap("context", weights @ value)  # [B, H, L, d_v]
+
+
+def additive_attention(
+    query: Float[ndarray, "B L d_model"],
+    key: Float[ndarray, "B M d_model"],
+    value: Float[ndarray, "B M d_v"],
+    query_kernel: Float[ndarray, "d_model d_k"],
+    key_kernel: Float[ndarray, "d_model d_k"],
+    score_vector: Float[ndarray, " d_k"],
+    mask: Bool[ndarray, "#B #L #M"] | None = None,
+) -> Float[ndarray, "B L d_v"]:
+    """Average the values, weighted by a one-hidden-layer network of query and key (Bahdanau et al., 2015).
+
+    ``softmax(v^T tanh(q W_q + k W_k)) V``: what section 3.2.1 compares dot-product attention with. The theoretical
+    cost is similar, but every pair of positions passes through a tanh of width d_k instead of one matrix product.
+
+    Args:
+        query: What each position asks for.
+        key: What each memory position offers to be matched on.
+        value: What each memory position hands over when matched.
+        query_kernel: ``W_q``, the hidden layer's matrix for queries.
+        key_kernel: ``W_k``, the hidden layer's matrix for keys.
+        score_vector: ``v``, the output layer.
+        mask: True where a query may attend to a key; a row of False yields a zero context. None allows every pair.
+
+    Returns:
+        One weighted average of the values per query, in the dtype of ``query``.
+    """
+    hidden = np.tanh((query @ query_kernel)[:, :, None, :] + (key @ key_kernel)[:, None, :, :])  # [B, L, M, d_k]
+    return masked_softmax(hidden @ score_vector, mask) @ value
+
+
+def split_heads(x: Float[ndarray, "B L H*d"], num_heads: int) -> Float[ndarray, "B H L d"]:
+    """Give each head its contiguous part of the last axis."""
+    batch, length, width = x.shape
+    return x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)
+
+
+def merge_heads(x: Float[ndarray, "B H L d"]) -> Float[ndarray, "B L H*d"]:
+    """Put the heads side by side again: the inverse of ``split_heads``."""
+    batch, heads, length, width = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(batch, length, heads * width)
+
+
+class MultiHeadAttention:
+    """Attend with several heads at once, each in its own projection of the inputs (section 3.2.2).
+
+    ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with
+    ``head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)``.
+
+    Taps:
+        ``query``, ``key``, ``value`` per head; ``scores``, ``weights``, ``context``; ``output``.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        self.num_heads = config.num_heads
+        bias = config.attention_bias
+        self.query_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
+        self.key_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
+        self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
+        self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)
+        self.dropout = Dropout(config.dropout.attention)
+
+    def __call__(
+        self,
+        query: Float[ndarray, "B L d_model"],
+        memory: Float[ndarray, "B M d_model"],
+        mask: Bool[ndarray, "#B #H #L #M"] | None = None,
+        tap: Tap = no_tap,
+        rng: np.random.Generator | None = None,
+    ) -> Float[ndarray, "B L d_model"]:
+        """Let each query position gather from the memory positions that the mask allows.
+
+        Args:
+            query: The positions that ask.
+            memory: The positions that answer; the same as ``query`` in self-attention.
+            mask: True where a query may attend to a memory position. None allows every pair.
+            tap: Receives each named intermediate and returns the value to go on with.
+            rng: Draws the dropout in training; None is inference.
+        """
+        q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]
+        k = tap("key", split_heads(self.key_proj(memory), self.num_heads))  # [B, H, M, d_k]
+        v = tap("value", split_heads(self.value_proj(memory), self.num_heads))  # [B, H, M, d_v]
+        context = scaled_dot_product_attention(q, k, v, mask, partial(self.dropout, rng=rng), tap)
+        return tap("output", self.output_proj(merge_heads(context)))

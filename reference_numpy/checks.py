@@ -1,0 +1,142 @@
+"""Contracts on plain ints, strings and arrays, so that every backend raises the same error.
+
+Nothing here knows a framework: a port hands over shapes as tuples and dtypes by their NumPy name. A message
+says what is wrong, what was got and what is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Shape = Sequence[int | None]  # None is a length not known while tracing
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value!r}")
+
+
+def check_integer(name: str, value: Any, minimum: int) -> None:
+    """Raise TypeError unless ``value`` is an int (a bool is not), ValueError if it is below ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer: got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}: got {value}")
+
+
+def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bool]) -> None:
+    """Raise TypeError unless ``value`` is a finite number, ValueError unless ``holds(value)``."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number: got {value!r}")
+    if not math.isfinite(value) or not holds(value):
+        raise ValueError(f"{name} must be {needed}: got {value}")
+
+
+def check_ids(
+    name: str,
+    shape: Shape,
+    dtype: str,
+    vocab_size: int,
+    max_positions: int | None,
+    values: np.ndarray | None,
+) -> None:
+    """Refuse token ids that some frameworks would clamp, wrap or turn into NaN.
+
+    Args:
+        name: What the ids are called in the message.
+        shape: The shape of the ids, [batch, length].
+        dtype: The dtype of the ids, by its NumPy name.
+        vocab_size: One more than the largest id.
+        max_positions: The longest sequence, in tokens; None where there is no limit.
+        values: The ids; None inside a traced function, where values cannot be looked at.
+
+    Raises:
+        TypeError: The ids are not integers.
+        ValueError: Wrong rank, nothing in it, too long, or an id outside the vocabulary.
+    """
+    if not dtype.startswith(("int", "uint")):
+        raise TypeError(f"{name} must be integers: got {dtype}")
+    if len(shape) != 2:
+        raise ValueError(f"{name} must have shape [batch, length]: got {tuple(shape)}")
+    if 0 in shape:
+        raise ValueError(f"{name} must hold at least one token: got shape {tuple(shape)}")
+    if max_positions is not None and shape[1] is not None and shape[1] > max_positions:
+        raise ValueError(f"{name} must be at most {max_positions} tokens long: got {shape[1]}")
+    if values is not None:
+        for extreme in (np.argmin(values), np.argmax(values)):
+            row, column = np.unravel_index(extreme, values.shape)
+            if not 0 <= values[row, column] < vocab_size:
+                raise ValueError(
+                    f"{name} must lie in [0, {vocab_size}): got {values[row, column]} at [{row}, {column}]"
+                )
+
+
+def check_mask(name: str, shape: Shape, dtype: str, needed: Shape) -> None:
+    """Raise TypeError unless a mask is boolean, ValueError unless it has the needed shape.
+
+    Floats are refused because frameworks read them in opposite ways (added to the scores, or cast to bool).
+    """
+    if dtype != "bool":
+        raise TypeError(f"{name} must be boolean, True where attention is allowed: got {dtype}")
+    _check_shape(name, shape, needed)
+
+
+def check_same_batch(source_shape: Shape, target_shape: Shape) -> None:
+    """Raise ValueError unless source and target hold the same number of sentences."""
+    source, target = source_shape[0], target_shape[0]
+    if None not in (source, target) and source != target:
+        raise ValueError(f"source_ids and target_ids must agree in batch size: got {source} and {target}")
+
+
+def check_memory(shape: Shape, needed: Shape) -> None:
+    """Raise ValueError unless the memory belongs to the source: [batch, source length, d_model]."""
+    _check_shape("memory", shape, needed)
+
+
+def check_attention(query: Shape, key: Shape, value: Shape) -> None:
+    """Refuse operands that attention would broadcast or multiply into something else.
+
+    Args:
+        query: Shape [batch, heads, L, d_k].
+        key: Shape [batch, heads, M, d_k].
+        value: Shape [batch, heads, M, d_v].
+
+    Raises:
+        ValueError: Shapes that do not fit.
+    """
+    for name, shape in (("query", query), ("key", key), ("value", value)):
+        if len(shape) != 4:
+            raise ValueError(f"{name} must have shape [batch, heads, length, size]: got {tuple(shape)}")
+    _check_agree("query and key", "d_k", query[3], key[3])
+    _check_agree("key and value", "length", key[2], value[2])
+    for axis, meaning in ((0, "batch size"), (1, "number of heads")):
+        _check_agree("query and key", meaning, query[axis], key[axis])
+        _check_agree("key and value", meaning, key[axis], value[axis])
+
+
+def check_attention_mask(mask: Shape, dtype: str, query: Shape, key: Shape) -> None:
+    """Raise TypeError unless a mask is boolean, ValueError unless it broadcasts to [batch, heads, L, M]."""
+    if dtype != "bool":
+        raise TypeError(f"mask must be boolean, True where attention is allowed: got {dtype}")
+    needed = (*query[:3], key[2])
+    if len(mask) != 4 or any(
+        None not in (size, full) and size not in (1, full) for size, full in zip(mask, needed, strict=True)
+    ):
+        raise ValueError(f"mask must broadcast to {needed}: got {tuple(mask)}")
+
+
+def _check_agree(names: str, meaning: str, first: int | None, second: int | None) -> None:
+    if None not in (first, second) and first != second:
+        raise ValueError(f"{names} must agree in {meaning}: got {first} and {second}")
+
+
+def _check_shape(name: str, shape: Shape, needed: Shape) -> None:
+    if len(shape) != len(needed) or any(
+        None not in (size, full) and size != full for size, full in zip(shape, needed, strict=True)
+    ):
+        raise ValueError(f"{name} must have shape {tuple(needed)}: got {tuple(shape)}")

@@ -1,0 +1,326 @@
+"""The configuration of a Transformer, and the published models as points in that space.
+
+Every field exists because two published implementations of this very model differ in it; every preset
+names one of them. Where the paper is silent, the preset ``paper_base`` says what it assumes and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from reference_numpy.checks import check_choice, check_integer, check_number
+
+CHOICES = {
+    "norm_order": ("post", "pre"),
+    "layer_norm_kind": ("standard", "annotated"),
+    "position_encoding": ("sinusoidal", "learned"),
+    "position_layout": ("interleaved", "split"),
+    "position_timescale": ("m", "m_minus_1"),
+    "tie_embeddings": ("none", "target_output", "all"),
+    "activation": ("relu", "gelu", "gelu_tanh", "swish"),
+    "label_smoothing_kind": ("uniform", "off_target", "off_target_and_pad"),
+}
+SIZES = ("source_vocab_size", "target_vocab_size", "d_model", "num_heads", "d_k", "d_v", "d_ff", "max_length")
+DEPTHS = ("num_encoder_layers", "num_decoder_layers")
+SWITCHES = ("final_norm", "scale_embedding", "attention_bias", "feed_forward_bias", "output_bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropoutRates:
+    """The probability of dropping an element, at each of the four sites in use."""
+
+    embedding: float = 0.1  # after the sum of embedding and position (section 5.4)
+    attention: float = 0.0  # on the attention weights (not in the paper)
+    residual: float = 0.1  # on each sub-layer's output, before it is added (section 5.4)
+    feed_forward: float = 0.0  # after the inner activation (not in the paper)
+
+    def __post_init__(self) -> None:
+        for site in dataclasses.fields(self):
+            check_number(f"dropout.{site.name}", getattr(self, site.name), "in [0, 1)", lambda rate: 0 <= rate < 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """One Transformer, described completely. Frozen; an impossible description raises on construction.
+
+    The defaults are ``paper_base``: the base model of "Attention Is All You Need", Table 3.
+
+    Raises:
+        TypeError: A field has the wrong type.
+        ValueError: A field's value, or a combination of fields, describes no model.
+    """
+
+    source_vocab_size: int
+    target_vocab_size: int
+    d_model: int = 512
+    num_heads: int = 8
+    d_k: int = None  # type: ignore[assignment]  # per head; None becomes d_model / num_heads
+    d_v: int = None  # type: ignore[assignment]  # per head; None becomes d_model / num_heads
+    d_ff: int = 2048
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    max_length: int = 1024  # the rows of a learned position table; sinusoids have no limit
+
+    norm_order: str = "post"  # post: LayerNorm(x + Sublayer(x)), section 3.1; pre: x + Sublayer(LayerNorm(x))
+    final_norm: bool = False  # one more LayerNorm after each stack
+    layer_norm_epsilon: float = 1e-6  # the paper gives none; the first tensor2tensor release has 1e-6
+    layer_norm_kind: str = "standard"  # annotated: (x - mean) / (unbiased std + epsilon)
+
+    position_encoding: str = "sinusoidal"
+    position_layout: str = "interleaved"  # interleaved: sin, cos, sin, cos; split: all sines, then all cosines
+    position_timescale: str = "m"  # m: 10000^(i/m), section 3.5; m_minus_1: 10000^(i/(m-1)), tensor2tensor
+    position_offset: int = 0  # the number of the first position
+    scale_embedding: bool = True  # times sqrt(d_model), section 3.4
+    tie_embeddings: str = "all"  # section 3.4: both embeddings and the output projection share one matrix
+
+    attention_bias: bool = False  # section 3.2.2 writes matrices only
+    feed_forward_bias: bool = True  # equation (2)
+    output_bias: bool = False
+    activation: str = "relu"
+    dropout: DropoutRates = field(default_factory=DropoutRates)
+
+    pad_id: int = 0
+    bos_id: int = 1
+    eos_id: int = 2
+    label_smoothing: float = 0.1
+    label_smoothing_kind: str = "uniform"  # the paper cites Szegedy et al., who spread it over all classes
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dropout, Mapping):
+            object.__setattr__(self, "dropout", DropoutRates(**self.dropout))
+        if not isinstance(self.dropout, DropoutRates):
+            raise TypeError(f"dropout must be DropoutRates: got {type(self.dropout).__name__}")
+        self._resolve_head_sizes()
+        for name in SIZES:
+            check_integer(name, getattr(self, name), minimum=1)
+        for name in DEPTHS:
+            check_integer(name, getattr(self, name), minimum=1)
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False: got {getattr(self, name)!r}")
+        for name, choices in CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
+        check_number("layer_norm_epsilon", self.layer_norm_epsilon, "positive", lambda x: 0 < x < math.inf)
+        check_number("label_smoothing", self.label_smoothing, "in [0, 1)", lambda x: 0 <= x < 1)
+        self._check_ids()
+        self._check_positions()
+        if self.tie_embeddings == "all" and self.source_vocab_size != self.target_vocab_size:
+            raise ValueError(
+                "tie_embeddings='all' needs one vocabulary: got source_vocab_size "
+                f"{self.source_vocab_size} and target_vocab_size {self.target_vocab_size}"
+            )
+
+    def _resolve_head_sizes(self) -> None:
+        if self.d_k is not None and self.d_v is not None:
+            return
+        check_integer("d_model", self.d_model, minimum=1)
+        check_integer("num_heads", self.num_heads, minimum=1)
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"num_heads must divide d_model unless d_k and d_v are given: got {self.num_heads} and {self.d_model}"
+            )
+        for name in ("d_k", "d_v"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self.d_model // self.num_heads)
+
+    def _check_ids(self) -> None:
+        for name, vocab_size in (
+            ("pad_id", min(self.source_vocab_size, self.target_vocab_size)),
+            ("bos_id", self.target_vocab_size),
+            ("eos_id", self.target_vocab_size),
+        ):
+            check_integer(name, getattr(self, name), minimum=0)
+            if getattr(self, name) >= vocab_size:
+                raise ValueError(f"{name} must be below the vocabulary size {vocab_size}: got {getattr(self, name)}")
+
+    def _check_positions(self) -> None:
+        check_integer("position_offset", self.position_offset, minimum=0)
+        if self.position_encoding == "learned":
+            if self.position_offset >= self.max_length:
+                raise ValueError(
+                    f"position_offset must be below max_length {self.max_length}: got {self.position_offset}"
+                )
+        elif self.d_model % 2:
+            raise ValueError(f"sinusoidal positions need an even d_model: got {self.d_model}")
+        elif self.position_timescale == "m_minus_1" and self.d_model < 4:
+            raise ValueError(f"position_timescale='m_minus_1' needs d_model of at least 4: got {self.d_model}")
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence, in tokens; None where there is no limit."""
+        return self.max_length - self.position_offset if self.position_encoding == "learned" else None
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> TransformerConfig:
+        """Return a published configuration by name, with any field replaced.
+
+        Args:
+            name: One of ``PRESETS``.
+            overrides: Fields to set; both vocabulary sizes are needed, because no preset has them.
+
+        Raises:
+            ValueError: There is no such preset.
+        """
+        check_choice("preset", name, tuple(PRESETS))
+        return cls(**{**PRESETS[name], **overrides})
+
+    def replace(self, **changes: Any) -> TransformerConfig:
+        """Return a copy with some fields changed; ``d_k`` and ``d_v`` stay as they are unless named."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as plain values that JSON can hold."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> TransformerConfig:
+        """Rebuild a config from ``to_dict``.
+
+        Raises:
+            TypeError: A field has the wrong type.
+            ValueError: A field is missing or unknown, or describes no model.
+        """
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"a config must be a mapping of field names: got {type(fields).__name__}")
+        known = {entry.name for entry in dataclasses.fields(cls)}
+        if unknown := sorted(map(str, set(fields) - known)):
+            raise ValueError(f"unknown config fields: {', '.join(unknown)}")
+        if missing := sorted(known - set(fields)):
+            raise ValueError(f"missing config fields: {', '.join(missing)}")
+        return cls(**fields)
+
+
+_PAPER_BASE: dict[str, Any] = {}  # the defaults above
+_ALL_SITES = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)
+
+# Table 3 of the paper, one preset a row; the letter in the comment is the table's.
+_TABLE_3: dict[str, dict[str, Any]] = {
+    "paper_base": _PAPER_BASE,
+    "paper_h1": {"num_heads": 1},  # A
+    "paper_h4": {"num_heads": 4},  # A
+    "paper_h16": {"num_heads": 16},  # A
+    "paper_h32": {"num_heads": 32},  # A
+    "paper_dk16": {"d_k": 16},  # B
+    "paper_dk32": {"d_k": 32},  # B
+    "paper_n2": {"num_encoder_layers": 2, "num_decoder_layers": 2},  # C
+    "paper_n4": {"num_encoder_layers": 4, "num_decoder_layers": 4},  # C
+    "paper_n8": {"num_encoder_layers": 8, "num_decoder_layers": 8},  # C
+    "paper_d256": {"d_model": 256, "d_k": 32, "d_v": 32},  # C
+    "paper_d1024": {"d_model": 1024, "d_k": 128, "d_v": 128},  # C
+    "paper_ff1024": {"d_ff": 1024},  # C
+    "paper_ff4096": {"d_ff": 4096},  # C
+    "paper_dropout_0.0": {"dropout": DropoutRates(embedding=0.0, residual=0.0)},  # D
+    "paper_dropout_0.2": {"dropout": DropoutRates(embedding=0.2, residual=0.2)},  # D
+    "paper_smoothing_0.0": {"label_smoothing": 0.0},  # D
+    "paper_smoothing_0.2": {"label_smoothing": 0.2},  # D
+    "paper_learned": {"position_encoding": "learned"},  # E
+    "paper_big": {
+        "d_model": 1024,
+        "d_ff": 4096,
+        "num_heads": 16,
+        "dropout": DropoutRates(embedding=0.3, residual=0.3),
+    },
+}
+
+# What published code does. Each is compared with that code, or with a transcription of its formulas, in the tests.
+_IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    # tensor2tensor's first release (June 2017), the code nearest to the paper.
+    "t2t_2017": {
+        "attention_bias": True,
+        "position_layout": "split",
+        "position_timescale": "m_minus_1",
+        "eos_id": 1,
+        "bos_id": 0,
+        "label_smoothing_kind": "off_target",
+    },
+    # The Annotated Transformer (Harvard NLP, 2022): its prose is post-norm, its code is not.
+    "annotated": {
+        "norm_order": "pre",
+        "final_norm": True,
+        "layer_norm_kind": "annotated",
+        "tie_embeddings": "none",
+        "attention_bias": True,
+        "output_bias": True,
+        "dropout": _ALL_SITES,
+        "pad_id": 2,
+        "bos_id": 0,
+        "eos_id": 1,
+        "label_smoothing_kind": "off_target_and_pad",
+    },
+    # torch.nn.Transformer's defaults: post-norm, and still a final norm. Embeddings and output are the user's.
+    "torch": {
+        "final_norm": True,
+        "layer_norm_epsilon": 1e-5,
+        "tie_embeddings": "none",
+        "attention_bias": True,
+        "output_bias": True,
+        "dropout": _ALL_SITES,
+    },
+    # Hugging Face's MarianMTModel as the OPUS-MT checkpoints configure it; decoding starts with PAD.
+    "marian": {
+        "layer_norm_epsilon": 1e-5,
+        "position_layout": "split",
+        "attention_bias": True,
+        "output_bias": True,
+        "activation": "swish",
+        "max_length": 512,
+        "pad_id": 1,
+        "bos_id": 1,
+        "eos_id": 0,
+        "label_smoothing_kind": "uniform",
+    },
+    # Marian NMT, the C++ program that trains those checkpoints: other frequencies, other epsilon.
+    "marian_cpp": {
+        "layer_norm_epsilon": 1e-9,
+        "position_layout": "split",
+        "position_timescale": "m_minus_1",
+        "attention_bias": True,
+        "output_bias": True,
+        "activation": "swish",
+        "pad_id": 1,
+        "bos_id": 1,
+        "eos_id": 0,
+        "label_smoothing_kind": "uniform",
+    },
+    # fairseq's `transformer` architecture: positions start behind the padding id; decoding starts with EOS.
+    "fairseq": {
+        "layer_norm_epsilon": 1e-5,
+        "position_layout": "split",
+        "position_timescale": "m_minus_1",
+        "position_offset": 2,
+        "tie_embeddings": "none",
+        "attention_bias": True,
+        "pad_id": 1,
+        "bos_id": 2,
+        "eos_id": 2,
+        "label_smoothing_kind": "off_target",
+    },
+    # Flax's WMT example. It keeps its table sqrt(d_model) times larger and divides the logits instead.
+    "flax_wmt": {
+        "norm_order": "pre",
+        "final_norm": True,
+        "position_layout": "split",
+        "position_timescale": "m_minus_1",
+        "dropout": _ALL_SITES,
+        "bos_id": 0,
+        "eos_id": 2,
+        "label_smoothing_kind": "off_target",
+    },
+    # keras_hub's TransformerEncoder and TransformerDecoder under its TokenAndPositionEmbedding.
+    "keras_hub": {
+        "layer_norm_epsilon": 1e-5,
+        "position_encoding": "learned",
+        "scale_embedding": False,
+        "tie_embeddings": "none",
+        "attention_bias": True,
+        "output_bias": True,
+        "dropout": DropoutRates(embedding=0.0, attention=0.1, residual=0.1),
+        "label_smoothing": 0.0,
+    },
+}
+
+PRESETS: dict[str, dict[str, Any]] = {**_TABLE_3, **_IMPLEMENTATIONS}

@@ -1,0 +1,55 @@
+"""The layers that every framework ships, with this project's names, defaults and initial values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.functional import ACTIVATIONS, annotated_layer_norm, dropout, layer_norm, linear, masked_softmax
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
+
+
+class Linear:
+    """Multiply by a matrix and add a bias: ``x W + b``."""
+
+    def __init__(self, d_in: int, d_out: int, *, bias: bool, dtype: str = "float32") -> None:
+        self.kernel = np.zeros((d_in, d_out), dtype)  # zero until weights are loaded
+        self.bias = np.zeros(d_out, dtype) if bias else None
+
+    def __call__(self, x: Float[ndarray, "*axes d_in"]) -> Float[ndarray, "*axes d_out"]:
+        return linear(x, self.kernel, self.bias)
+
+
+class LayerNorm:
+    """Normalise the last axis, then scale and shift it (Ba et al., 2016).
+
+    Kind ``standard`` divides by sqrt(biased variance + epsilon), kind ``annotated`` by (unbiased standard
+    deviation + epsilon), as the Annotated Transformer does.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        self.epsilon = config.layer_norm_epsilon
+        self.kind = config.layer_norm_kind
+        self.scale = np.ones(config.d_model, dtype)
+        self.bias = np.zeros(config.d_model, dtype)
+
+    def __call__(self, x: Float[ndarray, "*axes d_model"]) -> Float[ndarray, "*axes d_model"]:
+        normalise = annotated_layer_norm if self.kind == "annotated" else layer_norm
+        return normalise(x, self.scale, self.bias, self.epsilon)
+
+
+class Dropout:
+    """Set elements to zero at random and scale the rest, in training only (section 5.4)."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, x: Float[ndarray, "*axes"], rng: np.random.Generator | None = None) -> Float[ndarray, "*axes"]:
+        return x if rng is None or self.rate == 0.0 else dropout(x, self.rate, rng)

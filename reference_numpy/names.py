@@ -1,0 +1,152 @@
+"""The one table of names: every parameter and every tap, in order, with its shape.
+
+A name is the attribute path in each package. ``kernel`` is always [in, out]; heads are contiguous in the
+last axis of the query, key and value kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from reference_numpy.config import TransformerConfig
+
+FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every stored parameter, in the order of Figure 1.
+
+    A tied matrix is listed once, under the name it is stored by.
+    """
+    return dict(_parameters(config))
+
+
+def tap_shapes(
+    config: TransformerConfig, batch: int, source_length: int, target_length: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every tap of one call of the full model, in the order they fire."""
+    return dict(_taps(config, batch, source_length, target_length))
+
+
+def count_parameters(config: TransformerConfig) -> int:
+    """Return how many numbers the model learns; a tied matrix counts once."""
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
+def check_weights(config: TransformerConfig, weights: Mapping[str, np.ndarray]) -> None:
+    """Refuse weights that are not exactly those of the config.
+
+    Raises:
+        TypeError: A tensor is not of a floating-point dtype.
+        ValueError: Missing, extra, mis-shaped or non-finite tensors; the message names them.
+    """
+    layers = config.num_encoder_layers + config.num_decoder_layers
+    if layers > len(weights):  # before the names of that many layers are spelled out
+        raise ValueError(f"weights hold {len(weights)} tensors, too few for the config's {layers} layers")
+    shapes = parameter_shapes(config)
+    problems = [f"missing {name} {list(shape)}" for name, shape in shapes.items() if name not in weights]
+    problems += [f"unexpected {name} {list(np.shape(weights[name]))}" for name in weights if name not in shapes]
+    for name, shape in shapes.items():
+        if name in weights and tuple(np.shape(weights[name])) != shape:
+            problems.append(f"{name} must have shape {list(shape)}: got {list(np.shape(weights[name]))}")
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise ValueError(f"weights do not fit the config: {shown}")
+    for name in shapes:
+        array = np.asarray(weights[name])
+        if array.dtype.name not in FLOAT_DTYPES:
+            raise TypeError(f"{name} must be one of {', '.join(FLOAT_DTYPES)}: got {array.dtype.name}")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} must be finite: got {int((~np.isfinite(array)).sum())} NaN or infinite values")
+
+
+def _parameters(config: TransformerConfig) -> Shapes:
+    d_model = config.d_model
+    yield "source_embedding.table", (config.source_vocab_size, d_model)
+    if config.tie_embeddings != "all":
+        yield "target_embedding.table", (config.target_vocab_size, d_model)
+    if config.position_encoding == "learned":
+        yield "source_position.table", (config.max_length, d_model)
+        yield "target_position.table", (config.max_length, d_model)
+    for stack, depth, sublayers in _stacks(config):
+        for i in range(depth):
+            for sublayer in sublayers:
+                path = f"{stack}.layers.{i}.{sublayer}"
+                yield from _feed_forward(path, config) if sublayer == "feed_forward" else _attention(path, config)
+                yield from _norm(f"{path}_norm", config)
+        if config.final_norm:
+            yield from _norm(f"{stack}.final_norm", config)
+    if config.tie_embeddings == "none":
+        yield "output_proj.kernel", (d_model, config.target_vocab_size)
+    if config.output_bias:
+        yield "output_proj.bias", (config.target_vocab_size,)
+
+
+def _stacks(config: TransformerConfig) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
+    return (
+        ("encoder", config.num_encoder_layers, ("self_attention", "feed_forward")),
+        ("decoder", config.num_decoder_layers, ("self_attention", "cross_attention", "feed_forward")),
+    )
+
+
+def _linear(path: str, d_in: int, d_out: int, bias: bool) -> Shapes:
+    yield f"{path}.kernel", (d_in, d_out)
+    if bias:
+        yield f"{path}.bias", (d_out,)
+
+
+def _attention(path: str, config: TransformerConfig) -> Shapes:
+    keys, values = config.num_heads * config.d_k, config.num_heads * config.d_v
+    yield from _linear(f"{path}.query_proj", config.d_model, keys, config.attention_bias)
+    yield from _linear(f"{path}.key_proj", config.d_model, keys, config.attention_bias)
+    yield from _linear(f"{path}.value_proj", config.d_model, values, config.attention_bias)
+    yield from _linear(f"{path}.output_proj", values, config.d_model, config.attention_bias)
+
+
+def _feed_forward(path: str, config: TransformerConfig) -> Shapes:
+    yield from _linear(f"{path}.inner_proj", config.d_model, config.d_ff, config.feed_forward_bias)
+    yield from _linear(f"{path}.output_proj", config.d_ff, config.d_model, config.feed_forward_bias)
+
+
+def _norm(path: str, config: TransformerConfig) -> Shapes:
+    yield f"{path}.scale", (config.d_model,)
+    yield f"{path}.bias", (config.d_model,)
+
+
+def _taps(config: TransformerConfig, batch: int, source_length: int, target_length: int) -> Shapes:
+    lengths = {"encoder": source_length, "decoder": target_length}
+    for (stack, depth, sublayers), side in zip(_stacks(config), ("source", "target"), strict=True):
+        length = lengths[stack]
+        yield f"{side}_embedding.output", (batch, length, config.d_model)
+        for i in range(depth):
+            for sublayer in sublayers:
+                path = f"{stack}.layers.{i}.{sublayer}"
+                norm = (f"{path}_norm.output", (batch, length, config.d_model))
+                if config.norm_order == "pre":
+                    yield norm
+                if sublayer == "feed_forward":
+                    yield f"{path}.inner", (batch, length, config.d_ff)
+                    yield f"{path}.output", (batch, length, config.d_model)
+                else:
+                    memory_length = source_length if sublayer == "cross_attention" else length
+                    yield from _attention_taps(path, config, batch, length, memory_length)
+                if config.norm_order == "post":
+                    yield norm
+            yield f"{stack}.layers.{i}.output", (batch, length, config.d_model)
+        yield f"{stack}.output", (batch, length, config.d_model)
+    yield "logits", (batch, target_length, config.target_vocab_size)
+
+
+def _attention_taps(path: str, config: TransformerConfig, batch: int, length: int, memory_length: int) -> Shapes:
+    heads = config.num_heads
+    yield f"{path}.query", (batch, heads, length, config.d_k)
+    yield f"{path}.key", (batch, heads, memory_length, config.d_k)
+    yield f"{path}.value", (batch, heads, memory_length, config.d_v)
+    yield f"{path}.scores", (batch, heads, length, memory_length)
+    yield f"{path}.weights", (batch, heads, length, memory_length)
+    yield f"{path}.context", (batch, heads, length, config.d_v)
+    yield f"{path}.output", (batch, length, config.d_model)

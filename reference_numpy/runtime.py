@@ -1,0 +1,66 @@
+"""The machine: dtypes, devices and precision by name, and the way in for ids and masks."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.checks import check_choice, check_ids, check_mask
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+
+DTYPES = ("float64", "float32")
+DEVICES = ("cpu",)
+PRECISIONS = ("highest", "fast")
+
+
+def set_precision(precision: str) -> None:
+    """Choose how float32 matrix products are computed, for the whole process.
+
+    Args:
+        precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
+            (TF32 on a GPU), for speed. A CPU computes in full float32 either way.
+
+    Raises:
+        ValueError: There is no such precision.
+    """
+    check_choice("precision", precision, PRECISIONS)
+
+
+def check_placement(dtype: str, device: str) -> None:
+    """Refuse a dtype or device that this backend or this machine lacks.
+
+    Raises:
+        ValueError: The backend knows no such dtype or device.
+        RuntimeError: The device is known but none is visible.
+    """
+    check_choice("dtype", dtype, DTYPES)
+    check_choice("device", device, DEVICES)
+
+
+def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[ndarray, "B L"]:
+    """Take token ids from the outside, checked."""
+    ids = np.asarray(ids)
+    check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, ids)
+    return ids
+
+
+def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[ndarray, "B L"]:
+    """Take a padding mask from the outside, checked against the shape of its ids."""
+    mask = np.asarray(mask)
+    check_mask(name, mask.shape, mask.dtype.name, shape)
+    return mask
+
+
+def describe() -> dict[str, str]:
+    """Return versions, devices, threads and precision switches, as they are now."""
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return {
+        "version": np.__version__,
+        "device": platform.processor() or platform.machine(),
+        "matrix products": f"{blas['name']} {blas.get('version', '')}".strip(),
+    }

@@ -1,0 +1,54 @@
+"""Taps: named places where an intermediate value can be looked at, or replaced.
+
+A tap is a function ``tap(name, value) -> value``. The model writes ``scores = tap("scores", scores)`` and goes on
+with what comes back, so one mechanism records activations, replays a block on given inputs, and (by adding a zero
+and differentiating) yields the gradient at that place in any framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+Tap = Callable[[str, Any], Any]
+
+
+def no_tap(name: str, value: Any) -> Any:
+    """Return the value untouched: nobody is looking, so attention may take a fused kernel."""
+    return value
+
+
+def within(tap: Tap, prefix: str) -> Tap:
+    """Return a tap for a sub-module, whose names then begin with the sub-module's path."""
+    if tap is no_tap:
+        return no_tap
+    return lambda name, value: tap(f"{prefix}.{name}", value)
+
+
+class Recorder(dict[str, Any]):
+    """A tap that keeps the values it is shown, by name, in the order they came.
+
+    The output of every decoder layer, for auxiliary losses, and all attention weights of one call::
+
+        seen = Recorder("decoder.layers.*.output", "*.weights")
+        logits = model(source_ids, target_ids, tap=seen)
+        seen["decoder.layers.0.output"]
+
+    Args:
+        patterns: Shell-style patterns of the names to keep; none at all keeps everything. A star matches dots too.
+        replace: Values to put in place of what the model computed, by name.
+    """
+
+    def __init__(self, *patterns: str, replace: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.patterns = patterns
+        self.replace = dict(replace or {})
+
+    def __call__(self, name: str, value: Any) -> Any:
+        value = self.replace.get(name, value)
+        if not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns):
+            if name in self:
+                raise ValueError(f"tap {name} fired twice: use one Recorder for one call")
+            self[name] = value
+        return value

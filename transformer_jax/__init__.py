@@ -1,0 +1,52 @@
+"""The Transformer of "Attention Is All You Need" as Flax NNX modules; see reference_numpy for the definition."""
+
+from transformer_jax.attention import (
+    MultiHeadAttention,
+    merge_heads,
+    scaled_dot_product_attention,
+    split_heads,
+)
+from transformer_jax.decoder import Decoder, DecoderLayer
+from transformer_jax.embedding import (
+    LearnedPosition,
+    OutputProjection,
+    SinusoidalPosition,
+    TokenEmbedding,
+    sinusoidal_encoding,
+)
+from transformer_jax.encoder import Encoder, EncoderLayer
+from transformer_jax.feed_forward import PositionwiseFeedForward
+from transformer_jax.layers import Dropout, LayerNorm, Linear
+from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
+from transformer_jax.runtime import describe, set_precision
+from transformer_jax.transformer import Transformer, load_transformer
+from transformer_jax.weights import get_weights, set_weights
+
+__all__ = [
+    "Decoder",
+    "DecoderLayer",
+    "Dropout",
+    "Encoder",
+    "EncoderLayer",
+    "LayerNorm",
+    "LearnedPosition",
+    "Linear",
+    "MultiHeadAttention",
+    "OutputProjection",
+    "PositionwiseFeedForward",
+    "SinusoidalPosition",
+    "TokenEmbedding",
+    "Transformer",
+    "causal_mask",
+    "describe",
+    "get_weights",
+    "load_transformer",
+    "merge_heads",
+    "padding_mask",
+    "scaled_dot_product_attention",
+    "set_precision",
+    "set_weights",
+    "sinusoidal_encoding",
+    "split_heads",
+    "target_padding_mask",
+]

@@ -1,0 +1,40 @@
+"""Position-wise feed-forward network (Vaswani et al., 2017, section 3.3).
+
+B batch, L length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flax import nnx
+from jax import Array
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.taps import Tap, no_tap
+from transformer_jax.layers import ACTIVATIONS, Dropout, Linear
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class PositionwiseFeedForward(nnx.Module):
+    """Transform each position by the same two-layer network, seeing no other position.
+
+    Equation (2): ``FFN(x) = max(0, x W_1 + b_1) W_2 + b_2``.
+
+    Taps:
+        ``inner`` after the activation; ``output``.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        bias = config.feed_forward_bias
+        self.inner_proj = Linear(config.d_model, config.d_ff, bias=bias, dtype=dtype, rngs=rngs)
+        self.output_proj = Linear(config.d_ff, config.d_model, bias=bias, dtype=dtype, rngs=rngs)
+        self.activation = ACTIVATIONS[config.activation]
+        self.dropout = Dropout(config.dropout.feed_forward, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B L d_model"], tap: Tap = no_tap) -> Float[Array, "B L d_model"]:
+        """Transform each position of ``x``."""
+        inner = tap("inner", self.activation(self.inner_proj(x)))  # [B, L, d_ff]
+        return tap("output", self.output_proj(self.dropout(inner)))

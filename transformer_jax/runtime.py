@@ -1,0 +1,87 @@
+"""The machine: dtypes, devices and precision by name, and the way in for ids and masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reference_numpy.checks import check_choice, check_ids, check_mask
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+
+DTYPES = ("float64", "float32", "bfloat16")
+DEVICES = ("cpu", "gpu")
+PRECISIONS = ("highest", "fast")
+
+
+def set_precision(precision: str) -> None:
+    """Choose how float32 matrix products are computed, for the whole process.
+
+    Args:
+        precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
+            (TF32 on a GPU), for speed. A CPU computes in full float32 either way.
+
+    Raises:
+        ValueError: There is no such precision.
+    """
+    check_choice("precision", precision, PRECISIONS)
+    jax.config.update("jax_default_matmul_precision", "highest" if precision == "highest" else "tensorfloat32")
+
+
+def check_placement(dtype: str, device: str) -> None:
+    """Refuse a dtype or device that this backend or this machine lacks.
+
+    Raises:
+        ValueError: The backend knows no such dtype or device.
+        RuntimeError: The device is known but none is visible.
+    """
+    check_choice("dtype", dtype, DTYPES)
+    check_choice("device", device, DEVICES)
+    if device == "gpu" and not _gpus():
+        raise RuntimeError(f"no GPU is visible to jax {jax.__version__}")
+    if dtype == "float64":
+        jax.config.update("jax_enable_x64", True)  # JAX has float64 for the whole process or not at all
+
+
+def to_device(device: str) -> jax.Device:
+    """Return the framework's own device of that name."""
+    return jax.devices(device)[0]
+
+
+def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Array, "B L"]:
+    """Take token ids from the outside, checked."""
+    if isinstance(ids, jax.core.Tracer):
+        check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, None)
+        return ids.astype(jnp.int32)
+    values = np.asarray(ids)
+    check_ids(name, values.shape, values.dtype.name, vocab_size, max_positions, values)
+    if isinstance(ids, Array):
+        return ids.astype(jnp.int32)
+    return jnp.asarray(values.astype(np.int32))  # a copy: the caller's array is never aliased
+
+
+def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[Array, "B L"]:
+    """Take a padding mask from the outside, checked against the shape of its ids."""
+    mask = mask if isinstance(mask, Array) else np.array(mask)
+    check_mask(name, mask.shape, mask.dtype.name, shape)
+    return jnp.asarray(mask)
+
+
+def describe() -> dict[str, str]:
+    """Return versions, devices, threads and precision switches, as they are now."""
+    return {
+        "version": f"{jax.__version__}, flax {flax.__version__}",
+        "device": ", ".join(device.device_kind for device in _gpus()) or "cpu",
+        "matrix products": str(jax.config.jax_default_matmul_precision or "default"),
+        "float64": "on" if jax.config.jax_enable_x64 else "off until asked for",
+    }
+
+
+def _gpus() -> list[jax.Device]:
+    return [device for device in jax.devices() if device.platform == "gpu"]

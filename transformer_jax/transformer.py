@@ -1,0 +1,184 @@
+"""The Transformer (Vaswani et al., 2017, Figure 1).
+
+B batch, S source length, T target length, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+from flax import nnx
+from jax import Array
+from numpy import ndarray
+
+from reference_numpy.checks import check_memory, check_same_batch
+from reference_numpy.config import TransformerConfig
+from reference_numpy.files import load_weights
+from reference_numpy.taps import Tap, no_tap, within
+from transformer_jax.decoder import Decoder
+from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
+from transformer_jax.encoder import Encoder
+from transformer_jax.layers import Dropout
+from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
+from transformer_jax.runtime import check_placement, set_precision, to_device, to_ids, to_mask
+from transformer_jax.weights import get_weights, set_weights
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
+class Transformer(nnx.Module):
+    """Map source tokens and the target tokens so far to the logits of each next target token.
+
+    Taps:
+        ``source_embedding.output``, those of the encoder, ``target_embedding.output``, those of the decoder,
+        ``logits``. A Recorder passed as ``tap`` returns any of them beside the logits: every decoder layer's output
+        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``*.weights``).
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
+        self.config = config
+        self.device: jax.Device | None = None  # where weights are put; None is JAX's default
+        self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, rngs=rngs)
+        self.target_embedding = (
+            self.source_embedding
+            if config.tie_embeddings == "all"
+            else TokenEmbedding(config.target_vocab_size, config, dtype, rngs=rngs)
+        )
+        self.source_position = position(config, dtype, rngs=rngs)
+        self.target_position = position(config, dtype, rngs=rngs)
+        self.encoder = Encoder(config, dtype, rngs=rngs)
+        self.decoder = Decoder(config, dtype, rngs=rngs)
+        self.output_proj = OutputProjection(config, dtype, rngs=rngs)
+        self.dropout = Dropout(config.dropout.embedding, rngs=rngs)
+
+    @classmethod
+    def from_weights(
+        cls,
+        config: TransformerConfig,
+        weights: Mapping[str, ndarray],
+        dtype: str = "float32",
+        device: str = "cpu",
+        precision: str = "highest",
+    ) -> Transformer:
+        """Build a model in inference mode that holds a copy of the given weights.
+
+        Args:
+            config: What the weights are weights of.
+            weights: One array per canonical name, of any floating-point dtype.
+            dtype: The dtype of parameters and computation.
+            device: ``cpu`` or ``gpu``.
+            precision: ``highest`` or ``fast``; it holds for the whole process (see ``set_precision``).
+
+        Raises:
+            TypeError: A weight is not of a floating-point dtype.
+            ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
+            RuntimeError: The device is not visible.
+        """
+        check_placement(dtype, device)
+        set_precision(precision)
+        # Shapes only: no time is spent on initial values.
+        model = nnx.eval_shape(lambda: cls(config, dtype, rngs=nnx.Rngs(0)))
+        model.device = to_device(device)
+        set_weights(model, weights)
+        rngs = nnx.Rngs(dropout=0)
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, nnx.Dropout):
+                module.rngs = rngs.dropout.fork()
+        model.eval()
+        return model
+
+    def export_weights(self) -> dict[str, ndarray]:
+        """Return a copy of every parameter under its canonical name, in the model's dtype."""
+        return get_weights(self)
+
+    def __call__(
+        self,
+        source_ids: Int[Array, "B S"],
+        target_ids: Int[Array, "B T"],
+        source_mask: Bool[Array, "B S"] | None = None,
+        target_mask: Bool[Array, "B T"] | None = None,
+        tap: Tap = no_tap,
+    ) -> Float[Array, "B T V"]:
+        """Return the logits of the token after each target position.
+
+        Args:
+            source_ids: The source sentences, padded with ``config.pad_id``.
+            target_ids: The target sentences so far, starting with ``config.bos_id``, padded likewise.
+            source_mask: True where a source position holds a token. None derives it from the ids.
+            target_mask: True where a target position holds a token. None derives it from the ids.
+            tap: Receives each named intermediate and returns the value to go on with.
+
+        Raises:
+            TypeError: Ids that are not integers, or a mask that is not boolean.
+            ValueError: Ids or masks of the wrong shape, ids outside the vocabulary, or too many positions.
+        """
+        source_ids, source_mask = self._take_source(source_ids, source_mask)
+        target_ids, target_mask = self._take_target(target_ids, target_mask)
+        check_same_batch(source_ids.shape, target_ids.shape)
+        memory = self._encode(source_ids, source_mask, tap)
+        return self._decode(target_ids, memory, source_mask, target_mask, tap)
+
+    def encode(
+        self,
+        source_ids: Int[Array, "B S"],
+        source_mask: Bool[Array, "B S"] | None = None,
+        tap: Tap = no_tap,
+    ) -> Float[Array, "B S d_model"]:
+        """Return the memory: one vector per source position. Arguments and errors as in the call."""
+        source_ids, source_mask = self._take_source(source_ids, source_mask)
+        return self._encode(source_ids, source_mask, tap)
+
+    def decode(
+        self,
+        target_ids: Int[Array, "B T"],
+        memory: Float[Array, "B S d_model"],
+        source_ids: Int[Array, "B S"],
+        target_mask: Bool[Array, "B T"] | None = None,
+        source_mask: Bool[Array, "B S"] | None = None,
+        tap: Tap = no_tap,
+    ) -> Float[Array, "B T V"]:
+        """Return the logits, given the memory of the same source ids. Arguments and errors as in the call."""
+        source_ids, source_mask = self._take_source(source_ids, source_mask)
+        target_ids, target_mask = self._take_target(target_ids, target_mask)
+        check_same_batch(source_ids.shape, target_ids.shape)
+        check_memory(memory.shape, (*source_ids.shape, self.config.d_model))
+        return self._decode(target_ids, memory, source_mask, target_mask, tap)
+
+    def _take_source(self, ids, mask):
+        config = self.config
+        ids = to_ids("source_ids", ids, config.source_vocab_size, config.max_positions)
+        if mask is None:
+            return ids, padding_mask(ids, config.pad_id)
+        return ids, to_mask("source_mask", mask, ids.shape)
+
+    def _take_target(self, ids, mask):
+        config = self.config
+        ids = to_ids("target_ids", ids, config.target_vocab_size, config.max_positions)
+        if mask is None:
+            return ids, target_padding_mask(ids, config.pad_id)
+        return ids, to_mask("target_mask", mask, ids.shape)
+
+    def _encode(self, source_ids, source_mask, tap):
+        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+        x = self.dropout(tap("source_embedding.output", x))
+        return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"))
+
+    def _decode(self, target_ids, memory, source_mask, target_mask, tap):
+        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+        x = self.dropout(tap("target_embedding.output", x))
+        self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
+        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
+        x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
+        return tap("logits", self.output_proj(x, self.target_embedding.table))
+
+
+def load_transformer(
+    path: str | Path, dtype: str = "float32", device: str = "cpu", precision: str = "highest"
+) -> Transformer:
+    """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
+    return Transformer.from_weights(*load_weights(path), dtype, device, precision)

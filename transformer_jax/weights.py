@@ -1,0 +1,45 @@
+"""Canonical weights in and out of the model: a name is the path of the attribute that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.names import check_weights, parameter_shapes
+
+if TYPE_CHECKING:
+    from transformer_jax.transformer import Transformer
+
+
+def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
+    """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
+
+    Raises:
+        TypeError: A weight is not of a floating-point dtype.
+        ValueError: The weights are not those of the model's config.
+    """
+    check_weights(model.config, weights)
+    for name in parameter_shapes(model.config):
+        parameter = find(model, name)
+        # JAX may alias a NumPy array for as long as it lives: this copy is JAX's alone.
+        array = np.array(weights[name], dtype=parameter.dtype, order="C")
+        parameter.set_value(jax.device_put(array, model.device))
+
+
+def get_weights(model: Transformer) -> dict[str, ndarray]:
+    """Copy every parameter out of a model, in the model's dtype."""
+    return {name: np.array(find(model, name)[...]) for name in parameter_shapes(model.config)}
+
+
+def find(model: Any, path: str) -> Any:
+    """Return the attribute of a model that a dotted path leads to."""
+
+    def step(owner: Any, key: str) -> Any:
+        return owner[int(key)] if key.isdecimal() else getattr(owner, key)
+
+    return reduce(step, path.split("."), model)

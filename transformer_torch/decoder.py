@@ -1,0 +1,97 @@
+"""The decoder (Vaswani et al., 2017, section 3.1, right half of Figure 1).
+
+B batch, S source length, T target length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.taps import Tap, no_tap, within
+from transformer_torch.attention import MultiHeadAttention
+from transformer_torch.feed_forward import PositionwiseFeedForward
+from transformer_torch.layers import Dropout, LayerNorm
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+
+class DecoderLayer(nn.Module):
+    """Let every target position gather from earlier ones, then from the source, then transform each on its own.
+
+    Section 3.1: each sub-layer is ``LayerNorm(x + Sublayer(x))``; norm order ``pre`` is
+    ``x + Sublayer(LayerNorm(x))`` instead.
+
+    Taps:
+        Those of the three sub-layers; ``self_attention_norm.output``, ``cross_attention_norm.output``,
+        ``feed_forward_norm.output``; ``output``.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        super().__init__()
+        self.norm_order = config.norm_order
+        self.self_attention = MultiHeadAttention(config, dtype)
+        self.self_attention_norm = LayerNorm(config, dtype)
+        self.cross_attention = MultiHeadAttention(config, dtype)
+        self.cross_attention_norm = LayerNorm(config, dtype)
+        self.feed_forward = PositionwiseFeedForward(config, dtype)
+        self.feed_forward_norm = LayerNorm(config, dtype)
+        self.dropout = Dropout(config.dropout.residual)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T d_model"],
+        memory: Float[Tensor, "B S d_model"],
+        self_mask: Bool[Tensor, "#B #H #T #T"] | None = None,
+        cross_mask: Bool[Tensor, "#B #H #T #S"] | None = None,
+        tap: Tap = no_tap,
+    ) -> Float[Tensor, "B T d_model"]:
+        """Return the layer's output for each target position; True in a mask = may attend."""
+        self_tap, cross_tap = within(tap, "self_attention"), within(tap, "cross_attention")
+        feed_forward_tap = within(tap, "feed_forward")
+        if self.norm_order == "post":
+            attended = self.self_attention(x, x, self_mask, self_tap)
+            x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
+            attended = self.cross_attention(x, memory, cross_mask, cross_tap)
+            x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended)))
+            transformed = self.feed_forward(x, feed_forward_tap)
+            x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed)))
+        else:
+            normed = tap("self_attention_norm.output", self.self_attention_norm(x))
+            x = x + self.dropout(self.self_attention(normed, normed, self_mask, self_tap))
+            normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
+            x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, cross_tap))
+            normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
+            x = x + self.dropout(self.feed_forward(normed, feed_forward_tap))
+        return tap("output", x)
+
+
+class Decoder(nn.Module):
+    """Turn the embedded target and the memory into one state per target position: a stack of decoder layers.
+
+    Taps:
+        Those of each layer under ``layers.{i}``; ``output``.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DecoderLayer(config, dtype) for _ in range(config.num_decoder_layers))
+        self.final_norm = LayerNorm(config, dtype) if config.final_norm else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T d_model"],
+        memory: Float[Tensor, "B S d_model"],
+        self_mask: Bool[Tensor, "#B #H #T #T"] | None = None,
+        cross_mask: Bool[Tensor, "#B #H #T #S"] | None = None,
+        tap: Tap = no_tap,
+    ) -> Float[Tensor, "B T d_model"]:
+        """Return the decoder's state for each target position; True in a mask = may attend."""
+        for i, layer in enumerate(self.layers):
+            x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"))
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return tap("output", x)

@@ -1,0 +1,40 @@
+"""Position-wise feed-forward network (Vaswani et al., 2017, section 3.3).
+
+B batch, L length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.taps import Tap, no_tap
+from transformer_torch.layers import ACTIVATIONS, Dropout, Linear
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class PositionwiseFeedForward(nn.Module):
+    """Transform each position by the same two-layer network, seeing no other position.
+
+    Equation (2): ``FFN(x) = max(0, x W_1 + b_1) W_2 + b_2``.
+
+    Taps:
+        ``inner`` after the activation; ``output``.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        super().__init__()
+        bias = config.feed_forward_bias
+        self.inner_proj = Linear(config.d_model, config.d_ff, bias=bias, dtype=dtype)
+        self.output_proj = Linear(config.d_ff, config.d_model, bias=bias, dtype=dtype)
+        self.activation = ACTIVATIONS[config.activation]
+        self.dropout = Dropout(config.dropout.feed_forward)
+
+    def forward(self, x: Float[Tensor, "B L d_model"], tap: Tap = no_tap) -> Float[Tensor, "B L d_model"]:
+        """Transform each position of ``x``."""
+        inner = tap("inner", self.activation(self.inner_proj(x)))  # [B, L, d_ff]
+        return tap("output", self.output_proj(self.dropout(inner)))
