@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
 from reference_numpy.checks import check_attention, check_attention_mask
 from reference_numpy.config import TransformerConfig
-from transformer_tf.layers import Dropout, Linear, masked_softmax
 from reference_numpy.taps import Tap, no_tap
+from transformer_tf.layers import Block, Dropout, Linear, masked_softmax
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -58,58 +56,26 @@ def scaled_dot_product_attention(
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
     d_k = query.shape[-1]
-    scores = query @ key.mT
-    scores *= 1.0 / math.sqrt(d_k)
-    scores = tap("scores", scores)  # [B, H, L, M]
+    scores = tap("scores", tf.matmul(query, key, transpose_b=True) * (1.0 / math.sqrt(d_k)))  # [B, H, L, M]
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)
     return tap("context", weights @ value)  # [B, H, L, d_v]
 
 
-def additive_attention(
-    query: Float[Tensor, "B L d_model"],
-    key: Float[Tensor, "B M d_model"],
-    value: Float[Tensor, "B M d_v"],
-    query_kernel: Float[Tensor, "d_model d_k"],
-    key_kernel: Float[Tensor, "d_model d_k"],
-    score_vector: Float[Tensor, " d_k"],
-    mask: Bool[Tensor, "#B #L #M"] | None = None,
-) -> Float[Tensor, "B L d_v"]:
-    """Average the values, weighted by a one-hidden-layer network of query and key (Bahdanau et al., 2015).
-
-    ``softmax(v^T tanh(q W_q + k W_k)) V``: what section 3.2.1 compares dot-product attention with. The theoretical
-    cost is similar, but every pair of positions passes through a tanh of width d_k instead of one matrix product.
-
-    Args:
-        query: What each position asks for.
-        key: What each memory position offers to be matched on.
-        value: What each memory position hands over when matched.
-        query_kernel: ``W_q``, the hidden layer's matrix for queries.
-        key_kernel: ``W_k``, the hidden layer's matrix for keys.
-        score_vector: ``v``, the output layer.
-        mask: True where a query may attend to a key; a row of False yields a zero context. None allows every pair.
-
-    Returns:
-        One weighted average of the values per query, in the dtype of ``query``.
-    """
-    hidden = np.tanh((query @ query_kernel)[:, :, None, :] + (key @ key_kernel)[:, None, :, :])  # [B, L, M, d_k]
-    return masked_softmax(hidden @ score_vector, mask) @ value
-
-
 def split_heads(x: Float[Tensor, "B L H*d"], num_heads: int) -> Float[Tensor, "B H L d"]:
     """Give each head its contiguous part of the last axis."""
-    batch, length, width = x.shape
-    return x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)
+    batch, length, width = keras.ops.shape(x)
+    return tf.transpose(tf.reshape(x, [batch, length, num_heads, width // num_heads]), [0, 2, 1, 3])
 
 
 def merge_heads(x: Float[Tensor, "B H L d"]) -> Float[Tensor, "B L H*d"]:
     """Put the heads side by side again: the inverse of ``split_heads``."""
-    batch, heads, length, width = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(batch, length, heads * width)
+    batch, heads, length, width = keras.ops.shape(x)
+    return tf.reshape(tf.transpose(x, [0, 2, 1, 3]), [batch, length, heads * width])
 
 
-class MultiHeadAttention(keras.layers.Layer):
+class MultiHeadAttention(Block):
     """Attend with several heads at once, each in its own projection of the inputs (section 3.2.2).
 
     ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with
@@ -135,7 +101,6 @@ class MultiHeadAttention(keras.layers.Layer):
         memory: Float[Tensor, "B M d_model"],
         mask: Bool[Tensor, "#B #H #L #M"] | None = None,
         tap: Tap = no_tap,
-        training: bool = False,
     ) -> Float[Tensor, "B L d_model"]:
         """Let each query position gather from the memory positions that the mask allows.
 
@@ -144,10 +109,9 @@ class MultiHeadAttention(keras.layers.Layer):
             memory: The positions that answer; the same as ``query`` in self-attention.
             mask: True where a query may attend to a memory position. None allows every pair.
             tap: Receives each named intermediate and returns the value to go on with.
-            training: Applies dropout.
         """
         q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]
         k = tap("key", split_heads(self.key_proj(memory), self.num_heads))  # [B, H, M, d_k]
         v = tap("value", split_heads(self.value_proj(memory), self.num_heads))  # [B, H, M, d_v]
-        context = scaled_dot_product_attention(q, k, v, mask, partial(self.dropout, training=training), tap)
+        context = scaled_dot_product_attention(q, k, v, mask, self.dropout, tap)
         return tap("output", self.output_proj(merge_heads(context)))

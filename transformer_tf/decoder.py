@@ -5,23 +5,21 @@ B batch, S source length, T target length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import keras
-import tensorflow as tf
 from tensorflow import Tensor
 
-from transformer_tf.attention import MultiHeadAttention
 from reference_numpy.config import TransformerConfig
-from transformer_tf.feed_forward import PositionwiseFeedForward
-from transformer_tf.layers import Dropout, LayerNorm
 from reference_numpy.taps import Tap, no_tap, within
+from transformer_tf.attention import MultiHeadAttention
+from transformer_tf.feed_forward import PositionwiseFeedForward
+from transformer_tf.layers import Block, Dropout, LayerNorm
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
-class DecoderLayer(keras.layers.Layer):
+class DecoderLayer(Block):
     """Let every target position gather from earlier ones, then from the source, then transform each on its own.
 
     Section 3.1: each sub-layer is ``LayerNorm(x + Sublayer(x))``; norm order ``pre`` is
@@ -50,29 +48,28 @@ class DecoderLayer(keras.layers.Layer):
         self_mask: Bool[Tensor, "#B #H #T #T"] | None = None,
         cross_mask: Bool[Tensor, "#B #H #T #S"] | None = None,
         tap: Tap = no_tap,
-        training: bool = False,
     ) -> Float[Tensor, "B T d_model"]:
         """Return the layer's output for each target position; True in a mask = may attend."""
         self_tap, cross_tap = within(tap, "self_attention"), within(tap, "cross_attention")
         feed_forward_tap = within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, self_mask, self_tap, training)
-            x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended, training)))
-            attended = self.cross_attention(x, memory, cross_mask, cross_tap, training)
-            x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended, training)))
-            transformed = self.feed_forward(x, feed_forward_tap, training)
-            x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed, training)))
+            attended = self.self_attention(x, x, self_mask, tap=self_tap)
+            x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
+            attended = self.cross_attention(x, memory, cross_mask, tap=cross_tap)
+            x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended)))
+            transformed = self.feed_forward(x, tap=feed_forward_tap)
+            x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed)))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            x = x + self.dropout(self.self_attention(normed, normed, self_mask, self_tap, training), training)
+            x = x + self.dropout(self.self_attention(normed, normed, self_mask, tap=self_tap))
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
-            x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, cross_tap, training), training)
+            x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, tap=cross_tap))
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
-            x = x + self.dropout(self.feed_forward(normed, feed_forward_tap, training), training)
+            x = x + self.dropout(self.feed_forward(normed, tap=feed_forward_tap))
         return tap("output", x)
 
 
-class Decoder(keras.layers.Layer):
+class Decoder(Block):
     """Turn the embedded target and the memory into one state per target position: a stack of decoder layers.
 
     Taps:
@@ -91,11 +88,11 @@ class Decoder(keras.layers.Layer):
         self_mask: Bool[Tensor, "#B #H #T #T"] | None = None,
         cross_mask: Bool[Tensor, "#B #H #T #S"] | None = None,
         tap: Tap = no_tap,
-        training: bool = False,
+        training: bool | None = None,
     ) -> Float[Tensor, "B T d_model"]:
         """Return the decoder's state for each target position; True in a mask = may attend."""
         for i, layer in enumerate(self.layers):
-            x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"), training)
+            x = layer(x, memory, self_mask, cross_mask, tap=within(tap, f"layers.{i}"))
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

@@ -6,15 +6,15 @@ B batch, L length, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow import Tensor
 
 from reference_numpy.config import TransformerConfig
-from reference_numpy.functional import linear
+from transformer_tf.layers import Block
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -38,69 +38,77 @@ def sinusoidal_encoding(
     """
     m = d_model // 2
     steps = m if timescale == "m" else m - 1
-    frequencies = 10000.0 ** (-np.arange(m) / steps)
-    angles = np.arange(offset, offset + length)[:, None] * frequencies  # [L, m]
-    waves = (np.sin(angles), np.cos(angles))
+    frequencies = tf.constant(10000.0 ** (-np.arange(m) / steps), tf.float64)
+    angles = tf.cast(tf.range(offset, offset + length), tf.float64)[:, None] * frequencies  # [L, m]
+    waves = (tf.sin(angles), tf.cos(angles))
     if layout == "split":
-        return np.concatenate(waves, axis=-1)
-    return np.stack(waves, axis=-1).reshape(length, d_model)
+        return tf.concat(waves, axis=-1)
+    return tf.reshape(tf.stack(waves, axis=-1), [length, d_model])
 
 
-class TokenEmbedding(keras.layers.Layer):
+class TokenEmbedding(Block):
     """Look up one learned vector per token, times sqrt(d_model) (section 3.4)."""
 
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.table = np.zeros((vocab_size, config.d_model), dtype=dtype)
+        self.table = _normal_table(self, vocab_size, config.d_model)
 
     def call(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L d_model"]:
         """Return the vectors of the tokens."""
-        return self.table[ids] * self.multiplier
+        return tf.gather(self.table, ids) * self.multiplier
 
 
-class SinusoidalPosition(keras.layers.Layer):
-    """Encode each position by sines and cosines of it (section 3.5)."""
+class SinusoidalPosition(Block):
+    """Add to each vector the sines and cosines of its position (section 3.5)."""
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.config = config
-        self.dtype = dtype
 
-    def call(self, length: int) -> Float[Tensor, "L d_model"]:
-        """Return the encoding of the first ``length`` positions, rounded once to the model's dtype."""
+    def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
+        """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
         config = self.config
         encoding = sinusoidal_encoding(
-            length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
+            keras.ops.shape(x)[1],
+            config.d_model,
+            config.position_layout,
+            config.position_timescale,
+            config.position_offset,
         )
-        return encoding.astype(self.dtype)
+        return x + tf.cast(encoding, x.dtype)
 
 
-class LearnedPosition(keras.layers.Layer):
-    """Look up one learned vector per position (Table 3, row E)."""
+class LearnedPosition(Block):
+    """Add to each vector a learned vector of its position (Table 3, row E)."""
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.offset = config.position_offset
-        self.table = np.zeros((config.max_length, config.d_model), dtype=dtype)
+        self.table = _normal_table(self, config.max_length, config.d_model)
 
-    def call(self, length: int) -> Float[Tensor, "L d_model"]:
-        """Return the vectors of the first ``length`` positions."""
-        return self.table[self.offset : self.offset + length]
+    def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
+        """Return ``x`` with its positions."""
+        length = keras.ops.shape(x)[1]
+        return x + self.table[self.offset : self.offset + length]
 
 
-class OutputProjection(keras.layers.Layer):
+class OutputProjection(Block):
     """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
+        shape = (config.d_model, config.target_vocab_size)
         tied = config.tie_embeddings != "none"
-        self.kernel = None if tied else np.zeros((config.d_model, config.target_vocab_size), dtype=dtype)
-        self.bias = np.zeros(config.target_vocab_size, dtype=dtype) if config.output_bias else None
+        self.kernel = None if tied else self.add_weight(shape=shape, initializer="glorot_uniform", name="kernel")
+        self.bias = self.add_weight(shape=shape[1:], initializer="zeros", name="bias") if config.output_bias else None
 
-    def call(
-        self, x: Float[Tensor, "B L d_model"], embedding: TokenEmbedding
-    ) -> Float[Tensor, "B L V"]:
-        """Return the logits of each position."""
-        kernel = embedding.table.T if self.kernel is None else self.kernel
-        return linear(x, kernel, self.bias)
+    def call(self, x: Float[Tensor, "B L d_model"], table: Float[Tensor, "V d_model"]) -> Float[Tensor, "B L V"]:
+        """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
+        logits = tf.matmul(x, table, transpose_b=True) if self.kernel is None else tf.matmul(x, self.kernel)
+        return logits if self.bias is None else logits + self.bias
+
+
+def _normal_table(layer: keras.layers.Layer, rows: int, d_model: int) -> keras.Variable:
+    initializer = keras.initializers.RandomNormal(stddev=d_model**-0.5)
+    return layer.add_weight(shape=(rows, d_model), initializer=initializer, name="table")

@@ -5,23 +5,21 @@ B batch, S source length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import keras
-import tensorflow as tf
 from tensorflow import Tensor
 
-from transformer_tf.attention import MultiHeadAttention
 from reference_numpy.config import TransformerConfig
-from transformer_tf.feed_forward import PositionwiseFeedForward
-from transformer_tf.layers import Dropout, LayerNorm
 from reference_numpy.taps import Tap, no_tap, within
+from transformer_tf.attention import MultiHeadAttention
+from transformer_tf.feed_forward import PositionwiseFeedForward
+from transformer_tf.layers import Block, Dropout, LayerNorm
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
-class EncoderLayer(keras.layers.Layer):
+class EncoderLayer(Block):
     """Let every source position gather from the others, then transform each on its own.
 
     Section 3.1: each sub-layer is ``LayerNorm(x + Sublayer(x))``; norm order ``pre`` is
@@ -45,24 +43,23 @@ class EncoderLayer(keras.layers.Layer):
         x: Float[Tensor, "B S d_model"],
         mask: Bool[Tensor, "#B #H #S #S"] | None = None,
         tap: Tap = no_tap,
-        training: bool = False,
     ) -> Float[Tensor, "B S d_model"]:
         """Return the layer's output for each source position; True in ``mask`` = may attend."""
         attention_tap, feed_forward_tap = within(tap, "self_attention"), within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, mask, attention_tap, training)
-            x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended, training)))
-            transformed = self.feed_forward(x, feed_forward_tap, training)
-            x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed, training)))
+            attended = self.self_attention(x, x, mask, tap=attention_tap)
+            x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
+            transformed = self.feed_forward(x, tap=feed_forward_tap)
+            x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed)))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            x = x + self.dropout(self.self_attention(normed, normed, mask, attention_tap, training), training)
+            x = x + self.dropout(self.self_attention(normed, normed, mask, tap=attention_tap))
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
-            x = x + self.dropout(self.feed_forward(normed, feed_forward_tap, training), training)
+            x = x + self.dropout(self.feed_forward(normed, tap=feed_forward_tap))
         return tap("output", x)
 
 
-class Encoder(keras.layers.Layer):
+class Encoder(Block):
     """Turn the embedded source into the memory that the decoder reads: a stack of encoder layers.
 
     Taps:
@@ -79,11 +76,11 @@ class Encoder(keras.layers.Layer):
         x: Float[Tensor, "B S d_model"],
         mask: Bool[Tensor, "#B #H #S #S"] | None = None,
         tap: Tap = no_tap,
-        training: bool = False,
+        training: bool | None = None,
     ) -> Float[Tensor, "B S d_model"]:
         """Return the memory; True in ``mask`` = may attend."""
         for i, layer in enumerate(self.layers):
-            x = layer(x, mask, within(tap, f"layers.{i}"), training)
+            x = layer(x, mask, tap=within(tap, f"layers.{i}"))
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

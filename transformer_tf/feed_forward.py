@@ -5,21 +5,19 @@ B batch, L length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import keras
-import tensorflow as tf
 from tensorflow import Tensor
 
 from reference_numpy.config import TransformerConfig
-from transformer_tf.layers import ACTIVATIONS, Dropout, Linear
 from reference_numpy.taps import Tap, no_tap
+from transformer_tf.layers import ACTIVATIONS, Block, Dropout, Linear
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-class PositionwiseFeedForward(keras.layers.Layer):
+class PositionwiseFeedForward(Block):
     """Transform each position by the same two-layer network, seeing no other position.
 
     Equation (2): ``FFN(x) = max(0, x W_1 + b_1) W_2 + b_2``.
@@ -36,9 +34,7 @@ class PositionwiseFeedForward(keras.layers.Layer):
         self.activation = ACTIVATIONS[config.activation]
         self.dropout = Dropout(config.dropout.feed_forward, dtype=dtype)
 
-    def call(
-        self, x: Float[Tensor, "B L d_model"], tap: Tap = no_tap, training: bool = False
-    ) -> Float[Tensor, "B L d_model"]:
+    def call(self, x: Float[Tensor, "B L d_model"], tap: Tap = no_tap) -> Float[Tensor, "B L d_model"]:
         """Transform each position of ``x``."""
         inner = tap("inner", self.activation(self.inner_proj(x)))  # [B, L, d_ff]
-        return tap("output", self.output_proj(self.dropout(inner, training)))
+        return tap("output", self.output_proj(self.dropout(inner)))

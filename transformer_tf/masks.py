@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
@@ -26,10 +24,11 @@ def target_padding_mask(target_ids: Int[Tensor, "B T"], pad_id: int) -> Bool[Ten
 
     The first target token is the start symbol, and Marian's start symbol is its padding id.
     """
-    is_first = np.arange(target_ids.shape[1]) == 0
+    is_first = tf.range(tf.shape(target_ids)[1]) == 0
     return padding_mask(target_ids, pad_id) | is_first
 
 
 def causal_mask(length: int) -> Bool[Tensor, "T T"]:
     """Let each target position attend to itself and to what came before it."""
-    return np.tri(length, dtype=bool)
+    positions = tf.range(length)
+    return positions[:, None] >= positions[None, :]

@@ -7,28 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
+from numpy import ndarray
 from tensorflow import Tensor
 
 from reference_numpy.checks import check_memory, check_same_batch
 from reference_numpy.config import TransformerConfig
+from reference_numpy.files import load_weights
+from reference_numpy.taps import Tap, no_tap, within
 from transformer_tf.decoder import Decoder
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_tf.encoder import Encoder
-from reference_numpy.files import load_weights
 from transformer_tf.layers import Dropout
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
-from transformer_tf.runtime import check_placement, set_precision, to_ids, to_mask
-from reference_numpy.taps import Tap, no_tap, within
+from transformer_tf.runtime import check_placement, set_precision, to_device, to_ids, to_mask
 from transformer_tf.weights import get_weights, set_weights
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
+@keras.saving.register_keras_serializable("transformer_tf")
 class Transformer(keras.Model):
     """Map source tokens and the target tokens so far to the logits of each next target token.
 
@@ -42,6 +44,7 @@ class Transformer(keras.Model):
         super().__init__(dtype=dtype, **kwargs)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         self.config = config
+        self.device: str | None = None  # where calls run; None is TensorFlow's default
         self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype=dtype)
         self.target_embedding = (
             self.source_embedding
@@ -54,12 +57,22 @@ class Transformer(keras.Model):
         self.decoder = Decoder(config, dtype=dtype)
         self.output_proj = OutputProjection(config, dtype=dtype)
         self.dropout = Dropout(config.dropout.embedding, dtype=dtype)
+        self.built = True
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what ``from_config`` needs to build the model again: Keras saves it beside the weights."""
+        return {"config": self.config.to_dict(), "dtype": self.compute_dtype}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Transformer:
+        """Build a model from ``get_config``."""
+        return cls(TransformerConfig.from_dict(config["config"]), dtype=config["dtype"])
 
     @classmethod
     def from_weights(
         cls,
         config: TransformerConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, ndarray],
         dtype: str = "float32",
         device: str = "cpu",
         precision: str = "highest",
@@ -80,22 +93,24 @@ class Transformer(keras.Model):
         """
         check_placement(dtype, device)
         set_precision(precision)
-        model = cls(config, dtype=dtype)
+        with tf.device(to_device(device)):
+            model = cls(config, dtype=dtype)
+        model.device = to_device(device)
         set_weights(model, weights)
         return model
 
-    def export_weights(self) -> dict[str, Tensor]:
+    def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
         return get_weights(self)
 
-    def call(
+    def __call__(
         self,
         source_ids: Int[Tensor, "B S"],
-        target_ids: Int[Tensor, "B T"],
+        target_ids: Int[Tensor, "B T"] | None = None,
         source_mask: Bool[Tensor, "B S"] | None = None,
         target_mask: Bool[Tensor, "B T"] | None = None,
         tap: Tap = no_tap,
-        training: bool = False,
+        training: bool | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Return the logits of the token after each target position.
 
@@ -111,9 +126,25 @@ class Transformer(keras.Model):
             TypeError: Ids that are not integers, or a mask that is not boolean.
             ValueError: Ids or masks of the wrong shape, ids outside the vocabulary, or too many positions.
         """
+        if target_ids is None:  # Keras' fit hands over both in one structure
+            source_ids, target_ids = source_ids
+        # Checked here and not in `call`, where Keras would decorate the message.
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
+        with tf.device(self.device):
+            return super().__call__(source_ids, target_ids, source_mask, target_mask, tap=tap, training=training)
+
+    def call(
+        self,
+        source_ids: Int[Tensor, "B S"],
+        target_ids: Int[Tensor, "B T"],
+        source_mask: Bool[Tensor, "B S"],
+        target_mask: Bool[Tensor, "B T"],
+        tap: Tap = no_tap,
+        training: bool | None = None,
+    ) -> Float[Tensor, "B T V"]:
+        """Return the logits, given checked ids and masks: what Keras calls."""
         memory = self._encode(source_ids, source_mask, tap, training)
         return self._decode(target_ids, memory, source_mask, target_mask, tap, training)
 
@@ -122,11 +153,12 @@ class Transformer(keras.Model):
         source_ids: Int[Tensor, "B S"],
         source_mask: Bool[Tensor, "B S"] | None = None,
         tap: Tap = no_tap,
-        training: bool = False,
+        training: bool | None = None,
     ) -> Float[Tensor, "B S d_model"]:
         """Return the memory: one vector per source position. Arguments and errors as in the call."""
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        return self._encode(source_ids, source_mask, tap, training)
+        with tf.device(self.device):
+            return self._encode(source_ids, source_mask, tap, training)
 
     def decode(
         self,
@@ -136,14 +168,15 @@ class Transformer(keras.Model):
         target_mask: Bool[Tensor, "B T"] | None = None,
         source_mask: Bool[Tensor, "B S"] | None = None,
         tap: Tap = no_tap,
-        training: bool = False,
+        training: bool | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Return the logits, given the memory of the same source ids. Arguments and errors as in the call."""
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
         check_memory(memory.shape, (*source_ids.shape, self.config.d_model))
-        return self._decode(target_ids, memory, source_mask, target_mask, tap, training)
+        with tf.device(self.device):
+            return self._decode(target_ids, memory, source_mask, target_mask, tap, training)
 
     def _take_source(self, ids, mask):
         config = self.config
@@ -160,19 +193,17 @@ class Transformer(keras.Model):
         return ids, to_mask("target_mask", mask, ids.shape)
 
     def _encode(self, source_ids, source_mask, tap, training):
-        x = self.source_embedding(source_ids)  # [B, S, d_model]
-        x = x + self.source_position(x.shape[1])
-        x = self.dropout(tap("source_embedding.output", x), training)
-        return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"), training)
+        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+        x = self.dropout(tap("source_embedding.output", x), training=training)
+        return self.encoder(x, source_mask[:, None, None, :], tap=within(tap, "encoder"), training=training)
 
     def _decode(self, target_ids, memory, source_mask, target_mask, tap, training):
-        x = self.target_embedding(target_ids)  # [B, T, d_model]
-        x = x + self.target_position(x.shape[1])
-        x = self.dropout(tap("target_embedding.output", x), training)
-        self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
+        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+        x = self.dropout(tap("target_embedding.output", x), training=training)
+        self_mask = causal_mask(keras.ops.shape(x)[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
-        x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"), training)
-        return tap("logits", self.output_proj(x, self.target_embedding))
+        x = self.decoder(x, memory, self_mask, cross_mask, tap=within(tap, "decoder"), training=training)
+        return tap("logits", self.output_proj(x, table=self.target_embedding.table))
 
 
 def load_transformer(

@@ -1,0 +1,93 @@
+"""The layers that every framework ships, with this project's names, defaults and initial values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+from tensorflow import Tensor
+
+from reference_numpy.config import TransformerConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+__all__ = ["ACTIVATIONS", "Block", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
+
+
+def gelu(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """Return ``x Phi(x)``; TensorFlow's own rounds sqrt(2) to float32, also in float64."""
+    return x * (0.5 * (1.0 + tf.math.erf(x * math.sqrt(0.5))))
+
+
+def gelu_tanh(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+    """Return the tanh approximation of ``gelu``; TensorFlow's own rounds its constants to float32."""
+    return 0.5 * x * (1.0 + tf.math.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": tf.nn.relu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "swish": tf.nn.silu,
+}
+
+Dropout = keras.layers.Dropout
+
+
+def masked_softmax(
+    scores: Float[Tensor, "*axes M"], mask: Bool[Tensor, "*#axes M"] | None = None
+) -> Float[Tensor, "*axes M"]:
+    """Turn scores into weights that sum to one over the allowed keys, and to zero where none is allowed."""
+    wide = tf.cast(scores, keras.backend.result_type(scores.dtype, "float32"))  # bfloat16 is too coarse to sum in
+    if mask is None:
+        return tf.cast(tf.nn.softmax(wide), scores.dtype)
+    # The lowest finite score, not -inf: a row of -inf would be NaN, forward and backward.
+    weights = tf.nn.softmax(tf.where(mask, wide, tf.constant(wide.dtype.min, wide.dtype)))
+    return tf.cast(tf.where(mask, weights, tf.zeros([], wide.dtype)), scores.dtype)
+
+
+class Block(keras.layers.Layer):
+    """A layer that is complete once constructed.
+
+    Keras would otherwise run ``call`` on symbolic tensors at the first use to find the weights, and every tap would
+    fire for them too.
+    """
+
+    def __init__(self, dtype: str = "float32", **kwargs: Any) -> None:
+        super().__init__(dtype=dtype, **kwargs)
+        self.built = True
+
+
+class Linear(keras.layers.Dense):
+    """Multiply by a matrix and add a bias: ``x W + b``."""
+
+    def __init__(self, d_in: int, d_out: int, *, bias: bool, dtype: str = "float32", **kwargs: Any) -> None:
+        super().__init__(d_out, use_bias=bias, dtype=dtype, **kwargs)
+        self.build((None, d_in))
+
+
+class LayerNorm(keras.layers.LayerNormalization):
+    """Normalise the last axis, then scale and shift it (Ba et al., 2016).
+
+    Kind ``standard`` divides by sqrt(biased variance + epsilon), kind ``annotated`` by (unbiased standard
+    deviation + epsilon), as the Annotated Transformer does.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+        super().__init__(epsilon=config.layer_norm_epsilon, dtype=dtype, **kwargs)
+        self.kind = config.layer_norm_kind
+        self.build((None, config.d_model))
+
+    def call(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
+        """Normalise each position of ``x``."""
+        if self.kind == "standard":
+            return super().call(x)
+        wide = tf.cast(x, keras.backend.result_type(x.dtype, "float32"))
+        centred = wide - tf.reduce_mean(wide, -1, keepdims=True)
+        variance = tf.reduce_sum(tf.square(centred), -1, keepdims=True) / (x.shape[-1] - 1)
+        normed = centred / (tf.sqrt(variance) + self.epsilon)
+        return tf.cast(normed, x.dtype) * self.gamma + self.beta

@@ -1,0 +1,82 @@
+"""The machine: dtypes, devices and precision by name, and the way in for ids and masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow import Tensor
+
+from reference_numpy.checks import check_choice, check_ids, check_mask
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+
+DTYPES = ("float64", "float32", "bfloat16")
+DEVICES = ("cpu", "gpu")
+PRECISIONS = ("highest", "fast")
+
+
+def set_precision(precision: str) -> None:
+    """Choose how float32 matrix products are computed, for the whole process.
+
+    Args:
+        precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
+            (TF32 on a GPU), for speed. A CPU computes in full float32 either way.
+
+    Raises:
+        ValueError: There is no such precision.
+    """
+    check_choice("precision", precision, PRECISIONS)
+    tf.config.experimental.enable_tensor_float_32_execution(precision == "fast")
+
+
+def check_placement(dtype: str, device: str) -> None:
+    """Refuse a dtype or device that this backend or this machine lacks.
+
+    Raises:
+        ValueError: The backend knows no such dtype or device.
+        RuntimeError: The device is known but none is visible.
+    """
+    check_choice("dtype", dtype, DTYPES)
+    check_choice("device", device, DEVICES)
+    if keras.backend.backend() != "tensorflow":
+        raise RuntimeError(f"transformer_tf needs Keras on TensorFlow: KERAS_BACKEND is {keras.backend.backend()}")
+    if device == "gpu" and not tf.config.list_physical_devices("GPU"):
+        raise RuntimeError(f"no GPU is visible to tensorflow {tf.__version__}")
+
+
+def to_device(device: str) -> str:
+    """Return the framework's own device of that name."""
+    return f"/{device.upper()}:0"
+
+
+def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Tensor, "B L"]:
+    """Take token ids from the outside, checked."""
+    if tf.is_tensor(ids):
+        values = tf.get_static_value(ids)  # None inside a traced function
+        check_ids(name, tuple(ids.shape), ids.dtype.name, vocab_size, max_positions, values)
+    else:
+        ids = np.asarray(ids)
+        check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, ids)
+    return tf.cast(ids, tf.int32)
+
+
+def to_mask(name: str, mask: Any, shape: tuple[int | None, int | None]) -> Bool[Tensor, "B L"]:
+    """Take a padding mask from the outside, checked against the shape of its ids."""
+    mask = tf.convert_to_tensor(mask)
+    check_mask(name, tuple(mask.shape), mask.dtype.name, tuple(shape))
+    return mask
+
+
+def describe() -> dict[str, str]:
+    """Return versions, devices, threads and precision switches, as they are now."""
+    gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
+    return {
+        "version": f"{tf.__version__}, keras {keras.__version__}",
+        "device": ", ".join(gpus) or "cpu",
+        "threads": str(tf.config.threading.get_intra_op_parallelism_threads() or "all"),
+        "TF32": str(tf.config.experimental.tensor_float_32_execution_enabled()),
+    }

@@ -1,0 +1,50 @@
+"""Canonical weights in and out of the model: a name is the path of the attribute that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.names import check_weights, parameter_shapes
+
+if TYPE_CHECKING:
+    from transformer_tf.transformer import Transformer
+
+KERAS_NAMES = {"scale": "gamma", "bias": "beta"}  # of a norm; everything else has the canonical name
+
+
+def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
+    """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
+
+    Raises:
+        TypeError: A weight is not of a floating-point dtype.
+        ValueError: The weights are not those of the model's config.
+    """
+    check_weights(model.config, weights)
+    for name in parameter_shapes(model.config):
+        parameter = find(model, _keras_path(name))
+        parameter.assign(np.asarray(weights[name]).astype(parameter.dtype))
+
+
+def get_weights(model: Transformer) -> dict[str, ndarray]:
+    """Copy every parameter out of a model, in the model's dtype."""
+    return {name: find(model, _keras_path(name)).numpy() for name in parameter_shapes(model.config)}
+
+
+def find(model: Any, path: str) -> Any:
+    """Return the attribute of a model that a dotted path leads to."""
+
+    def step(owner: Any, key: str) -> Any:
+        return owner[int(key)] if key.isdecimal() else getattr(owner, key)
+
+    return reduce(step, path.split("."), model)
+
+
+def _keras_path(name: str) -> str:
+    path, _, attribute = name.rpartition(".")
+    return f"{path}.{KERAS_NAMES[attribute]}" if path.endswith("norm") else name
