@@ -198,7 +198,7 @@ _PAPER_BASE: dict[str, Any] = {}  # the defaults above
 _ALL_SITES = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)
 
 # Table 3 of the paper, one preset a row; the letter in the comment is the table's.
-_TABLE_3: dict[str, dict[str, Any]] = {
+TABLE_3: dict[str, dict[str, Any]] = {
     "paper_base": _PAPER_BASE,
     "paper_h1": {"num_heads": 1},  # A
     "paper_h4": {"num_heads": 4},  # A
@@ -227,7 +227,7 @@ _TABLE_3: dict[str, dict[str, Any]] = {
 }
 
 # What published code does. Each is compared with that code, or with a transcription of its formulas, in the tests.
-_IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     # tensor2tensor's first release (June 2017), the code nearest to the paper.
     "t2t_2017": {
         "attention_bias": True,
@@ -323,4 +323,4 @@ _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-PRESETS: dict[str, dict[str, Any]] = {**_TABLE_3, **_IMPLEMENTATIONS}
+PRESETS: dict[str, dict[str, Any]] = {**TABLE_3, **IMPLEMENTATIONS}

@@ -61,6 +61,9 @@ class Block(keras.layers.Layer):
         super().__init__(dtype=dtype, **kwargs)
         self.built = True
 
+    def compute_mask(self, *args: Any) -> None:
+        """Attach no mask to the output: masks here are always passed by hand, never carried along by Keras."""
+
 
 class Linear(keras.layers.Dense):
     """Multiply by a matrix and add a bias: ``x W + b``."""

@@ -1,0 +1,263 @@
+"""What is tested: chosen on the command line, never discovered at run time.
+
+    pytest --backends numpy,torch,jax,tf --devices cpu,gpu
+
+A backend or device that is asked for and missing stops the run. One that is not asked for is named in the header and
+in the summary. A skipped test fails the run: a test that did not run has not passed.
+
+Fixtures for every test file:
+    backend   each requested backend in turn, a ``Backend``
+    port      likewise, without NumPy
+    backends  all requested backends, a list; ``ports`` likewise, without NumPy
+    device    each requested device in turn ("cpu", "gpu"); NumPy never meets "gpu"
+
+A test of one framework is marked ``@pytest.mark.only("jax")``; ``port`` is then that one.
+
+``tiny_config`` and ``random_weights`` are functions; take them as fixtures or import them from here. Likewise
+``assert_same_bits``, to be imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # in models this small, threads mostly wait for each other
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy import ndarray
+
+from reference_numpy import PRESETS, TransformerConfig, init_weights
+
+# In the order of import: TensorFlow before torch crashes in some builds.
+PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}
+DEVICES = ("cpu", "gpu")
+TINY = {"d_model": 24, "num_heads": 3, "d_ff": 40, "num_encoder_layers": 2, "num_decoder_layers": 3, "max_length": 29}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One of the four packages, and the way of arrays in and out of its framework."""
+
+    name: str  # numpy, torch, jax or tf
+    package: ModuleType
+
+    def to_numpy(self, array: Any) -> ndarray:
+        """Return a copy of a framework's array, bfloat16 as ml_dtypes' bfloat16."""
+        if self.name == "torch":
+            import torch
+
+            array = array.detach().cpu()
+            if array.dtype == torch.bfloat16:  # which Tensor.numpy refuses
+                return array.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
+        return np.array(array.numpy() if hasattr(array, "numpy") else array)
+
+    def from_numpy(self, array: Any) -> Any:
+        """Return the framework's own array with the same content, on its default device."""
+        array = np.array(array)
+        if self.name == "torch":
+            import torch
+
+            if array.dtype == ml_dtypes.bfloat16:
+                return torch.tensor(array.view(np.int16)).view(torch.bfloat16)
+            return torch.tensor(array)
+        if self.name == "jax":
+            import jax.numpy as jnp
+
+            return jnp.array(array)
+        if self.name == "tf":
+            import tensorflow as tf
+
+            return tf.constant(array)
+        return array
+
+    def gradients(self, model: Any, *inputs: Any, **options: Any) -> list[ndarray]:
+        """Return the gradient of the sum of squared logits with regard to each parameter of a port."""
+        if self.name == "torch":
+            model.zero_grad()
+            model(*inputs, **options).square().sum().backward()
+            found = [parameter.grad for parameter in model.parameters()]
+        elif self.name == "jax":
+            import jax
+            from flax import nnx
+
+            gradient = nnx.jit(nnx.grad(lambda model: (model(*inputs, **options) ** 2).sum()))
+            found = jax.tree.leaves(gradient(model))
+        else:
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(*inputs, **options) ** 2)
+            found = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, model.trainable_variables)]
+        return [self.to_numpy(gradient) for gradient in found]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def tiny_config(preset: str = "paper_base", **overrides: Any) -> TransformerConfig:
+    """Return a preset shrunk until every axis has its own small size, with any field replaced.
+
+    Source vocabulary 37; target vocabulary 41, or 37 where both share one table.
+    """
+    fields = {**TINY, **overrides}
+    tied = fields.get("tie_embeddings", PRESETS[preset].get("tie_embeddings", "all")) == "all"
+    fields = {"source_vocab_size": 37, "target_vocab_size": 37 if tied else 41, **fields}
+    return TransformerConfig.preset(preset, **fields)
+
+
+def random_weights(config: TransformerConfig, seed: int = 0, dtype: str = "float32") -> dict[str, ndarray]:
+    """Return weights that let no mistake hide: random biases and scales, sharp attention, every bit in use.
+
+    Fresh weights would: zero biases and unit scales make a forgotten one invisible.
+    """
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, array in init_weights(config, seed).items():
+        if name.endswith(".scale"):
+            array = rng.uniform(0.5, 1.5, array.shape)
+        elif name.endswith(".bias"):
+            array = rng.normal(0.0, 0.2, array.shape)
+        else:
+            sharpness = 2.0 if name.endswith(("query_proj.kernel", "key_proj.kernel")) else 1.0
+            array = array * rng.uniform(0.9 * sharpness, 1.1 * sharpness, array.shape)
+        weights[name] = array.astype(dtype)
+    return weights
+
+
+def assert_same_bits(got: Mapping[str, ndarray], expected: Mapping[str, ndarray]) -> None:
+    """Fail unless names, dtypes, shapes and every bit agree; of NaN and -0.0 too."""
+    assert set(got) == set(expected)
+    for name, array in expected.items():
+        assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape), name
+        assert got[name].tobytes() == array.tobytes(), name
+
+
+@pytest.fixture(name="tiny_config", scope="session")
+def _tiny_config():
+    return tiny_config
+
+
+@pytest.fixture(name="random_weights", scope="session")
+def _random_weights():
+    return random_weights
+
+
+@pytest.fixture(scope="session")
+def backends(pytestconfig):
+    return list(pytestconfig.requested_backends)
+
+
+@pytest.fixture(scope="session")
+def ports(backends):
+    return [backend for backend in backends if backend.name != "numpy"]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--backends", default=",".join(PACKAGES), help="which to test (default: %(default)s)")
+    parser.addoption("--devices", default="cpu", help="cpu, gpu or both (default: %(default)s)")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "only(name, ...): for these backends; left out where none is asked for")
+    names = _choices(config, "--backends", tuple(PACKAGES))
+    config.requested_devices = _choices(config, "--devices", DEVICES)
+    config.requested_backends = [_import(name) for name in names]
+    if "gpu" in config.requested_devices:
+        for backend in config.requested_backends:
+            if backend.name != "numpy":
+                _need_gpu(backend)
+    config.not_tested = [f"NOT TESTED: {name} (left out of --backends)" for name in PACKAGES if name not in names]
+    config.not_tested += [
+        f"NOT TESTED: {device} (left out of --devices)" for device in DEVICES if device not in config.requested_devices
+    ]
+
+
+def _choices(config, option, known):
+    chosen = config.getoption(option).split(",")
+    if unknown := [name for name in chosen if name not in known]:
+        raise pytest.UsageError(f"{option} takes {', '.join(known)}: got {', '.join(unknown)}")
+    return [name for name in known if name in chosen]
+
+
+def _import(name):
+    try:
+        package = importlib.import_module(PACKAGES[name])
+    except ImportError as error:
+        extra = "" if name == "numpy" else f"[{name}]"
+        raise pytest.UsageError(
+            f"backend {name} was asked for, but {error}. Install it with: pip install 'transformer-parity{extra}', "
+            "or leave it out of --backends"
+        ) from error
+    if name == "jax":  # whichever test runs first: JAX has float64 for the whole process or not at all
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+    return Backend(name, package)
+
+
+def _need_gpu(backend):
+    try:
+        backend.package.runtime.check_placement("float32", "gpu")
+    except RuntimeError as error:
+        raise pytest.UsageError(f"--devices asks for a GPU, but {error}") from error
+
+
+def pytest_generate_tests(metafunc):
+    """Parametrise ``backend``, ``port`` and ``device`` over what was asked for; fixtures of a module may use them."""
+    backends, devices = metafunc.config.requested_backends, metafunc.config.requested_devices
+    names = metafunc.fixturenames
+    if marker := metafunc.definition.get_closest_marker("only"):
+        backends = [backend for backend in backends if backend.name in marker.args]
+    which = next((name for name in ("backend", "port") if name in names), None)
+    if which == "port":
+        backends = [backend for backend in backends if backend.name != "numpy"]
+    if which and "device" in names:
+        pairs = [(b, d) for b in backends for d in devices if (b.name, d) != ("numpy", "gpu")]
+        metafunc.parametrize((which, "device"), pairs, ids=[f"{b.name}-{d}" for b, d in pairs], scope="module")
+    elif which:
+        metafunc.parametrize(which, backends, ids=[backend.name for backend in backends], scope="module")
+    elif "device" in names:
+        metafunc.parametrize("device", devices, scope="module")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests of one framework where that framework was not asked for."""
+    requested = {backend.name for backend in config.requested_backends}
+    left_out = [
+        item for item in items if (marker := item.get_closest_marker("only")) and not requested & {*marker.args}
+    ]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_report_header(config):
+    tested = [backend.name for backend in config.requested_backends]
+    return [f"backends: {', '.join(tested)}; devices: {', '.join(config.requested_devices)}", *config.not_tested]
+
+
+def pytest_sessionfinish(session):
+    if _not_run(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for line in config.not_tested:
+        terminalreporter.write_line(line, yellow=True)
+    if skipped := _not_run(config):
+        terminalreporter.write_line(f"FAILED: {skipped} tests were skipped, and a skip is not a pass", red=True)
+
+
+def _not_run(config):
+    stats = config.pluginmanager.get_plugin("terminalreporter").stats
+    return len(stats.get("skipped", [])) + len(stats.get("xfailed", []))

@@ -1,0 +1,120 @@
+"""A config describes a model or raises; every message says what, got and needed. Nothing here needs a framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from conftest import tiny_config
+
+from reference_numpy import PRESETS, DropoutRates, TransformerConfig
+from reference_numpy.config import CHOICES, DEPTHS, SIZES, SWITCHES
+
+RATES = [field.name for field in dataclasses.fields(DropoutRates)]
+IDS = ("pad_id", "bos_id", "eos_id")
+
+
+def bad_fields():
+    """Yield fields with a bad value each, the exception and its message."""
+    for name in (*SIZES, *DEPTHS):
+        for value in (0, -3):
+            yield {name: value}, ValueError, f"{name} must be at least 1: got {value}"
+        for value in (2.0, True, "8", math.nan, [8]):
+            yield {name: value}, TypeError, f"{name} must be an integer: got {value!r}"
+    for name in (*IDS, "position_offset"):
+        yield {name: -1}, ValueError, f"{name} must be at least 0: got -1"
+        for value in (1.0, False, None):
+            yield {name: value}, TypeError, f"{name} must be an integer: got {value!r}"
+    for name in IDS:
+        yield {name: 37}, ValueError, f"{name} must be below the vocabulary size 37: got 37"
+    for name in SWITCHES:
+        for value in (1, None, "yes"):
+            yield {name: value}, TypeError, f"{name} must be True or False: got {value!r}"
+    for name, choices in CHOICES.items():
+        for value in ("middle", None, 3, [choices[0]]):
+            yield {name: value}, ValueError, f"{name} must be one of {', '.join(choices)}: got {value!r}"
+    for value in (0.0, -1e-6, math.inf, math.nan):
+        yield {"layer_norm_epsilon": value}, ValueError, f"layer_norm_epsilon must be positive: got {value}"
+    for value in (1.0, -0.1, math.nan, math.inf):
+        yield {"label_smoothing": value}, ValueError, f"label_smoothing must be in [0, 1): got {value}"
+        for site in RATES:
+            yield {"dropout": {site: value}}, ValueError, f"dropout.{site} must be in [0, 1): got {value}"
+    for value in ("0.1", None, True):
+        for name in ("layer_norm_epsilon", "label_smoothing"):
+            yield {name: value}, TypeError, f"{name} must be a number: got {value!r}"
+        for site in RATES:
+            yield {"dropout": {site: value}}, TypeError, f"dropout.{site} must be a number: got {value!r}"
+    yield {"dropout": 0.1}, TypeError, "dropout must be DropoutRates: got float"
+    yield {"d_model": 22}, ValueError, "num_heads must divide d_model unless d_k and d_v are given: got 3 and 22"
+    yield {"d_model": 21}, ValueError, "sinusoidal positions need an even d_model: got 21"
+    yield (
+        {"d_model": 2, "num_heads": 1, "position_timescale": "m_minus_1"},
+        ValueError,
+        "position_timescale='m_minus_1' needs d_model of at least 4: got 2",
+    )
+    yield (
+        {"position_encoding": "learned", "position_offset": 29},
+        ValueError,
+        "position_offset must be below max_length 29: got 29",
+    )
+    yield (
+        {"tie_embeddings": "all", "target_vocab_size": 41},
+        ValueError,
+        "tie_embeddings='all' needs one vocabulary: got source_vocab_size 37 and target_vocab_size 41",
+    )
+
+
+@pytest.mark.parametrize(("fields", "kind", "message"), list(bad_fields()), ids=str)
+def test_bad_field(fields, kind, message):
+    with pytest.raises(kind) as error:
+        tiny_config(**fields)
+    assert str(error.value) == message
+
+
+def test_every_field_is_refused_something():
+    """A field added later has to be checked, and has to appear above."""
+    checked = {name for fields, _, _ in bad_fields() for name in fields}
+    assert checked == {field.name for field in dataclasses.fields(TransformerConfig)}
+
+
+def test_single_channel_has_no_unbiased_deviation():
+    """The Annotated Transformer divides by d_model - 1."""
+    with pytest.raises(ValueError, match="d_model"):
+        tiny_config("annotated", d_model=1, num_heads=1, position_encoding="learned")
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match=r"^preset must be one of paper_base, paper_h1, .*: got 'paper'$"):
+        TransformerConfig.preset("paper", source_vocab_size=37, target_vocab_size=37)
+
+
+def test_unknown_and_missing_fields():
+    with pytest.raises(TypeError, match="layers"):
+        TransformerConfig.preset("paper_base", source_vocab_size=37, target_vocab_size=37, layers=6)
+    with pytest.raises(TypeError, match="target_vocab_size"):
+        TransformerConfig.preset("paper_base", source_vocab_size=37)
+    fields = tiny_config().to_dict()
+    with pytest.raises(ValueError, match=r"^missing config fields: d_ff, dropout$"):
+        TransformerConfig.from_dict({name: fields[name] for name in fields if name not in ("d_ff", "dropout")})
+    with pytest.raises(ValueError, match=r"^unknown config fields: depth$"):
+        TransformerConfig.from_dict({**fields, "depth": 6})
+    with pytest.raises(TypeError, match=r"^a config must be a mapping of field names: got list$"):
+        TransformerConfig.from_dict(list(fields))
+
+
+def test_frozen():
+    config = tiny_config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.d_model = 48
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.dropout.residual = 0.5
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_survives_json(preset):
+    config = tiny_config(preset)
+    assert TransformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.replace() == config
+    assert config.replace(d_ff=7).d_ff == 7

@@ -1,0 +1,322 @@
+"""Bad input is refused by every backend with the same words, before anything is computed; good input is left alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import random_weights, tiny_config
+
+from reference_numpy import Recorder
+
+SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
+TARGET = np.array([[1, 3, 4], [1, 5, 0]])
+MEMORY = np.full((2, 4, 24), 0.5, np.float32)
+BOOLEAN = "must be boolean, True where attention is allowed"
+
+# What is wrong: the ids, the exception and its message behind the name of the argument. Learned positions: 29 at most.
+BAD_IDS = {
+    "negative": ([[5, -6], [1, 2]], ValueError, "must lie in [0, 37): got -6 at [0, 1]"),
+    "too large": ([[5, 3], [37, 2]], ValueError, "must lie in [0, 37): got 37 at [1, 0]"),
+    "beyond int32": ([[5, 2**32 + 5], [1, 2]], ValueError, "must lie in [0, 37): got 4294967301 at [0, 1]"),
+    "float": ([[5.0, 3.0], [1.0, 2.0]], TypeError, "must be integers: got float64"),
+    "bool": ([[True, False], [True, True]], TypeError, "must be integers: got bool"),
+    "complex": ([[1j, 2.0], [1.0, 2.0]], TypeError, "must be integers: got complex128"),
+    "rank 0": (3, ValueError, "must have shape [batch, length]: got ()"),
+    "rank 1": ([1, 2], ValueError, "must have shape [batch, length]: got (2,)"),
+    "rank 3": ([[[1], [2]]], ValueError, "must have shape [batch, length]: got (1, 2, 1)"),
+    "empty batch": (np.zeros((0, 3), int), ValueError, "must hold at least one token: got shape (0, 3)"),
+    "length 0": (np.zeros((2, 0), int), ValueError, "must hold at least one token: got shape (2, 0)"),
+    "too long": (np.ones((2, 30), int), ValueError, "must be at most 29 tokens long: got 30"),
+}
+# Only lists and NumPy can hold these; what the first says is NumPy's own message.
+BAD_OBJECTS = {
+    "ragged": ([[1, 2], [3]], ValueError, None),
+    "text": ([["a", "b"]], TypeError, "must be integers: got str32"),
+    "too large for any integer": ([[1, 2**70]], TypeError, "must be integers: got object"),
+    "nothing": (None, TypeError, "must be integers: got object"),
+}
+BAD_MASKS = {
+    "float64": ([[1.0, 1.0, 1.0, 0.0]] * 2, TypeError, f"{BOOLEAN}: got float64"),
+    "float32": (np.ones((2, 4), np.float32), TypeError, f"{BOOLEAN}: got float32"),
+    "integers": ([[1, 1, 1, 0]] * 2, TypeError, f"{BOOLEAN}: got int64"),
+    "too short": (np.ones((2, 3), bool), ValueError, "must have shape (2, 4): got (2, 3)"),
+    "one row": (np.ones((1, 4), bool), ValueError, "must have shape (2, 4): got (1, 4)"),
+    "rank 4": (np.ones((2, 1, 1, 4), bool), ValueError, "must have shape (2, 4): got (2, 1, 1, 4)"),
+}
+BAD_MASK_OBJECTS = {
+    "objects": (np.ones((2, 4), object), TypeError, f"{BOOLEAN}: got object"),
+    "text": ([["a", "b", "c", "d"]] * 2, TypeError, f"{BOOLEAN}: got str32"),
+    "ragged": ([[True], [True, False]], ValueError, None),
+}
+BAD_MEMORIES = {
+    "too short": (MEMORY[:, :3], "got (2, 3, 24)"),
+    "one sentence": (MEMORY[:1], "got (1, 4, 24)"),
+    "too narrow": (MEMORY[:, :, :23], "got (2, 4, 23)"),
+    "rank 2": (MEMORY[0], "got (4, 24)"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(backend):
+    config = tiny_config(position_encoding="learned")
+    return backend.package.Transformer.from_weights(config, random_weights(config))
+
+
+@pytest.fixture
+def nothing_runs(backend, monkeypatch):
+    """Fail where a computation begins: whatever is refused has to be refused before."""
+
+    def begin(*args, **kwargs):
+        raise AssertionError("a computation began before the arguments were checked")
+
+    monkeypatch.setattr(backend.package.Transformer, "_encode", begin)
+    monkeypatch.setattr(backend.package.Transformer, "_decode", begin)
+
+
+def refusal(function, *args, **kwargs):
+    """Return type and message of what a call raises."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:  # whatever it is, its type and message are compared
+        return type(error), str(error)
+    return None, "accepted"
+
+
+def forms(backend, value, *, native=True):
+    """Return a value as the caller may hand it over: as it is, as a NumPy array, as the framework's own array."""
+    return [value, np.asarray(value), backend.from_numpy(np.asarray(value))] if native else [value]
+
+
+@pytest.mark.parametrize("case", [*BAD_IDS, *BAD_OBJECTS])
+def test_bad_ids(backend, model, nothing_runs, case):
+    value, kind, message = {**BAD_IDS, **BAD_OBJECTS}[case]
+    memory = backend.from_numpy(MEMORY)
+    for ids in forms(backend, value, native=case in BAD_IDS):
+        for name, function, args in (
+            ("source_ids", model, (ids, TARGET)),
+            ("source_ids", model.encode, (ids,)),
+            ("source_ids", model.decode, (TARGET, memory, ids)),
+            ("target_ids", model, (SOURCE, ids)),
+            ("target_ids", model.decode, (ids, memory, SOURCE)),
+        ):
+            expected = (kind, f"{name} {message}") if message else refusal(np.asarray, value)
+            assert refusal(function, *args) == expected, f"{name} as {type(ids).__name__}"
+
+
+@pytest.mark.parametrize("case", [*BAD_MASKS, *BAD_MASK_OBJECTS])
+def test_bad_masks(backend, model, nothing_runs, case):
+    value, kind, message = {**BAD_MASKS, **BAD_MASK_OBJECTS}[case]
+    memory = backend.from_numpy(MEMORY)
+    for mask in forms(backend, value, native=case in BAD_MASKS):
+        for name, function, args in (
+            ("source_mask", model, (SOURCE, TARGET, mask)),
+            ("source_mask", model.encode, (SOURCE, mask)),
+            ("source_mask", model.decode, (TARGET, memory, SOURCE, None, mask)),
+            ("target_mask", model, (TARGET, SOURCE, None, mask)),
+            ("target_mask", model.decode, (SOURCE, memory, SOURCE, mask)),
+        ):
+            expected = (kind, f"{name} {message}") if message else refusal(np.asarray, value)
+            assert refusal(function, *args) == expected, f"{name} as {type(mask).__name__}"
+
+
+@pytest.mark.parametrize("case", BAD_MEMORIES)
+def test_bad_memory(backend, model, nothing_runs, case):
+    value, got = BAD_MEMORIES[case]
+    for memory in (value, backend.from_numpy(value)):
+        expected = (ValueError, f"memory must have shape (2, 4, 24): {got}")
+        assert refusal(model.decode, TARGET, memory, SOURCE) == expected
+
+
+def test_source_and_target_of_different_batches(backend, model, nothing_runs):
+    expected = (ValueError, "source_ids and target_ids must agree in batch size: got 2 and 1")
+    memory = backend.from_numpy(MEMORY)
+    for target in forms(backend, TARGET[:1]):
+        assert refusal(model, SOURCE, target) == expected
+        assert refusal(model.decode, target, memory, SOURCE) == expected
+
+
+def test_missing_target(model):
+    """Keras hands over source and target in one tuple; a source alone is no such tuple, of whatever batch size."""
+    assert refusal(model, SOURCE)[0] is TypeError
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 3, 5, 11), (2, 3, 7, 13), (2, 3, 7, 13)), "query and key must agree in d_k: got 11 and 13"),
+        (((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 5, 13)), "key and value must agree in length: got 7 and 5"),
+        (((2, 3, 5, 11), (1, 3, 7, 11), (1, 3, 7, 13)), "query and key must agree in batch size: got 2 and 1"),
+        (((2, 3, 5, 11), (2, 1, 7, 11), (2, 3, 7, 13)), "query and key must agree in number of heads: got 3 and 1"),
+        (((2, 3, 5, 11), (2, 3, 7, 11), (2, 1, 7, 13)), "key and value must agree in number of heads: got 3 and 1"),
+        (((3, 5, 11), (3, 7, 11), (3, 7, 13)), "query must have shape [batch, heads, length, size]: got (3, 5, 11)"),
+        (((2, 3, 5, 11), (2, 3, 7, 11), (7, 13)), "value must have shape [batch, heads, length, size]: got (7, 13)"),
+    ],
+)
+def test_attention_operands_that_disagree(backend, shapes, message):
+    operands = [backend.from_numpy(np.ones(shape)) for shape in shapes]
+    attend = backend.package.scaled_dot_product_attention
+    assert refusal(attend, *operands) == (ValueError, message)
+    assert refusal(attend, *operands, tap=Recorder()) == (ValueError, message)  # the explicit path
+
+
+@pytest.mark.parametrize(
+    ("mask", "kind", "message"),
+    [
+        (np.ones((2, 3, 5, 7)), TypeError, f"mask {BOOLEAN}: got float64"),
+        (np.ones((2, 3, 5, 7), np.int32), TypeError, f"mask {BOOLEAN}: got int32"),
+        (np.ones((2, 1, 7, 5), bool), ValueError, "mask must broadcast to (2, 3, 5, 7): got (2, 1, 7, 5)"),
+        (np.ones((5, 7), bool), ValueError, "mask must broadcast to (2, 3, 5, 7): got (5, 7)"),
+        (np.ones((2, 5, 7), bool), ValueError, "mask must broadcast to (2, 3, 5, 7): got (2, 5, 7)"),
+    ],
+)
+def test_bad_attention_mask(backend, mask, kind, message):
+    operands = [backend.from_numpy(np.ones(shape)) for shape in ((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 7, 13))]
+    mask = backend.from_numpy(mask)
+    attend = backend.package.scaled_dot_product_attention
+    assert refusal(attend, *operands, mask) == (kind, message)
+    assert refusal(attend, *operands, mask, tap=Recorder()) == (kind, message)
+
+
+def test_unknown_dtype_device_and_precision(backend):
+    config = tiny_config()
+    weights = random_weights(config)
+    dtypes = "float64, float32" if backend.name == "numpy" else "float64, float32, bfloat16"
+    devices = "cpu" if backend.name == "numpy" else "cpu, gpu"
+    for options, message in (
+        ({"dtype": "float16"}, f"dtype must be one of {dtypes}: got 'float16'"),
+        ({"dtype": np.float32}, f"dtype must be one of {dtypes}: got <class 'numpy.float32'>"),
+        ({"device": "tpu"}, f"device must be one of {devices}: got 'tpu'"),
+        ({"precision": "high"}, "precision must be one of highest, fast: got 'high'"),
+    ):
+        assert refusal(backend.package.Transformer.from_weights, config, weights, **options) == (ValueError, message)
+    assert refusal(backend.package.set_precision, "low")[0] is ValueError
+
+
+def test_gpu_that_is_not_there(backend, monkeypatch):
+    expected = (ValueError, "device must be one of cpu: got 'gpu'")
+    if backend.name == "torch":
+        import torch
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        expected = (RuntimeError, f"no GPU is visible to torch {torch.__version__}")
+    elif backend.name == "jax":
+        import jax
+
+        monkeypatch.setattr(backend.package.runtime, "_gpus", list)
+        expected = (RuntimeError, f"no GPU is visible to jax {jax.__version__}")
+    elif backend.name == "tf":
+        import tensorflow as tf
+
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
+        expected = (RuntimeError, f"no GPU is visible to tensorflow {tf.__version__}")
+    config = tiny_config()
+    build = backend.package.Transformer.from_weights
+    assert refusal(build, config, random_weights(config), device="gpu") == expected
+
+
+# --- What is accepted ---
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "list"])
+def test_ids_of_every_integer_type(backend, model, dtype):
+    expected = backend.to_numpy(model(SOURCE, TARGET))
+    if dtype == "list":
+        np.testing.assert_array_equal(backend.to_numpy(model(SOURCE.tolist(), TARGET.tolist())), expected)
+        return
+    source, target = SOURCE.astype(dtype), TARGET.astype(dtype)
+    native = backend.from_numpy(source), backend.from_numpy(target)
+    np.testing.assert_array_equal(backend.to_numpy(model(*native)), expected)
+    np.testing.assert_array_equal(backend.to_numpy(model(source[:, ::-1], target)), _reversed(backend, model))
+    source.flags.writeable = target.flags.writeable = False
+    np.testing.assert_array_equal(backend.to_numpy(model(source, target)), expected)
+
+
+def _reversed(backend, model):
+    """Return the logits of the reversed source, from an array that is no view."""
+    return backend.to_numpy(model(np.ascontiguousarray(SOURCE[:, ::-1]), TARGET))
+
+
+def test_masks_as_lists_arrays_and_native(backend, model):
+    masks = [[True, False, True, True], [True, True, False, False]], [[True, True, False], [True, True, True]]
+    arrays = [np.array(mask) for mask in masks]
+    expected = backend.to_numpy(model(SOURCE, TARGET, *arrays))
+    assert np.abs(expected - backend.to_numpy(model(SOURCE, TARGET))).max() > 1e-3  # the masks matter
+    for given in (masks, [backend.from_numpy(array) for array in arrays]):
+        np.testing.assert_array_equal(backend.to_numpy(model(SOURCE, TARGET, *given)), expected)
+
+
+def test_memory_from_numpy(backend, model):
+    """What one backend encoded, another may decode."""
+    expected = backend.to_numpy(model.decode(TARGET, backend.from_numpy(MEMORY), SOURCE))
+    np.testing.assert_array_equal(backend.to_numpy(model.decode(TARGET, MEMORY, SOURCE)), expected)
+
+
+def test_arguments_are_neither_changed_nor_kept(backend, model):
+    source, target, memory = SOURCE.copy(), TARGET.copy(), backend.from_numpy(MEMORY)
+    masks = SOURCE != 0, TARGET != 0
+    expected = backend.to_numpy(model(SOURCE, TARGET, *masks))
+    logits = model(source, target, *masks)
+    decoded = model.decode(target, memory, source)
+    for array, original in ((source, SOURCE), (target, TARGET), (masks[0], SOURCE != 0), (masks[1], TARGET != 0)):
+        np.testing.assert_array_equal(array, original)
+        array[...] = 1  # some frameworks compute later, and from the caller's memory
+    np.testing.assert_array_equal(backend.to_numpy(logits), expected)
+    np.testing.assert_array_equal(backend.to_numpy(memory), MEMORY)
+    expected = backend.to_numpy(model.decode(TARGET, memory, SOURCE))
+    np.testing.assert_array_equal(backend.to_numpy(decoded), expected)
+
+
+# --- Rows that may attend to nothing, and Marian's start symbol ---
+
+
+def test_masked_row_has_no_context(backend):
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=shape) for shape in ((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 7, 13)))
+    mask = rng.random((2, 1, 5, 7)) < 0.6
+    mask[0, 0, 2] = mask[1] = False
+    for dtype in backend.package.runtime.DTYPES:
+        operands = [backend.from_numpy(array.astype(dtype)) for array in (query, key, value)]
+        attend = backend.package.scaled_dot_product_attention
+        fused = backend.to_numpy(attend(*operands, backend.from_numpy(mask)))
+        explicit = backend.to_numpy(attend(*operands, backend.from_numpy(mask), tap=Recorder()))
+        for context in (fused, explicit):
+            assert context.dtype.name == dtype
+            assert not context[0, :, 2].any()
+            assert not context[1].any()
+            assert context[0, :, [0, 1, 3, 4]].any(axis=-1).all()
+        if dtype == "float64":
+            assert np.linalg.norm(fused - explicit) <= 1e-12 * np.linalg.norm(explicit)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["fused", "explicit"])
+def test_padded_sentence_leaves_everything_finite(backend, explicit):
+    config = tiny_config(attention_bias=True, num_encoder_layers=1, num_decoder_layers=1)
+    weights = random_weights(config)
+    model = backend.package.Transformer.from_weights(config, weights, dtype="float64")
+    source, target_mask = np.array([[5, 6, 7], [0, 0, 0]]), np.array([[True, True], [False, False]])
+    inputs, seen = (source, TARGET[:, :2], None, target_mask), Recorder("*.context", "*_attention.output")
+    logits = backend.to_numpy(model(*inputs, tap=seen) if explicit else model(*inputs))
+    assert np.isfinite(logits).all()
+    for name, value in seen.items():
+        value = backend.to_numpy(value)
+        if name.endswith("context"):
+            assert not value[1].any(), name
+            assert value[0].any(), name
+        else:  # nothing but the projection's bias
+            bias = weights[name.replace(".output", ".output_proj.bias")]
+            np.testing.assert_array_equal(value[1], np.broadcast_to(bias, value[1].shape), err_msg=name)
+    if backend.name != "numpy":
+        for gradient in backend.gradients(model, *inputs, **({"tap": Recorder()} if explicit else {})):
+            assert np.isfinite(gradient).all()
+
+
+def test_start_symbol_may_be_the_padding(backend):
+    """Marian starts with its padding id: that first position is a token, and each later one is padding."""
+    config = tiny_config("marian", num_encoder_layers=1, num_decoder_layers=1)
+    assert config.bos_id == config.pad_id == 1
+    model = backend.package.Transformer.from_weights(config, random_weights(config), dtype="float64")
+    seen = Recorder("decoder.layers.0.self_attention.weights")
+    model(TARGET[:1] + 5, np.array([[1, 7, 1, 8]]), tap=seen)
+    (weights,) = (backend.to_numpy(value) for value in seen.values())
+    np.testing.assert_array_equal(weights[..., 0, :] > 0, [[[True, False, False, False]] * 3])
+    np.testing.assert_array_equal(weights[..., 3, :] > 0, [[[True, True, False, True]] * 3])

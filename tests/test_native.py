@@ -1,0 +1,308 @@
+"""In its framework each port is a native citizen: what its users do with any model works with this one."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import PACKAGES, assert_same_bits, random_weights, tiny_config
+
+from reference_numpy import Recorder, count_parameters, parameter_shapes, tap_shapes
+from reference_numpy.functional import layer_norm
+
+SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
+TARGET = np.array([[1, 3, 4], [1, 5, 0]])
+ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1, "attention_bias": True}
+NO_DROPOUT = {"embedding": 0.0, "attention": 0.0, "residual": 0.0, "feed_forward": 0.0}
+
+
+def build(backend, dtype="float64", **overrides):
+    config = tiny_config(**{**ONE_LAYER, **overrides})
+    return backend.package.Transformer.from_weights(config, random_weights(config), dtype=dtype)
+
+
+def assert_close(got, expected):
+    assert got.shape == expected.shape
+    assert np.linalg.norm(got - expected) <= 1e-12 * np.linalg.norm(expected)
+
+
+# --- Dropout, by argument: a rate of almost one at a single site silences whatever passes through it ---
+
+
+def train(backend, model, call):
+    """Return the result of a call in training mode, as each framework asks for it; call passes the options on."""
+    options = {}
+    if backend.name == "numpy":
+        options["rng"] = np.random.default_rng(0)
+    elif backend.name == "tf":
+        options["training"] = True
+    else:
+        model.train()
+    result = call(**options)
+    if backend.name in ("torch", "jax"):
+        model.eval()
+    return backend.to_numpy(result)
+
+
+@pytest.mark.parametrize("site", NO_DROPOUT)
+def test_dropout(backend, site):
+    model = build(backend, dropout={**NO_DROPOUT, site: 1 - 1e-9})
+    expected = backend.to_numpy(build(backend, dropout=NO_DROPOUT)(SOURCE, TARGET))
+    np.testing.assert_array_equal(backend.to_numpy(model(SOURCE, TARGET)), expected)  # inference drops nothing
+    seen = Recorder()
+    logits = train(backend, model, lambda **options: model(SOURCE, TARGET, tap=seen, **options))
+    taps = {name: backend.to_numpy(value) for name, value in seen.items()}
+    weights = model.export_weights()
+    for side, stack in (("source", "encoder.layers.0"), ("target", "decoder.layers.0")):
+        attention, feed_forward = f"{stack}.self_attention", f"{stack}.feed_forward"
+        if site == "embedding":  # nothing is left to project: only the bias is
+            queries = taps[f"{attention}.query"].swapaxes(1, 2).reshape(2, -1, 24)
+            assert (queries == weights[f"{attention}.query_proj.bias"]).all()
+        elif site == "attention":  # behind the tap of the weights
+            assert taps[f"{attention}.weights"].any()
+            assert not taps[f"{attention}.context"].any()
+        elif site == "residual":  # only what went past the sub-layer reaches the norm
+            scale, bias = weights[f"{attention}_norm.scale"], weights[f"{attention}_norm.bias"]
+            expected = layer_norm(taps[f"{side}_embedding.output"], scale, bias, epsilon=1e-6)
+            assert_close(taps[f"{attention}_norm.output"], expected)
+        else:  # behind the activation
+            assert taps[f"{feed_forward}.inner"].any()
+            assert (taps[f"{feed_forward}.output"] == weights[f"{feed_forward}.output_proj.bias"]).all()
+    assert_close(train(backend, model, lambda **options: model(SOURCE, TARGET, **options)), logits)  # the fused path
+    in_two_steps = lambda **options: model.decode(TARGET, model.encode(SOURCE, **options), SOURCE, **options)  # noqa: E731
+    assert_close(train(backend, model, in_two_steps), logits)
+
+
+def test_training_draws_anew_and_inference_never_draws(backend):
+    model = build(backend, dropout={**NO_DROPOUT, "embedding": 0.5})
+    rng = np.random.default_rng(0)
+    draw = lambda **options: model(SOURCE, TARGET, **({"rng": rng} if "rng" in options else options))  # noqa: E731
+    assert np.abs(train(backend, model, draw) - train(backend, model, draw)).max() > 1e-3
+    first, second = (backend.to_numpy(model(SOURCE, TARGET)) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_training_without_dropout_is_inference(backend):
+    model = build(backend, dropout=NO_DROPOUT)
+    expected = backend.to_numpy(model(SOURCE, TARGET))
+    assert_close(train(backend, model, lambda **options: model(SOURCE, TARGET, **options)), expected)
+
+
+def test_every_parameter_has_a_gradient(port):
+    model = build(port, tie_embeddings="none", output_bias=True)
+    gradients = port.gradients(model, SOURCE, TARGET)
+    assert len(gradients) == len(parameter_shapes(model.config))
+    # A key bias moves all scores of a row alike, which softmax does not see; there are three of them.
+    assert sum(np.abs(gradient).max() < 1e-9 for gradient in gradients) == 3
+
+
+def test_two_models_do_not_meet(port):
+    one, other = build(port), build(port, num_heads=2)
+    logits = port.to_numpy(one(SOURCE, TARGET))
+    other(SOURCE, TARGET)
+    port.package.set_weights(other, random_weights(other.config, seed=1))
+    np.testing.assert_array_equal(port.to_numpy(one(SOURCE, TARGET)), logits)
+
+
+# --- PyTorch ---
+
+
+@pytest.mark.only("torch")
+def test_torch_state_dict(port, tmp_path):
+    import torch
+
+    model = build(port, tie_embeddings="target_output", output_bias=True, position_encoding="learned")
+    fresh = port.package.Transformer(model.config, dtype="float64").eval()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    fresh.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=True)
+    assert_same_bits(fresh.export_weights(), model.export_weights())
+    torch.testing.assert_close(fresh(SOURCE, TARGET), model(SOURCE, TARGET), rtol=0, atol=0)
+
+
+@pytest.mark.only("torch")
+def test_torch_to(port):
+    import torch
+
+    config = tiny_config(**ONE_LAYER)
+    weights = random_weights(config)
+    model = port.package.Transformer.from_weights(config, weights).to(torch.float64)
+    expected = port.package.Transformer.from_weights(config, weights, dtype="float64")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    assert_same_bits(model.export_weights(), expected.export_weights())
+    torch.testing.assert_close(model(SOURCE, TARGET), expected(SOURCE, TARGET), rtol=0, atol=0)
+    assert model.to(torch.bfloat16)(SOURCE, TARGET).dtype == torch.bfloat16
+
+
+@pytest.mark.only("torch")
+def test_torch_compiles_without_a_break(port):
+    import torch
+
+    model = build(port)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for source, target in ((SOURCE, TARGET), (SOURCE[:, :3], TARGET[:, :2])):
+        ids = torch.tensor(source), torch.tensor(target)
+        assert_close(port.to_numpy(compiled(*ids)), port.to_numpy(model(*ids)))
+    model.train()
+    assert torch.isfinite(compiled(*ids)).all()
+    torch.compiler.reset()
+
+
+@pytest.mark.only("torch")
+def test_torch_deepcopy(port):
+    model = build(port)
+    twin = copy.deepcopy(model)
+    assert twin.source_embedding is twin.target_embedding
+    port.package.set_weights(twin, random_weights(twin.config, seed=1))
+    assert_same_bits(
+        model.export_weights(),
+        random_weights(model.config, dtype="float32")
+        | {name: array.astype("float64") for name, array in random_weights(model.config).items()},
+    )
+
+
+# --- JAX ---
+
+
+@pytest.mark.only("jax")
+def test_jax_jit(port):
+    """One trace for one shape, training or not; the same numbers as without."""
+    from flax import nnx
+
+    model = build(port, dropout={**NO_DROPOUT, "residual": 0.5})
+    traces = []
+
+    @nnx.jit
+    def call(model, source_ids, target_ids):
+        traces.append(source_ids.shape)
+        return model(source_ids, target_ids)
+
+    for _ in range(2):
+        assert_close(port.to_numpy(call(model, SOURCE, TARGET)), port.to_numpy(model(SOURCE, TARGET)))
+    model.train()
+    first, second = (port.to_numpy(call(model, SOURCE, TARGET)) for _ in range(2))
+    assert np.abs(first - second).max() > 1e-3  # the jitted call moved the model's random state on
+    assert traces == [(2, 4), (2, 4)]
+
+
+@pytest.mark.only("jax")
+def test_jax_split_and_merge(port):
+    import jax
+    from flax import nnx
+
+    model = build(port, tie_embeddings="all")
+    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+    assert len(jax.tree.leaves(parameters)) == len(parameter_shapes(model.config))
+    merged = nnx.merge(graph, parameters, rest)
+    assert merged.source_embedding is merged.target_embedding
+    assert_same_bits(merged.export_weights(), model.export_weights())
+    doubled = nnx.merge(graph, jax.tree.map(lambda x: 2 * x, parameters), rest)
+    expected = {name: 2 * array for name, array in model.export_weights().items()}
+    assert_same_bits(doubled.export_weights(), expected)
+
+
+@pytest.mark.only("jax")
+def test_jax_taps_under_jit(port):
+    """A recorder made inside the traced function hands out its values with the result."""
+    from flax import nnx
+
+    model = build(port)
+
+    @nnx.jit
+    def call(model, source_ids, target_ids):
+        seen = Recorder()
+        return model(source_ids, target_ids, tap=seen), dict(seen)
+
+    logits, taps = call(model, SOURCE, TARGET)
+    expected = Recorder()
+    model(SOURCE, TARGET, tap=expected)
+    assert {name: value.shape for name, value in taps.items()} == tap_shapes(model.config, 2, 4, 3)
+    for name, value in taps.items():
+        assert_close(port.to_numpy(value), port.to_numpy(expected[name]))
+    assert_close(port.to_numpy(logits), port.to_numpy(expected["logits"]))
+
+
+@pytest.mark.only("jax")
+def test_jax_trains_with_optax(port):
+    import optax
+    from flax import nnx
+
+    model = port.package.Transformer(tiny_config(**ONE_LAYER), rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            logits = model(SOURCE, TARGET)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, TARGET).mean()
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# --- TensorFlow ---
+
+
+@pytest.mark.only("tf")
+def test_tf_function_traces_once(port):
+    import tensorflow as tf
+
+    model = build(port)
+    traces = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)] * 2)
+    def call(source_ids, target_ids):
+        traces.append(1)
+        return model(source_ids, target_ids)
+
+    for source, target in ((SOURCE, TARGET), (SOURCE[:1], TARGET[:1, :2]), (SOURCE[:, :3], SOURCE)):
+        expected = port.to_numpy(model(source, target))
+        assert_close(port.to_numpy(call(source.astype(np.int32), target.astype(np.int32))), expected)
+    assert traces == [1]
+
+
+@pytest.mark.only("tf")
+def test_tf_xla(port):
+    import tensorflow as tf
+
+    model = build(port, position_encoding="learned")
+    compiled = tf.function(lambda *ids: model(*ids), jit_compile=True)
+    assert_close(
+        port.to_numpy(compiled(tf.constant(SOURCE), tf.constant(TARGET))), port.to_numpy(model(SOURCE, TARGET))
+    )
+
+
+@pytest.mark.only("tf")
+@pytest.mark.parametrize("tie_embeddings", ["none", "all"])
+def test_tf_save_and_load(port, tmp_path, tie_embeddings):
+    import keras
+
+    model = build(port, tie_embeddings=tie_embeddings, final_norm=True, output_bias=True)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded) is type(model)
+    assert loaded.config == model.config
+    assert_same_bits(loaded.export_weights(), model.export_weights())
+    np.testing.assert_array_equal(port.to_numpy(loaded(SOURCE, TARGET)), port.to_numpy(model(SOURCE, TARGET)))
+
+
+@pytest.mark.only("tf")
+def test_tf_fit(port):
+    import keras
+
+    model = port.package.Transformer(tiny_config(**ONE_LAYER))
+    assert model.count_params() == count_parameters(model.config)
+    assert len(model.trainable_variables) == len(parameter_shapes(model.config))
+    assert not model.non_trainable_variables or all("seed" in v.path for v in model.non_trainable_variables)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.Adam(1e-2), loss=loss)
+    history = model.fit(x=(SOURCE, TARGET), y=TARGET, epochs=20, verbose=0).history["loss"]
+    assert history[-1] < 0.5 * history[0]
+    assert model.predict((SOURCE, TARGET), verbose=0).shape == (2, 3, 37)
+    assert model.evaluate((SOURCE, TARGET), TARGET, verbose=0) < history[0]

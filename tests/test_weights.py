@@ -1,0 +1,212 @@
+"""Weights in and out of a model: bit-exact, never aliased, refused as a whole when anything is wrong with them."""
+
+from __future__ import annotations
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+import numpy as np
+import pytest
+from conftest import assert_same_bits, random_weights, tiny_config
+
+import reference_numpy
+from reference_numpy import load_weights, parameter_shapes, save_weights
+
+SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
+TARGET = np.array([[1, 3, 4], [1, 5, 0]])
+STORAGE = ("float64", "float32", "float16", "bfloat16")
+CONVENTIONS = {
+    "tied": {},
+    "output tied": {"tie_embeddings": "target_output", "output_bias": True, "final_norm": True},
+    "untied": {"tie_embeddings": "none", "attention_bias": True, "feed_forward_bias": False, "d_k": 5, "d_v": 7},
+    "learned": {"position_encoding": "learned", "position_offset": 2, "norm_order": "pre"},
+}
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_same_file_comes_back_bit_exact(backend, tmp_path, convention):
+    config = tiny_config(**CONVENTIONS[convention])
+    weights = random_weights(config, dtype="float64")
+    save_weights(tmp_path / "model.safetensors", config, weights)
+    for dtype in backend.package.runtime.DTYPES:
+        model = backend.package.load_transformer(tmp_path / "model.safetensors", dtype=dtype)
+        expected = {name: array.astype(dtype) for name, array in weights.items()}
+        assert model.config == config
+        assert_same_bits(model.export_weights(), expected)
+        assert list(model.export_weights()) == list(parameter_shapes(config))
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_every_storage_dtype_loads(backend, tmp_path, storage):
+    config = tiny_config()
+    path = tmp_path / "model.safetensors"
+    save_weights(path, config, random_weights(config, dtype="float64"), dtype=storage)
+    _, stored = load_weights(path)
+    model = backend.package.load_transformer(str(path), dtype="float64")
+    expected = {name: array.astype("float64") for name, array in stored.items()}
+    assert_same_bits(model.export_weights(), expected)
+
+
+@pytest.mark.parametrize("form", ["transposed", "reversed", "big-endian", "read-only", "broadcast"])
+def test_arrays_in_any_form(backend, tmp_path, form):
+    config = tiny_config()
+    plain = random_weights(config, dtype="float64")
+    if form == "broadcast":
+        plain = {name: np.full(array.shape, array.flat[0]) for name, array in plain.items()}
+    given = {name: reform(array, form) for name, array in plain.items()}
+    model = backend.package.Transformer.from_weights(config, given, dtype="float64")
+    assert_same_bits(model.export_weights(), plain)
+    save_weights(tmp_path / "model.safetensors", config, given)
+    assert_same_bits(load_weights(tmp_path / "model.safetensors")[1], plain)
+
+
+def reform(array, form):
+    """Return an equal array that lies differently in memory."""
+    if form == "transposed":
+        return np.ascontiguousarray(array.T).T
+    if form == "reversed":
+        return np.ascontiguousarray(array[::-1])[::-1]
+    if form == "big-endian":
+        return array.astype(">f8")
+    if form == "broadcast":
+        return np.broadcast_to(array.flat[0], array.shape)
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_no_array_is_shared(backend, dtype):
+    config = tiny_config("annotated", num_encoder_layers=1, num_decoder_layers=1)
+    given = random_weights(config, dtype=dtype)
+    original = {name: array.copy() for name, array in given.items()}
+    model = backend.package.Transformer.from_weights(config, given, dtype=dtype)
+    logits = backend.to_numpy(model(SOURCE, TARGET))
+    for array in given.values():  # the caller changes what was given: the model stays
+        array[...] = 7.0
+    np.testing.assert_array_equal(backend.to_numpy(model(SOURCE, TARGET)), logits)
+    exported = model.export_weights()
+    for array in exported.values():  # the caller changes what was exported: the model stays
+        array[...] = 8.0
+    np.testing.assert_array_equal(backend.to_numpy(model(SOURCE, TARGET)), logits)
+    exported = model.export_weights()
+    change_in_place(backend, model)  # the model changes: neither of the caller's arrays does
+    for name in given:
+        assert (given[name] == 7.0).all(), name
+        np.testing.assert_array_equal(exported[name], original[name], err_msg=name)
+    for name, array in model.export_weights().items():
+        np.testing.assert_array_equal(array, original[name] + 1, err_msg=name)
+
+
+def change_in_place(backend, model):
+    """Add one to every parameter, where it lies."""
+    if backend.name == "numpy":
+        for name in parameter_shapes(model.config):
+            parameter = reference_numpy.weights.find(model, name)
+            parameter += 1
+    elif backend.name == "torch":
+        for parameter in model.parameters():
+            parameter.data.add_(1)
+    elif backend.name == "jax":
+        for name in parameter_shapes(model.config):
+            parameter = backend.package.weights.find(model, name)
+            parameter.set_value(parameter.get_value() + 1)
+    else:
+        for variable in model.trainable_variables:
+            variable.assign_add(np.ones(variable.shape, variable.dtype))
+
+
+@pytest.mark.parametrize("convention", ["tied", "output tied", "untied"])
+def test_tied_tables_stay_one_through_training(port, convention):
+    """After a step of the framework's own optimiser, one table moved, and every use of it sees it."""
+    config = tiny_config(num_encoder_layers=1, num_decoder_layers=1, **CONVENTIONS[convention])
+    weights = random_weights(config, dtype="float64")
+    model = port.package.Transformer.from_weights(config, weights, dtype="float64")
+    assert (model.source_embedding is model.target_embedding) == (config.tie_embeddings == "all")
+    assert step(port, model) == len(parameter_shapes(config))
+    trained = model.export_weights()
+    for name, array in trained.items():
+        if not name.endswith("key_proj.bias"):  # whose gradient is mathematically zero
+            assert not np.array_equal(array, weights[name]), name
+    expected = reference_numpy.Transformer.from_weights(config, trained, dtype="float64")(SOURCE, TARGET)
+    logits = port.to_numpy(model(SOURCE, TARGET))
+    assert np.linalg.norm(logits - expected) <= 1e-12 * np.linalg.norm(expected)
+
+
+def step(port, model):
+    """Take one step of stochastic gradient descent with the framework's own optimiser; count what it moved."""
+    if port.name == "torch":
+        import torch
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model(SOURCE, TARGET).square().sum().backward()
+        optimizer.step()
+        return len(optimizer.param_groups[0]["params"])
+    if port.name == "jax":
+        import jax
+        import optax
+        from flax import nnx
+
+        optimizer = nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
+        gradients = nnx.jit(nnx.grad(lambda model: (model(SOURCE, TARGET) ** 2).sum()))(model)
+        optimizer.update(model, gradients)
+        return len(jax.tree.leaves(gradients))
+    import keras
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(SOURCE, TARGET) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    keras.optimizers.SGD(1e-3).apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return len(gradients)
+
+
+NAME = "encoder.layers.1.feed_forward.inner_proj.kernel"
+
+
+def broken_weights():
+    """Yield what is wrong, the exception, how its message begins, and the weights."""
+    weights = random_weights(tiny_config())
+    fit, finite = "weights do not fit the config:", f"{NAME} must be finite: got"
+    floats = f"{NAME} must be one of float64, float32, float16, bfloat16: got"
+    nan, infinite = weights[NAME].copy(), weights[NAME].copy()
+    nan[3, 5], infinite[:2, 7] = np.nan, -np.inf
+    without = {name: array for name, array in weights.items() if name != NAME}
+    yield "missing", ValueError, f"{fit} missing {NAME} [24, 40]", without
+    yield "extra", ValueError, f"{fit} unexpected extra.bias [3]", {**weights, "extra.bias": np.ones(3)}
+    yield "renamed", ValueError, f"{fit} missing {NAME} [24, 40]; unexpected x [1]", {**without, "x": np.ones(1)}
+    shape = f"{fit} {NAME} must have shape [24, 40]: got"
+    yield "transposed", ValueError, f"{shape} [40, 24]", {**without, NAME: weights[NAME].T}
+    yield "flat", ValueError, f"{shape} [960]", {**without, NAME: weights[NAME].ravel()}
+    yield "integer", TypeError, f"{floats} int64", {**without, NAME: np.ones((24, 40), int)}
+    yield "complex", TypeError, f"{floats} complex128", {**without, NAME: np.ones((24, 40), complex)}
+    yield "object", TypeError, f"{floats} object", {**without, NAME: np.ones((24, 40), object)}
+    yield "NaN", ValueError, f"{finite} 1 NaN or infinite values", {**without, NAME: nan}
+    yield "infinite", ValueError, f"{finite} 2 NaN or infinite values", {**without, NAME: infinite}
+    yield "none", ValueError, "weights hold 0 tensors, too few for the config's 5 layers", {}
+
+
+BROKEN = [pytest.param(*rest, id=case) for case, *rest in broken_weights()]
+
+
+@pytest.mark.parametrize(("kind", "message", "weights"), BROKEN)
+def test_broken_weights(backend, tmp_path, kind, message, weights):
+    config = tiny_config()
+    good = random_weights(config)
+    model = backend.package.Transformer.from_weights(config, good)
+    for call in (
+        lambda: backend.package.Transformer.from_weights(config, weights),
+        lambda: backend.package.set_weights(model, weights),
+        lambda: save_weights(tmp_path / "model.safetensors", config, weights),
+    ):
+        with pytest.raises(kind) as error:
+            call()
+        assert str(error.value).startswith(message)
+    assert_same_bits(model.export_weights(), good)  # refused as a whole: nothing of it was loaded
+    assert not list(tmp_path.iterdir())
+
+
+def test_overflow_is_refused(backend):
+    """A finite number may be infinite in a smaller dtype."""
+    config = tiny_config()
+    weights = {**random_weights(config, dtype="float64"), NAME: np.full((24, 40), 1e300)}
+    with pytest.raises(ValueError, match=f"^{NAME} overflows float32"):
+        backend.package.Transformer.from_weights(config, weights)

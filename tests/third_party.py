@@ -1,0 +1,432 @@
+"""Other people's Transformers with our weights in them, and transcriptions of those that no package index has.
+
+The first half renames canonical weights into what other implementations call them; a kernel is [in, out] here and
+[out, in] in torch. The second half writes three implementations down again from their formulas, in another style
+than the reference: heads stay behind the lengths, masks are added, positions are built from logarithms.
+"""
+
+from __future__ import annotations
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import FSMTConfig, FSMTForConditionalGeneration, MarianConfig, MarianMTModel
+
+from reference_numpy import TransformerConfig, sinusoidal_encoding, target_padding_mask
+
+HUGGING_FACE_NAMES = {
+    "self_attention.": "self_attn.",
+    "cross_attention.": "encoder_attn.",
+    "self_attention_norm.": "self_attn_layer_norm.",
+    "cross_attention_norm.": "encoder_attn_layer_norm.",
+    "feed_forward_norm.": "final_layer_norm.",
+    "feed_forward.inner_proj.": "fc1.",
+    "feed_forward.output_proj.": "fc2.",
+    "query_proj.": "q_proj.",
+    "key_proj.": "k_proj.",
+    "value_proj.": "v_proj.",
+    "output_proj.": "out_proj.",
+    "scale": "weight",
+    "kernel": "weight",
+}
+TORCH_NAMES = {
+    "encoder": {"self_attention_norm.": "norm1.", "feed_forward_norm.": "norm2."},
+    "decoder": {"self_attention_norm.": "norm1.", "cross_attention_norm.": "norm2.", "feed_forward_norm.": "norm3."},
+    "both": {
+        "final_norm.": "norm.",
+        "feed_forward.inner_proj.": "linear1.",
+        "feed_forward.output_proj.": "linear2.",
+        "scale": "weight",
+        "kernel": "weight",
+    },
+}
+
+
+def relative_error(ours, theirs) -> float:
+    """Return the L2 distance between two arrays relative to the size of the second."""
+    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    assert ours.shape == theirs.shape
+    assert ours.dtype == theirs.dtype == np.float64
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+def tensor(array) -> Tensor:
+    return torch.tensor(np.asarray(array, np.float64))
+
+
+def under(weights, prefix):
+    """Return the weights below a path, with the path taken off their names."""
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def _renamed(weights, *tables):
+    """Return torch's entries for our weights: other names, and every kernel transposed."""
+    state = {}
+    for name, value in weights.items():
+        new = name
+        for table in tables:
+            for ours, theirs in table.items():
+                new = new.replace(ours, theirs)
+        state[new] = tensor(value.T if name.endswith("kernel") else value)
+    return state
+
+
+def hugging_face_sizes(config):
+    """Return our sizes as the configs of MarianMTModel and FSMTForConditionalGeneration call them."""
+    return {
+        "d_model": config.d_model,
+        "encoder_layers": config.num_encoder_layers,
+        "decoder_layers": config.num_decoder_layers,
+        "encoder_attention_heads": config.num_heads,
+        "decoder_attention_heads": config.num_heads,
+        "encoder_ffn_dim": config.d_ff,
+        "decoder_ffn_dim": config.d_ff,
+        "max_position_embeddings": config.max_length,
+        "pad_token_id": config.pad_id,
+        "eos_token_id": config.eos_id,
+    }
+
+
+def hugging_face_layers(weights):
+    """Return encoder and decoder layers as MarianMTModel and FSMTForConditionalGeneration call them."""
+    layers = {name: value for name, value in weights.items() if ".layers." in name}
+    return {f"model.{name}": value for name, value in _renamed(layers, HUGGING_FACE_NAMES).items()}
+
+
+def _replaced_positions(model, exact, error):
+    """Return a table of positions to load in the place of a model's own, which is of float32, once it is the same."""
+    theirs = model.model.encoder.embed_positions.weight
+    assert theirs.dtype == torch.float32
+    assert (theirs - tensor(exact)).abs().max() <= error
+    return {f"model.{stack}.embed_positions.weight": tensor(exact) for stack in ("encoder", "decoder")}
+
+
+@torch.no_grad()
+def marian_logits(config, weights, source, target):
+    """Run Hugging Face's MarianMTModel."""
+    special = {"scale_embedding": True, "activation_function": "swish", "decoder_start_token_id": config.bos_id}
+    sizes = hugging_face_sizes(config)
+    model = MarianMTModel(MarianConfig(vocab_size=config.target_vocab_size, **sizes, **special)).eval()
+    positions = sinusoidal_encoding(config.max_length, config.d_model, "split", "m")
+    tables = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head")
+    state = {
+        **hugging_face_layers(weights),
+        **_replaced_positions(model, positions, 2.0**-24),  # rounded once
+        **{f"{name}.weight": tensor(weights["source_embedding.table"]) for name in tables},
+        "final_logits_bias": tensor(weights["output_proj.bias"])[None],
+    }
+    model.double().load_state_dict(state)
+    return model(
+        input_ids=torch.tensor(source),
+        attention_mask=torch.tensor(source != config.pad_id),
+        decoder_input_ids=torch.tensor(target),
+        # The first target token is PAD, and is attended to: without a mask, Marian attends to all of them.
+        decoder_attention_mask=torch.tensor(target_padding_mask(target, config.pad_id)),
+    ).logits
+
+
+@torch.no_grad()
+def fairseq_logits(config, weights, source, target):
+    """Run Hugging Face's FSMTForConditionalGeneration, the port of fairseq's WMT19 models."""
+    vocabularies = {"src_vocab_size": config.source_vocab_size, "tgt_vocab_size": config.target_vocab_size}
+    model = FSMTForConditionalGeneration(FSMTConfig(**vocabularies, **hugging_face_sizes(config))).eval()
+    positions = sinusoidal_encoding(config.max_length + config.pad_id + 1, config.d_model, "split", "m_minus_1")
+    positions[config.pad_id] = 0.0
+    state = {
+        **hugging_face_layers(weights),
+        **_replaced_positions(model, positions, 1e-6 * config.max_length),  # the angles, too, are of float32
+        "model.encoder.embed_tokens.weight": tensor(weights["source_embedding.table"]),
+        "model.decoder.embed_tokens.weight": tensor(weights["target_embedding.table"]),
+        "model.decoder.output_projection.weight": tensor(weights["output_proj.kernel"].T),
+    }
+    model.double().load_state_dict(state)
+    source, target = torch.tensor(source), torch.tensor(target)
+    real = source != config.pad_id
+    # The two halves by hand: what joins them builds its causal mask in float32, which cannot hold float64's minimum.
+    memory = model.model.encoder(source, attention_mask=real).last_hidden_state
+    future = torch.triu(torch.full((target.shape[1], target.shape[1]), -math.inf, dtype=torch.float64), diagonal=1)
+    return model.model.decoder(target, memory, real, target == config.pad_id, future).last_hidden_state
+
+
+def torch_sizes(config):
+    """Return our sizes and conventions as torch.nn.Transformer calls them."""
+    return {
+        "d_model": config.d_model,
+        "nhead": config.num_heads,
+        "num_encoder_layers": config.num_encoder_layers,
+        "num_decoder_layers": config.num_decoder_layers,
+        "dim_feedforward": config.d_ff,
+        "activation": config.activation,
+        "layer_norm_eps": config.layer_norm_epsilon,
+        "norm_first": config.norm_order == "pre",
+    }
+
+
+def torch_attention(weights, path):
+    """Return one attention block as torch.nn.MultiheadAttention calls it; biases that we lack are zero."""
+
+    def get(name, kind):
+        kernel = weights[f"{path}.{name}_proj.kernel"]
+        return tensor(
+            kernel.T if kind == "kernel" else weights.get(f"{path}.{name}_proj.bias", np.zeros_like(kernel[0]))
+        )
+
+    return {
+        "in_proj_weight": torch.cat([get(name, "kernel") for name in ("query", "key", "value")]),
+        "in_proj_bias": torch.cat([get(name, "bias") for name in ("query", "key", "value")]),
+        "out_proj.weight": get("output", "kernel"),
+        "out_proj.bias": get("output", "bias"),
+    }
+
+
+def torch_stacks(weights):
+    """Return encoder and decoder as torch.nn.Transformer calls them."""
+    state = {}
+    for stack in ("encoder", "decoder"):
+        rest = {
+            name: value for name, value in weights.items() if name.startswith(f"{stack}.") and "_attention." not in name
+        }
+        state |= _renamed(rest, TORCH_NAMES[stack], TORCH_NAMES["both"])
+        for name in weights:
+            path, found, _ = name.partition("_attention.query_proj.kernel")
+            if found and path.startswith(f"{stack}."):
+                theirs = path.replace(".self", ".self_attn").replace(".cross", ".multihead_attn")
+                state |= {
+                    f"{theirs}.{key}": value for key, value in torch_attention(weights, f"{path}_attention").items()
+                }
+    return state
+
+
+def split_heads_off(weights, path, num_heads):
+    """Return one attention block as Flax shapes and calls it: kernels [d_model, H, d], the output's [H, d, d_model]."""
+    block = {}
+    for name in ("query", "key", "value", "output"):
+        layer = under(weights, f"{path}.{name}_proj.")
+        if name == "output":
+            layer["kernel"] = layer["kernel"].reshape(num_heads, -1, layer["kernel"].shape[-1])
+        else:
+            layer = {kind: array.reshape(*array.shape[:-1], num_heads, -1) for kind, array in layer.items()}
+        block["out" if name == "output" else name] = layer
+    return block
+
+
+def assign_keras(layer, arrays):
+    """Give every variable of a Keras layer the array of its path, the layer's own name left out."""
+    paths = {variable.path.partition("/")[2]: variable for variable in layer.variables}
+    assert paths.keys() == arrays.keys()
+    for path, variable in paths.items():
+        variable.assign(np.asarray(arrays[path], np.float64))
+
+
+def keras_attention(weights, path, num_heads):
+    """Return one attention block by the paths in keras.layers.MultiHeadAttention."""
+    return {
+        f"{'attention_output' if name == 'out' else name}/{kind}": array
+        for name, layer in split_heads_off(weights, path, num_heads).items()
+        for kind, array in layer.items()
+    }
+
+
+def keras_hub_layer(weights, path, num_heads):
+    """Return one layer by the paths in keras_hub's TransformerEncoder or TransformerDecoder."""
+    names = {"self_attention": "self_attention", "cross_attention": "cross_attention"}
+    if path.startswith("encoder"):
+        names = {"self_attention": "self_attention_layer"}
+    arrays = {}
+    for ours, theirs in names.items():
+        block = keras_attention(weights, f"{path}.{ours}", num_heads)
+        arrays |= {f"{theirs}/{name}": array for name, array in block.items()}
+    for sublayer in (*names, "feed_forward"):
+        norm = f"{sublayer.replace('feed_forward', 'feedforward')}_layer_norm"
+        arrays[f"{norm}/gamma"] = weights[f"{path}.{sublayer}_norm.scale"]
+        arrays[f"{norm}/beta"] = weights[f"{path}.{sublayer}_norm.bias"]
+    for ours, theirs in (("inner", "intermediate"), ("output", "output")):
+        for kind in ("kernel", "bias"):
+            arrays[f"feedforward_{theirs}_dense/{kind}"] = weights[f"{path}.feed_forward.{ours}_proj.{kind}"]
+    return arrays
+
+
+def labels_of(target_ids, pad_id, eos_id):
+    """Return what a decoder is to predict at each position: the inputs one step to the left, and the end symbol.
+
+    Tensor2tensor, Marian and Flax's example take these and make the decoder's inputs from them by a shift.
+    """
+    labels = np.concatenate([target_ids[:, 1:], np.full_like(target_ids[:, :1], pad_id)], axis=1)
+    ends = (labels != pad_id).sum(axis=1)
+    labels[np.arange(len(labels)), ends] = eos_id
+    return labels
+
+
+class WmtBlock(nn.Module):
+    """One layer of Flax's WMT example, encoder and decoder alike: pre-norm, no biases in the attention."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x, mask, memory=None, memory_mask=None):
+        attention = {"num_heads": self.config.num_heads, "use_bias": False}
+        normed = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(**attention)(normed, mask=mask)
+        if memory is not None:
+            normed = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(**attention)(normed, memory, mask=memory_mask)
+        inner = nn.relu(nn.Dense(self.config.d_ff)(nn.LayerNorm()(x)))
+        return x + nn.Dense(x.shape[-1])(inner)
+
+
+class WmtTransformer(nn.Module):
+    """Flax's WMT example with shared embeddings: no embedding scale, and logits divided by sqrt(d_model) instead."""
+
+    config: TransformerConfig  # the sizes; nothing else is read
+
+    @nn.compact
+    def __call__(self, source, labels):
+        config = self.config
+        embed = nn.Embed(config.target_vocab_size, config.d_model, name="shared_embedding")
+        x = embed(source) + timing_signal(source.shape[1], config.d_model).numpy()
+        mask = nn.make_attention_mask(source > 0, source > 0)
+        for i in range(config.num_encoder_layers):
+            x = WmtBlock(config, name=f"encoder_{i}")(x, mask)
+        memory = nn.LayerNorm(name="encoder_norm")(x)
+
+        target = jnp.pad(labels, ((0, 0), (1, 0)))[:, :-1]
+        y = embed(target) + timing_signal(target.shape[1], config.d_model).numpy()
+        mask = nn.combine_masks(nn.make_attention_mask(labels > 0, labels > 0), nn.make_causal_mask(labels))
+        memory_mask = nn.make_attention_mask(labels > 0, source > 0)
+        for i in range(config.num_decoder_layers):
+            y = WmtBlock(config, name=f"decoder_{i}")(y, mask, memory, memory_mask)
+        y = nn.LayerNorm(name="decoder_norm")(y)
+        return embed.attend(y) / jnp.sqrt(config.d_model)
+
+
+def wmt_parameters(config, weights):
+    """Return the parameter tree of WmtTransformer; its table is sqrt(d_model) times ours."""
+    table = weights["source_embedding.table"].astype(np.float64) * math.sqrt(config.d_model)
+    tree = {"shared_embedding": {"embedding": table}}
+    depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
+    for stack, depth in depths.items():
+        tree[f"{stack}_norm"] = under(weights, f"{stack}.final_norm.")
+        attentions = ["self_attention", "cross_attention"][: 1 if stack == "encoder" else 2]
+        for i in range(depth):
+            path = f"{stack}.layers.{i}"
+            block = tree[f"{stack}_{i}"] = {
+                "Dense_0": under(weights, f"{path}.feed_forward.inner_proj."),
+                "Dense_1": under(weights, f"{path}.feed_forward.output_proj."),
+            }
+            for j, name in enumerate(attentions):
+                block[f"MultiHeadDotProductAttention_{j}"] = split_heads_off(
+                    weights, f"{path}.{name}", config.num_heads
+                )
+            for j, name in enumerate([*attentions, "feed_forward"]):
+                block[f"LayerNorm_{j}"] = under(weights, f"{path}.{name}_norm.")
+    return jax.tree.map(lambda array: jnp.asarray(array, np.float64), tree)
+
+
+def paper_positions(length, d_model):
+    """The Annotated Transformer's table: sines and cosines in turn, frequencies from a logarithm."""
+    frequencies = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * -(math.log(10000.0) / d_model))
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+    table = torch.zeros(length, d_model, dtype=torch.float64)
+    table[:, 0::2] = torch.sin(angles)
+    table[:, 1::2] = torch.cos(angles)
+    return table
+
+
+def timing_signal(length, d_model):
+    """Tensor2tensor's timing signal: all sines, then all cosines, timescales from 1 to 10000 inclusive."""
+    increment = math.log(10000.0) / (d_model // 2 - 1)
+    inverse_timescales = torch.exp(torch.arange(d_model // 2, dtype=torch.float64) * -increment)
+    scaled_time = torch.outer(torch.arange(length, dtype=torch.float64), inverse_timescales)
+    return torch.cat([torch.sin(scaled_time), torch.cos(scaled_time)], dim=1)
+
+
+def annotated_norm(x, a, b):
+    """The Annotated Transformer's LayerNorm: torch's std is the unbiased one, and epsilon is added to it."""
+    return a * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + b
+
+
+def t2t_norm(x, scale, bias):
+    """Tensor2tensor's layer_norm; Marian's Transformer passes the same epsilon to its own."""
+    mean = torch.mean(x, -1, keepdim=True)
+    variance = torch.mean(torch.square(x - mean), -1, keepdim=True)
+    return (x - mean) * torch.rsqrt(variance + 1e-6) * scale + bias
+
+
+def _dense(w, path, x):
+    return x @ w[f"{path}.kernel"] + w[f"{path}.bias"]
+
+
+def _attend(w, path, heads, x, memory, bias):
+    query = _dense(w, f"{path}.query_proj", x).unflatten(-1, (heads, -1))
+    key = _dense(w, f"{path}.key_proj", memory).unflatten(-1, (heads, -1))
+    value = _dense(w, f"{path}.value_proj", memory).unflatten(-1, (heads, -1))
+    logits = torch.einsum("blhd,bmhd->bhlm", query * key.shape[-1] ** -0.5, key) + bias
+    context = torch.einsum("bhlm,bmhd->blhd", torch.softmax(logits, -1), value)
+    return _dense(w, f"{path}.output_proj", context.flatten(2))
+
+
+def _stack(w, stack, heads, x, bias, norm, act, pre, memory=None, memory_bias=None):
+    """Run every layer of a stack: x + f(norm(x)) if ``pre``, else norm(x + f(x))."""
+    depth = sum(name.startswith(stack) and name.endswith("self_attention_norm.scale") for name in w)
+    sublayers = (
+        ["self_attention", "feed_forward"] if memory is None else ["self_attention", "cross_attention", "feed_forward"]
+    )
+    for path in (f"{stack}.layers.{i}.{sublayer}" for i in range(depth) for sublayer in sublayers):
+        scale, shift = w[f"{path}_norm.scale"], w[f"{path}_norm.bias"]
+        y = norm(x, scale, shift) if pre else x
+        if path.endswith("feed_forward"):
+            y = _dense(w, f"{path}.output_proj", act(_dense(w, f"{path}.inner_proj", y)))
+        elif path.endswith("cross_attention"):
+            y = _attend(w, path, heads, y, memory, memory_bias)
+        else:
+            y = _attend(w, path, heads, y, y, bias)
+        x = x + y if pre else norm(x + y, scale, shift)
+    return x
+
+
+def _future(length):
+    return -1e9 * torch.triu(torch.ones(length, length, dtype=torch.float64), diagonal=1)
+
+
+def annotated_logits(weights, heads, source, target):
+    """The Annotated Transformer, before its log-softmax; its padding id is 2."""
+    w = {name: tensor(value) for name, value in weights.items()}
+    source, target = torch.tensor(source), torch.tensor(target)
+    d_model = w["source_embedding.table"].shape[1]
+    options = {"norm": annotated_norm, "act": torch.relu, "pre": True}
+    source_bias = -1e9 * (source == 2).double()[:, None, None, :]
+    target_bias = torch.minimum(-1e9 * (target == 2).double()[:, None, None, :], _future(target.shape[1]))
+
+    x = w["source_embedding.table"][source] * math.sqrt(d_model) + paper_positions(source.shape[1], d_model)
+    x = _stack(w, "encoder", heads, x, source_bias, **options)
+    memory = annotated_norm(x, w["encoder.final_norm.scale"], w["encoder.final_norm.bias"])
+    y = w["target_embedding.table"][target] * math.sqrt(d_model) + paper_positions(target.shape[1], d_model)
+    y = _stack(w, "decoder", heads, y, target_bias, **options, memory=memory, memory_bias=source_bias)
+    y = annotated_norm(y, w["decoder.final_norm.scale"], w["decoder.final_norm.bias"])
+    return _dense(w, "output_proj", y)
+
+
+def shifted_logits(weights, heads, source, labels, pad_id, act):
+    """Tensor2tensor's first release, or Marian, which followed it: the decoder starts from a vector of zeros.
+
+    Tensor2tensor has no output bias, and its embedding of a target space is left out. Padding embeds to zero.
+    """
+    w = {name: tensor(value) for name, value in weights.items()}
+    source, labels = torch.tensor(source), torch.tensor(labels)
+    table = w["source_embedding.table"]
+    options = {"norm": t2t_norm, "act": act, "pre": False}
+    source_bias = -1e9 * (source == pad_id).double()[:, None, None, :]
+
+    def embed(ids):
+        return table[ids] * math.sqrt(table.shape[1]) * (ids != pad_id).double()[:, :, None]
+
+    x = embed(source) + timing_signal(source.shape[1], table.shape[1])
+    memory = _stack(w, "encoder", heads, x, source_bias, **options)
+    y = torch.nn.functional.pad(embed(labels), (0, 0, 1, 0))[:, :-1] + timing_signal(labels.shape[1], table.shape[1])
+    y = _stack(w, "decoder", heads, y, _future(labels.shape[1]), **options, memory=memory, memory_bias=source_bias)
+    return y @ table.T + w.get("output_proj.bias", 0.0)

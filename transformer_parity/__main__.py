@@ -1,0 +1,38 @@
+"""The command ``parity``: compare the four packages, look at them, and read them side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import NoReturn
+
+from transformer_parity.commands import check, info, show, source
+
+INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors exit with 3, because 2 means something else here."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit."""
+        self.print_usage(sys.stderr)
+        self.exit(INCOMPLETE, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = Parser(
+        prog="parity",
+        description="One Transformer in NumPy, PyTorch, JAX and TensorFlow: does every port agree with the reference?",
+        epilog="Start with `parity check`. Every command explains itself with --help.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (check, info, source, show):
+        command.add_parser(commands)
+    options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""The deck: every component alone, the stacks, the full model, every edge case and every preset.
+
+Every axis has its own size, so that no two can be confused: B 3, S 9, T 7, H 3, d_k 8, d_v 10, d_model 24, d_ff 40.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import IMPLEMENTATIONS, PRESETS, TransformerConfig
+from reference_numpy.files import load_weights
+from reference_numpy.masks import causal_mask
+from transformer_parity.hard_inputs import hard_weights, padded_ids
+
+BATCH, SOURCE, TARGET = 3, 9, 7
+LONG = 5000  # positions; where angles in float32 are wrong in the fourth digit
+
+
+ALL_DTYPES = ("float64", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One block of one model, and what goes into it."""
+
+    name: str
+    component: str
+    config: TransformerConfig
+    block: str
+    inputs: Mapping[str, ndarray] = field(repr=False)
+    weights_file: Path | None = None  # None: the hard weights of the config
+    fast: tuple[str, ...] = ALL_DTYPES  # the dtypes in which the fast path is run too: compiling takes its time
+    dtypes: tuple[str, ...] = ALL_DTYPES  # a row of Table 3 differs in sizes only and is left out of the smoke test
+
+    def load_weights(self) -> Mapping[str, ndarray]:
+        """Return the weights that every port is given."""
+        return hard_weights(self.config) if self.weights_file is None else load_weights(self.weights_file)[1]
+
+
+def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
+    """Return a preset's conventions at the deck's sizes."""
+    sizes = {
+        "source_vocab_size": 37,
+        "target_vocab_size": 37,
+        "d_model": 24,
+        "num_heads": 3,
+        "d_k": 8,
+        "d_v": 10,
+        "d_ff": 40,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "max_length": 32,
+    }
+    return TransformerConfig.preset(preset, **{**sizes, **overrides})
+
+
+def shrunk(preset: str) -> TransformerConfig:
+    """Return a preset with the widths divided by 16 and the depths by 3, keeping what its row of Table 3 changes."""
+    full = TransformerConfig.preset(preset, source_vocab_size=37, target_vocab_size=37)
+    return full.replace(
+        d_model=full.d_model // 16,
+        d_k=full.d_k // 16,
+        d_v=full.d_v // 16,
+        d_ff=full.d_ff // 16,
+        num_encoder_layers=-(-full.num_encoder_layers // 3),
+        num_decoder_layers=-(-full.num_decoder_layers // 3),
+        max_length=32,
+    )
+
+
+def deck() -> list[Case]:
+    """Return all cases, those of the components first; cases with one config stand together."""
+    return [*_components(), *_full_models(), *map(preset_case, PRESETS)]
+
+
+def preset_case(preset: str) -> Case:
+    """Return the full model of a preset, at a small size."""
+    if preset in IMPLEMENTATIONS:  # the deck's own sizes: what matters is the convention
+        config = tiny(preset, d_v=8)
+        return Case(f"preset/{preset}", "presets", config, "", _ids(config), fast=("float64",))
+    config = shrunk(preset)
+    return Case(f"preset/{preset}", "presets", config, "", _ids(config), fast=(), dtypes=("float64", "float32"))
+
+
+def _rng(name: str) -> np.random.Generator:
+    return np.random.default_rng(list(name.encode()))
+
+
+def _floats(name: str, *shape: int) -> ndarray:
+    return _rng(name).normal(size=shape).astype(np.float32).astype(np.float64)  # exact in float32 too
+
+
+def _ids(config: TransformerConfig, source: int = SOURCE, target: int = TARGET) -> dict[str, ndarray]:
+    """Return a batch with a full row, a shorter one and one of a single token, on each side."""
+    rng = _rng("ids")
+    return {
+        "source_ids": padded_ids(rng, config.source_vocab_size, config.pad_id, [source, -(-source // 2), 1], source),
+        "target_ids": padded_ids(rng, config.target_vocab_size, config.pad_id, [target, -(-target // 2), 1], target),
+    }
+
+
+def _padding(length: int, *lengths: int) -> ndarray:
+    return np.arange(length) < np.array(lengths)[:, None]
+
+
+def _components() -> Iterator[Case]:
+    config = tiny(attention_bias=True, final_norm=True, layer_norm_epsilon=1e-5)
+    heads, d_model = config.num_heads, config.d_model
+    x, memory = _floats("x", BATCH, TARGET, d_model), _floats("memory", BATCH, SOURCE, d_model)
+    source_mask = _padding(SOURCE, 9, 5, 1)[:, None, None, :]
+    target_mask = causal_mask(TARGET) & _padding(TARGET, 7, 4, 1)[:, None, None, :]
+    holes = _rng("holes").random((BATCH, heads, TARGET, SOURCE)) < 0.6
+    holes[1, :, 3] = False  # this query may attend to nothing
+
+    qkv = {
+        "query": _floats("query", BATCH, heads, TARGET, config.d_k),
+        "key": _floats("key", BATCH, heads, SOURCE, config.d_k),
+        "value": _floats("value", BATCH, heads, SOURCE, config.d_v),
+    }
+    square = {"query": qkv["query"], "key": qkv["query"][::-1].copy(), "value": qkv["value"][:, :, :TARGET]}
+    for name, inputs in {
+        "no_mask": qkv,
+        "padding": {**qkv, "mask": source_mask},
+        "causal": {**square, "mask": target_mask},
+        "fully_masked_row": {**qkv, "mask": holes},
+        "nothing_allowed": {**qkv, "mask": np.zeros((1, 1, TARGET, SOURCE), bool)},
+        "one_key": {**qkv, "key": qkv["key"][:, :, :1], "value": qkv["value"][:, :, :1]},
+        "sharp": {**qkv, "query": 30.0 * qkv["query"]},
+    }.items():
+        yield Case(f"attention/{name}", "attention", config, "scaled_dot_product_attention", inputs)
+
+    for name, block, inputs in (
+        ("self", "encoder.layers.0.self_attention", {"query": x, "memory": x}),
+        ("cross", "decoder.layers.0.cross_attention", {"query": x, "memory": memory, "mask": source_mask}),
+        ("fully_masked_row", "decoder.layers.1.cross_attention", {"query": x, "memory": memory, "mask": holes}),
+    ):
+        yield Case(f"multi_head_attention/{name}", "multi-head attention", config, block, inputs)
+
+    yield Case("feed_forward/relu", "feed-forward", config, "encoder.layers.1.feed_forward", {"x": x})
+    rows = x * np.array([3e-3, 1.0, 1.0])[:, None, None] + np.array([0.0, 0.0, 1e3])[:, None, None]
+    rows[0, 0] = 0.25  # a constant row
+    yield Case("layer_norm/standard", "layer norm", config, "encoder.layers.1.self_attention_norm", {"x": rows})
+    yield Case("embedding/tokens", "embedding", config, "source_embedding", {"ids": _ids(config)["source_ids"]})
+    yield Case("embedding/positions", "embedding", config, "source_position", {"x": x})
+    long = np.zeros((1, LONG, d_model))
+    yield Case("embedding/long_positions", "embedding", config, "source_position", {"x": long})
+
+    yield Case("encoder_layer/post", "encoder layer", config, "encoder.layers.1", {"x": memory, "mask": source_mask})
+    masks = {"self_mask": target_mask, "cross_mask": source_mask}
+    inputs = {"x": x, "memory": memory, **masks}
+    yield Case("decoder_layer/post", "decoder layer", config, "decoder.layers.0", inputs)
+    yield Case("encoder/final_norm", "encoder", config, "encoder", {"x": memory, "mask": source_mask})
+    yield Case("decoder/final_norm", "decoder", config, "decoder", inputs)
+    ids = _ids(config)
+    yield Case("encoder/encode", "encoder", config, "encode", {"source_ids": ids["source_ids"]})
+    yield Case("decoder/decode", "decoder", config, "decode", {**ids, "memory": memory})
+
+    pre = tiny(norm_order="pre", layer_norm_kind="annotated", activation="gelu", position_layout="split")
+    yield Case("encoder_layer/pre", "encoder layer", pre, "encoder.layers.0", {"x": memory, "mask": source_mask})
+    yield Case("decoder_layer/pre", "decoder layer", pre, "decoder.layers.1", inputs)
+    yield Case("feed_forward/gelu", "feed-forward", pre, "encoder.layers.1.feed_forward", {"x": x})
+    yield Case("layer_norm/annotated", "layer norm", pre, "encoder.layers.1.self_attention_norm", {"x": rows[1:]})
+    yield Case("embedding/split", "embedding", pre, "source_position", {"x": long})
+
+    learned = tiny(position_encoding="learned", position_offset=2, activation="gelu_tanh", feed_forward_bias=False)
+    yield Case("feed_forward/gelu_tanh", "feed-forward", learned, "encoder.layers.1.feed_forward", {"x": x})
+    yield Case("embedding/learned", "embedding", learned, "target_position", {"x": x})
+
+    marian = tiny("marian_cpp", position_offset=3)
+    yield Case("feed_forward/swish", "feed-forward", marian, "encoder.layers.1.feed_forward", {"x": x})
+    yield Case("embedding/m_minus_1", "embedding", marian, "source_position", {"x": long})
+
+
+def _full_models() -> Iterator[Case]:
+    config = tiny()
+    ids = _ids(config)
+    empty_source = ids["source_ids"].copy()
+    empty_source[1] = config.pad_id
+    late_start = ids["target_ids"].copy()
+    late_start[1, 0] = config.pad_id
+    for name, inputs in {
+        "padded": ids,
+        "source_as_long_as_target": _ids(config, TARGET, TARGET),
+        "one_token": {name: array[:, :1] for name, array in ids.items()},
+        "one_sentence": {name: array[:1] for name, array in ids.items()},
+        "source_all_padding": {**ids, "source_ids": empty_source},
+        "starts_with_padding": {**ids, "target_ids": late_start},
+        "given_masks": {
+            **ids,
+            "source_mask": _rng("source").random((BATCH, SOURCE)) < 0.5,
+            "target_mask": _rng("target").random((BATCH, TARGET)) < 0.5,
+        },
+    }.items():
+        yield Case(f"full/{name}", "full model", config, "", inputs)
+    for name, changed in {
+        "untied": tiny(tie_embeddings="none", target_vocab_size=41, output_bias=True, feed_forward_bias=False),
+        "tied_target": tiny(tie_embeddings="target_output", target_vocab_size=41),
+        "deeper_decoder": tiny(num_encoder_layers=1, num_decoder_layers=3, norm_order="pre", final_norm=True),
+    }.items():
+        yield Case(f"full/{name}", "full model", changed, "", _ids(changed))

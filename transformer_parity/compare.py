@@ -1,0 +1,205 @@
+"""Running the deck: every port, dtype and case against the float64 reference, tap by tap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.cases import Case
+from transformer_parity.policy import budget, relative_error
+from transformer_parity.ports import PORTS, LoadedPort, Port
+
+AGREES, DIVERGES, IMPRECISE, FAILED = "agrees", "diverges", "imprecise", "failed"
+OUTPUT = "output"  # the name under which a block's return value is compared when no tap is on
+ROUND_TRIP = "round trip"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: one tensor of one case, of one port in one dtype."""
+
+    backend: str
+    dtype: str
+    component: str
+    case: str
+    path: str  # taps: with taps on; fast: the way a user runs it; load: weights in and out
+    tap: str
+    error: float
+    budget: float
+    verdict: str
+    detail: str = ""
+
+    @property
+    def share(self) -> float:
+        """How much of the budget the error uses; above 1 it fails."""
+        return self.error / self.budget if self.budget else (0.0 if self.error == 0.0 else math.inf)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return {**asdict(self), "share": self.share}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How ports are run."""
+
+    dtypes: Sequence[str] = ("float64", "float32", "bfloat16")
+    device: str = "cpu"
+    precision: str = "highest"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a case must yield in one dtype: the float64 truth, and the reference's own float32 error at each tap."""
+
+    output: ndarray
+    taps: dict[str, ndarray]
+    yardstick: dict[str, float]
+
+
+def compare(
+    cases: Iterable[Case], port: Port, setting: Setting, progress: Callable[[str], None] = lambda text: None
+) -> Iterator[Finding]:
+    """Run every case on a port in every dtype and yield each comparison as it is made.
+
+    Args:
+        cases: What to run; cases that share a config are run on one loaded model if they stand together.
+        port: What to run it on.
+        setting: Dtypes, device and precision.
+        progress: Told what is about to run.
+    """
+    for _, group in groupby(cases, key=lambda case: (case.config, case.weights_file)):
+        same_model = list(group)
+        weights = same_model[0].load_weights()
+        for dtype in setting.dtypes:
+            runs = [case for case in same_model if dtype in case.dtypes]
+            if runs:
+                yield from _compare_group(runs, port, dtype, setting, _round(weights, dtype), progress)
+
+
+def _compare_group(
+    cases: list[Case],
+    port: Port,
+    dtype: str,
+    setting: Setting,
+    weights: Mapping[str, ndarray],
+    progress: Callable[[str], None],
+) -> Iterator[Finding]:
+    """Load one model and run all cases that use it."""
+    config = cases[0].config
+
+    def failed(case: Case, error: Exception) -> Finding:  # a finding, not a crash of the comparison
+        message = f"{type(error).__name__}: {error}"
+        return Finding(port.name, dtype, case.component, case.name, "run", OUTPUT, math.inf, 0.0, FAILED, message)
+
+    progress(f"{dtype} {cases[0].name}")
+    try:
+        loaded = port.load(config, weights, dtype, setting.device, setting.precision)
+        problem = _round_trip(loaded, weights, dtype)
+    except Exception as error:
+        yield from (failed(case, error) for case in cases)
+        return
+    error, verdict = (math.inf, DIVERGES) if problem else (0.0, AGREES)
+    yield Finding(port.name, dtype, "weights", cases[0].name, "load", ROUND_TRIP, error, 0.0, verdict, problem)
+
+    truth = PORTS["numpy"].load(config, weights, "float64", "cpu", "highest")
+    same_dtype = PORTS["numpy"].load(config, weights, "float32", "cpu", "highest") if dtype == "float32" else None
+    for case in cases:
+        progress(f"{dtype} {case.name}")
+        inputs = _round(case.inputs, dtype)
+        expected = _expect(case.block, inputs, truth, same_dtype)
+        try:
+            yield from _compare_case(case, loaded, inputs, expected, port.name, dtype, setting)
+        except Exception as error:
+            yield failed(case, error)
+
+
+def _expect(block: str, inputs: Mapping[str, ndarray], truth: LoadedPort, same_dtype: LoadedPort | None) -> Expected:
+    """Run the reference: in float64 for the truth, in the working dtype for the yardstick."""
+    exact = truth.run(block, inputs, taps=True)
+    yardstick = {}
+    if same_dtype is not None:
+        rounded = same_dtype.run(block, inputs, taps=True)
+        yardstick = {name: relative_error(rounded.taps[name], value) for name, value in exact.taps.items()}
+        yardstick[OUTPUT] = relative_error(rounded.output, exact.output)
+    return Expected(exact.output, exact.taps, yardstick)
+
+
+def _compare_case(
+    case: Case,
+    loaded: LoadedPort,
+    inputs: Mapping[str, ndarray],
+    expected: Expected,
+    backend: str,
+    dtype: str,
+    setting: Setting,
+) -> Iterator[Finding]:
+    """Compare every tap, then the output on the fast path."""
+
+    def judge(path: str, tap: str, actual: ndarray, truth: ndarray) -> Finding:
+        allowed = budget(tap, dtype, expected.yardstick.get(tap, 0.0), setting.precision, setting.device)
+        problem = _structure(actual, truth, dtype)
+        error = math.inf if problem else relative_error(actual, truth)
+        verdict = AGREES if error <= allowed else DIVERGES if problem or dtype == "float64" else IMPRECISE
+        return Finding(backend, dtype, case.component, case.name, path, tap, error, allowed, verdict, problem)
+
+    result = loaded.run(case.block, inputs, taps=True)
+    if list(result.taps) != list(expected.taps):
+        problem = _name_problem(result.taps, expected.taps)
+        yield Finding(backend, dtype, case.component, case.name, "taps", "names", math.inf, 0.0, DIVERGES, problem)
+    for tap, truth in expected.taps.items():
+        if tap in result.taps:
+            yield judge("taps", tap, result.taps[tap], truth)
+    yield judge("taps", OUTPUT, result.output, expected.output)
+    if dtype in case.fast:
+        yield judge("fast", OUTPUT, loaded.run(case.block, inputs, taps=False).output, expected.output)
+
+
+def _round(arrays: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
+    """Round what a port is given to bfloat16 beforehand, so that both sides start from the same numbers."""
+    if dtype != "bfloat16":
+        return dict(arrays)
+    return {
+        name: array.astype("bfloat16").astype(array.dtype) if array.dtype.kind == "f" else array
+        for name, array in arrays.items()
+    }
+
+
+def _structure(actual: ndarray, truth: ndarray, dtype: str) -> str:
+    """Say what is wrong with a tensor before any number is compared; empty if nothing is."""
+    if actual.shape != truth.shape:
+        return f"shape must be {list(truth.shape)}: got {list(actual.shape)}"
+    if actual.dtype.name != dtype:
+        return f"dtype must be {dtype}: got {actual.dtype.name}"
+    if not np.isfinite(actual).all():
+        return f"{int((~np.isfinite(actual)).sum())} of {actual.size} values are NaN or infinite"
+    return ""
+
+
+def _round_trip(loaded: LoadedPort, weights: Mapping[str, ndarray], dtype: str) -> str:
+    """Say which weights do not come back bit by bit; empty if all do."""
+    back = loaded.export()
+    if sorted(back) != sorted(weights):
+        return _name_problem(back, weights)
+    for name, array in weights.items():
+        wanted = array.astype(dtype)
+        if back[name].dtype != wanted.dtype or back[name].tobytes() != wanted.tobytes():
+            return f"{name} does not come back as it was given"
+    return ""
+
+
+def _name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
+    actual, expected = list(actual), list(expected)
+    if missing := [name for name in expected if name not in actual]:
+        return f"missing {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    if extra := [name for name in actual if name not in expected]:
+        return f"unexpected {', '.join(extra[:3])}" + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
+    first = next(i for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)) if ours != theirs)
+    return f"{actual[first]} fired where {expected[first]} was due"

@@ -1,0 +1,48 @@
+"""The agreement policy, applied: how far apart two tensors are, and how far they may be."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+POLICY: dict[str, Any] = tomllib.loads(files("transformer_parity").joinpath("policy.toml").read_text("utf-8"))
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
+
+
+def relative_error(actual: ndarray, expected: ndarray) -> float:
+    """Return the L2 norm of the difference over the L2 norm of the expected tensor, in float64.
+
+    Where nothing but zero is expected, anything else is infinitely wrong.
+    """
+    expected = np.asarray(expected, np.float64)
+    difference = np.linalg.norm(np.asarray(actual, np.float64) - expected)
+    scale = np.linalg.norm(expected)
+    if scale == 0.0:
+        return 0.0 if difference == 0.0 else float("inf")
+    return float(difference / scale)
+
+
+def budget(tap: str, dtype: str, yardstick: float, precision: str = "highest", device: str = "cpu") -> float:
+    """Return the largest relative error allowed at a tap.
+
+    Args:
+        tap: The tap's name; its last part says what kind of value it is.
+        dtype: The working dtype.
+        yardstick: The error that the NumPy reference itself makes at this tap in float32.
+        precision: ``highest``, or ``fast``, which allows TF32.
+        device: TF32 exists on a ``gpu`` only.
+    """
+    if dtype == "float64":
+        return POLICY["float64"]["tap"]
+    if dtype == "bfloat16":
+        kind = "scores_and_weights" if tap.rpartition(".")[2] in ("scores", "weights") else "tap"
+        return POLICY["bfloat16"][kind]
+    rule = POLICY["float32"]
+    allowed = rule["ratio"] * yardstick + rule["floor_in_eps"] * EPS["float32"]
+    if precision == "fast" and device == "gpu":
+        return allowed * POLICY["tensorfloat32"]["eps"] / EPS["float32"]
+    return allowed

@@ -1,0 +1,239 @@
+"""The port protocol, NumPy at the boundary, and the four built-in ports.
+
+A port loads canonical weights and runs any block of the model: the whole (path ``""``), a method (``encode``), a
+module by its attribute path (``encoder.layers.0.self_attention``) or a function of the package
+(``scaled_dot_product_attention``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.taps import Recorder
+
+FUNCTIONS = ("scaled_dot_product_attention",)  # blocks that belong to the package, not to the model
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a block returned, and what its taps saw, in the order they fired."""
+
+    output: ndarray
+    taps: dict[str, ndarray]
+
+
+class LoadedPort(Protocol):
+    """A model that holds weights."""
+
+    def export(self) -> dict[str, ndarray]:
+        """Return every parameter by its canonical name."""
+
+    def run(self, block: str, inputs: Mapping[str, ndarray], *, taps: bool) -> Result:
+        """Run one block in inference mode.
+
+        Args:
+            block: The path of the block; empty for the whole model.
+            inputs: Arrays by the name of the block's argument. Floats arrive in float64, ids as integers.
+            taps: True records every tap; False runs the way a user runs it for speed, and records none.
+        """
+
+
+class Port(Protocol):
+    """An implementation of the model."""
+
+    name: str
+
+    def load(
+        self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str, device: str, precision: str
+    ) -> LoadedPort:
+        """Build a model that holds a copy of the weights."""
+
+
+class MissingFrameworkError(Exception):
+    """A framework that was asked for is not installed; the message has the install line."""
+
+
+class _LoadedPackage:
+    """A model of one of our four packages: they differ in how arrays go in and out, and in what is fast."""
+
+    def __init__(self, package: Any, model: Any, dtype: str) -> None:
+        self.package = package
+        self.model = model
+        self.dtype = dtype
+
+    def export(self) -> dict[str, ndarray]:
+        return self.model.export_weights()
+
+    def run(self, block: str, inputs: Mapping[str, ndarray], *, taps: bool) -> Result:
+        rounded = {name: x.astype(self.dtype) if x.dtype == np.float64 else x for name, x in inputs.items()}
+        arrays = {name: self.to_array(x) for name, x in rounded.items()}
+        output, seen = self.run_tapped(block, arrays) if taps else (self.run_fast(block, arrays), {})
+        return Result(self.to_numpy(output), {name: self.to_numpy(value) for name, value in seen.items()})
+
+    def run_tapped(self, block: str, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Run a block of the model with every tap recorded."""
+        return _call_tapped(self.find(self.model, block), arrays)
+
+    def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
+        """Run a block of the model the way a user runs it for speed."""
+        return self.find(self.model, block)(**arrays)
+
+    def find(self, model: Any, block: str) -> Any:
+        """Return the module, method or function that a block's path leads to."""
+        if block in FUNCTIONS:
+            return getattr(self.package, block)
+        return self.package.weights.find(model, block) if block else model
+
+    def to_array(self, array: ndarray) -> Any:
+        return array
+
+    def to_numpy(self, array: Any) -> ndarray:
+        return np.asarray(array)
+
+
+def _call_tapped(function: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Call a block with every tap recorded; norms and embeddings have none."""
+    written = getattr(function, "forward", None) or getattr(function, "call", None) or function
+    recorder = Recorder()
+    tap = {"tap": recorder} if "tap" in inspect.signature(written).parameters else {}
+    return function(**arrays, **tap), OrderedDict(recorder)  # of a plain dict, jax.jit would sort the keys
+
+
+class _LoadedTorch(_LoadedPackage):
+    def to_array(self, array: ndarray) -> Any:
+        import torch
+
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(self.model.device)
+        return torch.from_numpy(array.copy()).to(self.model.device)
+
+    def to_numpy(self, array: Any) -> ndarray:
+        import torch
+
+        array = array.detach().cpu()
+        if array.dtype == torch.bfloat16:
+            return array.contiguous().view(torch.int16).numpy().view("bfloat16")
+        return array.numpy()
+
+    def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
+        import torch
+
+        with torch.inference_mode():
+            return super().run_fast(block, arrays)
+
+
+class _LoadedJax(_LoadedPackage):
+    def to_array(self, array: ndarray) -> Any:
+        import jax
+
+        return jax.device_put(array.copy(), self.model.device)
+
+    def run_tapped(self, block: str, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        from flax import nnx
+
+        return self._jitted(tapped=True)(*nnx.split(self.model), block, arrays)
+
+    def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
+        from flax import nnx
+
+        return self._jitted(tapped=False)(*nnx.split(self.model), block, arrays)
+
+    def _jitted(self, tapped: bool) -> Callable[..., Any]:
+        """Return one compiled function for all models: JAX compiles it again only where something static differs."""
+        import jax
+        from flax import nnx
+
+        def run(graphdef: Any, state: Any, block: str, arrays: dict[str, Any]) -> Any:
+            function = self.find(nnx.merge(graphdef, state), block)
+            return _call_tapped(function, arrays) if tapped else function(**arrays)
+
+        if tapped not in _JITTED:
+            # With taps on nobody waits for the result, only for the compiler.
+            options = {"xla_backend_optimization_level": 0} if tapped else None
+            _JITTED[tapped] = jax.jit(run, static_argnums=(0, 2), compiler_options=options)
+        return _JITTED[tapped]
+
+
+_JITTED: dict[bool, Callable[..., Any]] = {}
+
+
+class _LoadedTf(_LoadedPackage):
+    def __init__(self, package: Any, model: Any, dtype: str) -> None:
+        super().__init__(package, model, dtype)
+        self._compiled: dict[str, Callable[..., Any]] = {}
+
+    def to_array(self, array: ndarray) -> Any:
+        import tensorflow as tf
+
+        with tf.device(self.model.device):
+            return tf.constant(array)
+
+    def to_numpy(self, array: Any) -> ndarray:
+        return array.numpy()
+
+    def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
+        import tensorflow as tf
+
+        if block not in self._compiled:
+            function = self.find(self.model, block)
+            self._compiled[block] = tf.function(lambda arrays: function(**arrays), jit_compile=True)
+        with tf.device(self.model.device):
+            return self._compiled[block](arrays)
+
+
+@dataclass(frozen=True)
+class PackagePort:
+    """One of our four packages."""
+
+    name: str
+    package: str
+    needs: tuple[str, ...]  # what has to be importable
+    loaded: type[_LoadedPackage]
+
+    def load(
+        self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str, device: str, precision: str
+    ) -> LoadedPort:
+        """Build a model that holds a copy of the weights."""
+        package = self.import_package()
+        return self.loaded(package, package.Transformer.from_weights(config, weights, dtype, device, precision), dtype)
+
+    def import_package(self) -> Any:
+        """Import the package and its framework.
+
+        Raises:
+            MissingFrameworkError: The framework is not installed.
+        """
+        if missing := self.missing():
+            raise MissingFrameworkError(
+                f"backend {self.name!r} was asked for, but {missing} is not installed: "
+                f"pip install 'transformer-parity[{self.name}]', or leave it out with --backends"
+            )
+        # Share a GPU instead of claiming it, and keep start-up notices off the terminal.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        return importlib.import_module(self.package)
+
+    def missing(self) -> str | None:
+        """Return the first module that is not installed, or None."""
+        return next((module for module in self.needs if importlib.util.find_spec(module) is None), None)
+
+
+# torch stands before tensorflow: imported the other way round, some builds of the two crash.
+PORTS: dict[str, PackagePort] = {
+    "numpy": PackagePort("numpy", "reference_numpy", (), _LoadedPackage),
+    "torch": PackagePort("torch", "transformer_torch", ("torch",), _LoadedTorch),
+    "jax": PackagePort("jax", "transformer_jax", ("jax", "flax"), _LoadedJax),
+    "tf": PackagePort("tf", "transformer_tf", ("tensorflow", "keras"), _LoadedTf),
+}
