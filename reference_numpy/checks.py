@@ -71,9 +71,8 @@ def check_ids(
         for extreme in (np.argmin(values), np.argmax(values)):
             row, column = np.unravel_index(extreme, values.shape)
             if not 0 <= values[row, column] < vocab_size:
-                raise ValueError(
-                    f"{name} must lie in [0, {vocab_size}): got {values[row, column]} at [{row}, {column}]"
-                )
+                found = f"got {values[row, column]} at [{row}, {column}]"
+                raise ValueError(f"{name} must lie in [0, {vocab_size}): {found}")
 
 
 def check_mask(name: str, shape: Shape, dtype: str, needed: Shape) -> None:

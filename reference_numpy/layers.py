@@ -24,6 +24,7 @@ class Linear:
         self.bias = np.zeros(d_out, dtype) if bias else None
 
     def __call__(self, x: Float[ndarray, "*axes d_in"]) -> Float[ndarray, "*axes d_out"]:
+        """Map the last axis of ``x``."""
         return linear(x, self.kernel, self.bias)
 
 
@@ -41,6 +42,7 @@ class LayerNorm:
         self.bias = np.zeros(config.d_model, dtype)
 
     def __call__(self, x: Float[ndarray, "*axes d_model"]) -> Float[ndarray, "*axes d_model"]:
+        """Normalise each position of ``x``."""
         normalise = annotated_layer_norm if self.kind == "annotated" else layer_norm
         return normalise(x, self.scale, self.bias, self.epsilon)
 
@@ -52,4 +54,5 @@ class Dropout:
         self.rate = rate
 
     def __call__(self, x: Float[ndarray, "*axes"], rng: np.random.Generator | None = None) -> Float[ndarray, "*axes"]:
+        """Return ``x``, or in training a thinned-out copy of it."""
         return x if rng is None or self.rate == 0.0 else dropout(x, self.rate, rng)

@@ -46,6 +46,7 @@ class Recorder(dict[str, Any]):
         self.replace = dict(replace or {})
 
     def __call__(self, name: str, value: Any) -> Any:
+        """Keep the value if its name matches, and return it or its replacement."""
         value = self.replace.get(name, value)
         if not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns):
             if name in self:

@@ -6,6 +6,7 @@ NumPy only, float64. Sections 3.2 to 3.5, Table 3 and Figure 1 are those of "Att
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -75,12 +76,10 @@ def test_additive_attention_pair_by_pair():
     query_kernel, key_kernel, score_vector = random(5, 7, seed=3), random(5, 7, seed=4), random(7, seed=5)
     mask = np.random.default_rng(6).random((2, 3, 4)) < 0.6
     mask[0, 1] = False
-    expected = np.zeros((2, 3, 6))
+    hidden_query, hidden_key, expected = query @ query_kernel, key @ key_kernel, np.zeros((2, 3, 6))
     for b, i in np.ndindex(2, 3):
         allowed = [j for j in range(4) if mask[b, i, j]]
-        scores = [
-            math.exp(score_vector @ np.tanh(query[b, i] @ query_kernel + key[b, j] @ key_kernel)) for j in allowed
-        ]
+        scores = [math.exp(score_vector @ np.tanh(hidden_query[b, i] + hidden_key[b, j])) for j in allowed]
         for j, score in zip(allowed, scores, strict=True):
             expected[b, i] += score / sum(scores) * value[b, j]
     close(ref.additive_attention(query, key, value, query_kernel, key_kernel, score_vector, mask), expected)
@@ -93,10 +92,8 @@ def test_layer_norm_by_hand():
     x = np.array([[1.0, 2.0, 3.0, 4.0]])  # mean 2.5, biased variance 1.25, and 1.25 + 0.19 = 1.2^2
     close(functional.layer_norm(x, scale, bias, 0.19), np.array([[-1.5, -0.5, 0.5, 1.5]]) / 1.2 * scale + bias)
     x = np.array([[1.0, 2.0, 3.0]])  # unbiased standard deviation 1, and 1 + 0.25 = 5/4
-    close(
-        functional.annotated_layer_norm(x, scale[:3], bias[:3], 0.25),
-        np.array([[-0.8, 0.0, 0.8]]) * scale[:3] + bias[:3],
-    )
+    scale, bias = scale[:3], bias[:3]
+    close(functional.annotated_layer_norm(x, scale, bias, 0.25), np.array([[-0.8, 0.0, 0.8]]) * scale + bias)
 
 
 def test_layer_norm_survives_a_large_mean_in_float32():
@@ -123,6 +120,10 @@ def test_dropout_scales_what_it_keeps():
     assert (y == 0.0).mean() == pytest.approx(0.2, abs=0.004)  # four standard deviations
     assert y.mean() == pytest.approx(3.0, abs=0.015)
     assert ref.Dropout(0.2)(x) is x
+    drop = partial(functional.dropout, rate=0.5, rng=np.random.default_rng(1))
+    context = ref.scaled_dot_product_attention(x[None, None, :5], x[None, None, :7], x[None, None, :7], dropout=drop)
+    assert context.any()
+    close(np.ptp(context, axis=-1), 0.0)  # of weights, not of values: every channel loses the same
 
 
 def test_dropout_draws_anew_for_every_sentence_and_head_and_repeats_from_a_seed():
@@ -133,10 +134,8 @@ def test_dropout_draws_anew_for_every_sentence_and_head_and_repeats_from_a_seed(
     x = np.tile(random(1, 5, 24), (2, 1, 1))  # two equal sentences
     seen = ref.Recorder()
     attention(x, x, tap=seen, rng=np.random.default_rng(0))
-    close(seen["weights"].sum(axis=-1), 1.0)  # the tap sits before the dropout
-    contexts = seen["context"].reshape(6, -1)
-    assert len(np.unique(contexts, axis=0)) == 6
-    close(np.ptp(seen["weights"].reshape(6, -1), axis=0), 0.0)
+    close(seen["weights"], np.broadcast_to(seen["weights"][:1, :1], (2, 3, 5, 5)))  # the tap sits before the dropout
+    assert len(np.unique(seen["context"].reshape(6, -1), axis=0)) == 6
 
     def train(seed):
         return model(source, target, rng=np.random.default_rng(seed))
@@ -226,13 +225,13 @@ def test_layouts_and_offsets_only_reorder():
     np.testing.assert_array_equal(ref.sinusoidal_encoding(5, 24, offset=4), interleaved[4:])
 
 
-@pytest.mark.parametrize("sizes", [{}, {"d_k": 5, "d_v": 7}])
-def test_heads_one_by_one(sizes):
+@pytest.mark.parametrize(("sizes", "length"), [({}, 5), ({"d_k": 5, "d_v": 7}, 7)], ids=["L = M", "d_k is not d_v"])
+def test_heads_one_by_one(sizes, length):
     """Section 3.2.2: Concat(head_1, ..., head_h) W^O with head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)."""
     model, _, _ = model_and_ids("torch", **sizes)
     attention, config = model.decoder.layers[1].cross_attention, model.config
-    x, memory = random(2, 5, 24), random(2, 7, 24, seed=1)
-    mask = np.random.default_rng(2).random((2, 1, 5, 7)) < 0.7
+    x, memory = random(2, 5, 24), random(2, length, 24, seed=1)
+    mask = np.random.default_rng(2).random((2, 1, 5, length)) < 0.7
     mask[..., 3] = True
 
     def project(projection, inputs, i, width):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -73,11 +73,11 @@ class LayerNorm(nnx.LayerNorm):
         )
         self.kind = config.layer_norm_kind
 
-    def __call__(self, x: Float[Array, "*axes d_model"]) -> Float[Array, "*axes d_model"]:
+    def __call__(self, x: Float[Array, "*axes d_model"], **kwargs: Any) -> Float[Array, "*axes d_model"]:
         """Normalise each position of ``x``."""
         if self.kind == "standard":
-            return super().__call__(x)
+            return super().__call__(x, **kwargs)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         centred = wide - wide.mean(-1, keepdims=True)
         normed = centred / (wide.std(-1, ddof=1, keepdims=True) + self.epsilon)
-        return normed.astype(x.dtype) * self.scale[...] + self.bias[...]
+        return normed.astype(x.dtype) * self.scale[...] + self.bias[...]  # type: ignore[index]

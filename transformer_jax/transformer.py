@@ -174,7 +174,7 @@ class Transformer(nnx.Module):
         self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
-        return tap("logits", self.output_proj(x, self.target_embedding.table))
+        return tap("logits", self.output_proj(x, self.target_embedding.table[...]))
 
 
 def load_transformer(

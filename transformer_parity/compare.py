@@ -106,8 +106,8 @@ def _compare_group(
     except Exception as error:
         yield from (failed(case, error) for case in cases)
         return
-    error, verdict = (math.inf, DIVERGES) if problem else (0.0, AGREES)
-    yield Finding(port.name, dtype, "weights", cases[0].name, "load", ROUND_TRIP, error, 0.0, verdict, problem)
+    distance, verdict = (math.inf, DIVERGES) if problem else (0.0, AGREES)
+    yield Finding(port.name, dtype, "weights", cases[0].name, "load", ROUND_TRIP, distance, 0.0, verdict, problem)
 
     truth = PORTS["numpy"].load(config, weights, "float64", "cpu", "highest")
     same_dtype = PORTS["numpy"].load(config, weights, "float32", "cpu", "highest") if dtype == "float32" else None

@@ -52,7 +52,9 @@ class LoadedPort(Protocol):
 class Port(Protocol):
     """An implementation of the model."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
 
     def load(
         self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str, device: str, precision: str
@@ -214,16 +216,20 @@ class PackagePort:
         Raises:
             MissingFrameworkError: The framework is not installed.
         """
-        if missing := self.missing():
-            raise MissingFrameworkError(
-                f"backend {self.name!r} was asked for, but {missing} is not installed: "
-                f"pip install 'transformer-parity[{self.name}]', or leave it out with --backends"
-            )
+        self.check_installed()
         # Share a GPU instead of claiming it, and keep start-up notices off the terminal.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         return importlib.import_module(self.package)
+
+    def check_installed(self) -> None:
+        """Raise MissingFrameworkError, with the install line, unless the framework can be found."""
+        if missing := self.missing():
+            raise MissingFrameworkError(
+                f"backend {self.name!r} was asked for, but {missing} is not installed: "
+                f"pip install 'transformer-parity[{self.name}]', or leave it out with --backends"
+            )
 
     def missing(self) -> str | None:
         """Return the first module that is not installed, or None."""

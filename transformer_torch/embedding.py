@@ -39,12 +39,13 @@ def sinusoidal_encoding(
         timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the
             paper), ``m_minus_1`` includes it (tensor2tensor).
         offset: The number of the first position.
+        device: Where to compute; None is torch's default.
     """
     m = d_model // 2
     steps = m if timescale == "m" else m - 1
-    exact = {"dtype": torch.float64, "device": device}
-    frequencies = 10000.0 ** (-torch.arange(m, **exact) / steps)
-    angles = torch.arange(offset, offset + length, **exact)[:, None] * frequencies  # [L, m]
+    frequencies = 10000.0 ** (-torch.arange(m, dtype=torch.float64, device=device) / steps)
+    positions = torch.arange(offset, offset + length, device=device)
+    angles = positions[:, None] * frequencies  # [L, m]
     waves = (angles.sin(), angles.cos())
     if layout == "split":
         return torch.cat(waves, dim=-1)

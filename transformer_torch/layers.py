@@ -64,6 +64,7 @@ class LayerNorm(nn.LayerNorm):
         self.kind = config.layer_norm_kind
 
     def forward(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
+        """Normalise each position of ``x``."""
         if self.kind == "standard":
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -52,13 +52,13 @@ def to_device(device: str) -> torch.device:
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, device: torch.device) -> Int[Tensor, "B L"]:
     """Take token ids from the outside, checked."""
-    if not isinstance(ids, Tensor):
-        values = np.asarray(ids)
-        check_ids(name, values.shape, values.dtype.name, vocab_size, max_positions, values)
-        return torch.tensor(values.astype(np.int64), device=device)  # a copy: the caller's array is never aliased
-    values = None if torch.compiler.is_compiling() else ids.detach().cpu().numpy()
-    check_ids(name, ids.shape, dtype_name(ids), vocab_size, max_positions, values)
-    return ids.to(device, torch.int64)
+    if isinstance(ids, Tensor):
+        values = None if torch.compiler.is_compiling() else ids.detach().cpu().numpy()
+        check_ids(name, ids.shape, dtype_name(ids), vocab_size, max_positions, values)
+        return ids.to(device, torch.int64)
+    array = np.asarray(ids)
+    check_ids(name, array.shape, array.dtype.name, vocab_size, max_positions, array)
+    return torch.tensor(array.astype(np.int64), device=device)  # a copy: the caller's array is never aliased
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) -> Bool[Tensor, "B L"]:

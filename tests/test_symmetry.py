@@ -1,0 +1,257 @@
+"""The four packages are one text: same files, names, order, parameters, docstrings and shape comments.
+
+They are compared as text, by syntax tree and tokens; no framework is imported. Whatever differs from the reference
+stands in one table with its reason; what stands there and no longer differs fails too.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = "reference_numpy"
+PORTS = ("transformer_torch", "transformer_jax", "transformer_tf")
+CALLS = ("__call__", "forward", "call")  # the method that computes: in Python and NNX, in torch, in Keras
+ARRAYS = re.compile(r"\b(np\.)?(ndarray|Tensor|Array)\b")
+
+FACTS = "facts have one home, and the ports import them"
+STATE = "a framework's modules know whether they train; NumPy's caller hands over the random numbers"
+SHIPPED = "this framework ships it"
+KERAS = "Keras' protocol"
+DEVICE = "torch puts a new tensor where it is told to"
+MODES = "Keras hands the mode down from the outermost call"
+
+# Who (of torch, jax, tf) differs, where, how, and why. Stars as in file names; each row holds for each of its ports.
+ALLOWED = [
+    *(("torch jax tf", "", f"lacks module {name}", FACTS) for name in ("checks", "config", "files", "names", "taps")),
+    ("torch jax tf", "", "lacks module functional", SHIPPED),
+    *(
+        ("torch jax tf", "__init__", f"lacks definition __all__.{name}", FACTS)
+        for name in (
+            *("PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
+            *("count_parameters", "parameter_shapes", "tap_shapes", "load_weights", "save_weights"),
+        )
+    ),
+    ("torch jax tf", "__init__", "docstring", "each package names its framework"),
+    (
+        "torch jax tf",
+        "__init__",
+        "lacks definition __all__.additive_attention",
+        "the paper's comparison, not the model",
+    ),
+    ("torch jax tf", "attention", "lacks definition additive_attention", "the paper's comparison, not the model"),
+    ("torch jax tf", "weights", "lacks definition init_weights", FACTS),
+    ("torch jax tf", "*.__call__", "lacks parameter rng", STATE),
+    ("torch jax tf", "transformer.Transformer.*code", "lacks parameter rng", STATE),
+    (
+        "torch",
+        "attention.scaled_dot_product_attention",
+        "parameter dropout: *",
+        "its kernel takes the rate, not a function",
+    ),
+    ("jax", "*.__init__", "adds parameter rngs", "NNX draws initial values on construction"),
+    ("tf", "*.__init__", "adds parameter **kwargs", KERAS),
+    ("tf", "transformer.Transformer.__call__", "adds parameter training", MODES),
+    ("tf", "transformer.Transformer.*code", "adds parameter training", MODES),
+    ("tf", "encoder.Encoder.__call__", "adds parameter training", MODES),
+    ("tf", "decoder.Decoder.__call__", "adds parameter training", MODES),
+    ("tf", "transformer.Transformer.__call__", "parameter target_ids: *", "fit hands over both in one structure"),
+    ("tf", "transformer", "adds definition Transformer.call", "the arguments are checked before Keras sees them"),
+    ("tf", "transformer", "adds definition Transformer.*_config", KERAS),
+    ("torch", "embedding.sinusoidal_encoding", "adds parameter device", DEVICE),
+    ("torch", "masks.causal_mask", "adds parameter device", DEVICE),
+    ("torch", "runtime.to_*", "adds parameter device", DEVICE),
+    ("torch", "transformer", "adds definition Transformer.device", DEVICE),
+    ("torch jax tf", "runtime", "adds definition to_device", "NumPy has no device"),
+    ("torch", "runtime", "adds definition dtype_name", "a torch dtype has no name"),
+    ("tf", "runtime.to_mask", "parameter shape: *", "a length is not known while tracing"),
+    ("torch jax tf", "layers", "lacks definition Dropout.*", SHIPPED),
+    ("torch jax tf", "layers.Dropout", "docstring", SHIPPED),
+    ("torch jax tf", "layers", "lacks definition Linear.__call__", SHIPPED),
+    ("torch jax tf", "layers", "order: Dropout for Linear", "the names taken over as they are come first"),
+    ("torch jax tf", "layers", "adds definition masked_softmax", "the reference has it in functional"),
+    ("torch", "layers", "adds definition Linear.reset_parameters", "torch draws initial values there"),
+    ("tf", "layers", "adds definition gelu*", "TensorFlow's own is not exact in float64"),
+    ("tf", "layers", "adds definition Block*", KERAS),
+    ("tf", "layers", "adds definition __all__.Block", KERAS),
+    ("torch", "weights", "docstring", "only torch transposes"),
+]
+
+
+def read(package: str) -> dict[str, str]:
+    """Return the text of every module of a package."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / package).glob("*.py"))}
+
+
+def describe(text: str) -> dict[str, dict]:
+    """Return everything there is to compare in a module, by path, in order."""
+    tree = ast.parse(text)
+    comments = shape_comments(text)
+    found = {"": {"docstring": ast.get_docstring(tree)}}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = describe_function(node, comments)
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = {"docstring": ast.get_docstring(node)}
+            methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
+            has_call = any(method.name == "__call__" for method in methods)
+            for method in methods:
+                name = "__call__" if method.name in CALLS and not has_call else method.name
+                found[f"{node.name}.{name}"] = describe_function(method, comments)
+        elif isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
+            found |= {f"__all__.{name}": {} for name in ast.literal_eval(node.value)}
+        elif isinstance(node, ast.Assign) and not node.targets[0].id.isupper():
+            found[node.targets[0].id] = {}  # such as Dropout = nn.Dropout
+    return found
+
+
+def describe_function(node: ast.FunctionDef, comments: dict[int, str]) -> dict:
+    """Return docstring, parameters with annotation and default, result and shape comments of a function."""
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
+    defaults |= dict(zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
+    parameters = {}
+    for argument in (*positional, *arguments.kwonlyargs):
+        default = f" = {ast.unparse(defaults[argument])}" if defaults.get(argument) else ""
+        keyword = "keyword " if argument in arguments.kwonlyargs else ""
+        parameters[argument.arg] = keyword + annotation(argument.annotation) + default
+    for star, argument in (("*", arguments.vararg), ("**", arguments.kwarg)):
+        if argument:
+            parameters[star + argument.arg] = annotation(argument.annotation)
+    return {
+        "docstring": ast.get_docstring(node),
+        "parameters": parameters,
+        "result": annotation(node.returns),
+        "shapes": [comments[line] for line in range(node.lineno, node.end_lineno + 1) if line in comments],
+    }
+
+
+def annotation(node: ast.expr | None) -> str:
+    """Return an annotation with every framework's array called Array."""
+    return ARRAYS.sub("Array", ast.unparse(node)) if node else ""
+
+
+def shape_comments(text: str) -> dict[int, str]:
+    """Return the trailing comments that give a shape, such as [B, H, L, d_k], by line."""
+    found = {}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and (match := re.match(r"# (\[[^]]+\])", token.string)):
+            found[token.start[0]] = match[1]
+    return found
+
+
+def without(docstring: str | None, parameters: set[str]) -> str | None:
+    """Return a docstring without what it says about some parameters."""
+    for name in parameters:
+        docstring = docstring and re.sub(rf"^    {re.escape(name)}: .*\n?(     +.*\n?)*", "", docstring, flags=re.M)
+    return docstring and docstring.strip()
+
+
+def differences(reference: dict[str, str], port: dict[str, str]):
+    """Yield where and how a port differs from the reference, given the text of both by module."""
+    yield from compare_names("", "module", list(reference), list(port))
+    for module in reference.keys() & port.keys():
+        ours, theirs = describe(reference[module]), describe(port[module])
+        yield from compare_names(module, "definition", public(ours), public(theirs))
+        for path in ours.keys() & theirs.keys():
+            place = f"{module}.{path}".rstrip(".")
+            yield from compare(place, ours[path], theirs[path])
+
+
+def public(paths):
+    return [path for path in paths if path and not re.search(r"(^|\.)_[^_]", path)]
+
+
+def compare_names(place: str, kind: str, ours: list[str], theirs: list[str]):
+    """Yield names that one side lacks, and the first of the common ones that stands elsewhere."""
+    yield from ((place, f"lacks {kind} {name}") for name in ours if name not in theirs)
+    yield from ((place, f"adds {kind} {name}") for name in theirs if name not in ours)
+    common = zip([name for name in ours if name in theirs], [name for name in theirs if name in ours], strict=True)
+    yield from [(place, f"order: {second} for {first}") for first, second in common if first != second][:1]
+
+
+def compare(place: str, ours: dict, theirs: dict):
+    """Yield how one definition differs from its counterpart."""
+    mine, other = ours.get("parameters", {}), theirs.get("parameters", {})
+    yield from compare_names(place, "parameter", list(mine), list(other))
+    for name in mine.keys() & other.keys():
+        if mine[name] != other[name]:
+            yield place, f"parameter {name}: {other[name]} for {mine[name]}"
+    one_sided = mine.keys() ^ other.keys()
+    if without(ours.get("docstring"), one_sided) != without(theirs.get("docstring"), one_sided):
+        yield place, "docstring"
+    for aspect in ("result", "shapes"):
+        if ours.get(aspect) != theirs.get(aspect):
+            yield place, f"{aspect}: {theirs.get(aspect)} for {ours.get(aspect)}"
+
+
+def allowed(port: str, place: str, what: str) -> list[int]:
+    """Return the rows of the table that speak of a difference."""
+    name = port.removeprefix("transformer_")
+    return [
+        row
+        for row, (ports, where, how, _) in enumerate(ALLOWED)
+        if name in ports.split() and fnmatchcase(place, where) and fnmatchcase(what, how)
+    ]
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_port_differs_only_as_allowed(port):
+    found = differences(read(REFERENCE), read(port))
+    assert [f"{place}: {what}" for place, what in found if not allowed(port, place, what)] == []
+
+
+def test_every_allowance_is_used():
+    needed = {(row, port) for row, (ports, *_) in enumerate(ALLOWED) for port in ports.split()}
+    for port in PORTS:
+        for place, what in differences(read(REFERENCE), read(port)):
+            needed -= {(row, port.removeprefix("transformer_")) for row in allowed(port, place, what)}
+    assert [(port, *ALLOWED[row][1:3]) for row, port in sorted(needed)] == []
+
+
+CHANGES = {
+    "docstring": ("attention", "Average the values, weighted", "Average the values weighted", "docstring"),
+    "docstring of an argument": ("transformer", "for the whole process", "for this process", "docstring"),
+    "docstring of the module": ("masks", "True = may attend", "True = may look", "docstring"),
+    "docstring of a class": ("decoder", "transform each on its own", "transform each", "docstring"),
+    "shape comment": ("attention", "# [B, H, L, M]\n    if", "# [B, H, M, L]\n    if", "shapes"),
+    "shape in a signature": ("attention", '"B H M d_v"', '"B H M d_k"', "parameter value"),
+    "shape of a result": ("masks", '"T T"', '"L L"', "result"),
+    "name of a parameter": ("embedding", "layout: str =", "order: str =", "lacks parameter layout"),
+    "default": ("embedding", 'timescale: str = "m"', 'timescale: str = "m_minus_1"', "parameter timescale"),
+    "order of parameters": ("masks", "ids: Int", "pad_id: int, ids: Int", "order"),
+    "keyword-only": ("layers", "*, bias: bool", "bias: bool", "parameter bias"),
+    "name of a function": ("attention", "def merge_heads", "def join_heads", "lacks definition merge_heads"),
+    "order of functions": ("attention", "def split_heads", "def merge_heads(x): ...\ndef split_heads", "order"),
+    "a function more": ("masks", "def causal_mask", "def window_mask(): ...\ndef causal_mask", "adds definition"),
+    "an export less": ("__init__", '"Decoder",\n', "", "lacks definition __all__.Decoder"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("port", PORTS)
+def test_a_change_in_one_port_is_seen(port, change):
+    module, old, new, seen = CHANGES[change]
+    changed = read(port)
+    assert old in changed[module]
+    changed[module] = changed[module].replace(old, new, 1)
+    found = [
+        what
+        for place, what in {*differences(read(REFERENCE), changed)} - {*differences(read(REFERENCE), read(port))}
+        if place.startswith(module) and not allowed(port, place, what)
+    ]
+    assert any(what.startswith(seen) for what in found), found
+
+
+def test_a_module_more_or_less_is_seen():
+    reference, port = read(REFERENCE), read(PORTS[0])
+    port["cache"] = port.pop("masks")
+    assert {("", "lacks module masks"), ("", "adds module cache")} <= set(differences(reference, port))

@@ -1,0 +1,218 @@
+"""``parity check``: whether the ports agree with the reference, tap by tap."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import reference_numpy as ref
+from reference_numpy.config import PRESETS, TransformerConfig
+from transformer_parity.cases import Case, deck, preset_case
+from transformer_parity.compare import AGREES, FAILED, Finding, Setting
+from transformer_parity.policy import EPS
+from transformer_parity.ports import PORTS, MissingFrameworkError
+from transformer_parity.report import (
+    EXIT_CODES,
+    SENTENCES,
+    exit_code,
+    overall,
+    print_depth,
+    print_problems,
+    print_summary,
+    summarise,
+    verdict_line,
+)
+from transformer_parity.text import VOCAB_SIZE, Vocabulary, batch, pick, read_pairs
+from transformer_parity.workers import run_all
+
+EXAMPLES = """
+examples:
+  parity check                                       the deck and the shipped sentences, every port
+  parity check --backends torch,jax --dtype float64  two ports, semantics only
+  parity check --preset marian,fairseq               two published conventions
+  parity check --text train.en.gz train.de.gz        your own sentences
+  parity check --weights model.safetensors           your own weights
+  parity check --device gpu --precision fast         what TF32 costs
+
+exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Describe the options."""
+    parser = commands.add_parser(
+        "check",
+        help="compare every port with the reference, tap by tap",
+        description="Compare every port with the NumPy reference at every intermediate value: each component alone, "
+        "the stacks, the full model, every edge case, every preset, and a base-sized model on real sentences.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = ",".join(PORTS)
+    parser.add_argument("--backends", type=_choices(PORTS), default=list(PORTS), metavar=names, help="default: all")
+    parser.add_argument("--dtype", type=_choices(EPS), default=list(EPS), metavar=",".join(EPS), help="default: all")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
+    parser.add_argument(
+        "--precision",
+        choices=("highest", "fast"),
+        default="highest",
+        help="float32 matrix products: highest (the default) in full float32, fast in TF32 on a GPU",
+    )
+    parser.add_argument(
+        "--preset", type=_choices(PRESETS), metavar="NAME[,NAME]", help="only these; see `parity info` for the list"
+    )
+    parser.add_argument("--only", choices=("deck", "text"), help="only the deck, or only the sentences")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="a model of yours, on the sentences")
+    parser.add_argument(
+        "--text", type=Path, nargs=2, metavar=("SOURCE", "TARGET"), help="two line-aligned files, gzip too"
+    )
+    parser.add_argument("--sentences", type=int, default=16, metavar="N", help="pairs to run, default: 16")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the comparison and return the exit code."""
+    console = Console(highlight=False)
+    ports = [name for name in options.backends if name != "numpy"]
+    try:
+        if not ports:
+            raise ValueError("numpy is the reference: name at least one port to compare with it")
+        for name in ports:
+            PORTS[name].check_installed()
+        setting = Setting(options.dtype, options.device, options.precision)
+        cases = _choose_cases(options, console)
+    except (MissingFrameworkError, OSError, ValueError) as error:
+        print(f"parity check: error: {error}", file=sys.stderr)
+        return EXIT_CODES[FAILED]
+    if options.json is not None and not options.json.parent.is_dir():
+        print(f"parity check: error: there is no folder {options.json.parent}", file=sys.stderr)
+        return EXIT_CODES[FAILED]
+
+    started = time.monotonic()
+    findings, environment, interrupted = _compare(ports, cases, setting, console)
+    seconds = time.monotonic() - started
+    print_summary(console, findings, ports)
+    print_depth(console, findings, ports)
+    print_problems(console, findings)
+    for name in PORTS:
+        if name not in ("numpy", *ports):
+            console.print(f"NOT TESTED: {name} (left out of --backends)")
+    if options.device == "cpu":
+        console.print("NOT TESTED: gpu (ask for it with --device gpu)")
+    if interrupted:
+        console.print("Interrupted: what was compared until then stands above.")
+    console.print(verdict_line(findings, ports, seconds))
+    code = EXIT_CODES[FAILED] if interrupted and overall(findings) == AGREES else exit_code(findings)
+    if options.json is not None:
+        _write_json(options.json, code, findings, environment, setting)
+    return code
+
+
+def _choose_cases(options: argparse.Namespace, console: Console) -> list[Case]:
+    cases: list[Case] = []
+    if options.only != "text" and options.weights is None:
+        cases += [preset_case(name) for name in options.preset] if options.preset else deck()
+    if options.only != "deck":
+        with console.status("learning subwords from the text"):
+            cases += _sentence_cases(options)
+    return cases
+
+
+def _sentence_cases(options: argparse.Namespace) -> list[Case]:
+    if options.sentences < 1:
+        raise ValueError(f"--sentences must be at least 1: got {options.sentences}")
+    pairs = read_pairs(*(options.text or ()))
+    lines = [line for pair in pairs for line in pair]
+    if options.weights is not None:
+        config, _ = ref.load_weights(options.weights)
+        vocabulary = Vocabulary.train(lines, min(config.source_vocab_size, config.target_vocab_size, VOCAB_SIZE) - 3)
+        configs = {options.weights.name: config}
+    else:
+        vocabulary = Vocabulary.train(lines)
+        sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), vocabulary.size + 3)
+        configs = {name: TransformerConfig.preset(name, **sizes) for name in options.preset or ["paper_base"]}
+    chosen = pick(pairs, options.sentences)
+    return [
+        Case(f"{SENTENCES}/{name}", SENTENCES, config, "", batch(chosen, vocabulary, config), options.weights)
+        for name, config in configs.items()
+    ]
+
+
+def _compare(
+    ports: Sequence[str], cases: list[Case], setting: Setting, console: Console
+) -> tuple[list[Finding], dict[str, dict[str, str]], bool]:
+    """Run the workers with a progress bar for each, until they are done or somebody presses Ctrl-C."""
+    steps = sum(len([dtype for dtype in setting.dtypes if dtype in case.dtypes]) for case in cases)
+    findings: list[Finding] = []
+    environment: dict[str, dict[str, str]] = {"numpy": ref.describe()}
+    columns = (
+        SpinnerColumn(),
+        "{task.fields[backend]:6}",
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bars = {name: progress.add_task("waiting", total=steps, backend=name) for name in ports}
+        try:
+            for message in run_all(ports, cases, setting):
+                findings += message.findings
+                if message.environment:
+                    environment[message.backend] = message.environment
+                doing = "done" if message.done else message.doing
+                progress.update(bars[message.backend], description=doing, advance=1 if message.findings else 0)
+        except KeyboardInterrupt:
+            return findings, environment, True
+    return findings, environment, False
+
+
+def _write_json(
+    path: Path, code: int, findings: Sequence[Finding], environment: dict[str, dict[str, str]], setting: Setting
+) -> None:
+    content = {
+        "format": 1,
+        "exit_code": code,
+        "verdict": overall(findings),
+        "setting": asdict(setting),
+        "environment": environment,
+        "comparisons": len(findings),
+        "summary": summarise(findings),
+        "failures": [finding.to_dict() for finding in findings if finding.verdict != AGREES],
+        "sentences": [finding.to_dict() for finding in findings if finding.component == SENTENCES],
+    }
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(_finite(content), indent=1) + "\n", "utf-8")
+    temporary.replace(path)
+
+
+def _finite(value: object) -> object:
+    """Write an infinite error as a string: JSON has no number for it."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return str(value) if isinstance(value, float) and value == float("inf") else value
+
+
+def _choices(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return an argparse type: a comma-separated list of known names, in their own order."""
+    names = list(known)
+
+    def parse(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in chosen if name not in names]:
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: choose from {', '.join(names)}")
+        if not chosen:
+            raise argparse.ArgumentTypeError(f"choose at least one of {', '.join(names)}")
+        return [name for name in names if name in chosen]
+
+    return parse

@@ -1,0 +1,164 @@
+"""From findings to tables, a verdict and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, Finding
+from transformer_parity.policy import POLICY
+
+EXIT_CODES = {AGREES: 0, DIVERGES: 1, IMPRECISE: 2, FAILED: 3}
+SEVERITY = (AGREES, IMPRECISE, FAILED, DIVERGES)
+STYLES = {AGREES: "green", IMPRECISE: "yellow", DIVERGES: "bold red", FAILED: "bold magenta"}
+SENTENCES = "sentences"  # the component of real text
+TITLES = {
+    "float64": f"float64: semantics. Every tap within {POLICY['float64']['tap']:.0e} of the reference.",
+    "float32": f"float32: precision. At most {POLICY['float32']['ratio']:.0f} times the reference's own float32 error.",
+    "bfloat16": f"bfloat16: a smoke test. Within {POLICY['bfloat16']['tap']:.0e}; real mistakes can hide in it.",
+}
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """Return 0 if all agree, 1 for a semantic divergence, 2 for precision only, 3 if not everything was compared."""
+    return EXIT_CODES[overall(findings)]
+
+
+def overall(findings: Iterable[Finding]) -> str:
+    """Return the worst verdict; nothing compared is a failure."""
+    return max((finding.verdict for finding in findings), key=SEVERITY.index, default=FAILED)
+
+
+def worst(findings: Iterable[Finding]) -> Finding:
+    """Return the finding with the worst verdict, and among equals the one that uses most of its budget."""
+    return max(findings, key=lambda finding: (SEVERITY.index(finding.verdict), finding.share))
+
+
+def print_summary(console: Console, findings: Sequence[Finding], backends: Sequence[str]) -> None:
+    """Print one table per dtype: component by backend, the worst error and how much of the budget it uses."""
+    for dtype in dict.fromkeys(finding.dtype for finding in findings if finding.dtype):
+        table = Table(
+            title=TITLES[dtype], title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+        )
+        table.add_column("component", no_wrap=True)
+        for backend in backends:
+            table.add_column(backend, no_wrap=True, justify="right")
+        table.add_column("worst tap", overflow="fold")
+        of_dtype = [finding for finding in findings if finding.dtype == dtype]
+        for component in dict.fromkeys(finding.component for finding in of_dtype):
+            row = [finding for finding in of_dtype if finding.component == component]
+            cells = [_cell([finding for finding in row if finding.backend == backend]) for backend in backends]
+            table.add_row(component, *cells, _place(worst(row)))
+        console.print(table)
+        console.print()
+
+
+def print_depth(console: Console, findings: Sequence[Finding], backends: Sequence[str]) -> None:
+    """Print how the error on real sentences grows through the model, block by block."""
+    taps = [finding for finding in findings if finding.component == SENTENCES and finding.path == "taps"]
+    dtypes = list(dict.fromkeys(finding.dtype for finding in taps))
+    table = _table("Real sentences: the worst tap of each block.")
+    table.add_column("block", no_wrap=True)
+    for dtype in dtypes:
+        for backend in backends:
+            table.add_column(f"{backend}\n{dtype}", justify="right", no_wrap=True)
+    for block in dict.fromkeys(_block(finding.tap) for finding in taps):
+        row = [finding for finding in taps if _block(finding.tap) == block]
+        cells = [
+            _cell([finding for finding in row if (finding.backend, finding.dtype) == (backend, dtype)], share=False)
+            for dtype in dtypes
+            for backend in backends
+        ]
+        table.add_row(block, *cells)
+    if taps:
+        console.print(table)
+        console.print()
+
+
+def print_problems(console: Console, findings: Sequence[Finding], limit: int = 8) -> None:
+    """Print, per backend and case, the first tap that failed: what comes later may only have inherited it."""
+    first: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings:
+        if finding.verdict != AGREES:
+            first.setdefault((finding.backend, finding.dtype, finding.case), finding)
+    for finding in list(first.values())[:limit]:
+        detail = finding.detail or (
+            f"error {finding.error:.1e}, {finding.share:.3g} times its budget of {finding.budget:.1e}"
+        )
+        console.print(
+            Text(f"{finding.verdict:9}", STYLES[finding.verdict])
+            + Text(f" {finding.backend} {finding.dtype} {_place(finding)}, first to fail: {detail}")
+        )
+    if len(first) > limit:
+        console.print(f"... and {len(first) - limit} more; --json holds them all.")
+
+
+def verdict_line(findings: Sequence[Finding], backends: Sequence[str], seconds: float) -> Text:
+    """Return the last line: one word, then what it stands on."""
+    verdict = overall(findings)
+    cases = len({finding.case for finding in findings})
+    counted = f"{_count(len(backends), 'port')}, {_count(cases, 'case')}, {_count(len(findings), 'comparison')}"
+    if verdict == AGREES:
+        finding = worst(findings)
+        counted += f"; the largest uses {_percent(finding.share)} of its budget ({finding.backend} {finding.dtype}"
+        counted += f" {_place(finding)})"
+    else:
+        failing = [finding for finding in findings if finding.verdict != AGREES]
+        counted += f"; {len(failing):,} failed"
+    word = {AGREES: "AGREE", DIVERGES: "DIVERGE", IMPRECISE: "IMPRECISE", FAILED: "INCOMPLETE"}[verdict]
+    return Text(word, STYLES[verdict]) + Text(f"  {counted}; {seconds:.0f} s.", "default")
+
+
+def summarise(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Return, for machines, the worst finding of each backend, dtype and component."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.backend, finding.dtype, finding.component), []).append(finding)
+    return [
+        {
+            "backend": backend,
+            "dtype": dtype,
+            "component": component,
+            "comparisons": len(group),
+            "verdict": overall(group),
+            "worst": worst(group).to_dict(),
+        }
+        for (backend, dtype, component), group in groups.items()
+    ]
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _cell(findings: Sequence[Finding], share: bool = True) -> Text:
+    if not findings:
+        return Text("-", "dim")
+    finding = worst(findings)
+    if finding.verdict == FAILED:
+        return Text("failed", STYLES[FAILED])
+    error = "exact" if finding.error == 0.0 else f"{finding.error:.1e}"
+    used = f" {_percent(finding.share):>6}" if share else ""
+    return Text(f"{error}{used}", STYLES[finding.verdict])
+
+
+def _percent(share: float) -> str:
+    percent = 100.0 * share
+    if percent == 0.0 or percent >= 10.0:
+        return f"{percent:.0f} %" if percent < 1000.0 else ">999 %"
+    return f"{percent:.1f} %" if percent >= 0.1 else "<0.1 %"
+
+
+def _place(finding: Finding) -> str:
+    fast = " on the fast path" if finding.path == "fast" else ""
+    return f"{finding.case} {finding.tap}{fast}".strip()
+
+
+def _block(tap: str) -> str:
+    parts = tap.split(".")
+    return ".".join(parts[:3]) if parts[1:2] == ["layers"] else parts[0]

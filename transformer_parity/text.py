@@ -1,0 +1,116 @@
+"""Real sentences: the parallel text that ships with this project or two line-aligned files, cut into subwords."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+
+Pairs = list[tuple[str, str]]
+VOCAB_SIZE = 1000
+
+
+def read_pairs(source: str | Path | None = None, target: str | Path | None = None) -> Pairs:
+    """Read two line-aligned UTF-8 files, gzip too; by default the text that ships with this project.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: The files are not UTF-8, not equally long, or empty.
+    """
+    shipped = files("transformer_parity") / "data"
+    lines = [
+        _read_lines(Path(str(path or shipped / name)))
+        for path, name in ((source, "parallel.en"), (target, "parallel.de"))
+    ]
+    if len(lines[0]) != len(lines[1]):
+        raise ValueError(f"{source} and {target} must be line-aligned: got {len(lines[0])} and {len(lines[1])} lines")
+    pairs = [(a, b) for a, b in zip(*lines, strict=True) if a and b]
+    if not pairs:
+        raise ValueError(f"{source} and {target} hold no pair of sentences")
+    return pairs
+
+
+def _read_lines(path: Path) -> list[str]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            return [line.strip() for line in file]
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{path} is not {'gzipped ' * (path.suffix == '.gz')}UTF-8 text: {error}") from error
+
+
+class Vocabulary:
+    """A joint subword vocabulary (sentencepiece, unigram), free of any model's special ids."""
+
+    def __init__(self, model: bytes) -> None:
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.size: int = self._processor.get_piece_size()
+
+    @classmethod
+    def train(cls, lines: Iterable[str], size: int = VOCAB_SIZE) -> Vocabulary:
+        """Learn at most ``size`` subwords from lines of text; a small text yields fewer."""
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            vocab_size=size,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            unk_id=0,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            minloglevel=2,
+        )
+        return cls(model.getvalue())
+
+    def pieces(self, line: str) -> list[str]:
+        """Cut a line into subwords."""
+        return self._processor.encode(line, out_type=str)
+
+    def ids(self, line: str, config: TransformerConfig, start: bool = False, end: bool = True) -> list[int]:
+        """Cut a line into subwords and number them with ids that the config does not use for itself.
+
+        Raises:
+            ValueError: The model's vocabulary is too small for this one.
+        """
+        special = {config.pad_id, config.bos_id, config.eos_id}
+        available = min(config.source_vocab_size, config.target_vocab_size)
+        free = [token for token in range(available) if token not in special]
+        if self.size > len(free):
+            raise ValueError(f"{self.size} subwords need a vocabulary of {self.size + len(special)}: got {available}")
+        numbered = [free[piece] for piece in self._processor.encode(line)]
+        return [config.bos_id] * start + numbered + [config.eos_id] * end
+
+
+def pick(pairs: Pairs, count: int) -> Pairs:
+    """Return ``count`` pairs, evenly spread from the shortest to the longest."""
+    ordered = sorted(pairs, key=lambda pair: (len(pair[0]), pair))
+    chosen = np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round().astype(int)
+    return [ordered[i] for i in chosen]
+
+
+def batch(pairs: Pairs, vocabulary: Vocabulary, config: TransformerConfig) -> dict[str, ndarray]:
+    """Return the ids of a batch of sentence pairs, padded: what the decoder reads starts with ``bos_id``."""
+    return {
+        "source_ids": _pad([vocabulary.ids(source, config) for source, _ in pairs], config),
+        "target_ids": _pad([vocabulary.ids(target, config, start=True, end=False) for _, target in pairs], config),
+    }
+
+
+def _pad(sentences: Sequence[Sequence[int]], config: TransformerConfig) -> ndarray:
+    width = max(map(len, sentences))
+    if config.max_positions is not None and width > config.max_positions:
+        raise ValueError(f"a sentence is {width} tokens long, and the model has {config.max_positions} positions")
+    ids = np.full((len(sentences), width), config.pad_id)
+    for row, sentence in enumerate(sentences):
+        ids[row, : len(sentence)] = sentence
+    return ids
