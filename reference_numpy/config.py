@@ -228,7 +228,8 @@ TABLE_3: dict[str, dict[str, Any]] = {
 
 # What published code does. Each is compared with that code, or with a transcription of its formulas, in the tests.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    # tensor2tensor's first release (June 2017), the code nearest to the paper.
+    # tensor2tensor's first release (June 2017), the code nearest to the paper; its target-space embedding is left out.
+    # It zeroes the padding row on lookup only, so a checkpoint whose row is not zero has no exact equal here.
     "t2t_2017": {
         "attention_bias": True,
         "position_layout": "split",
@@ -273,9 +274,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "eos_id": 0,
         "label_smoothing_kind": "uniform",
     },
-    # Marian NMT, the C++ program that trains those checkpoints: other frequencies, other epsilon.
+    # Marian NMT, the C++ program that trains those checkpoints: other frequencies, other epsilon. Like tensor2tensor,
+    # it starts decoding from a zero vector: here, from a start symbol whose row of the table is zero.
     "marian_cpp": {
-        "layer_norm_epsilon": 1e-9,
+        "layer_norm_epsilon": 1e-6,
         "position_layout": "split",
         "position_timescale": "m_minus_1",
         "attention_bias": True,

@@ -87,9 +87,10 @@ def assert_only_we_agree(theirs, config: ref.TransformerConfig, weights):
         ("torch", {"norm_order": "pre"}),
         ("torch", {"final_norm": False}),
         ("torch", {"activation": "gelu"}),
+        ("torch", {"tie_embeddings": "target_output"}),
         ("paper_base", {}),
     ],
-    ids=["post and final norm", "pre", "post without final norm", "gelu", "paper_base"],
+    ids=["post and final norm", "pre", "post without final norm", "gelu", "tied output", "paper_base"],
 )
 def test_torch_transformer(preset, changes):
     config = tiny_config(preset, **changes)
@@ -99,21 +100,22 @@ def test_torch_transformer(preset, changes):
         model.encoder.norm = model.decoder.norm = None
     model.load_state_dict(third_party.torch_stacks(weights))
 
-    def embed(side, ids):  # embeddings and output are the user's own
-        table = weights["source_embedding.table" if config.tie_embeddings == "all" else f"{side}_embedding.table"]
+    def embed(table, ids):  # embeddings and output are the user's own
         positions = third_party.paper_positions(ids.shape[1], config.d_model)
         return tensor(table)[ids] * math.sqrt(config.d_model) + positions
 
+    source_table = weights["source_embedding.table"]
+    target_table = weights.get("target_embedding.table", source_table)
+    kernel = weights.get("output_proj.kernel", target_table.T)
     source, target = map(torch.tensor, sentences(config))
     states = model(
-        embed("source", source),
-        embed("target", target),
+        embed(source_table, source),
+        embed(target_table, target),
         tgt_mask=torch.triu(torch.ones(6, 6, dtype=torch.bool), diagonal=1),  # True = may not attend
         src_key_padding_mask=source == config.pad_id,
         memory_key_padding_mask=source == config.pad_id,
         tgt_key_padding_mask=target == config.pad_id,
     ).detach()
-    kernel = weights["source_embedding.table"].T if config.tie_embeddings == "all" else weights["output_proj.kernel"]
     logits = states @ tensor(kernel) + tensor(weights.get("output_proj.bias", 0.0))
     assert_only_we_agree(logits, config, weights)
 

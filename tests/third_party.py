@@ -351,7 +351,7 @@ def annotated_norm(x, a, b):
 
 
 def t2t_norm(x, scale, bias):
-    """Tensor2tensor's layer_norm; Marian's Transformer passes the same epsilon to its own."""
+    """Tensor2tensor's layer_norm, and Marian's: its operator defaults to 1e-9, but its Transformer passes 1e-6."""
     mean = torch.mean(x, -1, keepdim=True)
     variance = torch.mean(torch.square(x - mean), -1, keepdim=True)
     return (x - mean) * torch.rsqrt(variance + 1e-6) * scale + bias

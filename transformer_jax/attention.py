@@ -54,6 +54,8 @@ def scaled_dot_product_attention(
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
+    # jax.nn.dot_product_attention is not used: it takes the softmax in float32 also in a float64 model, averages over
+    # forbidden keys where a row allows none, and refuses d_k != d_v. Under jit, XLA compiles these lines as a whole.
     d_k = query.shape[-1]
     scores = tap("scores", query @ key.mT * (1.0 / math.sqrt(d_k)))  # [B, H, L, M]
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]

@@ -78,8 +78,8 @@ def describe() -> dict[str, str]:
     return {
         "version": f"{jax.__version__}, flax {flax.__version__}",
         "device": ", ".join(device.device_kind for device in _gpus()) or "cpu",
-        "matrix products": str(jax.config.read("jax_default_matmul_precision") or "default"),
-        "float64": "on" if jax.config.read("jax_enable_x64") else "off until asked for",
+        "matrix products": jax.config.jax_default_matmul_precision or "default",  # type: ignore[attr-defined]
+        "float64": "on" if jax.config.jax_enable_x64 else "off until asked for",  # type: ignore[attr-defined]
     }
 
 

@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, Finding
+from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, OUTPUT, Finding
 from transformer_parity.policy import POLICY
 
 EXIT_CODES = {AGREES: 0, DIVERGES: 1, IMPRECISE: 2, FAILED: 3}
 SEVERITY = (AGREES, IMPRECISE, FAILED, DIVERGES)
+WORDS = {AGREES: "ok", IMPRECISE: "IMPRECISE", DIVERGES: "DIVERGES", FAILED: "FAILED"}
 STYLES = {AGREES: "green", IMPRECISE: "yellow", DIVERGES: "bold red", FAILED: "bold magenta"}
 SENTENCES = "sentences"  # the component of real text
 TITLES = {
@@ -61,20 +62,17 @@ def print_summary(console: Console, findings: Sequence[Finding], backends: Seque
 def print_depth(console: Console, findings: Sequence[Finding], backends: Sequence[str]) -> None:
     """Print how the error on real sentences grows through the model, block by block."""
     taps = [finding for finding in findings if finding.component == SENTENCES and finding.path == "taps"]
-    dtypes = list(dict.fromkeys(finding.dtype for finding in taps))
-    table = _table("Real sentences: the worst tap of each block.")
+    taps = [finding for finding in taps if finding.dtype != "bfloat16" and finding.tap != OUTPUT]
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in taps:
+        groups.setdefault((_block(finding.tap), finding.dtype, finding.backend), []).append(finding)
+    columns = [(dtype, backend) for dtype in dict.fromkeys(finding.dtype for finding in taps) for backend in backends]
+    table = _table("Real sentences, block by block: the error of the worst tap.")
     table.add_column("block", no_wrap=True)
-    for dtype in dtypes:
-        for backend in backends:
-            table.add_column(f"{backend}\n{dtype}", justify="right", no_wrap=True)
-    for block in dict.fromkeys(_block(finding.tap) for finding in taps):
-        row = [finding for finding in taps if _block(finding.tap) == block]
-        cells = [
-            _cell([finding for finding in row if (finding.backend, finding.dtype) == (backend, dtype)], share=False)
-            for dtype in dtypes
-            for backend in backends
-        ]
-        table.add_row(block, *cells)
+    for dtype, backend in columns:
+        table.add_column(f"{backend}\n{dtype}", justify="right", no_wrap=True)
+    for block in dict.fromkeys(block for block, _, _ in groups):
+        table.add_row(block, *(_cell(groups.get((block, *column), []), share=False) for column in columns))
     if taps:
         console.print(table)
         console.print()
@@ -90,10 +88,8 @@ def print_problems(console: Console, findings: Sequence[Finding], limit: int = 8
         detail = finding.detail or (
             f"error {finding.error:.1e}, {finding.share:.3g} times its budget of {finding.budget:.1e}"
         )
-        console.print(
-            Text(f"{finding.verdict:9}", STYLES[finding.verdict])
-            + Text(f" {finding.backend} {finding.dtype} {_place(finding)}, first to fail: {detail}")
-        )
+        where = " ".join(part for part in (finding.backend, finding.dtype, _place(finding)) if part)
+        console.print(Text(f"{WORDS[finding.verdict]:9}", STYLES[finding.verdict]) + Text(f" {where}: {detail}"))
     if len(first) > limit:
         console.print(f"... and {len(first) - limit} more; --json holds them all.")
 
@@ -102,7 +98,10 @@ def verdict_line(findings: Sequence[Finding], backends: Sequence[str], seconds: 
     """Return the last line: one word, then what it stands on."""
     verdict = overall(findings)
     cases = len({finding.case for finding in findings})
-    counted = f"{_count(len(backends), 'port')}, {_count(cases, 'case')}, {_count(len(findings), 'comparison')}"
+    counted = ", ".join(
+        f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+        for number, word in ((len(backends), "port"), (cases, "case"), (len(findings), "comparison"))
+    )
     if verdict == AGREES:
         finding = worst(findings)
         counted += f"; the largest uses {_percent(finding.share)} of its budget ({finding.backend} {finding.dtype}"
@@ -141,10 +140,11 @@ def _cell(findings: Sequence[Finding], share: bool = True) -> Text:
         return Text("-", "dim")
     finding = worst(findings)
     if finding.verdict == FAILED:
-        return Text("failed", STYLES[FAILED])
+        return Text(WORDS[FAILED], STYLES[FAILED])
     error = "exact" if finding.error == 0.0 else f"{finding.error:.1e}"
-    used = f" {_percent(finding.share):>6}" if share else ""
-    return Text(f"{error}{used}", STYLES[finding.verdict])
+    if share:
+        error += f" {_percent(finding.share):>6} {WORDS[finding.verdict]}"
+    return Text(error, STYLES[finding.verdict])
 
 
 def _percent(share: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import queue
@@ -72,8 +73,11 @@ def _receive(messages: Any, running: dict[str, tuple[SpawnProcess, Path]]) -> It
             if process.exitcode is not None:
                 last = log.read_text("utf-8", "replace").strip().splitlines()[-1:] or ["no output"]
                 problem = f"the process ended with exit code {process.exitcode}: {last[0]}"
-                finding = Finding(backend, "", "process", "", "run", "", float("inf"), 0.0, FAILED, problem)
-                yield Message(backend, (finding,), done=True)
+                yield Message(backend, (_failed(backend, problem),), done=True)
+
+
+def _failed(backend: str, problem: str) -> Finding:
+    return Finding(backend, "", "process", "", "run", "", math.inf, 0.0, FAILED, problem)
 
 
 def _work(backend: str, cases: Sequence[Case], setting: Setting, messages: Any, log: Path) -> None:
@@ -84,6 +88,12 @@ def _work(backend: str, cases: Sequence[Case], setting: Setting, messages: Any, 
         os.dup2(file.fileno(), 2)
     messages.put(Message(backend, doing="importing"))
     package = PORTS[backend].import_package()
+    try:
+        for dtype in setting.dtypes:
+            package.runtime.check_placement(dtype, setting.device)
+    except (RuntimeError, ValueError) as error:
+        messages.put(Message(backend, (_failed(backend, str(error)),), environment=package.describe(), done=True))
+        return
     made: list[Finding] = []
 
     def report(doing: str) -> None:

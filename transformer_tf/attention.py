@@ -55,6 +55,8 @@ def scaled_dot_product_attention(
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
+    # keras.ops.dot_product_attention is not used: it rounds 1 / sqrt(d_k) to float32 also in a float64 model, and
+    # averages over forbidden keys where a row allows none. In tf.function, XLA compiles these lines as a whole.
     d_k = query.shape[-1]
     scores = tap("scores", tf.matmul(query, key, transpose_b=True) * (1.0 / math.sqrt(d_k)))  # [B, H, L, M]
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]

@@ -81,7 +81,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit code."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     ports = [name for name in options.backends if name != "numpy"]
     try:
         if not ports:

@@ -8,8 +8,11 @@ import json
 import os
 import platform
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
@@ -38,6 +41,11 @@ PRINTED_MILLIONS = {
     "paper_big": 213,
 }
 
+DESCRIPTION = """\
+Show this machine, what is installed of the four backends, and every preset:
+how many parameters it has, and how it differs from the paper's base model.
+"""
+
 EXAMPLES = """\
 examples:
   parity info                  everything, as tables
@@ -51,8 +59,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
         help="this machine, the four backends, and every preset with its size",
-        description="Show this machine, what is installed of the four backends, and every preset: how many "
-        "parameters it has, and how it differs from the paper's base model.",
+        description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -75,9 +82,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"parity info: error: --vocab {options.vocab}: {error}", file=sys.stderr)
         return 3
     backends = {}
-    with Console(stderr=True).status("") as status:  # a spinner, on a terminal only
+    with quiet_frameworks() as terminal, Console(file=terminal).status("") as spinner:
         for name, port in PORTS.items():
-            status.update(f"importing {port.package}")
+            spinner.update(f"importing {port.package}")
             backends[name] = describe_backend(port)
     machine = describe_machine()
     if options.json:
@@ -89,6 +96,28 @@ def run(options: argparse.Namespace) -> int:
     _print_backends(console, backends)
     _print_presets(console, presets, options.vocab)
     return 0
+
+
+@contextmanager
+def quiet_frameworks() -> Iterator[TextIO]:
+    """Keep what compiled code prints to standard error off the terminal, and yield the terminal.
+
+    TensorFlow announces its instruction sets however it is asked not to. What was held back is printed when something
+    fails, because the reason may be in it.
+    """
+    sys.stderr.flush()
+    with os.fdopen(os.dup(2), "w") as terminal, tempfile.TemporaryFile("w+", errors="replace") as held_back:
+        os.dup2(held_back.fileno(), 2)
+        try:
+            yield terminal
+        except BaseException:
+            held_back.seek(0)
+            terminal.write(held_back.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            terminal.flush()
+            os.dup2(terminal.fileno(), 2)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -114,8 +143,12 @@ def describe_backend(port: PackagePort) -> dict[str, Any]:
         described = package.describe()
     except Exception as error:  # whatever a broken installation raises is what the user wants to know
         return {"installed": True, "error": f"{type(error).__name__}: {error}"}
-    names = {"dtypes": list(package.runtime.DTYPES), "device names": list(package.runtime.DEVICES)}
-    return {"installed": True, **described, **names}
+    return {
+        "installed": True,
+        **described,
+        "dtypes": list(package.runtime.DTYPES),
+        "runs on": list(package.runtime.DEVICES),
+    }
 
 
 def describe_presets(vocab_size: int) -> dict[str, dict[str, Any]]:
@@ -170,17 +203,6 @@ def differences(preset: str) -> dict[str, Any]:
     return found
 
 
-def in_words(fields: dict[str, Any]) -> str:
-    """Return fields and values as one readable line."""
-    words = []
-    for name, value in fields.items():
-        if isinstance(value, bool):
-            words.append(name if value else f"no {name}")
-        else:
-            words.append(f"{name} {value}")
-    return ", ".join(words)
-
-
 def _print_machine(console: Console, machine: dict[str, Any]) -> None:
     grid = Table.grid(padding=(0, 2))
     for name, value in machine.items():
@@ -200,9 +222,12 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]]) -> No
     for row in rows:
         cells = (_cell(found.get(row, "-")) if name in working else "" for name, found in backends.items())
         table.add_row(row, *cells)
+    if not_working := [name for name in backends if name not in working]:
+        marks = {name: "fails" if backends[name]["installed"] else "not installed" for name in not_working}
+        table.add_row("", *(f"[red]{marks.get(name, '')}[/]" for name in backends))
     console.print(table)
     console.print(
-        "[dim]Switches stand as the frameworks set them on import; a model that is loaded sets its own (see precision).[/]"
+        "[dim]Switches stand as each framework sets them on import; loading a model sets them to its precision.[/]"
     )
     for name, found in backends.items():
         if not found["installed"]:
@@ -230,10 +255,12 @@ def _print_presets(console: Console, presets: dict[str, dict[str, Any]], vocab_s
             table.add_section()
         printed = preset["printed_millions"]
         millions = "" if printed is None else f"{printed} M"
-        table.add_row(name, f"{preset['parameters']:,}", millions, in_words(preset["differs"]))
+        differs = ", ".join(f"{field}={value}" for field, value in preset["differs"].items())
+        table.add_row(name, f"{preset['parameters']:,}", millions, differs)
     console.print(table)
     tried = dict.fromkeys((vocab_size, PAPER_VOCABULARY, BEST_VOCABULARY))
     hits = "; ".join(f"{size:,} yields {reproduced(size)}" for size in tried)
     console.print(
-        f"[dim]paper: as printed in Table 3. No single vocabulary reproduces all {len(PRINTED_MILLIONS)} numbers: {hits}.[/]"
+        f"[dim]paper: as printed in Table 3. No single vocabulary reproduces all {len(PRINTED_MILLIONS)} numbers: "
+        f"{hits}.[/]"
     )

@@ -1,0 +1,153 @@
+"""Run one package with every annotation checked on every call: ``test_shapes`` starts this in a process of its own.
+
+One package a process: beartype keeps unions by their text, and both torch and TensorFlow call their class ``Tensor``.
+Prints what is wrong, a line each; nothing is good.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import inspect
+import os
+import sys
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import jaxtyping
+
+BACKENDS = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}
+FRAMEWORKS = {"numpy": "numpy", "torch": "torch", "jax": "flax.nnx", "tf": "keras"}
+CONVENTIONS = (
+    {},
+    {"norm_order": "pre", "final_norm": True, "layer_norm_kind": "annotated", "activation": "gelu", "d_k": 5, "d_v": 7},
+    {"position_layout": "split", "activation": "gelu_tanh", "tie_embeddings": "none", "output_bias": True},
+    {"position_encoding": "learned", "activation": "swish"},
+)
+
+
+def checked_import(name: str):
+    """Import a package so that each annotation is checked on each call."""
+    importlib.import_module(FRAMEWORKS[name])  # before the hook: only our own annotations are of interest
+    # The packages import these names for the type checker only, where two modules may import each other; here they
+    # have to exist at run time.
+    for shape in ("Bool", "Float", "Int"):
+        setattr(builtins, shape, getattr(jaxtyping, shape))
+    with jaxtyping.install_import_hook(["reference_numpy", BACKENDS[name]], "beartype.beartype"):
+        package = importlib.import_module(BACKENDS[name])
+    package.weights.Transformer = package.Transformer
+    if name == "tf":  # Keras reads the signature of a constructor, and a check has another
+        for cls in definitions(package, inspect.isclass):
+            if "__init__" in vars(cls):
+                cls.__init__ = inspect.unwrap(cls.__init__)
+    return package
+
+
+def definitions(package, kind):
+    """Yield the classes or functions that the modules of a package define."""
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith(f"{package.__name__}."):
+            for value in vars(module).values():
+                if kind(value) and value.__module__ == module.__name__:
+                    yield value
+
+
+def annotated(package):
+    """Yield name and code of every function and method that names a shape."""
+    functions = [*definitions(package, inspect.isfunction)]
+    for cls in definitions(package, inspect.isclass):
+        functions += [value for value in vars(cls).values() if inspect.isfunction(value)]
+    for function in map(inspect.unwrap, functions):
+        if any(str(note).startswith(("Bool[", "Float[", "Int[")) for note in function.__annotations__.values()):
+            yield f"{function.__module__}.{function.__qualname__}", function.__code__
+
+
+def run(backend, build, record):
+    """Call every component of a package, with taps and without, in every convention."""
+    import numpy as np
+
+    package, array = backend.package, backend.from_numpy
+    source, target = np.array([[5, 6, 7, 36], [8, 9, 0, 0]]), np.array([[1, 3, 4], [1, 5, 0]])
+    for overrides in CONVENTIONS:
+        model = build(**overrides)
+        masks = array(source != 0), array(target != 0)
+        for options in ({}, {"tap": record()}):
+            model(array(source), array(target), **options)
+        memory = model.encode(array(source), masks[0])
+        model.decode(array(target), memory, array(source), masks[1], masks[0])
+        train = {"numpy": {"rng": np.random.default_rng(0)}, "tf": {"training": True}}.get(backend.name, {})
+        if not train:
+            model.train()
+        model(array(source), array(target), **train)
+        package.set_weights(model, model.export_weights())
+    floats = [array(np.ones(shape, np.float32)) for shape in ((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 7, 13))]
+    package.scaled_dot_product_attention(*floats)
+    package.scaled_dot_product_attention(*floats, array(np.ones((1, 1, 5, 1), bool)))
+    if backend.name == "numpy":
+        shapes = ((2, 5, 24), (2, 7, 24), (2, 7, 13), (24, 11), (24, 11), (11,), (2, 5, 7))
+        package.additive_attention(
+            *(np.ones(shape, bool if len(shape) == 3 and shape[2] == 7 else float) for shape in shapes)
+        )
+
+
+def misfits(backend, model):
+    """Yield calls whose arguments fit no annotation, one or more a module."""
+    import numpy as np
+
+    def floats(*shape):
+        return backend.from_numpy(np.ones(shape, np.float32))
+
+    package, ids = backend.package, backend.from_numpy(np.ones((2, 3), np.int32))
+    layer = model.decoder.layers[0]
+    yield package.padding_mask, floats(2, 3), 0
+    yield package.target_padding_mask, backend.from_numpy(np.ones(3, np.int32)), 0
+    yield package.split_heads, floats(2, 3), 3
+    yield package.merge_heads, floats(2, 3, 24)
+    yield package.scaled_dot_product_attention, floats(3, 5, 11), floats(3, 7, 11), floats(3, 7, 13)
+    yield package.scaled_dot_product_attention, *[floats(2, 3, 5, 8)] * 3, floats(2, 3, 5, 5)
+    yield model.source_embedding, floats(2, 3)
+    yield model.source_position, floats(3, 24)
+    yield model.output_proj, floats(2, 3, 24), floats(37, 23)
+    yield layer.feed_forward, floats(3, 24)
+    yield layer.cross_attention, floats(2, 3, 24), floats(2, 4, 23)
+    yield layer.self_attention_norm, ids
+    yield model.encoder.layers[0], floats(3, 24)
+    yield model.encoder, floats(2, 3, 24), floats(2, 1, 1, 3)
+    yield layer, floats(2, 3, 24), floats(1, 4, 24)
+    yield model.decoder, floats(2, 3, 24), floats(2, 4, 23)
+    yield model, floats(2, 3), ids
+    yield model.encode, floats(2, 3)
+
+
+def main(name: str) -> None:
+    """Import, run, and report what was not called, and what was accepted although it fits no annotation."""
+    package = checked_import(name)
+    from conftest import Backend, random_weights, tiny_config
+
+    from reference_numpy import DropoutRates, Recorder
+
+    def build(**overrides):
+        rates = DropoutRates(attention=0.5, feed_forward=0.5)
+        config = tiny_config(dropout=rates, num_encoder_layers=1, num_decoder_layers=1, **overrides)
+        return package.Transformer.from_weights(config, random_weights(config))
+
+    backend, called = Backend(name, package), set()
+    sys.setprofile(lambda frame, event, argument: called.add(frame.f_code) if event == "call" else None)
+    run(backend, build, Recorder)
+    sys.setprofile(None)
+    for path, code in annotated(package):
+        if code not in called:
+            print(f"never called: {path}")
+    for function, *arguments in misfits(backend, build()):
+        try:
+            function(*arguments)
+        except Exception as error:  # Keras wraps what is raised inside a call
+            if "Type-check error" not in str(error):
+                print(f"raised something else: {function} {error!r}")
+        else:
+            print(f"accepted: {function}")
+    print("done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,182 @@
+"""The command `parity check` and what stands behind it: text, verdicts, exit codes, interruption."""
+
+import gzip
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import reference_numpy as ref
+from transformer_parity.__main__ import main
+from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, Finding
+from transformer_parity.report import exit_code, overall
+from transformer_parity.text import Vocabulary, batch, pick, read_pairs
+
+TORCH_ONLY = ["check", "--backends", "numpy,torch"]
+
+
+def finding(verdict, error=0.0, budget=1.0):
+    return Finding("torch", "float64", "full model", "full/padded", "taps", "logits", error, budget, verdict)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        ([], 3),
+        ([AGREES], 0),
+        ([AGREES, IMPRECISE], 2),
+        ([IMPRECISE, DIVERGES, AGREES], 1),
+        ([FAILED, AGREES], 3),
+        ([FAILED, IMPRECISE], 3),
+        ([FAILED, DIVERGES], 1),
+    ],
+)
+def test_exit_code_is_the_worst_verdict(verdicts, code):
+    assert exit_code([finding(verdict) for verdict in verdicts]) == code
+
+
+def test_nothing_compared_is_never_a_pass():
+    assert overall([]) == FAILED
+
+
+def test_a_port_that_agrees(capsys, tmp_path):
+    path = tmp_path / "result.json"
+    code = main([*TORCH_ONLY, "--preset", "paper_base,marian", "--only", "deck", "--json", str(path)])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "AGREE  1 port, 2 cases" in printed
+    for line in ("float64: semantics", "NOT TESTED: jax", "NOT TESTED: tf", "NOT TESTED: gpu"):
+        assert line in printed
+    result = json.loads(path.read_text())
+    assert result["verdict"] == AGREES
+    assert result["failures"] == []
+    assert {row["dtype"] for row in result["summary"]} == {"float64", "float32", "bfloat16"}
+    assert all(row["worst"]["share"] < 1 for row in result["summary"])
+    assert "version" in result["environment"]["torch"]
+
+
+def test_your_weights_on_your_sentences(capsys, tmp_path):
+    config = ref.TransformerConfig(
+        source_vocab_size=300, target_vocab_size=300, d_model=32, num_heads=4, d_ff=64, num_encoder_layers=1
+    )
+    ref.save_weights(tmp_path / "model.safetensors", config, ref.init_weights(config))
+    for name, lines in (("a.gz", "Good morning.\nWhere is it?\n"), ("b.gz", "Guten Morgen.\nWo ist es?\n")):
+        (tmp_path / name).write_bytes(gzip.compress(lines.encode()))
+    text = ["--text", str(tmp_path / "a.gz"), str(tmp_path / "b.gz")]
+    code = main([*TORCH_ONLY, "--weights", str(tmp_path / "model.safetensors"), *text, "--dtype", "float64"])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "encoder.layers.0" in printed
+    assert "sentences/model.safetensors" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--backends", "numpy"], "numpy is the reference"),
+        (["--weights", "absent.safetensors"], "there is no weight file absent.safetensors"),
+        (["--text", "absent.en", "absent.de"], "absent.en"),
+        (["--sentences", "0"], "--sentences must be at least 1: got 0"),
+        (["--json", "absent/result.json"], "there is no folder absent"),
+    ],
+)
+def test_what_cannot_be_compared_exits_with_3(options, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", *options]) == 3
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_wrong_usage_exits_with_3_because_2_means_precision(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", "--backends", "numpy,theano"])
+    assert exit_.value.code == 3
+    assert "unknown theano: choose from numpy, torch, jax, tf" in capsys.readouterr().err
+
+
+def test_a_missing_framework_is_an_error_with_the_install_line(monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flax" else find_spec(name))
+    assert main(["check", "--backends", "torch,jax"]) == 3
+    assert "flax is not installed: pip install 'transformer-parity[jax]'" in capsys.readouterr().err
+
+
+def test_an_absent_gpu_is_incomplete_not_a_pass(capsys):
+    import torch
+
+    if torch.cuda.is_available():  # then there is nothing to be absent
+        return
+    assert main([*TORCH_ONLY, "--device", "gpu", "--preset", "torch", "--only", "deck"]) == 3
+    printed = capsys.readouterr().out
+    assert "no GPU is visible to torch" in printed
+    assert "INCOMPLETE" in printed
+
+
+def test_ctrl_c_keeps_what_was_compared():
+    command = [sys.executable, "-m", "transformer_parity", *TORCH_ONLY, "--dtype", "float64"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    time.sleep(6)
+    process.send_signal(signal.CTRL_C_EVENT if os.name == "nt" else signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, printed
+    assert "Interrupted" in printed
+    assert "Traceback" not in printed
+
+
+def test_shipped_text_is_aligned_and_varied():
+    pairs = read_pairs()
+    assert len(pairs) > 300
+    assert len(set(pairs)) == len(pairs)
+    assert max(len(source.split()) for source, _ in pairs) > 20
+    assert min(len(source.split()) for source, _ in pairs) == 1
+
+
+def test_text_errors(tmp_path):
+    def write(name, content):
+        (tmp_path / name).write_bytes(content)
+        return tmp_path / name
+
+    one, two = write("one", b"a\n"), write("two", b"b\nc\n")
+    with pytest.raises(ValueError, match="must be line-aligned: got 1 and 2 lines"):
+        read_pairs(one, two)
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        read_pairs(one, write("latin", "ä\n".encode("latin-1")))
+    with pytest.raises(ValueError, match="is not gzipped UTF-8 text"):
+        read_pairs(one, write("fake.gz", b"no gzip"))
+    with pytest.raises(ValueError, match="hold no pair of sentences"):
+        read_pairs(write("empty", b"\n"), one)
+
+
+def test_subword_ids_avoid_the_special_ones_of_any_model():
+    vocabulary = Vocabulary.train([line for pair in read_pairs() for line in pair], 300)
+    for special in ({"pad_id": 0, "bos_id": 1, "eos_id": 2}, {"pad_id": 1, "bos_id": 1, "eos_id": 0}):
+        config = ref.TransformerConfig(source_vocab_size=400, target_vocab_size=400, **special)
+        ids = vocabulary.ids("Where is the train?", config, start=True)
+        assert ids[0] == config.bos_id
+        assert ids[-1] == config.eos_id
+        assert not set(ids[1:-1]) & set(special.values())
+        assert len(ids) == len(vocabulary.pieces("Where is the train?")) + 2
+    small = ref.TransformerConfig(source_vocab_size=50, target_vocab_size=50)
+    with pytest.raises(ValueError, match="subwords need a vocabulary of"):
+        vocabulary.ids("a", small)
+
+
+def test_batches_are_padded_and_spread_over_lengths():
+    pairs = read_pairs()
+    chosen = pick(pairs, 5)
+    lengths = [len(source) for source, _ in chosen]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < 10 < 60 < lengths[-1]
+    config = ref.TransformerConfig(source_vocab_size=400, target_vocab_size=400)
+    vocabulary = Vocabulary.train([line for pair in pairs for line in pair], 300)
+    ids = batch(chosen, vocabulary, config)
+    assert (ids["target_ids"][:, 0] == config.bos_id).all()
+    assert (ids["source_ids"][0] == config.pad_id).sum() > (ids["source_ids"][-1] == config.pad_id).sum() == 0
+    assert np.issubdtype(ids["source_ids"].dtype, np.integer)

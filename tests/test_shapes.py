@@ -1,0 +1,16 @@
+"""The shapes in the signatures are true: every annotated function runs under a checker that refuses a wrong one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+WORKER = Path(__file__).with_name("shapes_worker.py")
+
+
+def test_annotations_hold(backend):
+    command = [sys.executable, str(WORKER), backend.name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.splitlines() == ["done"]
