@@ -47,7 +47,7 @@ def save_weights(
     os.close(handle)
     try:
         save_file(tensors, temporary, metadata={METADATA_KEY: description})
-        with open(temporary, "rb") as file:
+        with open(temporary, "r+b") as file:  # Windows syncs only what is open for writing
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:

@@ -82,7 +82,7 @@ def run(backend, build, record):
         package.set_weights(model, model.export_weights())
     floats = [array(np.ones(shape, np.float32)) for shape in ((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 7, 13))]
     package.scaled_dot_product_attention(*floats)
-    package.scaled_dot_product_attention(*floats, array(np.ones((1, 1, 5, 1), bool)))
+    package.scaled_dot_product_attention(*floats, array(np.ones((1, 1, 5, 1), bool)), tap=record())
     if backend.name == "numpy":
         shapes = ((2, 5, 24), (2, 7, 24), (2, 7, 13), (24, 11), (24, 11), (11,), (2, 5, 7))
         package.additive_attention(

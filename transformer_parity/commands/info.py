@@ -188,7 +188,7 @@ def differences(preset: str) -> dict[str, Any]:
         TransformerConfig.preset(name, source_vocab_size=PAPER_VOCABULARY, target_vocab_size=PAPER_VOCABULARY)
         for name in ("paper_base", preset)
     )
-    found = {}
+    found: dict[str, Any] = {}
     for field in dataclasses.fields(TransformerConfig):
         ours, theirs = getattr(base, field.name), getattr(other, field.name)
         if field.name in ("d_k", "d_v") and theirs == other.d_model // other.num_heads:

@@ -182,8 +182,8 @@ class Module:
         """Return the lines of a node's docstring and the empty one behind it, if it holds more than that."""
         if not isinstance(node, DOCUMENTED) or ast.get_docstring(node) is None or len(node.body) == 1:
             return range(0)
-        after = node.body[0].end_lineno + 1
-        return range(node.body[0].lineno, after if self.lines[after - 1].strip() else after + 1)
+        first, last = self._extent(node.body[0])
+        return range(first, last + 1 if self.lines[last].strip() else last + 2)
 
 
 class Package:
@@ -287,7 +287,7 @@ def _highlight(code: str, width: int) -> Text:
 
 def _fold(line: Text, width: int) -> Iterator[Text]:
     """Break a line where it has a space, or else an opening bracket, so that it fits."""
-    indent = len(line.plain) - len(line.plain.lstrip()) + 4
+    indent = min(len(line.plain) - len(line.plain.lstrip()) + 4, width // 2)
     while len(line) > width:
         places = (line.plain.rfind(character, indent, width) + 1 for character in " (")
         cut = next((place for place in places if place), width)

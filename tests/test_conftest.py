@@ -1,0 +1,96 @@
+"""The run itself keeps its promises: what is missing stops it, what is left out is named, what is skipped fails it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that runs a small suite under this conftest; it yields exit code and output."""
+    shutil.copy(HERE / "conftest.py", tmp_path)
+
+    def run(test, *options):
+        (tmp_path / "test_small.py").write_text(f"import pytest\n\n{test}\n")
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(tmp_path),
+            str(tmp_path),
+            *options,
+        ]
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{HERE.parent}"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def test_left_out_is_named(run):
+    code, output = run("def test(backend): pass", "--backends", "numpy", "-q")
+    assert code == 0
+    for line in ("jax (left out of --backends)", "torch (left out of --backends)", "gpu (left out of --devices)"):
+        assert output.count(f"NOT TESTED: {line}") == 1  # -q has no header
+
+
+SKIPS = """
+def test_skip(): pytest.skip("no time")
+def test_import(): pytest.importorskip("no_such_module")
+@pytest.mark.skipif(True, reason="not now")
+def test_condition(): pass
+@pytest.mark.xfail
+def test_expected(): assert 0
+@pytest.mark.parametrize("x", [])
+def test_nothing(x): pass
+def test_good(): pass
+"""
+
+
+def test_skip_fails_the_run(run):
+    code, output = run(SKIPS, "--backends", "numpy")
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "FAILED: 5 tests were skipped, and a skip is not a pass" in output
+
+
+def test_missing_backend_stops_the_run(run, tmp_path):
+    (tmp_path / "transformer_jax.py").write_text("raise ModuleNotFoundError(\"No module named 'flax'\")")
+    code, output = run("def test(): pass", "--backends", "numpy,jax")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "backend jax was asked for, but No module named 'flax'" in output
+    assert "pip install 'transformer-parity[jax]'" in output
+
+
+def test_missing_gpu_stops_the_run(run, tmp_path):
+    (tmp_path / "transformer_torch.py").write_text(
+        "class runtime:\n    def check_placement(dtype, device): raise RuntimeError('no GPU is visible to torch')"
+    )
+    code, output = run("def test(): pass", "--backends", "torch", "--devices", "cpu,gpu")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "--devices asks for a GPU, but no GPU is visible to torch" in output
+
+
+def test_unknown_backend_stops_the_run(run):
+    code, output = run("def test(): pass", "--backends", "numpy,mxnet")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "--backends takes numpy, torch, jax, tf: got mxnet" in output
+
+
+def test_only_leaves_out_without_a_skip(run):
+    test = (
+        "@pytest.mark.only('jax')\ndef test_jax(port): assert 0\ndef test_port(port): assert 0\ndef test_good(): pass"
+    )
+    code, output = run(test, "--backends", "numpy")
+    assert code == 0
+    assert "1 passed, 2 deselected" in output
