@@ -11,15 +11,17 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from transformer_parity import ports
+from transformer_parity.cases import preset_case
 from transformer_parity.compare import DIVERGES, FAILED, IMPRECISE
 from transformer_parity.ports import PORTS, LoadedPort, PackagePort, Port, Result
 
@@ -35,7 +37,7 @@ class Mistake:
 
     name: str
     at: str  # the first tap that must fail; empty where none may, and the announcement is all
-    edits: Edits = field(default_factory=lambda: dict.fromkeys(ALL, []), repr=False)
+    edits: Edits = field(default_factory=lambda: {port: [] for port in ALL}, repr=False)
     case: str = "full/padded"
     dtype: str = "float64"
     verdict: str = DIVERGES
@@ -101,10 +103,6 @@ GELU = {"torch": '"gelu": F.gelu', "jax": "partial(jax.nn.gelu, approximate=Fals
 POSITIONED = "self.source_position(self.source_embedding(source_ids))"
 ATTENDED = "self.self_attention_norm(x + self.dropout(attended))"
 NORMED = ' x = tap("self_attention_norm.output"'
-FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
-PROJECTED = 'tap("output", self.output_proj(merge_heads(context)))'
-QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
-KEY_TAP = 'k = tap("key", split_heads(self.key_proj(memory), self.num_heads))  # [B, H, M, d_k]\n'
 
 
 def softmax_over(axis: int) -> Edits:
@@ -260,7 +258,7 @@ CATALOGUE = {
         Mistake(
             "encoder without padding mask",
             f"{SELF}.weights",
-            instead("transformer", "self.encoder(x, source_mask[:, None, None, :]", "self.encoder(x, None"),
+            instead("transformer", "self.encoder(x, source_mask[", "self.encoder(x, (source_mask | True)["),
         ),
         Mistake(
             "cross-attention without padding mask",
@@ -319,7 +317,11 @@ CATALOGUE = {
         Mistake(
             "a final norm nobody asked for",
             "encoder.output",
-            instead("encoder", "if self.final_norm is not None:\n", "x = self.layers[-1].feed_forward_norm(x)\n        if 0:\n"),
+            instead(
+                "encoder",
+                "if self.final_norm is not None:\n",
+                "x = self.layers[-1].feed_forward_norm(x)\n        if 0:\n",
+            ),
         ),
     ],
     "residual": [
@@ -382,7 +384,7 @@ CATALOGUE = {
         Mistake("GELU for ReLU", f"{ENCODER}.feed_forward.inner", config={"activation": "gelu"}),
         Mistake(
             "tanh-GELU for GELU",
-            "feed_forward.inner",
+            "inner",
             instead(
                 "layers",
                 GELU,
@@ -390,7 +392,7 @@ CATALOGUE = {
                 jax="jax.nn.gelu",  # whose default it is
                 tf='"gelu": gelu_tanh,',
             ),
-            case="encoder_layer/pre",
+            case="feed_forward/gelu",
         ),
     ],
     "stack": [
@@ -408,57 +410,57 @@ CATALOGUE = {
     ],
 }
 
-# TensorFloat32: what a GPU makes of float32 factors, and of no others.
-TF32 = {
-    "torch": """def tf32(x):
-    import torch
-
-    if x.dtype != torch.float32:
-        return x
-    return ((x.contiguous().view(torch.int32) + 4096) & -8192).view(torch.float32)
-
-
-def """,
-    "jax": """def tf32(x):
-    from jax import lax
-
-    return lax.reduce_precision(x, 8, 10) if x.dtype == "float32" else x
-
-
-def """,
-    "tf": """def tf32(x):
-    return tf.bitcast((tf.bitcast(x, tf.int32) + 4096) & -8192, tf.float32) if x.dtype == tf.float32 else x
-
-
-def """,
-}
 PRODUCT = {"torch": "query @ key.mT", "jax": "query @ key.mT", "tf": "tf.matmul(query, key, transpose_b=True)"}
-FLOAT32_ANGLES: Edits = {
-    "torch": [("embedding", '{"dtype": torch.float64', '{"dtype": torch.float32')],
-    "jax": [("embedding", "(-np.arange(m) / steps)", "np.float32(-np.arange(m) / steps)")],
-    "tf": [
-        ("embedding", "/ steps), tf.float64)", "/ steps), tf.float32)"),
-        ("embedding", "offset + length), tf.float64)", "offset + length), tf.float32)"),
-    ],
-}
+SCALE = " * (1.0 / math.sqrt(d_k))"
+FREQUENCIES = "[:, None] * frequencies"
+FLOAT32_FREQUENCIES = instead(
+    "embedding",
+    FREQUENCIES,
+    torch=f"{FREQUENCIES}.float()",
+    jax=f'{FREQUENCIES}.astype("float32")',
+    tf="[:, None] * tf.cast(tf.cast(frequencies, tf.float32), tf.float64)",
+)
 FAST_VARIANCE = norm(
     torch="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.eps).sqrt()",
     jax="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5",
     tf="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5",
 )
 
+
+TF32 = {  # what a GPU makes of float32 factors, and of nothing wider
+    "torch": """def tf32(x):
+    import torch
+
+    if x.dtype == torch.float64:
+        return x
+    return ((x.contiguous().view(torch.int32) + 4096) & -8192).view(torch.float32)
+""",
+    "jax": """def tf32(x):
+    from jax import lax
+
+    return x if x.dtype == "float64" else lax.reduce_precision(x, 8, 10)
+""",
+    "tf": """def tf32(x):
+    return x if x.dtype == "float64" else tf.bitcast((tf.bitcast(x, tf.int32) + 4096) & -8192, tf.float32)
+""",
+}
+START = "def scaled_dot_product_attention("
+
+
 PRECISION = [
-    # Right in float64, or where nobody looks closely; imprecise in float32.
+    # Right, and computed with too few bits.
     Mistake(
-        "scores from TensorFloat32",
+        "scores in TensorFloat32",
         f"{SELF}.scores",
         together(
-            {
-                "torch": [("attention", PRODUCT["torch"], "tf32(query) @ tf32(key).mT")],
-                "jax": [("attention", PRODUCT["jax"], "tf32(query) @ tf32(key).mT")],
-                "tf": [("attention", PRODUCT["tf"], "tf.matmul(tf32(query), tf32(key), transpose_b=True)")],
-            },
-            {port: [("attention", "def scaled_dot", f"{text}scaled_dot")] for port, text in TF32.items()},
+            instead("attention", START, **{port: f"{text}\n\n{START}" for port, text in TF32.items()}),
+            instead(
+                "attention",
+                PRODUCT,
+                torch="tf32(query) @ tf32(key).mT",
+                jax="tf32(query) @ tf32(key).mT",
+                tf="tf.matmul(tf32(query), tf32(key), transpose_b=True)",
+            ),
         ),
         dtype="float32",
         verdict=IMPRECISE,
@@ -474,37 +476,41 @@ PRECISION = [
         unseen=("full/padded",),
     ),
     Mistake(
-        "context from bfloat16",
+        "context in bfloat16",
         f"{SELF}.context",
         {"torch": [("attention", "weights @ value", "(weights.bfloat16() @ value.bfloat16()).to(value.dtype)")]},
         dtype="float32",
         verdict=IMPRECISE,
     ),
     Mistake(
-        "mean summed in float16",
+        "mean in float16",
         f"{SELF}_norm.output",
-        {"torch": norm("(x - mean(x.half()).to(x.dtype)) / (x.var(-1, False) + self.eps).sqrt()", "", "")["torch"]},
+        norm(
+            torch="(x - mean(x.half()).to(x.dtype)) / (mean((x - mean(x)) ** 2) + self.eps).sqrt()",
+            jax="(x - mean(x.astype('float16'))) / (mean((x - mean(x)) ** 2) + self.epsilon) ** 0.5",
+            tf="(x - tf.cast(mean(tf.cast(x, 'float16')), x.dtype)) / (mean((x - mean(x)) ** 2) + self.epsilon) ** 0.5",
+        ),
         dtype="float32",
         verdict=IMPRECISE,
     ),
     Mistake(
-        "long positions from float32 angles",
+        "long positions from float32 frequencies",
         "output",
-        FLOAT32_ANGLES,
+        FLOAT32_FREQUENCIES,
         case="embedding/long_positions",
         dtype="float32",
         verdict=IMPRECISE,
     ),
     Mistake(
-        "long positions from bfloat16 angles",
+        "long positions from bfloat16 frequencies",
         "output",
-        {"torch": [("embedding", '{"dtype": torch.float64', '{"dtype": torch.bfloat16')]},
+        {"torch": [("embedding", FREQUENCIES, f"{FREQUENCIES}.bfloat16()")]},
         case="embedding/long_positions",
         dtype="bfloat16",
         verdict=IMPRECISE,
     ),
-    # A float32 piece in a float64 model: wrong there, and invisible in float32.
-    Mistake("positions from float32 angles", SOURCE, FLOAT32_ANGLES, unseen=("float32",)),
+    # A float32 piece in a float64 model: wrong there, and in float32 as good as any other.
+    Mistake("positions from float32 frequencies", SOURCE, FLOAT32_FREQUENCIES, unseen=("float32",)),
     Mistake(
         "softmax in float32",
         f"{SELF}.weights",
@@ -512,49 +518,41 @@ PRECISION = [
         unseen=("float32",),
     ),
     Mistake(
-        "scale rounded to float32",
+        "scale in float32",
         f"{SELF}.scores",
-        {
-            "torch": [("attention", "(1.0 / math.sqrt(d_k))", "query.new_tensor(d_k).float().rsqrt().item()")],
-            "tf": [("attention", "(1.0 / math.sqrt(d_k))", "tf.cast(1.0 / math.sqrt(d_k), query.dtype)")],
-        },
+        instead(
+            "attention",
+            SCALE,
+            torch=" * query.new_tensor(d_k).float().rsqrt().item()",
+            jax=' * (d_k * query.astype("float32")[0, 0, 0, 0] ** 0) ** -0.5',
+            tf=" * tf.cast(1.0 / math.sqrt(d_k), query.dtype)",  # TensorFlow reads a Python number as float32
+        ),
         unseen=("float32",),
     ),
     Mistake(
-        "epsilon rounded to float32",
-        f"{ENCODER}.feed_forward_norm.output",  # the first whose variance is as small as epsilon
-        {
-            "torch": [
-                ("layers", "eps=config.layer_norm_epsilon", "eps=torch.tensor(config.layer_norm_epsilon).item()")
-            ]
-        },
+        "epsilon in float32",
+        f"{ENCODER}.feed_forward_norm.output",  # the first that sees a variance as small as epsilon
+        config={"layer_norm_epsilon": float(np.float32(1e-6))},
         unseen=("float32",),
     ),
     Mistake(
         "TensorFlow's own GELU",
-        "feed_forward.inner",
-        {"tf": [("layers", '"gelu": gelu,', '"gelu": tf.nn.gelu,')]},
-        case="encoder_layer/pre",
+        "inner",
+        {"tf": [("layers", GELU["tf"], '"gelu": tf.nn.gelu,')]},
+        case="feed_forward/gelu",
         unseen=("float32",),
     ),
 ]
 
 FULLY_MASKED = [
-    Mistake(
-        name,
-        at,
-        forbidden(*scores),
-        case=case,
-        detail=detail,
-        unseen=("full/padded",),
-    )
+    Mistake(name, at, forbidden(*scores), case=case, detail=detail, unseen=("full/padded",))
     for case, at in (
         ("attention/fully_masked_row", "weights"),
         ("attention/nothing_allowed", "weights"),
         ("full/source_all_padding", f"{SELF}.weights"),
     )
     for name, detail, scores in (
-        ("weights shared by forbidden keys", "", ("-1e9", "-1e9", "tf.constant(-1e9, wide.dtype)")),
+        ("forbidden keys share the weight", "", ("-1e9", "-1e9", "tf.constant(-1e9, wide.dtype)")),
         (
             "softmax of nothing but -inf",
             "values are NaN or infinite",
@@ -563,14 +561,19 @@ FULLY_MASKED = [
     )
 ]
 
+# The deck runs the fast path of no model whose attention drops weights in training, or whose heads are square.
+FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
+FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
+D_K = "    d_k = query.shape[-1]\n"
 FAST = [
+    # With taps on, nothing is wrong.
     Mistake(name, "output", {port: [("attention", old, new)]}, case=case, path="fast")
     for port, name, case, old, new in (
         ("torch", "fused kernel without the mask", "full/padded", FUSED, FUSED.replace("mask", "None")),
         ("torch", "fused kernel without the scale", "full/padded", FUSED, FUSED.replace("rate", "rate, scale=1.0")),
         (
             "torch",
-            "fused kernel causal by itself",
+            "fused kernel that is causal by itself",
             "full/padded",
             FUSED,
             FUSED.replace("mask", "None").replace("rate", "rate, is_causal=query.shape == key.shape"),
@@ -582,42 +585,475 @@ FAST = [
             FUSED,
             FUSED.replace("mask", "None if mask is None else (~mask).to(query.dtype) * -1e9"),
         ),
-        ("torch", "fused kernel drops in inference", "preset/torch", " and dropout.training", ""),
+        ("torch", "fused kernel that always drops", FUSED_CASE.name, " and dropout.training", ""),
         (
             "jax",
             "JAX's own attention",
-            "preset/torch",
-            "    d_k = query.shape[-1]\n",
-            """    if tap is no_tap:
+            FUSED_CASE.name,
+            D_K,
+            f"""    if tap is no_tap:
         from jax.nn import dot_product_attention
 
         query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
         return dot_product_attention(query, key, value, mask=mask).transpose(0, 2, 1, 3)
-    d_k = query.shape[-1]
-""",
+{D_K}""",
         ),
         (
             "tf",
             "Keras' own attention",
-            "preset/torch",
-            "    d_k = query.shape[-1]\n",
-            """    if tap is no_tap:
+            FUSED_CASE.name,
+            D_K,
+            f"""    if tap is no_tap:
         query, key, value = (tf.transpose(x, [0, 2, 1, 3]) for x in (query, key, value))
         return tf.transpose(keras.ops.dot_product_attention(query, key, value, mask=mask), [0, 2, 1, 3])
-    d_k = query.shape[-1]
-""",
+{D_K}""",
         ),
     )
 ]
 
+PROJECTED = "self.output_proj(merge_heads(context))"
+LOGITS = {
+    "torch": 'tap("logits", self.output_proj(x, self.target_embedding.table))',
+    "jax": 'tap("logits", self.output_proj(x, self.target_embedding.table[...]))',
+    "tf": 'tap("logits", self.output_proj(x, table=self.target_embedding.table))',
+}
+QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
+KEY_TAP = 'k = tap("key", split_heads(self.key_proj(memory), self.num_heads))  # [B, H, M, d_k]\n'
+
+
+def one_value(value: str) -> Edits:
+    """Return edits that spoil one number of the attention's output."""
+    returned = f'return tap("output", {PROJECTED})'
+    spoilt = f"x = {PROJECTED}\n        x[0, 0, 0] = {value}\n        return tap('output', x)"
+    return {
+        "torch": [("attention", returned, spoilt)],
+        "jax": [("attention", PROJECTED, f"{PROJECTED}.at[0, 0, 0].set({value})")],
+    }
+
+
+# A padding mask of a shape seen before is not made again.
+STALE = Mistake(
+    "a mask kept from the last batch",
+    f"{SELF}.weights",
+    instead(
+        "transformer",
+        "            return ids, padding_mask(ids, config.pad_id)",
+        torch="            kept = self.__dict__.setdefault('kept', {})\n"
+        "            return ids, kept.setdefault(ids.shape, padding_mask(ids, config.pad_id))",
+    ),
+    case="full/source_all_padding",
+)
+
 STRUCTURE = [
+    Mistake("NaN in one place", f"{SELF}.output", one_value("math.nan"), detail="1 of 648 values are NaN or infinite"),
     Mistake(
-        "NaN in one place",
+        "infinity in one place",
         f"{SELF}.output",
+        {"torch": one_value("math.inf")["torch"]},
+        dtype="bfloat16",
+        detail="1 of 648 values are NaN or infinite",
+    ),
+    Mistake(
+        "a tap missing",
+        "",
+        instead("attention", 'tap("context", weights @ value)', "weights @ value"),
+        announced=f"missing {SELF}.context, encoder.layers.1.self_attention.context, {CAUSAL}.context and 3 more",
+    ),
+    Mistake(
+        "a tap of another name",
+        "",
+        instead("attention", 'tap("weights", masked', 'tap("probabilities", masked'),
+        announced=f"missing {SELF}.weights",
+    ),
+    Mistake(
+        "a tap too many",
+        "",
+        instead("attention", 'tap("context", weights @ value)', 'tap("mean", tap("context", weights @ value))'),
+        announced=f"unexpected {SELF}.mean",
+    ),
+    Mistake(
+        "taps in another order",
+        "",
+        instead("attention", f"{QUERY_TAP}        {KEY_TAP}", f"{KEY_TAP}        {QUERY_TAP}"),
+        announced=f"{SELF}.key fired where {SELF}.query was due",
+    ),
+    Mistake(
+        "a tap that fires twice",
+        "output",
+        instead("attention", 'tap("weights", masked', 'tap("scores", masked'),
+        path="run",
+        verdict=FAILED,
+        detail="tap encoder.layers.0.self_attention.scores fired twice",
+    ),
+    Mistake(
+        "float32 logits in float64",
+        "logits",
+        instead(
+            "transformer",
+            LOGITS,
+            torch=LOGITS["torch"].replace("table)", "table).float()"),
+            jax=LOGITS["jax"].replace("[...])", '[...]).astype("float32")'),
+        ),
+        detail="dtype must be float64: got float32",
+    ),
+    Mistake(
+        "float32 logits in bfloat16",
+        "logits",
+        {"torch": [("transformer", LOGITS["torch"], LOGITS["torch"].replace("table)", "table).float()"))]},
+        dtype="bfloat16",
+        detail="dtype must be bfloat16: got float32",
+    ),
+    Mistake(
+        "probabilities for logits",
+        "output",
+        instead(
+            "transformer",
+            LOGITS,
+            torch=f"{LOGITS['torch']}.softmax(-1)",
+            jax=f"jax.nn.softmax({LOGITS['jax']})",
+            tf=f"tf.nn.softmax({LOGITS['tf']})",
+        ),
+    ),
+    Mistake(
+        "logits of the last position only",
+        "logits",
+        instead("transformer", "self.output_proj(x,", "self.output_proj(x[:, -1:],"),
+        detail="shape must be [3, 7, 37]: got [3, 1, 37]",
+    ),
+    Mistake(
+        "time before batch",
+        "output",
+        {"torch": [("transformer", LOGITS["torch"], f"{LOGITS['torch']}.transpose(0, 1)")]},
+        detail="shape must be [3, 7, 37]: got [7, 3, 37]",
+    ),
+    Mistake(
+        "axes of size one squeezed",
+        "output",
         {
-            "torch": [("attention", PROJECTED, f"{PROJECTED}.index_fill(0, torch.tensor(0), torch.nan)")],
-            "jax": [("attention", PROJECTED, PROJECTED.replace("(context))", "(context)).at[0, 0, 0].set(float('nan'))"))],
+            "torch": [("transformer", LOGITS["torch"], f"{LOGITS['torch']}.squeeze()")],
+            "tf": [("transformer", LOGITS["tf"], f"tf.squeeze({LOGITS['tf']})")],
         },
-        detail="values are NaN or infinite",
+        case="full/one_sentence",
+        detail="shape must be [1, 7, 37]: got [7, 37]",
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "an exception",
+        "output",
+        instead("encoder", "for i, layer in", 'raise NotImplementedError("later")\n        for i, layer in'),
+        path="run",
+        verdict=FAILED,
+        detail="later",
+    ),
+    Mistake(
+        "the memory asks, and nothing fits",
+        "output",
+        instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,"),
+        path="run",
+        verdict=FAILED,
+        detail="mask must broadcast to (3, 3, 9, 7): got (3, 1, 1, 9)",
+    ),
+    Mistake(
+        "still in training mode",
+        f"{SELF}.query",
+        {
+            "torch": [("transformer", "model.eval()", "model")],
+            "jax": [("transformer", "        model.eval()\n", "")],
+            "tf": [
+                (
+                    "transformer",
+                    "self._encode(source_ids, source_mask, tap, training)\n        return self._decode",
+                    "self._encode(source_ids, source_mask, tap, True)\n        return self._decode",
+                )
+            ],
+        },
     ),
 ]
+
+COPIED = "np.array(weights[name],"
+WEIGHTS = [
+    Mistake(
+        "a bias of another layer",
+        f"{ENCODER}.feed_forward.inner",
+        convert=swapped(f"{ENCODER}.feed_forward.inner_proj.bias", "encoder.layers.1.feed_forward.inner_proj.bias"),
+    ),
+    Mistake("a square matrix transposed", f"{SELF}.query", convert=transposed(f"{SELF}.query_proj.kernel")),
+    Mistake(
+        "source and target table swapped",
+        SOURCE,
+        convert=swapped("source_embedding.table", "target_embedding.table"),
+        case="preset/torch",
+    ),
+    Mistake(
+        "the decoder's final norm in the encoder",
+        "encoder.output",
+        convert=swapped("encoder.final_norm.scale", "decoder.final_norm.scale"),
+        case="full/deeper_decoder",
+    ),
+    Mistake(
+        "biases of norms left at zero",
+        f"{SELF}_norm.output",
+        {"tf": [("weights", "parameter.assign(", 'name.endswith("norm.bias") or parameter.assign(')]},
+        announced=f"{SELF}_norm.bias does not come back as it was given",
+    ),
+    Mistake(
+        "weights stored in float16",
+        SOURCE,
+        {port: [("weights", COPIED, COPIED.replace("]", "].astype(np.float16)"))] for port in ("torch", "jax")},
+        announced="source_embedding.table does not come back as it was given",
+    ),
+    Mistake(
+        "weights given back in float32",
+        "",
+        {"torch": [("weights", "tensor.numpy().copy()", "tensor.float().numpy()")]},
+        announced="source_embedding.table does not come back as it was given",
+    ),
+    Mistake(
+        "weights not given back",
+        "",
+        {
+            port: [
+                ("weights", "parameter_shapes(model.config)}", 'parameter_shapes(model.config) if "inner" not in name}')
+            ]
+            for port in ("jax", "tf")
+        },
+        announced=f"missing {ENCODER}.feed_forward.inner_proj.kernel",
+    ),
+    Mistake(
+        "matrices as they lie in the file",
+        "output",
+        {"torch": [("weights", "copy_((tensor.T if name", "copy_((tensor if name")]},
+        path="run",
+        verdict=FAILED,
+        detail="RuntimeError: The size of tensor",
+    ),
+]
+
+EDGES = [
+    # Each takes a case of its own.
+    Mistake(
+        "every head has the mask of the first",
+        "weights",
+        instead(
+            "layers", "    if mask is None:", "    mask = None if mask is None else mask[:, :1]\n    if mask is None:"
+        ),
+        case="attention/fully_masked_row",
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "positions end at max_length",
+        "output",
+        {
+            "torch": [("embedding", "length, device=device)", "length, device=device).clamp(max=31)")],
+            "jax": [
+                ("embedding", "np.arange(offset, offset + length)", "np.arange(offset, offset + length).clip(max=31)")
+            ],
+        },
+        case="embedding/long_positions",
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "target positions from 1",
+        TARGET,
+        instead(
+            "transformer",
+            "self.target_position(self.target_embedding(target_ids))",
+            torch="self.target_position(self.target_embedding(target_ids).roll(1, 1)).roll(-1, 1)",
+            jax="jax.numpy.roll(self.target_position(jax.numpy.roll(self.target_embedding(target_ids), 1, 1)), -1, 1)",
+            tf="tf.roll(self.target_position(tf.roll(self.target_embedding(target_ids), 1, 1)), -1, 1)",
+        ),
+    ),
+    Mistake(
+        "encode without padding mask",
+        f"{SELF}.weights",
+        {
+            "torch": [
+                (
+                    "transformer",
+                    "return self._encode(source_ids, source_mask",
+                    "return self._encode(source_ids, source_mask | True",
+                )
+            ]
+        },
+        case="encoder/encode",
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "decode without padding mask",
+        f"{CROSS}.weights",
+        instead("transformer", "check_memory(", "source_mask = source_mask | True\n        check_memory("),
+        case="decoder/decode",
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "given masks not used",
+        f"{SELF}.weights",
+        instead(
+            "transformer",
+            'return ids, to_mask("source_mask", mask, ids',
+            'return ids, padding_mask(ids, config.pad_id) | to_mask("source_mask", mask, ids',
+        ),
+        case="full/given_masks",
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "a start symbol taken for padding",
+        f"{CAUSAL}.weights",
+        instead("masks", " | is_first", ""),
+        case="full/starts_with_padding",
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "decoder as deep as the encoder",
+        "output",
+        instead("decoder", "config.num_decoder_layers", "config.num_encoder_layers"),
+        case="full/deeper_decoder",
+        path="run",
+        verdict=FAILED,
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "output tied to the source table",
+        "logits",
+        instead("transformer", "self.target_embedding.table", "self.source_embedding.table"),
+        case="full/tied_target",
+        detail="shape must be [3, 7, 41]: got [3, 7, 37]",
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "target looked up in the source table",
+        TARGET,
+        instead("transformer", "self.target_embedding(target_ids)", "self.source_embedding(target_ids % 37)"),
+        case="full/untied",
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "offset of learned positions forgotten",
+        "output",
+        instead("embedding", "self.table[self.offset : self.offset + ", "self.table[: "),
+        case="embedding/learned",
+    ),
+    Mistake(
+        "softmax that overflows",
+        "weights",
+        {"torch": [("layers", "scores.softmax(-1, dtype)", "(scores.exp() / scores.exp().sum(-1, keepdim=True))")]},
+        case="attention/sharp",
+        dtype="float32",
+        detail="values are NaN or infinite",
+        unseen=("float64", "attention/no_mask"),
+    ),
+    Mistake(
+        "scores over sqrt(d_v)",
+        f"{SELF}.scores",
+        instead("attention", "d_k = query.shape[-1]", "d_k = value.shape[-1]"),
+        unseen=("preset/torch",),
+    ),
+    Mistake(
+        "no vector for padding",
+        SOURCE,
+        instead(
+            "embedding",
+            " * self.multiplier",
+            torch=" * (ids != 0)[..., None] * self.multiplier",
+            jax=" * (ids != 0)[..., None] * self.multiplier",
+            tf=" * tf.cast(ids != 0, self.dtype)[..., None] * self.multiplier",
+        ),
+    ),
+]
+
+CONTROLS = [
+    # Other ways to write the same: no alarm.
+    Mistake(
+        "the query is scaled",
+        "",
+        instead(
+            "attention",
+            {port: f"{product}{SCALE}" for port, product in PRODUCT.items()},
+            torch="(query / math.sqrt(d_k)) @ key.mT",
+            jax="(query / math.sqrt(d_k)) @ key.mT",
+            tf="tf.matmul(query / math.sqrt(d_k), key, transpose_b=True)",
+        ),
+    ),
+    Mistake("variance as E[x^2] - E[x]^2", "", FAST_VARIANCE),
+    *(
+        Mistake(
+            f"forbidden scores are {score}",
+            "",
+            instead("layers", LOWEST, torch=f"-{score}", jax=f"-{score}", tf=f"tf.constant(-{score}, wide.dtype)"),
+        )
+        for score in ("1e4", "1e9", 'float("inf")')
+    ),
+    Mistake(
+        "a mask to add",
+        "",
+        instead(
+            "layers",
+            {
+                "torch": f"scores.masked_fill(~mask, {LOWEST['torch']})",
+                "jax": f"jnp.where(mask, wide, {LOWEST['jax']})",
+                "tf": f"tf.where(mask, wide, {LOWEST['tf']})",
+            },
+            torch="(scores + (~mask) * -1e9)",
+            jax="wide + (~mask) * -1e9",
+            tf="wide + tf.cast(~mask, wide.dtype) * -1e9",
+        ),
+    ),
+]
+
+
+@dataclass(frozen=True)
+class MistakenModel:
+    """A model that may have been given its weights in the wrong places, and gives them back from there."""
+
+    loaded: LoadedPort
+    convert: Callable[[Weights], Weights]
+
+    def export(self) -> dict[str, ndarray]:
+        return dict(self.convert(self.loaded.export()))
+
+    def run(self, block: str, inputs: Mapping[str, ndarray], *, taps: bool) -> Result:
+        return self.loaded.run(block, inputs, taps=taps)
+
+
+@dataclass(frozen=True)
+class MistakenPort:
+    """A port with one mistake in it."""
+
+    name: str
+    port: PackagePort
+    mistake: Mistake
+
+    def load(
+        self, config: TransformerConfig, weights: Weights, dtype: str, device: str, precision: str
+    ) -> MistakenModel:
+        config, weights = config.replace(**self.mistake.config), self.mistake.convert(weights)
+        return MistakenModel(self.port.load(config, weights, dtype, device, precision), self.mistake.convert)
+
+
+@contextmanager
+def planted(mistake: Mistake, backend: str, folder: Path) -> Iterator[Port]:
+    """Yield a port whose package is a copy of one of ours, with the mistake in it."""
+    original = PORTS[backend]
+    package = f"mistaken_{backend}"
+    (folder / package).mkdir()
+    for file in Path(find_spec(original.package).origin).parent.glob("*.py"):
+        text = file.read_text("utf-8")
+        for module, old, new in mistake.edits[backend]:
+            if module == file.stem:
+                found = text.count(old)
+                if found != 1:
+                    raise ValueError(f"{original.package}.{module} must hold {old!r} once: found {found} times")
+                text = text.replace(old, new)
+        (folder / package / file.name).write_text(text.replace(original.package, package), "utf-8")
+    compiled = dict(ports._JITTED)
+    ports._JITTED.clear()  # what JAX compiled before knows nothing of the mistake
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield MistakenPort(backend, PackagePort(backend, package, original.needs, original.loaded), mistake)
+    finally:
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+        ports._JITTED.clear()
+        ports._JITTED.update(compiled)

@@ -99,14 +99,6 @@ def test_every_parameter_has_a_gradient(port):
     assert sum(np.abs(gradient).max() < 1e-9 for gradient in gradients) == 3
 
 
-def test_two_models_do_not_meet(port):
-    one, other = build(port), build(port, num_heads=2)
-    logits = port.to_numpy(one(SOURCE, TARGET))
-    other(SOURCE, TARGET)
-    port.package.set_weights(other, random_weights(other.config, seed=1))
-    np.testing.assert_array_equal(port.to_numpy(one(SOURCE, TARGET)), logits)
-
-
 # --- PyTorch ---
 
 
@@ -186,6 +178,17 @@ def test_jax_jit(port):
 
 
 @pytest.mark.only("jax")
+def test_jax_dropouts_draw_apart(port):
+    """Layers that drop the same places would be one layer, as far as regularisation goes."""
+    import jax
+    from flax import nnx
+
+    dropouts = [module for _, module in nnx.iter_modules(build(port)) if isinstance(module, nnx.Dropout)]
+    keys = {tuple(jax.random.key_data(module.rngs.key.get_value()).tolist()) for module in dropouts}
+    assert len(keys) == len(dropouts) > 5
+
+
+@pytest.mark.only("jax")
 def test_jax_split_and_merge(port):
     import jax
     from flax import nnx
@@ -228,7 +231,7 @@ def test_jax_trains_with_optax(port):
     from flax import nnx
 
     model = port.package.Transformer(tiny_config(**ONE_LAYER), rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer):
@@ -298,7 +301,7 @@ def test_tf_fit(port):
     assert model.count_params() == count_parameters(model.config)
     assert len(model.trainable_variables) == len(parameter_shapes(model.config))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=keras.optimizers.Adam(1e-2), loss=loss)
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss)
     history = model.fit(x=(SOURCE, TARGET), y=TARGET, epochs=10, verbose=0).history["loss"]
     assert history[-1] < 0.5 * history[0]
     assert model.predict((SOURCE, TARGET), verbose=0).shape == (2, 3, 37)

@@ -19,6 +19,7 @@ from transformer_parity.cases import Case
 from transformer_parity.compare import FAILED, Finding, Setting, compare
 from transformer_parity.ports import PORTS
 
+SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # to compile, on the whole deck
 THREAD_SWITCHES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 
 
@@ -44,7 +45,7 @@ def run_all(backends: Sequence[str], cases: Sequence[Case], setting: Setting) ->
     at_once = max(1, min(len(backends), cores))
     for switch in THREAD_SWITCHES:  # read by the frameworks when a worker imports them
         os.environ.setdefault(switch, str(max(1, cores // at_once)))
-    waiting = list(backends)
+    waiting = sorted(backends, key=SLOWEST_FIRST.index)
     running: dict[str, tuple[SpawnProcess, Path]] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -17,22 +17,23 @@ from numpy import ndarray
 from rich.console import Console
 
 import reference_numpy as ref
-from reference_numpy.config import PRESETS, TransformerConfig
+from reference_numpy.config import DEPTHS, PRESETS, TransformerConfig
 from transformer_parity.commands.info import quiet_frameworks
 from transformer_parity.commands.source import add_backends, one_or_more
 from transformer_parity.hard_inputs import hard_weights
-from transformer_parity.ports import PORTS, MissingFrameworkError
+from transformer_parity.ports import PORTS, MissingFrameworkError, PackagePort
 from transformer_parity.text import VOCAB_SIZE, Vocabulary, read_pairs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Arrays = Mapping[str, ndarray]
 FORMATS = ("png", "svg")
 DPI = 150
 ALLOWED, FORBIDDEN = "#4a90c8", "#e9edf2"
 # The same picture on every machine: text as shapes, ids from a fixed salt.
-STYLE = {"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "parity"}
+STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "parity"}
 MOST_COLUMNS = 8  # of heads beside each other
 SPECIAL = 3  # ids that a config keeps for itself: padding, start and end
 TAPS = {
@@ -41,15 +42,7 @@ TAPS = {
     "cross": "decoder.layers.{}.cross_attention.weights",
 }
 # The random model: a preset's conventions, and few enough heads to look at each.
-SMALL = {
-    "d_model": 48,
-    "num_heads": 4,
-    "d_k": 12,
-    "d_v": 12,
-    "d_ff": 96,
-    "num_encoder_layers": 2,
-    "num_decoder_layers": 2,
-}
+SMALL = {"d_model": 48, "num_heads": 4, "d_k": 12, "d_v": 12, "d_ff": 96, **dict.fromkeys(DEPTHS, 2)}
 SOURCE, TARGET = "The shoes are under the bed.", "Die Schuhe stehen unter dem Bett."  # from the text that ships
 
 EXAMPLES = """\
@@ -74,7 +67,8 @@ def add_parser(commands: Any) -> None:
     )
     pictures = parser.add_subparsers(title="pictures", metavar="PICTURE", required=True)
 
-    positions = pictures.add_parser("positions", help="the positional encoding, position by channel")
+    say = "the positional encoding, position by channel"
+    positions = pictures.add_parser("positions", help=say, description=f"Draw {say}, one preset below the other.")
     positions.add_argument(
         "--preset",
         type=one_or_more(PRESETS),
@@ -86,7 +80,8 @@ def add_parser(commands: Any) -> None:
     positions.add_argument("--d-model", type=int, default=64, metavar="N", help="channels (default: %(default)s)")
     positions.set_defaults(run=run, picture="positions", draw=draw_positions)
 
-    masks = pictures.add_parser("masks", help="which query may attend to which key, for a padded sentence pair")
+    say = "which query may attend to which key, for a padded sentence pair"
+    masks = pictures.add_parser("masks", help=say, description=f"Draw {say}.")
     masks.set_defaults(run=run, picture="masks", draw=draw_masks)
 
     attention = pictures.add_parser(
@@ -106,13 +101,8 @@ def add_parser(commands: Any) -> None:
     )
     attention.add_argument("--source", default=SOURCE, metavar="TEXT", help="default: %(default)s")
     attention.add_argument("--target", default=TARGET, metavar="TEXT", help="default: %(default)s")
-    attention.add_argument(
-        "--text",
-        type=Path,
-        nargs=2,
-        metavar=("SOURCE", "TARGET"),
-        help="two line-aligned files to learn the subwords from (default: the text that ships)",
-    )
+    files, learn = ("SOURCE", "TARGET"), "line-aligned files to learn subwords from (default: the text that ships)"
+    attention.add_argument("--text", type=Path, nargs=2, metavar=files, help=learn)
     attention.add_argument("--which", choices=TAPS, default="cross", help="whose attention (default: %(default)s)")
     attention.add_argument("--layer", type=int, default=0, metavar="N", help="counted from 0 (default: %(default)s)")
     attention.add_argument("--dtype", choices=("float64", "float32"), default="float32", help="default: %(default)s")
@@ -181,27 +171,20 @@ def draw_positions(options: argparse.Namespace) -> Figure:
 
     if options.length < 1:
         raise ValueError(f"--length must be at least 1: got {options.length}")
-    configs = {
-        name: TransformerConfig.preset(
-            name, source_vocab_size=8, target_vocab_size=8, d_model=options.d_model, num_heads=1, d_k=1, d_v=1
-        )
-        for name in options.preset
-    }
+    sizes = {"source_vocab_size": 8, "target_vocab_size": 8, "d_model": options.d_model, "d_k": 1, "d_v": 1}
+    configs = {name: TransformerConfig.preset(name, **sizes) for name in options.preset}
     if learned := [name for name, config in configs.items() if config.position_encoding == "learned"]:
         raise ValueError(f"{', '.join(learned)} learns its positions: there is no formula to draw")
     figure = Figure(figsize=(8.0, 0.9 + 3.4 * len(configs)), layout="constrained")
     rows = figure.subplots(len(configs), 1, squeeze=False)[:, 0]
     for axes, (name, config) in zip(rows, configs.items(), strict=True):
-        encoding = ref.sinusoidal_encoding(
-            options.length,
-            config.d_model,
-            config.position_layout,
-            config.position_timescale,
-            config.position_offset,
-        )
+        convention = config.position_layout, config.position_timescale, config.position_offset
+        encoding = ref.sinusoidal_encoding(options.length, config.d_model, *convention)
         image = axes.imshow(encoding, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
         axes.set_title(f"{name}: {position_formula(config)}", loc="left")
         axes.set_ylabel("position in the sentence")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.get_major_locator().set_params(integer=True)
     rows[-1].set_xlabel("channel")
     figure.colorbar(image, ax=list(rows), label="value", ticks=[-1, -0.5, 0, 0.5, 1], aspect=30 * len(configs))
     figure.suptitle(f"Positional encoding, d_model = {options.d_model}", fontsize=12)
@@ -212,10 +195,7 @@ def position_formula(config: TransformerConfig) -> str:
     """Say how a config encodes positions."""
     half = config.d_model // 2
     steps = half if config.position_timescale == "m" else half - 1
-    layout = {
-        "interleaved": "sine and cosine take turns",
-        "split": f"{half} sines, then {half} cosines",
-    }[config.position_layout]
+    layout = f"{half} sines, then {half} cosines" if config.position_layout == "split" else "sine and cosine take turns"
     angles = f"p / 10000^(i / {steps}), i = 0 ... {half - 1}; the first position is p = {config.position_offset}"
     return f"{layout}\nof {angles}"
 
@@ -251,17 +231,9 @@ def draw_masks(options: argparse.Namespace) -> Figure:
         axes.tick_params(which="minor", length=0)
     legend = [Patch(color=ALLOWED, label="True: may attend"), Patch(color=FORBIDDEN, label="False: may not")]
     figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False)
-    figure.suptitle(
-        "Masks of one sentence pair. A query that is padding attends too; nobody uses what it gathers.", fontsize=10
-    )
+    padding = "A query that is padding attends too; nobody uses what it gathers."
+    figure.suptitle(f"Masks of one padded sentence pair\n{padding}", fontsize=11)
     return figure
-
-
-def figure_blue(shade: float) -> Any:
-    """Return a colour of the masks."""
-    from matplotlib import colormaps
-
-    return colormaps["Blues"](shade)
 
 
 def draw_attention(options: argparse.Namespace) -> Figure:
@@ -283,9 +255,9 @@ def draw_attention(options: argparse.Namespace) -> Figure:
         "source_ids": np.array([vocabulary.ids(options.source, config)]),
         "target_ids": np.array([vocabulary.ids(options.target, config, start=True, end=False)]),
     }
-    seen = attention_weights(
-        config, weights, inputs, TAPS[options.which].format(options.layer), options.backends, options.dtype
-    )
+    tap = TAPS[options.which].format(options.layer)
+    ports = [PORTS[name] for name in options.backends]
+    seen = attention_weights(config, weights, inputs, tap, ports, options.dtype)
 
     lines = math.ceil(config.num_heads / MOST_COLUMNS)  # of heads, per backend
     columns = math.ceil(config.num_heads / lines)
@@ -307,7 +279,7 @@ def draw_attention(options: argparse.Namespace) -> Figure:
                 axes.set_title(f"head {head}")
             if column == 0:
                 axes.set_ylabel(backend, fontweight="bold")
-    figure.colorbar(image, ax=figure.axes, label="attention weight")
+    figure.colorbar(image, ax=figure.axes, label="attention weight", aspect=4 * size[1])
     figure.suptitle(f"{block} layer {options.layer}, {options.dtype}\n{model}", fontsize=11)
     figure.supylabel("query", fontsize=9)
     figure.supxlabel(f"key\n\n{agreement(seen)}", fontsize=9)
@@ -315,30 +287,25 @@ def draw_attention(options: argparse.Namespace) -> Figure:
 
 
 def attention_weights(
-    config: TransformerConfig,
-    weights: Mapping[str, ndarray],
-    inputs: Mapping[str, ndarray],
-    tap: str,
-    backends: Sequence[str],
-    dtype: str,
+    config: TransformerConfig, weights: Arrays, inputs: Arrays, tap: str, ports: Sequence[PackagePort], dtype: str
 ) -> dict[str, ndarray]:
     """Return the weights [H, L, M] of one attention block for one sentence pair, by backend.
 
     Raises:
         MissingFrameworkError: The framework of a backend is not installed.
     """
-    for name in backends:
-        PORTS[name].check_installed()
+    for port in ports:
+        port.check_installed()
     seen = {}
     with quiet_frameworks() as terminal, Console(file=terminal).status("") as spinner:
-        for name in backends:
-            spinner.update(f"running {PORTS[name].package}")
-            loaded = PORTS[name].load(config, weights, dtype, "cpu", "highest")
-            seen[name] = loaded.run("", inputs, taps=True).taps[tap][0].astype(np.float64)
+        for port in ports:
+            spinner.update(f"running {port.package}")
+            loaded = port.load(config, weights, dtype, "cpu", "highest")
+            seen[port.name] = loaded.run("", inputs, taps=True).taps[tap][0].astype(np.float64)
     return seen
 
 
-def agreement(seen: Mapping[str, ndarray]) -> str:
+def agreement(seen: Arrays) -> str:
     """Say how far apart the two backends are that differ the most."""
     if len(seen) == 1:
         return f"Only {', '.join(seen)} was run: name more with --backends to compare them."
@@ -351,26 +318,27 @@ def agreement(seen: Mapping[str, ndarray]) -> str:
     )
 
 
-def _model(options: argparse.Namespace) -> tuple[TransformerConfig, Mapping[str, ndarray], Vocabulary, str]:
+def _model(options: argparse.Namespace) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
     """Return the model to look into, its subwords, and its name."""
     lines = [line for pair in read_pairs(*(options.text or ())) for line in pair]
     if options.weights is None:
         vocabulary = Vocabulary.train(lines)
         sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), vocabulary.size + SPECIAL)
         config = TransformerConfig.preset(options.preset, **SMALL, **sizes)
-        return config, hard_weights(config), vocabulary, f"a small random model, not trained, as in {options.preset}"
+        return config, hard_weights(config), vocabulary, f"a small random model, not trained, built as {options.preset}"
     config, weights = ref.load_weights(options.weights)
     size = min(config.source_vocab_size, config.target_vocab_size) - SPECIAL
     try:
         vocabulary = Vocabulary.train(lines, min(size, VOCAB_SIZE))
     except RuntimeError as error:
         raise ValueError(f"a vocabulary of {size + SPECIAL} is too small for the text: {error}") from error
-    return config, weights, vocabulary, options.weights.name
+    text = "the text that ships" if options.text is None else options.text[0].name
+    return config, weights, vocabulary, f"{options.weights.name}, with subwords learned from {text}"
 
 
 def _label(axes: Axes, queries: Sequence[str], keys: Sequence[str]) -> None:
     """Write the tokens along the axes: an underscore begins a word, and a dollar sign is no formula."""
     shown = {token: token.replace("\u2581", "_").replace("$", r"\$") for token in (*queries, *keys)}
-    along = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center_baseline"}
+    along: dict[str, Any] = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center_baseline"}
     axes.set_xticks(range(len(keys)), [shown[key] for key in keys], **along)
     axes.set_yticks(range(len(queries)), [shown[query] for query in queries])

@@ -1,0 +1,257 @@
+"""The checker, checked: known mistakes are planted in the ports one at a time, and each is caught and located.
+
+And the other way round: a correct port, and one that computes the same in another way, raises no alarm.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+
+import mutants
+import numpy as np
+import pytest
+from mutants import Mistake, planted
+
+from transformer_parity import cases
+from transformer_parity.cases import deck
+from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting, compare
+from transformer_parity.hard_inputs import hard_weights
+from transformer_parity.policy import EPS, POLICY, budget, relative_error
+from transformer_parity.ports import PORTS
+from transformer_parity.report import exit_code
+
+DECK = {case.name: case for case in [*deck(), mutants.FUSED_CASE]}
+CATALOGUE = [mistake for part in mutants.CATALOGUE.values() for mistake in part]
+OTHERS = mutants.PRECISION + mutants.FULLY_MASKED + mutants.FAST + mutants.STRUCTURE + mutants.WEIGHTS + mutants.EDGES
+
+
+def in_every_port(mistakes: list[Mistake]) -> list:
+    """Return each mistake in each port that it can be planted in, as parameters of a test."""
+    return [
+        pytest.param(name, mistake, id=f"{name}-{mistake.name}-{mistake.case}", marks=pytest.mark.only(name))
+        for name in mutants.ALL
+        for mistake in mistakes
+        if name in mistake.edits
+    ]
+
+
+def in_one_port(mistakes: list[Mistake]) -> list:
+    """Return each mistake in the first port that it can be planted in."""
+    first = {name: [mistake for mistake in mistakes if next(iter(mistake.edits)) == name] for name in mutants.ALL}
+    return [
+        parameter for name in mutants.ALL for parameter in in_every_port(first[name]) if parameter.values[0] == name
+    ]
+
+
+def run(name: str, mistake: Mistake, folder, case_names: tuple[str, ...], *dtypes: str) -> list[Finding]:
+    """Compare a port that has the mistake with the reference."""
+    chosen = [DECK[case_name] for case_name in case_names]
+    if name != "torch" and mistake.path != "fast":  # compiling takes its time
+        chosen = [replace(case, fast=False) for case in chosen]
+    with planted(mistake, name, folder) as port, without_compiler(name, mistake):
+        return list(compare(chosen, port, Setting(dtypes)))
+
+
+def without_compiler(name: str, mistake: Mistake):
+    """Return a context in which JAX runs one operation at a time, unless the compiled path is what counts."""
+    if name != "jax" or mistake.path == "fast":
+        return nullcontext()
+    import jax
+
+    return jax.disable_jit()
+
+
+def failing(findings: list[Finding]) -> list[Finding]:
+    assert findings
+    return [finding for finding in findings if finding.verdict != AGREES]
+
+
+@pytest.mark.parametrize(("name", "mistake"), in_every_port(CATALOGUE + OTHERS))
+def test_mistake_is_caught_and_located(name, mistake, tmp_path):
+    failures = failing(run(name, mistake, tmp_path, (mistake.case,), mistake.dtype))
+    if mistake.announced:
+        announcement = failures.pop(0)
+        assert (announcement.verdict, announcement.path) in ((DIVERGES, "taps"), (DIVERGES, "load"))
+        assert announcement.detail.startswith(mistake.announced)
+    if not mistake.at:
+        assert failures == []
+        return
+    first = failures[0]
+    assert (first.tap, first.path, first.verdict) == (mistake.at, mistake.path, mistake.verdict)
+    assert mistake.detail in first.detail
+    assert {failure.verdict for failure in failures} == {mistake.verdict}
+
+
+@pytest.mark.parametrize(("name", "mistake"), in_one_port([mistake for mistake in OTHERS if mistake.unseen]))
+def test_mistake_is_not_seen_elsewhere(name, mistake, tmp_path):
+    """So the case, or the dtype, that catches it is needed."""
+    for i, where in enumerate(mistake.unseen):
+        case, dtype = (mistake.case, where) if where in EPS else (where, mistake.dtype)
+        (tmp_path / str(i)).mkdir()
+        assert failing(run(name, mistake, tmp_path / str(i), (case,), dtype)) == []
+
+
+@pytest.mark.parametrize(("name", "control"), in_every_port(mutants.CONTROLS))
+def test_equivalent_mathematics_raises_no_alarm(name, control, tmp_path):
+    where = ("full/padded", "full/source_all_padding", "attention/fully_masked_row")
+    dtypes = ("float64", "float32") if name == "torch" else ("float64",)
+    assert failing(run(name, control, tmp_path, where, *dtypes)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        pytest.param(name, seed, marks=pytest.mark.only(name))
+        for name, seeds in (("torch", 5), ("jax", 2), ("tf", 2))
+        for seed in range(1, 1 + seeds)
+    ],
+)
+def test_correct_port_raises_no_alarm(name, seed, monkeypatch):
+    monkeypatch.setattr(cases, "hard_weights", lambda config: hard_weights(config, seed))
+    findings = list(compare([DECK["full/padded"]], PORTS[name], Setting(("float64", "float32"))))
+    assert failing(findings) == []
+    assert {finding.path for finding in findings} == {"load", "taps", "fast"}
+
+
+def test_every_part_of_the_model_is_spoilt_in_every_port():
+    for part, mistakes in mutants.CATALOGUE.items():
+        assert {name for mistake in mistakes for name in mistake.edits} == {*mutants.ALL}, part
+
+
+@pytest.mark.only("torch")
+def test_missing_key_bias_shows_where_it_acts_and_nowhere_else(tmp_path):
+    """It shifts all scores of a query alike: weights, logits and every gradient stay as they are."""
+    mistake = next(mistake for mistake in CATALOGUE if mistake.name == "key bias missing")
+    failures = failing(run("torch", mistake, tmp_path, (mistake.case,), "float64"))
+    assert {failure.tap.rpartition(".")[2] for failure in failures} == {"key", "scores"}
+
+
+@pytest.mark.only("torch")
+def test_what_is_kept_between_calls_is_caught(tmp_path):
+    failures = failing(run("torch", mutants.STALE, tmp_path, ("full/padded", mutants.STALE.case), "float64"))
+    assert {failure.case for failure in failures} == {mutants.STALE.case}
+    assert failures[0].tap == mutants.STALE.at
+
+
+@pytest.mark.only("torch")
+def test_a_mistake_has_to_be_planted_and_leaves_nothing_behind(tmp_path):
+    misfit = Mistake("misfit", "", mutants.instead("attention", "no such line", "another"))
+    with (
+        pytest.raises(ValueError, match="must hold 'no such line' once: found 0 times"),
+        planted(misfit, "torch", tmp_path),
+    ):
+        pass
+    (tmp_path / "again").mkdir()
+    before = list(sys.path)
+    assert failing(run("torch", CATALOGUE[0], tmp_path / "again", ("full/padded",), "float64"))
+    assert sys.path == before
+    assert not [module for module in sys.modules if module.startswith("mistaken")]
+    assert failing(list(compare([DECK["full/padded"]], PORTS["torch"], Setting(("float64",))))) == []
+
+
+def test_the_reference_agrees_with_itself_and_a_nan_with_nothing():
+    case = DECK["attention/padding"]
+    findings = list(compare([case], PORTS["numpy"], Setting(("float64",))))
+    assert {finding.error for finding in findings} == {0.0}
+    query = case.inputs["query"].copy()
+    query[0, 0, 0, 0] = math.nan
+    spoilt = replace(case, inputs={**case.inputs, "query": query})
+    failures = failing(list(compare([spoilt], PORTS["numpy"], Setting(("float64", "float32")))))
+    assert {(failure.verdict, failure.error) for failure in failures} == {(DIVERGES, math.inf)}
+    assert {failure.tap for failure in failures} == {"scores", "weights", "context", "output"}
+
+
+def test_a_port_that_cannot_be_loaded_fails_every_case():
+    class Nothing:
+        name = "nothing"
+
+        def load(self, *arguments):
+            raise RuntimeError("out of memory")
+
+    findings = list(compare([DECK["full/padded"], DECK["full/one_token"]], Nothing(), Setting(("float64",))))
+    assert [(finding.case, finding.verdict) for finding in findings] == [
+        ("full/padded", FAILED),
+        ("full/one_token", FAILED),
+    ]
+    assert {finding.detail for finding in findings} == {"RuntimeError: out of memory"}
+
+
+EXITS = [
+    ([], 3),
+    ([AGREES], 0),
+    ([AGREES, IMPRECISE], 2),
+    ([IMPRECISE, DIVERGES, AGREES], 1),
+    ([AGREES, FAILED], 3),
+    ([IMPRECISE, FAILED], 3),
+    ([FAILED, DIVERGES, IMPRECISE], 1),
+]
+
+
+@pytest.mark.parametrize(("verdicts", "code"), EXITS)
+def test_exit_code(verdicts, code):
+    findings = [Finding("torch", "float64", "", "", "taps", "logits", 0.0, 1.0, verdict) for verdict in verdicts]
+    assert exit_code(findings) == code
+
+
+@pytest.mark.only("torch")
+@pytest.mark.parametrize(
+    ("mistake", "code"),
+    [(CATALOGUE[0], 1), (mutants.PRECISION[0], 2), (mutants.STRUCTURE[-3], 3)],
+    ids=["scores not scaled", "TensorFloat32", "an exception"],
+)
+def test_exit_code_of_a_mistake(mistake, code, tmp_path):
+    assert exit_code(run("torch", mistake, tmp_path, (mistake.case,), mistake.dtype)) == code
+
+
+def test_nothing_compared_is_not_a_pass():
+    assert exit_code(list(compare([], PORTS["numpy"], Setting()))) == 3
+    left_out = replace(DECK["full/padded"], dtypes=("float64",))
+    assert exit_code(list(compare([left_out], PORTS["numpy"], Setting(("bfloat16",))))) == 3
+
+
+def test_relative_error():
+    assert relative_error(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == 0.1
+    assert relative_error(np.zeros(3), np.zeros(3)) == 0.0
+    assert relative_error(np.full(3, 1e-100), np.zeros(3)) == math.inf
+    assert relative_error(np.zeros(3), np.ones(3)) == 1.0
+    large = np.full(3, 1e30, np.float32)  # whose square float32 cannot hold
+    assert relative_error(2.0 * large, large) == 1.0
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_what_is_not_finite_is_within_no_budget(wrong):
+    array = np.array([1.0, wrong])
+    with np.errstate(invalid="ignore"):
+        for actual, expected in ((array, np.ones(2)), (np.ones(2), array), (array, array)):
+            assert not relative_error(actual, expected) <= 1e6
+    assert not budget("logits", "float32", math.nan) >= 0.0
+
+
+def test_budgets():
+    """Spelled out once more: whoever relaxes a number has to do it twice."""
+    assert POLICY == {
+        "float64": {"tap": 1e-12},
+        "float32": {"ratio": 4.0, "floor_in_eps": 4.0},
+        "tensorfloat32": {"eps": 2.0**-10},
+        "bfloat16": {"tap": 0.06, "scores_and_weights": 0.16},
+    }
+    assert {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7} == EPS
+    assert budget("encoder.output", "float64", yardstick=1.0) == 1e-12
+    assert budget("encoder.output", "float32", yardstick=0.0) == 4.0 * 2.0**-23
+    assert budget("encoder.output", "float32", yardstick=1e-6) == 4e-6 + 4.0 * 2.0**-23
+    assert budget("encoder.output", "float32", 1e-6, "fast", "cpu") == budget("encoder.output", "float32", 1e-6)
+    assert budget("encoder.output", "float32", 0.0, "fast", "gpu") == 4.0 * 2.0**-10
+    assert budget("encoder.output", "float64", 0.0, "fast", "gpu") == 1e-12
+    for tap, allowed in (("encoder.output", 0.06), ("logits", 0.06), ("a.scores", 0.16), ("weights", 0.16)):
+        assert budget(tap, "bfloat16", yardstick=1.0) == allowed
+
+
+def test_share_of_the_budget():
+    finding = Finding("torch", "float64", "", "", "taps", "logits", 5e-13, 1e-12, AGREES)
+    assert finding.share == 0.5
+    assert finding.to_dict()["share"] == 0.5
+    assert replace(finding, error=0.0, budget=0.0).share == 0.0
+    assert replace(finding, budget=0.0).share == math.inf
