@@ -95,7 +95,7 @@ def additive_attention(
     return masked_softmax(hidden @ score_vector, mask) @ value
 
 
-def split_heads(x: Float[ndarray, "B L H*d"], num_heads: int) -> Float[ndarray, "B H L d"]:
+def split_heads(x: Float[ndarray, "B L width"], num_heads: int) -> Float[ndarray, "B H L d"]:
     """Give each head its contiguous part of the last axis."""
     batch, length, width = x.shape
     return x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)

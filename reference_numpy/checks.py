@@ -33,7 +33,11 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
     """Raise TypeError unless ``value`` is a finite number, ValueError unless ``holds(value)``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number: got {value!r}")
-    if not math.isfinite(value) or not holds(value):
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond every float
+        number = math.inf
+    if not math.isfinite(number) or not holds(number):
         raise ValueError(f"{name} must be {needed}: got {value}")
 
 

@@ -91,6 +91,9 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.dropout, Mapping):
+            sites = {site.name for site in dataclasses.fields(DropoutRates)}
+            if unknown := sorted(map(str, set(self.dropout) - sites)):
+                raise ValueError(f"unknown dropout sites: {', '.join(unknown)}")
             object.__setattr__(self, "dropout", DropoutRates(**self.dropout))
         if not isinstance(self.dropout, DropoutRates):
             raise TypeError(f"dropout must be DropoutRates: got {type(self.dropout).__name__}")
@@ -108,6 +111,14 @@ class TransformerConfig:
         check_number("label_smoothing", self.label_smoothing, "in [0, 1)", lambda x: 0 <= x < 1)
         self._check_ids()
         self._check_positions()
+        if self.layer_norm_kind == "annotated" and self.d_model < 2:
+            raise ValueError(f"layer_norm_kind='annotated' needs d_model of at least 2: got {self.d_model}")
+        others = {"uniform": 0, "off_target": 1, "off_target_and_pad": 2}[self.label_smoothing_kind]
+        if self.label_smoothing and self.target_vocab_size <= others:
+            raise ValueError(
+                f"label_smoothing_kind={self.label_smoothing_kind!r} needs a target_vocab_size of at least "
+                f"{others + 1}: got {self.target_vocab_size}"
+            )
         if self.tie_embeddings == "all" and self.source_vocab_size != self.target_vocab_size:
             raise ValueError(
                 "tie_embeddings='all' needs one vocabulary: got source_vocab_size "

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors looks up by name
-import numpy as np
 from numpy import ndarray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from reference_numpy.checks import check_choice
 from reference_numpy.config import TransformerConfig
-from reference_numpy.names import FLOAT_DTYPES, check_weights
+from reference_numpy.names import FLOAT_DTYPES, check_weights, rounded
 
 METADATA_KEY = "transformer-parity"  # one key only: with several, the bytes of the file depend on hash order
 FORMAT_VERSION = 1
@@ -36,23 +34,28 @@ def save_weights(
     Raises:
         TypeError: A weight is not of a floating-point dtype.
         ValueError: The weights are not those of the config, or overflow the storage dtype.
+        OSError: The file cannot be written.
     """
     check_weights(config, weights)
     if dtype is not None:
         check_choice("dtype", dtype, FLOAT_DTYPES)
-    tensors = {name: _stored(name, array, dtype) for name, array in weights.items()}
+    # safetensors writes the memory as it lies, and silently scrambles an array that is not C-contiguous.
+    tensors = {name: rounded(name, array, dtype or array.dtype.name) for name, array in weights.items()}
     description = json.dumps({"version": FORMAT_VERSION, "config": config.to_dict()}, sort_keys=True)
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the user's umask has it; save_file makes it private
         save_file(tensors, temporary, metadata={METADATA_KEY: description})
+        os.chmod(temporary, mode)
         with open(temporary, "r+b") as file:  # Windows syncs only what is open for writing
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray]]:
@@ -74,20 +77,11 @@ def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray
     return config, weights
 
 
-def _stored(name: str, array: ndarray, dtype: str | None) -> ndarray:
-    with np.errstate(over="ignore"):
-        # safetensors writes the memory as it lies, and silently scrambles an array that is not C-contiguous.
-        stored = np.ascontiguousarray(array, dtype=dtype)
-    if not np.isfinite(stored).all():
-        raise ValueError(f"{name} overflows {dtype}: its largest magnitude is {np.abs(array).max()}")
-    return stored
-
-
 def _read_config(description: str | None) -> TransformerConfig:
     if description is None:
         raise ValueError(f"its metadata has no entry {METADATA_KEY!r}")
     content = json.loads(description)
-    if not isinstance(content, dict) or content.get("version") != FORMAT_VERSION:
-        version = content.get("version") if isinstance(content, dict) else None
+    version = content.get("version") if isinstance(content, dict) else None
+    if type(version) is not int or version != FORMAT_VERSION:
         raise ValueError(f"format version must be {FORMAT_VERSION}: got {version!r}")
     return TransformerConfig.from_dict(content.get("config", {}))

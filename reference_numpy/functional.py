@@ -24,7 +24,7 @@ def linear(
 
 
 def masked_softmax(
-    scores: Float[ndarray, "*axes M"], mask: Bool[ndarray, "*#axes M"] | None = None
+    scores: Float[ndarray, "*axes M"], mask: Bool[ndarray, "*#axes #M"] | None = None
 ) -> Float[ndarray, "*axes M"]:
     """Turn scores into weights that sum to one over the allowed keys, and to zero where none is allowed."""
     if mask is not None:

@@ -64,6 +64,19 @@ def check_weights(config: TransformerConfig, weights: Mapping[str, np.ndarray]) 
             raise ValueError(f"{name} must be finite: got {int((~np.isfinite(array)).sum())} NaN or infinite values")
 
 
+def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+    """Return a C-contiguous copy of a weight in another dtype.
+
+    Raises:
+        ValueError: A finite value overflows the dtype.
+    """
+    with np.errstate(over="ignore"):
+        copy = np.array(array, dtype=dtype, order="C")
+    if not np.isfinite(copy).all():
+        raise ValueError(f"{name} overflows {dtype}: its largest magnitude is {np.abs(array).max()}")
+    return copy
+
+
 def _parameters(config: TransformerConfig) -> Shapes:
     d_model = config.d_model
     yield "source_embedding.table", (config.source_vocab_size, d_model)

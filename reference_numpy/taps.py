@@ -35,6 +35,8 @@ class Recorder(dict[str, Any]):
         logits = model(source_ids, target_ids, tap=seen)
         seen["decoder.layers.0.output"]
 
+    Inside a compiled function, create it there and return ``dict(seen)``.
+
     Args:
         patterns: Shell-style patterns of the names to keep; none at all keeps everything. A star matches dots too.
         replace: Values to put in place of what the model computed, by name.

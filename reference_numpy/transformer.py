@@ -140,6 +140,7 @@ class Transformer:
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
+        memory = np.asarray(memory)
         check_memory(memory.shape, (*source_ids.shape, self.config.d_model))
         return self._decode(target_ids, memory, source_mask, target_mask, tap, rng)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
-from reference_numpy.names import check_weights, parameter_shapes
+from reference_numpy.names import check_weights, parameter_shapes, rounded
 
 if TYPE_CHECKING:
     from reference_numpy.transformer import Transformer
@@ -41,12 +41,12 @@ def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: A weight is not of a floating-point dtype.
-        ValueError: The weights are not those of the model's config.
+        ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights)
     for name in parameter_shapes(model.config):
         parameter = find(model, name)
-        parameter[...] = weights[name]
+        parameter[...] = rounded(name, weights[name], parameter.dtype.name)
 
 
 def get_weights(model: Transformer) -> dict[str, ndarray]:

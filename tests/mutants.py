@@ -95,8 +95,6 @@ WIDENED = {
     "jax": "jnp.promote_types(scores.dtype, jnp.float32)",
     "tf": 'keras.backend.result_type(scores.dtype, "float32")',
 }
-BEFORE = {"torch": "torch.ones(length, length, dtype=torch.bool, device=device).tril()"}
-BEFORE |= {"jax": "jnp.tri(length, dtype=bool)", "tf": "positions[:, None] >= positions[None, :]"}
 ADDED = {"torch": "encoding.to(x.dtype)", "jax": "jnp.asarray(encoding, x.dtype)", "tf": "tf.cast(encoding, x.dtype)"}
 BIASED = {"torch": "else self.weight, self.bias", "jax": "logits + self.bias", "tf": "logits + self.bias"}
 GELU = {"torch": '"gelu": F.gelu', "jax": "partial(jax.nn.gelu, approximate=False)", "tf": '"gelu": gelu,'}
@@ -112,6 +110,12 @@ def softmax_over(axis: int) -> Edits:
         "jax": [("layers", f"{LOWEST['jax']}))", f"{LOWEST['jax']}), axis={axis})")],
         "tf": [("layers", f"{LOWEST['tf']}))", f"{LOWEST['tf']}), axis={axis})")],
     }
+
+
+def causal(torch: str, jax: str, tf: str) -> Edits:
+    """Return edits that allow other pairs than the lower triangle."""
+    lines = {"torch": ".tril()", "jax": "jnp.tri(length, dtype=bool)", "tf": "positions[:, None] >= positions[None, :]"}
+    return instead("masks", lines, torch=torch, jax=jax, tf=tf)
 
 
 def without_bias(projection: str, x: str) -> Edits:
@@ -145,6 +149,12 @@ CATALOGUE = {
             "scores over sqrt(d_model)",
             f"{SELF}.scores",
             instead("attention", "math.sqrt(d_k)", "math.sqrt(query.shape[1] * d_k)"),
+        ),
+        Mistake(
+            "scores over sqrt(d_v)",
+            f"{SELF}.scores",
+            instead("attention", "d_k = query.shape[-1]", "d_k = value.shape[-1]"),
+            unseen=("preset/torch",),
         ),
         Mistake("softmax over the heads", f"{SELF}.weights", softmax_over(1)),
         Mistake("softmax over the queries", f"{SELF}.weights", softmax_over(-2)),
@@ -209,13 +219,7 @@ CATALOGUE = {
         Mistake(
             "no causal mask",
             f"{CAUSAL}.weights",
-            instead(
-                "masks",
-                BEFORE,
-                torch="torch.ones(length, length, dtype=torch.bool, device=device)",
-                jax="jnp.ones((length, length), bool)",
-                tf="positions[:, None] >= 0 * positions[None, :]",
-            ),
+            causal("", "jnp.ones((length, length), bool)", "positions[:, None] >= 0 * positions[None, :]"),
         ),
         Mistake(
             "causal mask negated",
@@ -225,35 +229,17 @@ CATALOGUE = {
         Mistake(
             "causal mask of the upper triangle",
             f"{CAUSAL}.weights",
-            instead(
-                "masks",
-                BEFORE,
-                torch="torch.ones(length, length, dtype=torch.bool, device=device).triu()",
-                jax="jnp.tri(length, dtype=bool).T",
-                tf="positions[:, None] <= positions[None, :]",
-            ),
+            causal(".triu()", "jnp.tri(length, dtype=bool).T", "positions[:, None] <= positions[None, :]"),
         ),
         Mistake(
             "a position cannot see itself",
             f"{CAUSAL}.weights",
-            instead(
-                "masks",
-                BEFORE,
-                torch="torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)",
-                jax="jnp.tri(length, k=-1, dtype=bool)",
-                tf="positions[:, None] > positions[None, :]",
-            ),
+            causal(".tril(-1)", "jnp.tri(length, k=-1, dtype=bool)", "positions[:, None] > positions[None, :]"),
         ),
         Mistake(
             "a position sees the next one",
             f"{CAUSAL}.weights",
-            instead(
-                "masks",
-                BEFORE,
-                torch="torch.ones(length, length, dtype=torch.bool, device=device).tril(1)",
-                jax="jnp.tri(length, k=1, dtype=bool)",
-                tf="positions[:, None] + 1 >= positions[None, :]",
-            ),
+            causal(".tril(1)", "jnp.tri(length, k=1, dtype=bool)", "positions[:, None] + 1 >= positions[None, :]"),
         ),
         Mistake(
             "encoder without padding mask",
@@ -302,7 +288,7 @@ CATALOGUE = {
             norm(
                 torch="(x - mean(x)) / (x.var(-1, keepdim=True) + self.eps).sqrt()",
                 jax="(x - mean(x)) / (x.var(-1, ddof=1, keepdims=True) + self.epsilon) ** 0.5",
-                tf="(x - mean(x)) / (mean((x - mean(x)) ** 2) * (24 / 23) + self.epsilon) ** 0.5",
+                tf="(x - mean(x)) / (mean((x - mean(x)) ** 2) * x.shape[-1] / (x.shape[-1] - 1) + self.epsilon) ** 0.5",
             ),
         ),
         Mistake(
@@ -319,8 +305,8 @@ CATALOGUE = {
             "encoder.output",
             instead(
                 "encoder",
-                "if self.final_norm is not None:\n",
-                "x = self.layers[-1].feed_forward_norm(x)\n        if 0:\n",
+                "if self.final_norm is not None:\n            x = self.final_norm(x)",
+                "x = self.layers[-1].feed_forward_norm(x)",
             ),
         ),
     ],
@@ -374,6 +360,26 @@ CATALOGUE = {
         Mistake("exponent doubled", SOURCE, instead("embedding", " / steps)", " * 2 / steps)")),
         Mistake("exponent rounded down", SOURCE, instead("embedding", " / steps)", " // steps)")),
         Mistake(
+            "no vector for padding",
+            SOURCE,
+            instead(
+                "embedding",
+                " * self.multiplier",
+                torch=" * (ids != 0)[..., None] * self.multiplier",
+                jax=" * (ids != 0)[..., None] * self.multiplier",
+                tf=" * tf.cast(ids != 0, self.dtype)[..., None] * self.multiplier",
+            ),
+        ),
+        Mistake(
+            "target without positions",
+            TARGET,
+            instead(
+                "transformer",
+                "self.target_position(self.target_embedding(target_ids))",
+                "self.target_embedding(target_ids)",
+            ),
+        ),
+        Mistake(
             "output bias missing",
             "logits",
             instead("embedding", BIASED, torch="else self.weight", jax="logits", tf="logits"),
@@ -381,6 +387,11 @@ CATALOGUE = {
         ),
     ],
     "feed-forward": [
+        Mistake(
+            "no activation",
+            f"{ENCODER}.feed_forward.inner",
+            instead("feed_forward", "self.activation(self.inner_proj(x))", "self.inner_proj(x)"),
+        ),
         Mistake("GELU for ReLU", f"{ENCODER}.feed_forward.inner", config={"activation": "gelu"}),
         Mistake(
             "tanh-GELU for GELU",
@@ -425,8 +436,6 @@ FAST_VARIANCE = norm(
     jax="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5",
     tf="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5",
 )
-
-
 TF32 = {  # what a GPU makes of float32 factors, and of nothing wider
     "torch": """def tf32(x):
     import torch
@@ -445,7 +454,6 @@ TF32 = {  # what a GPU makes of float32 factors, and of nothing wider
 """,
 }
 START = "def scaled_dot_product_attention("
-
 
 PRECISION = [
     # Right, and computed with too few bits.
@@ -524,7 +532,6 @@ PRECISION = [
             "attention",
             SCALE,
             torch=" * query.new_tensor(d_k).float().rsqrt().item()",
-            jax=' * (d_k * query.astype("float32")[0, 0, 0, 0] ** 0) ** -0.5',
             tf=" * tf.cast(1.0 / math.sqrt(d_k), query.dtype)",  # TensorFlow reads a Python number as float32
         ),
         unseen=("float32",),
@@ -561,7 +568,7 @@ FULLY_MASKED = [
     )
 ]
 
-# The deck runs the fast path of no model whose attention drops weights in training, or whose heads are square.
+# On its fast path, no model of the deck has dropout on the attention, or the equal d_k and d_v that JAX's own asks for.
 FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
 FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
 D_K = "    d_k = query.shape[-1]\n"
@@ -615,7 +622,6 @@ PROJECTED = "self.output_proj(merge_heads(context))"
 LOGITS = {
     "torch": 'tap("logits", self.output_proj(x, self.target_embedding.table))',
     "jax": 'tap("logits", self.output_proj(x, self.target_embedding.table[...]))',
-    "tf": 'tap("logits", self.output_proj(x, table=self.target_embedding.table))',
 }
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
 KEY_TAP = 'k = tap("key", split_heads(self.key_proj(memory), self.num_heads))  # [B, H, M, d_k]\n'
@@ -711,7 +717,6 @@ STRUCTURE = [
             LOGITS,
             torch=f"{LOGITS['torch']}.softmax(-1)",
             jax=f"jax.nn.softmax({LOGITS['jax']})",
-            tf=f"tf.nn.softmax({LOGITS['tf']})",
         ),
     ),
     Mistake(
@@ -731,7 +736,6 @@ STRUCTURE = [
         "output",
         {
             "torch": [("transformer", LOGITS["torch"], f"{LOGITS['torch']}.squeeze()")],
-            "tf": [("transformer", LOGITS["tf"], f"tf.squeeze({LOGITS['tf']})")],
         },
         case="full/one_sentence",
         detail="shape must be [1, 7, 37]: got [7, 37]",
@@ -770,7 +774,6 @@ STRUCTURE = [
     ),
 ]
 
-COPIED = "np.array(weights[name],"
 WEIGHTS = [
     Mistake(
         "a bias of another layer",
@@ -799,7 +802,7 @@ WEIGHTS = [
     Mistake(
         "weights stored in float16",
         SOURCE,
-        {port: [("weights", COPIED, COPIED.replace("]", "].astype(np.float16)"))] for port in ("torch", "jax")},
+        instead("weights", "rounded(name, weights[name],", 'rounded(name, weights[name].astype("float16"),'),
         announced="source_embedding.table does not come back as it was given",
     ),
     Mistake(
@@ -853,17 +856,6 @@ EDGES = [
         unseen=("full/padded",),
     ),
     Mistake(
-        "target positions from 1",
-        TARGET,
-        instead(
-            "transformer",
-            "self.target_position(self.target_embedding(target_ids))",
-            torch="self.target_position(self.target_embedding(target_ids).roll(1, 1)).roll(-1, 1)",
-            jax="jax.numpy.roll(self.target_position(jax.numpy.roll(self.target_embedding(target_ids), 1, 1)), -1, 1)",
-            tf="tf.roll(self.target_position(tf.roll(self.target_embedding(target_ids), 1, 1)), -1, 1)",
-        ),
-    ),
-    Mistake(
         "encode without padding mask",
         f"{SELF}.weights",
         {
@@ -888,11 +880,7 @@ EDGES = [
     Mistake(
         "given masks not used",
         f"{SELF}.weights",
-        instead(
-            "transformer",
-            'return ids, to_mask("source_mask", mask, ids',
-            'return ids, padding_mask(ids, config.pad_id) | to_mask("source_mask", mask, ids',
-        ),
+        instead("transformer", 'to_mask("source_mask", mask,', 'to_mask("source_mask", mask | True,'),
         case="full/given_masks",
         unseen=("full/padded",),
     ),
@@ -941,23 +929,6 @@ EDGES = [
         dtype="float32",
         detail="values are NaN or infinite",
         unseen=("float64", "attention/no_mask"),
-    ),
-    Mistake(
-        "scores over sqrt(d_v)",
-        f"{SELF}.scores",
-        instead("attention", "d_k = query.shape[-1]", "d_k = value.shape[-1]"),
-        unseen=("preset/torch",),
-    ),
-    Mistake(
-        "no vector for padding",
-        SOURCE,
-        instead(
-            "embedding",
-            " * self.multiplier",
-            torch=" * (ids != 0)[..., None] * self.multiplier",
-            jax=" * (ids != 0)[..., None] * self.multiplier",
-            tf=" * tf.cast(ids != 0, self.dtype)[..., None] * self.multiplier",
-        ),
     ),
 ]
 
@@ -1035,16 +1006,15 @@ def planted(mistake: Mistake, backend: str, folder: Path) -> Iterator[Port]:
     """Yield a port whose package is a copy of one of ours, with the mistake in it."""
     original = PORTS[backend]
     package = f"mistaken_{backend}"
+    files = Path(find_spec(original.package).origin).parent.glob("*.py")
+    texts = {file.stem: file.read_text("utf-8") for file in files}
+    for module, old, new in mistake.edits[backend]:
+        if (found := texts[module].count(old)) != 1:
+            raise ValueError(f"{original.package}.{module} must hold {old!r} once: found {found} times")
+        texts[module] = texts[module].replace(old, new)
     (folder / package).mkdir()
-    for file in Path(find_spec(original.package).origin).parent.glob("*.py"):
-        text = file.read_text("utf-8")
-        for module, old, new in mistake.edits[backend]:
-            if module == file.stem:
-                found = text.count(old)
-                if found != 1:
-                    raise ValueError(f"{original.package}.{module} must hold {old!r} once: found {found} times")
-                text = text.replace(old, new)
-        (folder / package / file.name).write_text(text.replace(original.package, package), "utf-8")
+    for module, text in texts.items():
+        (folder / package / f"{module}.py").write_text(text.replace(original.package, package), "utf-8")
     compiled = dict(ports._JITTED)
     ports._JITTED.clear()  # what JAX compiled before knows nothing of the mistake
     sys.path.insert(0, str(folder))

@@ -58,7 +58,6 @@ ALLOWED = [
         "its kernel takes the rate, not a function",
     ),
     ("jax", "*.__init__", "adds parameter rngs", "NNX draws initial values on construction"),
-    ("jax", "layers.LayerNorm.__call__", "adds parameter **kwargs", "the signature of NNX' own norm"),
     ("tf", "*.__init__", "adds parameter **kwargs", KERAS),
     ("tf", "transformer.Transformer.__call__", "adds parameter training", MODES),
     ("tf", "transformer.Transformer.*code", "adds parameter training", MODES),

@@ -64,7 +64,7 @@ def scaled_dot_product_attention(
     return tap("context", weights @ value)  # [B, H, L, d_v]
 
 
-def split_heads(x: Float[Array, "B L H*d"], num_heads: int) -> Float[Array, "B H L d"]:
+def split_heads(x: Float[Array, "B L width"], num_heads: int) -> Float[Array, "B H L d"]:
     """Give each head its contiguous part of the last axis."""
     batch, length, width = x.shape
     return x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ Dropout = nnx.Dropout
 
 
 def masked_softmax(
-    scores: Float[Array, "*axes M"], mask: Bool[Array, "*#axes M"] | None = None
+    scores: Float[Array, "*axes M"], mask: Bool[Array, "*#axes #M"] | None = None
 ) -> Float[Array, "*axes M"]:
     """Turn scores into weights that sum to one over the allowed keys, and to zero where none is allowed."""
     wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))  # bfloat16 is too coarse to sum in
@@ -73,10 +73,10 @@ class LayerNorm(nnx.LayerNorm):
         )
         self.kind = config.layer_norm_kind
 
-    def __call__(self, x: Float[Array, "*axes d_model"], **kwargs: Any) -> Float[Array, "*axes d_model"]:
+    def __call__(self, x: Float[Array, "*axes d_model"]) -> Float[Array, "*axes d_model"]:  # type: ignore[override]
         """Normalise each position of ``x``."""
         if self.kind == "standard":
-            return super().__call__(x, **kwargs)
+            return super().__call__(x)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         centred = wide - wide.mean(-1, keepdims=True)
         normed = centred / (wide.std(-1, ddof=1, keepdims=True) + self.epsilon)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.names import check_weights, parameter_shapes
+from reference_numpy.names import check_weights, parameter_shapes, rounded
 
 if TYPE_CHECKING:
     from transformer_jax.transformer import Transformer
@@ -21,13 +21,13 @@ def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: A weight is not of a floating-point dtype.
-        ValueError: The weights are not those of the model's config.
+        ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights)
     for name in parameter_shapes(model.config):
         parameter = find(model, name)
         # JAX may alias a NumPy array for as long as it lives: this copy is JAX's alone.
-        array = np.array(weights[name], dtype=parameter.dtype, order="C")
+        array = rounded(name, weights[name], parameter.dtype.name)
         parameter.set_value(jax.device_put(array, model.device))
 
 

@@ -52,9 +52,9 @@ def scaled_dot_product_attention(
     Taps:
         ``scores`` scaled, before the mask; ``weights`` after softmax, before dropout; ``context``.
     """
-    check_attention(query.shape, key.shape, value.shape)
+    check_attention(tuple(query.shape), tuple(key.shape), tuple(value.shape))
     if mask is not None:
-        check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
+        check_attention_mask(tuple(mask.shape), mask.dtype.name, tuple(query.shape), tuple(key.shape))
     # keras.ops.dot_product_attention is not used: it rounds 1 / sqrt(d_k) to float32 also in a float64 model, and
     # averages over forbidden keys where a row allows none. In tf.function, XLA compiles these lines as a whole.
     d_k = query.shape[-1]
@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
     return tap("context", weights @ value)  # [B, H, L, d_v]
 
 
-def split_heads(x: Float[Tensor, "B L H*d"], num_heads: int) -> Float[Tensor, "B H L d"]:
+def split_heads(x: Float[Tensor, "B L width"], num_heads: int) -> Float[Tensor, "B H L d"]:
     """Give each head its contiguous part of the last axis."""
     batch, length, width = keras.ops.shape(x)
     return tf.transpose(tf.reshape(x, [batch, length, num_heads, width // num_heads]), [0, 2, 1, 3])

@@ -39,7 +39,7 @@ Dropout = keras.layers.Dropout
 
 
 def masked_softmax(
-    scores: Float[Tensor, "*axes M"], mask: Bool[Tensor, "*#axes M"] | None = None
+    scores: Float[Tensor, "*axes M"], mask: Bool[Tensor, "*#axes #M"] | None = None
 ) -> Float[Tensor, "*axes M"]:
     """Turn scores into weights that sum to one over the allowed keys, and to zero where none is allowed."""
     wide = tf.cast(scores, keras.backend.result_type(scores.dtype, "float32"))  # bfloat16 is too coarse to sum in

@@ -66,9 +66,9 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
 
 def to_mask(name: str, mask: Any, shape: tuple[int | None, int | None]) -> Bool[Tensor, "B L"]:
     """Take a padding mask from the outside, checked against the shape of its ids."""
-    mask = tf.convert_to_tensor(mask)
-    check_mask(name, tuple(mask.shape), mask.dtype.name, tuple(shape))
-    return mask
+    mask = mask if tf.is_tensor(mask) else np.asarray(mask)
+    check_mask(name, tuple(mask.shape), mask.dtype.name, shape)
+    return tf.convert_to_tensor(mask)
 
 
 def describe() -> dict[str, str]:

@@ -126,12 +126,12 @@ class Transformer(keras.Model):
             TypeError: Ids that are not integers, or a mask that is not boolean.
             ValueError: Ids or masks of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        if target_ids is None:  # Keras' fit hands over both in one structure
-            source_ids, target_ids = source_ids
+        if target_ids is None and isinstance(source_ids, tuple | list) and len(source_ids) == 2:
+            source_ids, target_ids = source_ids  # Keras' fit hands over both in one structure
         # Checked here and not in `call`, where Keras would decorate the message.
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
-        check_same_batch(source_ids.shape, target_ids.shape)
+        check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
         with tf.device(self.device):
             return super().__call__(source_ids, target_ids, source_mask, target_mask, tap=tap, training=training)
 
@@ -173,8 +173,8 @@ class Transformer(keras.Model):
         """Return the logits, given the memory of the same source ids. Arguments and errors as in the call."""
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
-        check_same_batch(source_ids.shape, target_ids.shape)
-        check_memory(memory.shape, (*source_ids.shape, self.config.d_model))
+        check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
+        check_memory(tuple(memory.shape), (*source_ids.shape, self.config.d_model))
         with tf.device(self.device):
             return self._decode(target_ids, memory, source_mask, target_mask, tap, training)
 
@@ -183,14 +183,14 @@ class Transformer(keras.Model):
         ids = to_ids("source_ids", ids, config.source_vocab_size, config.max_positions)
         if mask is None:
             return ids, padding_mask(ids, config.pad_id)
-        return ids, to_mask("source_mask", mask, ids.shape)
+        return ids, to_mask("source_mask", mask, tuple(ids.shape))
 
     def _take_target(self, ids, mask):
         config = self.config
         ids = to_ids("target_ids", ids, config.target_vocab_size, config.max_positions)
         if mask is None:
             return ids, target_padding_mask(ids, config.pad_id)
-        return ids, to_mask("target_mask", mask, ids.shape)
+        return ids, to_mask("target_mask", mask, tuple(ids.shape))
 
     def _encode(self, source_ids, source_mask, tap, training):
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
@@ -203,7 +203,7 @@ class Transformer(keras.Model):
         self_mask = causal_mask(keras.ops.shape(x)[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, tap=within(tap, "decoder"), training=training)
-        return tap("logits", self.output_proj(x, table=self.target_embedding.table))
+        return tap("logits", self.output_proj(x, table=tf.convert_to_tensor(self.target_embedding.table)))
 
 
 def load_transformer(

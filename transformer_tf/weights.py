@@ -7,10 +7,9 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
-import numpy as np
 from numpy import ndarray
 
-from reference_numpy.names import check_weights, parameter_shapes
+from reference_numpy.names import check_weights, parameter_shapes, rounded
 
 if TYPE_CHECKING:
     from transformer_tf.transformer import Transformer
@@ -23,12 +22,12 @@ def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: A weight is not of a floating-point dtype.
-        ValueError: The weights are not those of the model's config.
+        ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights)
     for name in parameter_shapes(model.config):
         parameter = find(model, _keras_path(name))
-        parameter.assign(np.asarray(weights[name]).astype(parameter.dtype))
+        parameter.assign(rounded(name, weights[name], parameter.dtype))
 
 
 def get_weights(model: Transformer) -> dict[str, ndarray]:

@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
     return tap("context", weights @ value)  # [B, H, L, d_v]
 
 
-def split_heads(x: Float[Tensor, "B L H*d"], num_heads: int) -> Float[Tensor, "B H L d"]:
+def split_heads(x: Float[Tensor, "B L width"], num_heads: int) -> Float[Tensor, "B H L d"]:
     """Give each head its contiguous part of the last axis."""
     batch, length, width = x.shape
     return x.view(batch, length, num_heads, width // num_heads).transpose(1, 2)

@@ -58,8 +58,7 @@ class TokenEmbedding(nn.Module):
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str = "float32") -> None:
         super().__init__()
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.table = nn.Parameter(torch.empty(vocab_size, config.d_model, dtype=getattr(torch, dtype)))
-        nn.init.normal_(self.table, std=config.d_model**-0.5)
+        self.table = _normal_table(vocab_size, config.d_model, dtype)
 
     def forward(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L d_model"]:
         """Return the vectors of the tokens."""
@@ -93,8 +92,7 @@ class LearnedPosition(nn.Module):
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         super().__init__()
         self.offset = config.position_offset
-        self.table = nn.Parameter(torch.empty(config.max_length, config.d_model, dtype=getattr(torch, dtype)))
-        nn.init.normal_(self.table, std=config.d_model**-0.5)
+        self.table = _normal_table(config.max_length, config.d_model, dtype)
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
         """Return ``x`` with its positions."""
@@ -116,3 +114,8 @@ class OutputProjection(nn.Module):
     def forward(self, x: Float[Tensor, "B L d_model"], table: Float[Tensor, "V d_model"]) -> Float[Tensor, "B L V"]:
         """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
         return F.linear(x, table if self.weight is None else self.weight, self.bias)
+
+
+def _normal_table(rows: int, d_model: int, dtype: str) -> nn.Parameter:
+    table = torch.empty(rows, d_model, dtype=getattr(torch, dtype))
+    return nn.Parameter(table if table.is_meta else nn.init.normal_(table, std=d_model**-0.5))

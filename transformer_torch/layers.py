@@ -28,7 +28,7 @@ Dropout = nn.Dropout
 
 
 def masked_softmax(
-    scores: Float[Tensor, "*axes M"], mask: Bool[Tensor, "*#axes M"] | None = None
+    scores: Float[Tensor, "*axes M"], mask: Bool[Tensor, "*#axes #M"] | None = None
 ) -> Float[Tensor, "*axes M"]:
     """Turn scores into weights that sum to one over the allowed keys, and to zero where none is allowed."""
     dtype = torch.promote_types(scores.dtype, torch.float32)  # bfloat16 is too coarse to sum in

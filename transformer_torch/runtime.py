@@ -63,9 +63,12 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, devi
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) -> Bool[Tensor, "B L"]:
     """Take a padding mask from the outside, checked against the shape of its ids."""
-    mask = mask if isinstance(mask, Tensor) else torch.tensor(np.asarray(mask))
-    check_mask(name, mask.shape, dtype_name(mask), tuple(shape))
-    return mask.to(device)
+    if isinstance(mask, Tensor):
+        check_mask(name, mask.shape, dtype_name(mask), shape)
+        return mask.to(device)
+    array = np.asarray(mask)
+    check_mask(name, array.shape, array.dtype.name, shape)
+    return torch.tensor(array, device=device)
 
 
 def dtype_name(x: Tensor) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from reference_numpy.names import check_weights, parameter_shapes
+from reference_numpy.names import check_weights, parameter_shapes, rounded
 
 if TYPE_CHECKING:
     from transformer_torch.transformer import Transformer
@@ -27,13 +27,13 @@ def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: A weight is not of a floating-point dtype.
-        ValueError: The weights are not those of the model's config.
+        ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights)
     with torch.no_grad():
         for name in parameter_shapes(model.config):
             parameter = find(model, _torch_path(name))
-            array = np.array(weights[name], dtype=str(parameter.dtype).removeprefix("torch."), order="C")
+            array = rounded(name, weights[name], str(parameter.dtype).removeprefix("torch."))
             tensor = torch.from_numpy(_as_torch_bits(array))
             parameter.copy_((tensor.T if name.endswith("kernel") else tensor).view(parameter.dtype))
 
