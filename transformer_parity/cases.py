@@ -78,11 +78,12 @@ def deck() -> list[Case]:
     return [*_components(), *_full_models(), *map(preset_case, PRESETS)]
 
 
-def preset_case(preset: str) -> Case:
-    """Return the full model of a preset, at a small size."""
+def preset_case(preset: str, *, thorough: bool = False) -> Case:
+    """Return the full model of a preset, at a small size; thorough runs it in every dtype and on the fast path too."""
     # For an implementation the deck's own sizes do, since what matters is the convention.
     config = tiny(preset, d_v=8) if preset in IMPLEMENTATIONS else shrunk(preset)
-    return Case(f"preset/{preset}", "presets", config, "", _ids(config), fast=False, dtypes=("float64", "float32"))
+    dtypes = ALL_DTYPES if thorough else ("float64", "float32")
+    return Case(f"preset/{preset}", "presets", config, "", _ids(config), fast=thorough, dtypes=dtypes)
 
 
 def _rng(name: str) -> np.random.Generator:

@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
 def _choose_cases(options: argparse.Namespace, console: Console) -> list[Case]:
     cases: list[Case] = []
     if options.only != "text" and options.weights is None:
-        cases += [preset_case(name) for name in options.preset] if options.preset else deck()
+        cases += [preset_case(name, thorough=True) for name in options.preset] if options.preset else deck()
     if options.only != "deck":
         with console.status("learning subwords from the text"):
             cases += _sentence_cases(options)
