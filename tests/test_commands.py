@@ -21,7 +21,7 @@ import reference_numpy as ref
 from transformer_parity.__main__ import main
 from transformer_parity.commands import info, show, source
 from transformer_parity.hard_inputs import hard_weights
-from transformer_parity.ports import PORTS, PackagePort
+from transformer_parity.ports import PORTS, PackagePort, quiet_frameworks
 from transformer_parity.text import Vocabulary, batch, read_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,11 +111,11 @@ def test_differences_lead_from_the_base_model_to_the_preset(preset):
 
 
 def test_what_a_framework_prints_is_held_back_unless_it_fails(capfd):
-    with info.quiet_frameworks() as terminal:
+    with quiet_frameworks() as terminal:
         os.write(2, b"oneDNN is on\n")
         print("spinner", file=terminal)
     assert capfd.readouterr().err == "spinner\n"
-    with pytest.raises(ValueError, match="many"), info.quiet_frameworks():  # noqa: PT012  the block is what is tested
+    with pytest.raises(ValueError, match="many"), quiet_frameworks():  # noqa: PT012  the block is what is tested
         os.write(2, b"the reason\n")
         int("many")
     os.write(2, b"and on\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import NoReturn
 
@@ -31,7 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     for command in (check, info, source, show):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
-    return options.run(options)
+    try:
+        return options.run(options)
+    except BrokenPipeError:  # the reader, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INCOMPLETE
 
 
 if __name__ == "__main__":

@@ -11,10 +11,13 @@ import importlib
 import importlib.util
 import inspect
 import os
+import sys
+import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 from numpy import ndarray
@@ -243,3 +246,25 @@ PORTS: dict[str, PackagePort] = {
     "jax": PackagePort("jax", "transformer_jax", ("jax", "flax"), _LoadedJax),
     "tf": PackagePort("tf", "transformer_tf", ("tensorflow", "keras"), _LoadedTf),
 }
+
+
+@contextmanager
+def quiet_frameworks() -> Iterator[TextIO]:
+    """Keep what compiled code prints to standard error off the terminal, and yield the terminal.
+
+    TensorFlow announces its instruction sets however it is asked not to. What was held back is printed when something
+    fails, because the reason may be in it.
+    """
+    sys.stderr.flush()
+    with os.fdopen(os.dup(2), "w") as terminal, tempfile.TemporaryFile("w+", errors="replace") as held_back:
+        os.dup2(held_back.fileno(), 2)
+        try:
+            yield terminal
+        except BaseException:
+            held_back.seek(0)
+            terminal.write(held_back.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            terminal.flush()
+            os.dup2(terminal.fileno(), 2)

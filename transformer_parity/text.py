@@ -56,20 +56,27 @@ class Vocabulary:
 
     @classmethod
     def train(cls, lines: Iterable[str], size: int = VOCAB_SIZE) -> Vocabulary:
-        """Learn at most ``size`` subwords from lines of text; a small text yields fewer."""
+        """Learn at most ``size`` subwords from lines of text; a small text yields fewer.
+
+        Raises:
+            ValueError: The size is too small to hold every character of the text.
+        """
         model = io.BytesIO()
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            vocab_size=size,
-            hard_vocab_limit=False,
-            character_coverage=1.0,
-            unk_id=0,
-            bos_id=-1,
-            eos_id=-1,
-            pad_id=-1,
-            minloglevel=2,
-        )
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(lines),
+                model_writer=model,
+                vocab_size=size,
+                hard_vocab_limit=False,
+                character_coverage=1.0,
+                unk_id=0,
+                bos_id=-1,
+                eos_id=-1,
+                pad_id=-1,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            raise ValueError(f"{size} subwords are too few for this text: {error}") from error
         return cls(model.getvalue())
 
     def pieces(self, line: str) -> list[str]:

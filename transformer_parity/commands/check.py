@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 import reference_numpy as ref
 from reference_numpy.config import PRESETS, TransformerConfig
 from transformer_parity.cases import Case, deck, preset_case
+from transformer_parity.commands import one_or_more
 from transformer_parity.compare import AGREES, FAILED, Finding, Setting
 from transformer_parity.policy import EPS
 from transformer_parity.ports import PORTS, MissingFrameworkError
@@ -57,8 +58,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = ",".join(PORTS)
-    parser.add_argument("--backends", type=_choices(PORTS), default=list(PORTS), metavar=names, help="default: all")
-    parser.add_argument("--dtype", type=_choices(EPS), default=list(EPS), metavar=",".join(EPS), help="default: all")
+    parser.add_argument("--backends", type=one_or_more(PORTS), default=list(PORTS), metavar=names, help="default: all")
+    parser.add_argument("--dtype", type=one_or_more(EPS), default=list(EPS), metavar=",".join(EPS), help="default: all")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
     parser.add_argument(
         "--precision",
@@ -67,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="float32 matrix products: highest (the default) in full float32, fast in TF32 on a GPU",
     )
     parser.add_argument(
-        "--preset", type=_choices(PRESETS), metavar="NAME[,NAME]", help="only these; see `parity info` for the list"
+        "--preset", type=one_or_more(PRESETS), metavar="NAME[,NAME]", help="only these; see `parity info` for the list"
     )
     parser.add_argument("--only", choices=("deck", "text"), help="only the deck, or only the sentences")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="a model of yours, on the sentences")
@@ -134,7 +135,9 @@ def _sentence_cases(options: argparse.Namespace) -> list[Case]:
     lines = [line for pair in pairs for line in pair]
     if options.weights is not None:
         config, _ = ref.load_weights(options.weights)
-        vocabulary = Vocabulary.train(lines, min(config.source_vocab_size, config.target_vocab_size, VOCAB_SIZE) - 3)
+        vocabulary = Vocabulary.train(
+            lines, min(config.source_vocab_size - 3, config.target_vocab_size - 3, VOCAB_SIZE)
+        )
         configs = {options.weights.name: config}
     else:
         vocabulary = Vocabulary.train(lines)
@@ -201,18 +204,3 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
     return str(value) if isinstance(value, float) and value == float("inf") else value
-
-
-def _choices(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return an argparse type: a comma-separated list of known names, in their own order."""
-    names = list(known)
-
-    def parse(text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(",") if name.strip()]
-        if unknown := [name for name in chosen if name not in names]:
-            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: choose from {', '.join(names)}")
-        if not chosen:
-            raise argparse.ArgumentTypeError(f"choose at least one of {', '.join(names)}")
-        return [name for name in names if name in chosen]
-
-    return parse

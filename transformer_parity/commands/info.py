@@ -8,11 +8,8 @@ import json
 import os
 import platform
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TextIO
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -20,7 +17,7 @@ from rich.table import Table
 
 from reference_numpy import PRESETS, TransformerConfig, count_parameters
 from reference_numpy.config import IMPLEMENTATIONS
-from transformer_parity.ports import PORTS, PackagePort
+from transformer_parity.ports import PORTS, PackagePort, quiet_frameworks
 
 DISTRIBUTION = "transformer-parity"
 PAPER_VOCABULARY = 37_000  # section 5.1: "about 37000 tokens"
@@ -96,28 +93,6 @@ def run(options: argparse.Namespace) -> int:
     _print_backends(console, backends)
     _print_presets(console, presets, options.vocab)
     return 0
-
-
-@contextmanager
-def quiet_frameworks() -> Iterator[TextIO]:
-    """Keep what compiled code prints to standard error off the terminal, and yield the terminal.
-
-    TensorFlow announces its instruction sets however it is asked not to. What was held back is printed when something
-    fails, because the reason may be in it.
-    """
-    sys.stderr.flush()
-    with os.fdopen(os.dup(2), "w") as terminal, tempfile.TemporaryFile("w+", errors="replace") as held_back:
-        os.dup2(held_back.fileno(), 2)
-        try:
-            yield terminal
-        except BaseException:
-            held_back.seek(0)
-            terminal.write(held_back.read())
-            raise
-        finally:
-            sys.stderr.flush()
-            terminal.flush()
-            os.dup2(terminal.fileno(), 2)
 
 
 def describe_machine() -> dict[str, Any]:

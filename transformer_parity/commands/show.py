@@ -18,10 +18,9 @@ from rich.console import Console
 
 import reference_numpy as ref
 from reference_numpy.config import DEPTHS, PRESETS, TransformerConfig
-from transformer_parity.commands.info import quiet_frameworks
 from transformer_parity.commands.source import add_backends, one_or_more
 from transformer_parity.hard_inputs import hard_weights
-from transformer_parity.ports import PORTS, MissingFrameworkError, PackagePort
+from transformer_parity.ports import PORTS, MissingFrameworkError, PackagePort, quiet_frameworks
 from transformer_parity.text import VOCAB_SIZE, Vocabulary, read_pairs
 
 if TYPE_CHECKING:

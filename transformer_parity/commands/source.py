@@ -8,7 +8,7 @@ import difflib
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from transformer_parity.commands import one_or_more
 from transformer_parity.ports import PORTS
 
 COLUMN = 60  # characters that a column of code needs to be readable
@@ -86,21 +87,6 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str]) -> None:
         metavar=",".join(PORTS),
         help=f"which packages (default: {','.join(default)})",
     )
-
-
-def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return an argparse type: known names with commas between them, in the order in which they are known."""
-    names = list(known)
-
-    def parse(text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(",") if name.strip()]
-        if unknown := [name for name in chosen if name not in names]:
-            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: choose from {', '.join(names)}")
-        if not chosen:
-            raise argparse.ArgumentTypeError(f"choose at least one of {', '.join(names)}")
-        return [name for name in names if name in chosen]
-
-    return parse
 
 
 def run(options: argparse.Namespace) -> int:
