@@ -96,8 +96,10 @@ def check_same_batch(source_shape: Shape, target_shape: Shape) -> None:
         raise ValueError(f"source_ids and target_ids must agree in batch size: got {source} and {target}")
 
 
-def check_memory(shape: Shape, needed: Shape) -> None:
-    """Raise ValueError unless the memory belongs to the source: [batch, source length, d_model]."""
+def check_memory(shape: Shape, dtype: str, needed: Shape, needed_dtype: str) -> None:
+    """Raise TypeError unless the memory is of the model's dtype, ValueError unless it has the source's shape."""
+    if dtype != needed_dtype:
+        raise TypeError(f"memory must be {needed_dtype}: got {dtype}")
     _check_shape("memory", shape, needed)
 
 
@@ -115,6 +117,8 @@ def check_attention(query: Shape, key: Shape, value: Shape) -> None:
     for name, shape in (("query", query), ("key", key), ("value", value)):
         if len(shape) != 4:
             raise ValueError(f"{name} must have shape [batch, heads, length, size]: got {tuple(shape)}")
+        if 0 in shape:
+            raise ValueError(f"{name} must not be empty: got {tuple(shape)}")
     _check_agree("query and key", "d_k", query[3], key[3])
     _check_agree("key and value", "length", key[2], value[2])
     for axis, meaning in ((0, "batch size"), (1, "number of heads")):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.checks import check_choice, check_ids, check_mask
+from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Int
+    from jaxtyping import Bool, Float, Int
 
 DTYPES = ("float64", "float32")
 DEVICES = ("cpu",)
 PRECISIONS = ("highest", "fast")
+THREAD_SWITCHES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")  # what NumPy's BLAS listens to
 
 
 def set_precision(precision: str) -> None:
@@ -23,7 +25,7 @@ def set_precision(precision: str) -> None:
 
     Args:
         precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
-            (TF32 on a GPU), for speed. A CPU computes in full float32 either way.
+            (TF32 on a GPU), for speed. Most CPUs compute in full float32 either way.
 
     Raises:
         ValueError: There is no such precision.
@@ -56,11 +58,19 @@ def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[ndarray, "B L"
     return mask
 
 
+def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[ndarray, "B S d_model"]:
+    """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
+    memory = np.asarray(memory)
+    check_memory(memory.shape, memory.dtype.name, shape, dtype)
+    return memory
+
+
 def describe() -> dict[str, str]:
     """Return versions, devices, threads and precision switches, as they are now."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return {
         "version": np.__version__,
         "device": platform.processor() or platform.machine(),
+        "threads": next(filter(None, map(os.environ.get, THREAD_SWITCHES)), str(os.cpu_count())),
         "matrix products": f"{blas['name']} {blas.get('version', '')}".strip(),
     }

@@ -7,8 +7,8 @@ and differentiating) yields the gradient at that place in any framework.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 Tap = Callable[[str, Any], Any]
@@ -31,27 +31,33 @@ class Recorder(dict[str, Any]):
 
     The output of every decoder layer, for auxiliary losses, and all attention weights of one call::
 
-        seen = Recorder("decoder.layers.*.output", "*.weights")
+        seen = Recorder("decoder.layers.*.output", "**.weights")
         logits = model(source_ids, target_ids, tap=seen)
         seen["decoder.layers.0.output"]
 
     Inside a compiled function, create it there and return ``dict(seen)``.
 
     Args:
-        patterns: Shell-style patterns of the names to keep; none at all keeps everything. A star matches dots too.
+        patterns: Which names to keep: one star stands for one part of a name, two stand for any number of parts. No
+            pattern at all keeps everything.
         replace: Values to put in place of what the model computed, by name.
     """
 
     def __init__(self, *patterns: str, replace: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.patterns = patterns
+        self.patterns = [re.compile(_as_regular_expression(pattern)) for pattern in patterns]
         self.replace = dict(replace or {})
 
     def __call__(self, name: str, value: Any) -> Any:
         """Keep the value if its name matches, and return it or its replacement."""
         value = self.replace.get(name, value)
-        if not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns):
+        if not self.patterns or any(pattern.fullmatch(name) for pattern in self.patterns):
             if name in self:
                 raise ValueError(f"tap {name} fired twice: use one Recorder for one call")
             self[name] = value
         return value
+
+
+def _as_regular_expression(pattern: str) -> str:
+    parts = re.split(r"(\*\*|\*)", pattern)
+    return "".join({"**": ".*", "*": "[^.]*"}.get(part, re.escape(part)) for part in parts)

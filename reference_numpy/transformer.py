@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.checks import check_memory, check_same_batch
+from reference_numpy.checks import check_same_batch
 from reference_numpy.config import TransformerConfig
 from reference_numpy.decoder import Decoder
 from reference_numpy.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
@@ -20,7 +20,7 @@ from reference_numpy.encoder import Encoder
 from reference_numpy.files import load_weights
 from reference_numpy.layers import Dropout
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
-from reference_numpy.runtime import check_placement, set_precision, to_ids, to_mask
+from reference_numpy.runtime import check_placement, set_precision, to_ids, to_mask, to_memory
 from reference_numpy.taps import Tap, no_tap, within
 from reference_numpy.weights import get_weights, set_weights
 
@@ -34,7 +34,7 @@ class Transformer:
     Taps:
         ``source_embedding.output``, those of the encoder, ``target_embedding.output``, those of the decoder,
         ``logits``. A Recorder passed as ``tap`` returns any of them beside the logits: every decoder layer's output
-        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``*.weights``).
+        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``**.weights``).
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
@@ -67,7 +67,7 @@ class Transformer:
         Args:
             config: What the weights are weights of.
             weights: One array per canonical name, of any floating-point dtype.
-            dtype: The dtype of parameters and computation.
+            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
             device: ``cpu`` or ``gpu``.
             precision: ``highest`` or ``fast``; it holds for the whole process (see ``set_precision``).
 
@@ -140,8 +140,8 @@ class Transformer:
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
-        memory = np.asarray(memory)
-        check_memory(memory.shape, (*source_ids.shape, self.config.d_model))
+        memory_shape = (*source_ids.shape, self.config.d_model)
+        memory = to_memory(memory, memory_shape, self.source_embedding.table.dtype.name)
         return self._decode(target_ids, memory, source_mask, target_mask, tap, rng)
 
     def _take_source(self, ids, mask):

@@ -651,13 +651,13 @@ STALE = Mistake(
 )
 
 STRUCTURE = [
-    Mistake("NaN in one place", f"{SELF}.output", one_value("math.nan"), detail="1 of 648 values are NaN or infinite"),
+    Mistake("NaN in one place", f"{SELF}.output", one_value("math.nan"), detail="1 of 864 values are NaN or infinite"),
     Mistake(
         "infinity in one place",
         f"{SELF}.output",
         {"torch": one_value("math.inf")["torch"]},
         dtype="bfloat16",
-        detail="1 of 648 values are NaN or infinite",
+        detail="1 of 864 values are NaN or infinite",
     ),
     Mistake(
         "a tap missing",
@@ -723,13 +723,13 @@ STRUCTURE = [
         "logits of the last position only",
         "logits",
         instead("transformer", "self.output_proj(x,", "self.output_proj(x[:, -1:],"),
-        detail="shape must be [3, 7, 37]: got [3, 1, 37]",
+        detail="shape must be [4, 7, 37]: got [4, 1, 37]",
     ),
     Mistake(
         "time before batch",
         "output",
         {"torch": [("transformer", LOGITS["torch"], f"{LOGITS['torch']}.transpose(0, 1)")]},
-        detail="shape must be [3, 7, 37]: got [7, 3, 37]",
+        detail="shape must be [4, 7, 37]: got [7, 4, 37]",
     ),
     Mistake(
         "axes of size one squeezed",
@@ -755,7 +755,7 @@ STRUCTURE = [
         instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,"),
         path="run",
         verdict=FAILED,
-        detail="mask must broadcast to (3, 3, 9, 7): got (3, 1, 1, 9)",
+        detail="mask must broadcast to (4, 3, 9, 7): got (4, 1, 1, 9)",
     ),
     Mistake(
         "still in training mode",
@@ -905,7 +905,7 @@ EDGES = [
         "logits",
         instead("transformer", "self.target_embedding.table", "self.source_embedding.table"),
         case="full/tied_target",
-        detail="shape must be [3, 7, 41]: got [3, 7, 37]",
+        detail="shape must be [4, 7, 41]: got [4, 7, 37]",
         unseen=("full/padded",),
     ),
     Mistake(

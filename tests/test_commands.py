@@ -283,7 +283,7 @@ def test_attention_of_every_backend(backends, which):
     vocabulary = Vocabulary.train([line for pair in read_pairs() for line in pair])
     size = vocabulary.size + 3
     config = ref.TransformerConfig(source_vocab_size=size, target_vocab_size=size, **show.SMALL)
-    seen = ref.Recorder(f"{which if which != 'cross' else 'decoder'}.layers.1.*weights")
+    seen = ref.Recorder(f"{which if which != 'cross' else 'decoder'}.layers.1.**.weights")
     model = ref.Transformer.from_weights(config, hard_weights(config), "float64")
     model(**batch([(show.SOURCE, show.TARGET)], vocabulary, config), tap=seen)
     assert np.linalg.norm(weights - list(seen.values())[which == "cross"]) <= 1e-12 * np.linalg.norm(weights)

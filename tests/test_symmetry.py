@@ -72,7 +72,7 @@ ALLOWED = [
     ("torch", "transformer", "adds definition Transformer.device", DEVICE),
     ("torch jax tf", "runtime", "adds definition to_device", "NumPy has no device"),
     ("torch", "runtime", "adds definition dtype_name", "a torch dtype has no name"),
-    ("tf", "runtime.to_mask", "parameter shape: *", "a length is not known while tracing"),
+    ("tf", "runtime.to_m*", "parameter shape: *", "a length is not known while tracing"),
     ("torch jax tf", "layers", "lacks definition Dropout.*", SHIPPED),
     ("torch jax tf", "layers.Dropout", "docstring", SHIPPED),
     ("torch jax tf", "layers", "lacks definition Linear.__call__", SHIPPED),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import flax
@@ -10,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reference_numpy.checks import check_choice, check_ids, check_mask
+from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Int
+    from jaxtyping import Bool, Float, Int
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")
@@ -25,7 +26,7 @@ def set_precision(precision: str) -> None:
 
     Args:
         precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
-            (TF32 on a GPU), for speed. A CPU computes in full float32 either way.
+            (TF32 on a GPU), for speed. Most CPUs compute in full float32 either way.
 
     Raises:
         ValueError: There is no such precision.
@@ -45,8 +46,6 @@ def check_placement(dtype: str, device: str) -> None:
     check_choice("device", device, DEVICES)
     if device == "gpu" and not _gpus():
         raise RuntimeError(f"no GPU is visible to jax {jax.__version__}")
-    if dtype == "float64":
-        jax.config.update("jax_enable_x64", True)  # JAX has float64 for the whole process or not at all
 
 
 def to_device(device: str) -> jax.Device:
@@ -73,11 +72,19 @@ def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[Array, "B L"]:
     return jnp.asarray(mask)
 
 
+def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "B S d_model"]:
+    """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
+    memory = memory if isinstance(memory, Array) else np.asarray(memory)
+    check_memory(memory.shape, memory.dtype.name, shape, dtype)
+    return jnp.asarray(memory)
+
+
 def describe() -> dict[str, str]:
     """Return versions, devices, threads and precision switches, as they are now."""
     return {
         "version": f"{jax.__version__}, flax {flax.__version__}",
         "device": ", ".join(device.device_kind for device in _gpus()) or "cpu",
+        "threads": str(os.cpu_count()),  # XLA takes what there is
         "matrix products": jax.config.jax_default_matmul_precision or "default",  # type: ignore[attr-defined]
         "float64": "on" if jax.config.jax_enable_x64 else "off until asked for",  # type: ignore[attr-defined]
     }

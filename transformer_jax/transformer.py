@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from numpy import ndarray
 
-from reference_numpy.checks import check_memory, check_same_batch
+from reference_numpy.checks import check_same_batch
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights
 from reference_numpy.taps import Tap, no_tap, within
@@ -23,7 +23,7 @@ from transformer_jax.embedding import LearnedPosition, OutputProjection, Sinusoi
 from transformer_jax.encoder import Encoder
 from transformer_jax.layers import Dropout
 from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
-from transformer_jax.runtime import check_placement, set_precision, to_device, to_ids, to_mask
+from transformer_jax.runtime import check_placement, set_precision, to_device, to_ids, to_mask, to_memory
 from transformer_jax.weights import get_weights, set_weights
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Transformer(nnx.Module):
     Taps:
         ``source_embedding.output``, those of the encoder, ``target_embedding.output``, those of the decoder,
         ``logits``. A Recorder passed as ``tap`` returns any of them beside the logits: every decoder layer's output
-        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``*.weights``).
+        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``**.weights``).
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
@@ -70,7 +70,7 @@ class Transformer(nnx.Module):
         Args:
             config: What the weights are weights of.
             weights: One array per canonical name, of any floating-point dtype.
-            dtype: The dtype of parameters and computation.
+            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
             device: ``cpu`` or ``gpu``.
             precision: ``highest`` or ``fast``; it holds for the whole process (see ``set_precision``).
 
@@ -81,6 +81,8 @@ class Transformer(nnx.Module):
         """
         check_placement(dtype, device)
         set_precision(precision)
+        if dtype == "float64":
+            jax.config.update("jax_enable_x64", True)  # JAX has float64 for the whole process or not at all
         # Shapes only: no time is spent on initial values.
         model = nnx.eval_shape(lambda: cls(config, dtype, rngs=nnx.Rngs(0)))
         model.device = to_device(device)
@@ -146,7 +148,8 @@ class Transformer(nnx.Module):
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
-        check_memory(memory.shape, (*source_ids.shape, self.config.d_model))
+        memory_shape = (*source_ids.shape, self.config.d_model)
+        memory = to_memory(memory, memory_shape, self.source_embedding.table.dtype.name)
         return self._decode(target_ids, memory, source_mask, target_mask, tap)
 
     def _take_source(self, ids, mask):

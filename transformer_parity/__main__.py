@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from typing import NoReturn
 
 from transformer_parity.commands import check, info, show, source
@@ -36,6 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
         return options.run(options)
     except BrokenPipeError:  # the reader, such as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INCOMPLETE
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return INCOMPLETE
+    except Exception:  # whose exit code of 1 would read as a semantic divergence
+        traceback.print_exc()
         return INCOMPLETE
 
 

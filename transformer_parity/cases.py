@@ -1,6 +1,7 @@
 """The deck: every component alone, the stacks, the full model, every edge case and every preset.
 
-Every axis has its own size, so that no two can be confused: B 3, S 9, T 7, H 3, d_k 8, d_v 10, d_model 24, d_ff 40.
+No two axes of a tensor have the same size, so that none can be confused: B 4, S 9, T 7, H 3, d_k 8, d_v 10,
+d_model 24, d_ff 40.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from pathlib import Path
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import IMPLEMENTATIONS, PRESETS, TransformerConfig
+from reference_numpy.config import IMPLEMENTATIONS, PRESETS, DropoutRates, TransformerConfig
 from reference_numpy.files import load_weights
 from reference_numpy.masks import causal_mask
 from transformer_parity.hard_inputs import hard_weights, padded_ids
 
-BATCH, SOURCE, TARGET = 3, 9, 7
-LONG = 5000  # positions; where angles in float32 are wrong in the fourth digit
+BATCH, SOURCE, TARGET = 4, 9, 7
+EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # and yet nothing drops
+LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
 
 
 ALL_DTYPES = ("float64", "float32", "bfloat16")
@@ -95,11 +97,15 @@ def _floats(name: str, *shape: int) -> ndarray:
 
 
 def _ids(config: TransformerConfig, source: int = SOURCE, target: int = TARGET) -> dict[str, ndarray]:
-    """Return a batch with a full row, a shorter one and one of a single token, on each side."""
+    """Return a batch with full rows, shorter ones and one of a single token, on each side."""
     rng = _rng("ids")
     return {
-        "source_ids": padded_ids(rng, config.source_vocab_size, config.pad_id, [source, -(-source // 2), 1], source),
-        "target_ids": padded_ids(rng, config.target_vocab_size, config.pad_id, [target, -(-target // 2), 1], target),
+        "source_ids": padded_ids(
+            rng, config.source_vocab_size, config.pad_id, [source, -(-source // 2), 1, source - 1], source
+        ),
+        "target_ids": padded_ids(
+            rng, config.target_vocab_size, config.pad_id, [target, -(-target // 2), 1, target], target
+        ),
     }
 
 
@@ -108,11 +114,11 @@ def _padding(length: int, *lengths: int) -> ndarray:
 
 
 def _components() -> Iterator[Case]:
-    config = tiny(attention_bias=True, final_norm=True, layer_norm_epsilon=1e-5)
+    config = tiny(attention_bias=True, final_norm=True, layer_norm_epsilon=1e-5, dropout=EVERYWHERE)
     heads, d_model = config.num_heads, config.d_model
     x, memory = _floats("x", BATCH, TARGET, d_model), _floats("memory", BATCH, SOURCE, d_model)
-    source_mask = _padding(SOURCE, 9, 5, 1)[:, None, None, :]
-    target_mask = causal_mask(TARGET) & _padding(TARGET, 7, 4, 1)[:, None, None, :]
+    source_mask = _padding(SOURCE, 9, 5, 1, 8)[:, None, None, :]
+    target_mask = causal_mask(TARGET) & _padding(TARGET, 7, 4, 1, 7)[:, None, None, :]
     holes = _rng("holes").random((BATCH, heads, TARGET, SOURCE)) < 0.6
     holes[1, :, 3] = False  # this query may attend to nothing
 
@@ -141,7 +147,7 @@ def _components() -> Iterator[Case]:
         yield Case(f"multi_head_attention/{name}", "multi-head attention", config, block, inputs)
 
     yield Case("feed_forward/relu", "feed-forward", config, "encoder.layers.1.feed_forward", {"x": x})
-    rows = x * np.array([3e-3, 1.0, 1.0])[:, None, None] + np.array([0.0, 0.0, 1e3])[:, None, None]
+    rows = x * np.array([3e-3, 1.0, 1.0, 1e3])[:, None, None] + np.array([0.0, 0.0, 1e3, 0.0])[:, None, None]
     rows[0, 0] = 0.25  # a constant row
     yield Case("layer_norm/standard", "layer norm", config, "encoder.layers.1.self_attention_norm", {"x": rows})
     yield Case("embedding/tokens", "embedding", config, "source_embedding", {"ids": _ids(config)["source_ids"]})
@@ -176,7 +182,7 @@ def _components() -> Iterator[Case]:
 
 
 def _full_models() -> Iterator[Case]:
-    config = tiny()
+    config = tiny(dropout=EVERYWHERE)
     ids = _ids(config)
     empty_source = ids["source_ids"].copy()
     empty_source[1] = config.pad_id

@@ -81,7 +81,7 @@ def compare(
         for dtype in setting.dtypes:
             runs = [case for case in same_model if dtype in case.dtypes]
             if runs:
-                yield from _compare_group(runs, port, dtype, setting, _round(weights, dtype), progress)
+                yield from _compare_group(runs, port, dtype, setting, _given(weights, dtype), progress)
 
 
 def _compare_group(
@@ -100,6 +100,8 @@ def _compare_group(
         return Finding(port.name, dtype, case.component, case.name, "run", OUTPUT, math.inf, 0.0, FAILED, message)
 
     progress(f"{dtype} {cases[0].name}")
+    truth = PORTS["numpy"].load(config, weights, "float64", "cpu", "highest")
+    same_dtype = PORTS["numpy"].load(config, weights, "float32", "cpu", "highest") if dtype == "float32" else None
     try:
         loaded = port.load(config, weights, dtype, setting.device, setting.precision)
         problem = _round_trip(loaded, weights, dtype)
@@ -109,13 +111,11 @@ def _compare_group(
     distance, verdict = (math.inf, DIVERGES) if problem else (0.0, AGREES)
     yield Finding(port.name, dtype, "weights", cases[0].name, "load", ROUND_TRIP, distance, 0.0, verdict, problem)
 
-    truth = PORTS["numpy"].load(config, weights, "float64", "cpu", "highest")
-    same_dtype = PORTS["numpy"].load(config, weights, "float32", "cpu", "highest") if dtype == "float32" else None
     for case in cases:
         progress(f"{dtype} {case.name}")
-        inputs = _round(case.inputs, dtype)
-        expected = _expect(case.block, inputs, truth, same_dtype)
+        inputs = _given(case.inputs, dtype)
         try:
+            expected = _expect(case.block, inputs, truth, same_dtype)
             yield from _compare_case(case, loaded, inputs, expected, port.name, dtype, setting)
         except Exception as error:
             yield failed(case, error)
@@ -124,6 +124,8 @@ def _compare_group(
 def _expect(block: str, inputs: Mapping[str, ndarray], truth: LoadedPort, same_dtype: LoadedPort | None) -> Expected:
     """Run the reference: in float64 for the truth, in the working dtype for the yardstick."""
     exact = truth.run(block, inputs, taps=True)
+    if not all(np.isfinite(value).all() for value in (exact.output, *exact.taps.values())):
+        raise ValueError("the reference itself is not finite here")
     yardstick = {}
     if same_dtype is not None:
         rounded = same_dtype.run(block, inputs, taps=True)
@@ -162,14 +164,17 @@ def _compare_case(
         yield judge("fast", OUTPUT, loaded.run(case.block, inputs, taps=False).output, expected.output)
 
 
-def _round(arrays: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
-    """Round what a port is given to bfloat16 beforehand, so that both sides start from the same numbers."""
-    if dtype != "bfloat16":
-        return dict(arrays)
-    return {
-        name: array.astype("bfloat16").astype(array.dtype) if array.dtype.kind == "f" else array
-        for name, array in arrays.items()
-    }
+def _given(arrays: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
+    """Return what a port is given: arrays it cannot write to, rounded to bfloat16 beforehand where that is the dtype.
+
+    Both sides start from the same numbers, and a port that changes its caller's arrays is found out.
+    """
+    given = {}
+    for name, array in arrays.items():
+        rounds = dtype == "bfloat16" and array.dtype.kind == "f"
+        given[name] = array.astype("bfloat16").astype(array.dtype) if rounds else array.view()
+        given[name].setflags(write=False)
+    return given
 
 
 def _structure(actual: ndarray, truth: ndarray, dtype: str) -> str:

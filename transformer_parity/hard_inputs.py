@@ -18,9 +18,9 @@ TINY = 3e-3  # makes the variance of the next norm's input comparable to its eps
 def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
     """Return float32 weights that make every known mistake visible.
 
-    Biases and scales are random; query and key kernels are doubled, so that attention is sharp; in the first encoder
-    layer and the last decoder layer one norm and the feed-forward network behind it are scaled down, so that the
-    next norm sees a variance as small as its epsilon.
+    Biases and scales are random; query and key kernels are doubled, so that attention is sharp. In a post-norm model,
+    one norm of the first encoder layer and of the last decoder layer is scaled down, with the feed-forward network
+    behind it, so that the next norm sees a variance as small as its epsilon.
     """
     rng = np.random.default_rng([seed, 1])
     weights = init_weights(config, seed)
@@ -32,7 +32,8 @@ def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
             weights[name] = rng.normal(0.0, 0.2 if parent.endswith("norm") else 0.1, array.shape)
         elif kind == "kernel" and parent in ("query_proj", "key_proj"):
             weights[name] = 2.0 * array
-    for block in ("encoder.layers.0.self_attention", f"decoder.layers.{config.num_decoder_layers - 1}.cross_attention"):
+    shrunk_at = ("encoder.layers.0.self_attention", f"decoder.layers.{config.num_decoder_layers - 1}.cross_attention")
+    for block in shrunk_at if config.norm_order == "post" else ():
         layer = block.rpartition(".")[0]
         shrunk = [f"{block}_norm.scale", f"{block}_norm.bias", f"{layer}.feed_forward.output_proj.kernel"]
         if config.feed_forward_bias:

@@ -131,6 +131,12 @@ class _LoadedTorch(_LoadedPackage):
             return array.contiguous().view(torch.int16).numpy().view("bfloat16")
         return array.numpy()
 
+    def run_tapped(self, block: str, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        import torch
+
+        with torch.inference_mode():
+            return super().run_tapped(block, arrays)
+
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         import torch
 
@@ -163,14 +169,15 @@ class _LoadedJax(_LoadedPackage):
             function = self.find(nnx.merge(graphdef, state), block)
             return _call_tapped(function, arrays) if tapped else function(**arrays)
 
-        if tapped not in _JITTED:
+        key = (self.package.__name__, tapped)
+        if key not in _JITTED:
             # With taps on nobody waits for the result, only for the compiler.
             options = {"xla_backend_optimization_level": 0} if tapped else None
-            _JITTED[tapped] = jax.jit(run, static_argnums=(0, 2), compiler_options=options)
-        return _JITTED[tapped]
+            _JITTED[key] = jax.jit(run, static_argnums=(0, 2), compiler_options=options)
+        return _JITTED[key]
 
 
-_JITTED: dict[bool, Callable[..., Any]] = {}
+_JITTED: dict[tuple[str, bool], Callable[..., Any]] = {}
 
 
 class _LoadedTf(_LoadedPackage):
@@ -221,6 +228,7 @@ class PackagePort:
         """
         self.check_installed()
         # Share a GPU instead of claiming it, and keep start-up notices off the terminal.
+        os.environ["KERAS_BACKEND"] = "tensorflow"
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

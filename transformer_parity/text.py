@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +17,7 @@ from reference_numpy.config import TransformerConfig
 
 Pairs = list[tuple[str, str]]
 VOCAB_SIZE = 1000
+SPECIAL = 3  # ids a model may keep for itself: padding, start and end
 
 
 def read_pairs(source: str | Path | None = None, target: str | Path | None = None) -> Pairs:
@@ -43,7 +45,7 @@ def _read_lines(path: Path) -> list[str]:
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             return [line.strip() for line in file]
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not {'gzipped ' * (path.suffix == '.gz')}UTF-8 text: {error}") from error
 
 
@@ -61,6 +63,8 @@ class Vocabulary:
         Raises:
             ValueError: The size is too small to hold every character of the text.
         """
+        if size < 2:
+            raise ValueError(f"a subword vocabulary needs at least 2 entries: got {size}")
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(

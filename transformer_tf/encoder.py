@@ -80,7 +80,7 @@ class Encoder(Block):
     ) -> Float[Tensor, "B S d_model"]:
         """Return the memory; True in ``mask`` = may attend."""
         for i, layer in enumerate(self.layers):
-            x = layer(x, mask, tap=within(tap, f"layers.{i}"))
+            x = layer(x, mask=mask, tap=within(tap, f"layers.{i}"))  # by name: Keras fills in a mask of None
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

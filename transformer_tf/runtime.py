@@ -9,10 +9,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.checks import check_choice, check_ids, check_mask
+from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Int
+    from jaxtyping import Bool, Float, Int
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")
@@ -24,7 +24,7 @@ def set_precision(precision: str) -> None:
 
     Args:
         precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
-            (TF32 on a GPU), for speed. A CPU computes in full float32 either way.
+            (TF32 on a GPU), for speed. Most CPUs compute in full float32 either way.
 
     Raises:
         ValueError: There is no such precision.
@@ -69,6 +69,13 @@ def to_mask(name: str, mask: Any, shape: tuple[int | None, int | None]) -> Bool[
     mask = mask if tf.is_tensor(mask) else np.asarray(mask)
     check_mask(name, tuple(mask.shape), mask.dtype.name, shape)
     return tf.convert_to_tensor(mask)
+
+
+def to_memory(memory: Any, shape: tuple[int | None, ...], dtype: str) -> Float[Tensor, "B S d_model"]:
+    """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
+    memory = memory if tf.is_tensor(memory) else np.asarray(memory)
+    check_memory(tuple(memory.shape), memory.dtype.name, shape, dtype)
+    return tf.convert_to_tensor(memory)
 
 
 def describe() -> dict[str, str]:

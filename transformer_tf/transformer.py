@@ -14,7 +14,7 @@ import tensorflow as tf
 from numpy import ndarray
 from tensorflow import Tensor
 
-from reference_numpy.checks import check_memory, check_same_batch
+from reference_numpy.checks import check_same_batch
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights
 from reference_numpy.taps import Tap, no_tap, within
@@ -23,7 +23,7 @@ from transformer_tf.embedding import LearnedPosition, OutputProjection, Sinusoid
 from transformer_tf.encoder import Encoder
 from transformer_tf.layers import Dropout
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
-from transformer_tf.runtime import check_placement, set_precision, to_device, to_ids, to_mask
+from transformer_tf.runtime import check_placement, set_precision, to_device, to_ids, to_mask, to_memory
 from transformer_tf.weights import get_weights, set_weights
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Transformer(keras.Model):
     Taps:
         ``source_embedding.output``, those of the encoder, ``target_embedding.output``, those of the decoder,
         ``logits``. A Recorder passed as ``tap`` returns any of them beside the logits: every decoder layer's output
-        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``*.weights``).
+        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``**.weights``).
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
@@ -82,7 +82,7 @@ class Transformer(keras.Model):
         Args:
             config: What the weights are weights of.
             weights: One array per canonical name, of any floating-point dtype.
-            dtype: The dtype of parameters and computation.
+            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
             device: ``cpu`` or ``gpu``.
             precision: ``highest`` or ``fast``; it holds for the whole process (see ``set_precision``).
 
@@ -174,7 +174,8 @@ class Transformer(keras.Model):
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
-        check_memory(tuple(memory.shape), (*source_ids.shape, self.config.d_model))
+        memory_shape = (*source_ids.shape, self.config.d_model)
+        memory = to_memory(memory, memory_shape, self.compute_dtype)
         with tf.device(self.device):
             return self._decode(target_ids, memory, source_mask, target_mask, tap, training)
 

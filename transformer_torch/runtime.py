@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reference_numpy.checks import check_choice, check_ids, check_mask
+from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Int
+    from jaxtyping import Bool, Float, Int
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")
@@ -23,7 +23,7 @@ def set_precision(precision: str) -> None:
 
     Args:
         precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
-            (TF32 on a GPU), for speed. A CPU computes in full float32 either way.
+            (TF32 on a GPU), for speed. Most CPUs compute in full float32 either way.
 
     Raises:
         ValueError: There is no such precision.
@@ -69,6 +69,13 @@ def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) 
     array = np.asarray(mask)
     check_mask(name, array.shape, array.dtype.name, shape)
     return torch.tensor(array, device=device)
+
+
+def to_memory(memory: Any, shape: tuple[int, ...], dtype: str, device: torch.device) -> Float[Tensor, "B S d_model"]:
+    """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
+    array = memory if isinstance(memory, Tensor) else torch.as_tensor(np.asarray(memory))
+    check_memory(array.shape, dtype_name(array), shape, dtype)
+    return array.to(device)
 
 
 def dtype_name(x: Tensor) -> str:

@@ -13,7 +13,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor, nn
 
-from reference_numpy.checks import check_memory, check_same_batch
+from reference_numpy.checks import check_same_batch
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights
 from reference_numpy.taps import Tap, no_tap, within
@@ -22,7 +22,7 @@ from transformer_torch.embedding import LearnedPosition, OutputProjection, Sinus
 from transformer_torch.encoder import Encoder
 from transformer_torch.layers import Dropout
 from transformer_torch.masks import causal_mask, padding_mask, target_padding_mask
-from transformer_torch.runtime import check_placement, set_precision, to_device, to_ids, to_mask
+from transformer_torch.runtime import check_placement, dtype_name, set_precision, to_device, to_ids, to_mask, to_memory
 from transformer_torch.weights import get_weights, set_weights
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Transformer(nn.Module):
     Taps:
         ``source_embedding.output``, those of the encoder, ``target_embedding.output``, those of the decoder,
         ``logits``. A Recorder passed as ``tap`` returns any of them beside the logits: every decoder layer's output
-        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``*.weights``).
+        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``**.weights``).
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
@@ -69,7 +69,7 @@ class Transformer(nn.Module):
         Args:
             config: What the weights are weights of.
             weights: One array per canonical name, of any floating-point dtype.
-            dtype: The dtype of parameters and computation.
+            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
             device: ``cpu`` or ``gpu``.
             precision: ``highest`` or ``fast``; it holds for the whole process (see ``set_precision``).
 
@@ -140,8 +140,8 @@ class Transformer(nn.Module):
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
-        memory = torch.as_tensor(memory, device=self.device)
-        check_memory(memory.shape, (*source_ids.shape, self.config.d_model))
+        memory_shape = (*source_ids.shape, self.config.d_model)
+        memory = to_memory(memory, memory_shape, dtype_name(self.source_embedding.table), self.device)
         return self._decode(target_ids, memory, source_mask, target_mask, tap)
 
     @property

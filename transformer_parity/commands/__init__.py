@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 
+from transformer_parity.ports import PORTS
+
 
 def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
     """Return an argparse type: known names with commas between them, in the order in which they are known."""
@@ -19,3 +21,14 @@ def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
         return [name for name in names if name in chosen]
 
     return parse
+
+
+def add_backends(parser: argparse.ArgumentParser, default: list[str]) -> None:
+    """Add the option that chooses backends."""
+    parser.add_argument(
+        "--backends",
+        type=one_or_more(PORTS),
+        default=default,
+        metavar=",".join(PORTS),
+        help=f"which packages (default: {','.join(default)})",
+    )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +18,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 import reference_numpy as ref
 from reference_numpy.config import PRESETS, TransformerConfig
 from transformer_parity.cases import Case, deck, preset_case
-from transformer_parity.commands import one_or_more
+from transformer_parity.commands import add_backends, one_or_more
+from transformer_parity.commands.info import describe_machine
 from transformer_parity.compare import AGREES, FAILED, Finding, Setting
 from transformer_parity.policy import EPS
 from transformer_parity.ports import PORTS, MissingFrameworkError
@@ -31,8 +34,8 @@ from transformer_parity.report import (
     summarise,
     verdict_line,
 )
-from transformer_parity.text import VOCAB_SIZE, Vocabulary, batch, pick, read_pairs
-from transformer_parity.workers import run_all
+from transformer_parity.text import SPECIAL, VOCAB_SIZE, Vocabulary, batch, pick, read_pairs
+from transformer_parity.workers import Message, run_all
 
 EXAMPLES = """
 examples:
@@ -57,8 +60,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = ",".join(PORTS)
-    parser.add_argument("--backends", type=one_or_more(PORTS), default=list(PORTS), metavar=names, help="default: all")
+    add_backends(parser, list(PORTS))
     parser.add_argument("--dtype", type=one_or_more(EPS), default=list(EPS), metavar=",".join(EPS), help="default: all")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
     parser.add_argument(
@@ -71,7 +73,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--preset", type=one_or_more(PRESETS), metavar="NAME[,NAME]", help="only these; see `parity info` for the list"
     )
     parser.add_argument("--only", choices=("deck", "text"), help="only the deck, or only the sentences")
-    parser.add_argument("--weights", type=Path, metavar="FILE", help="a model of yours, on the sentences")
+    parser.add_argument(
+        "--weights", type=Path, metavar="FILE", help="a model of yours, on the sentences, in subwords learned from them"
+    )
     parser.add_argument(
         "--text", type=Path, nargs=2, metavar=("SOURCE", "TARGET"), help="two line-aligned files, gzip too"
     )
@@ -87,15 +91,13 @@ def run(options: argparse.Namespace) -> int:
     try:
         if not ports:
             raise ValueError("numpy is the reference: name at least one port to compare with it")
+        _check_options(options)
         for name in ports:
             PORTS[name].check_installed()
         setting = Setting(options.dtype, options.device, options.precision)
         cases = _choose_cases(options, console)
     except (MissingFrameworkError, OSError, ValueError) as error:
         print(f"parity check: error: {error}", file=sys.stderr)
-        return EXIT_CODES[FAILED]
-    if options.json is not None and not options.json.parent.is_dir():
-        print(f"parity check: error: there is no folder {options.json.parent}", file=sys.stderr)
         return EXIT_CODES[FAILED]
 
     started = time.monotonic()
@@ -104,18 +106,28 @@ def run(options: argparse.Namespace) -> int:
     print_summary(console, findings, ports)
     print_depth(console, findings, ports)
     print_problems(console, findings)
-    for name in PORTS:
-        if name not in ("numpy", *ports):
-            console.print(f"NOT TESTED: {name} (left out of --backends)")
-    if options.device == "cpu":
-        console.print("NOT TESTED: gpu (ask for it with --device gpu)")
+    for what in _left_out(options):
+        console.print(f"NOT TESTED: {what}")
     if interrupted:
         console.print("Interrupted: what was compared until then stands above.")
     console.print(verdict_line(findings, ports, seconds))
     code = EXIT_CODES[FAILED] if interrupted and overall(findings) == AGREES else exit_code(findings)
     if options.json is not None:
-        _write_json(options.json, code, findings, environment, setting)
+        _write_json(options, code, findings, environment, setting)
     return code
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse options of which one would be ignored, and a result that could not be written."""
+    if options.only == "deck" and (options.text or options.weights):
+        raise ValueError("--text and --weights are about the sentences, which --only deck leaves out")
+    if options.weights and options.preset:
+        raise ValueError("--weights brings its own config: leave out --preset")
+    if options.json is not None:
+        if not options.json.parent.is_dir():
+            raise ValueError(f"there is no folder {options.json.parent}")
+        if options.json.is_dir():
+            raise ValueError(f"{options.json} is a folder")
 
 
 def _choose_cases(options: argparse.Namespace, console: Console) -> list[Case]:
@@ -135,19 +147,32 @@ def _sentence_cases(options: argparse.Namespace) -> list[Case]:
     lines = [line for pair in pairs for line in pair]
     if options.weights is not None:
         config, _ = ref.load_weights(options.weights)
-        vocabulary = Vocabulary.train(
-            lines, min(config.source_vocab_size - 3, config.target_vocab_size - 3, VOCAB_SIZE)
-        )
+        smaller = min(config.source_vocab_size, config.target_vocab_size)
+        vocabulary = Vocabulary.train(lines, min(smaller - SPECIAL, VOCAB_SIZE))
         configs = {options.weights.name: config}
     else:
         vocabulary = Vocabulary.train(lines)
-        sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), vocabulary.size + 3)
+        sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), vocabulary.size + SPECIAL)
         configs = {name: TransformerConfig.preset(name, **sizes) for name in options.preset or ["paper_base"]}
     chosen = pick(pairs, options.sentences)
     return [
         Case(f"{SENTENCES}/{name}", SENTENCES, config, "", batch(chosen, vocabulary, config), options.weights)
         for name, config in configs.items()
     ]
+
+
+def _left_out(options: argparse.Namespace) -> list[str]:
+    """Return what this run did not look at, and how to ask for it."""
+    left_out = [f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *options.backends)]
+    left_out += [f"{dtype} (left out of --dtype)" for dtype in EPS if dtype not in options.dtype]
+    if options.weights or options.only == "text":
+        left_out.append("the deck (left out by --weights or --only text)")
+    elif options.preset:
+        left_out.append("the rest of the deck (left out by --preset)")
+    if options.only == "deck":
+        left_out.append("sentences (left out by --only deck)")
+    other = "cpu" if options.device == "gpu" else "gpu"
+    return [*left_out, f"{other} (ask for it with --device {other})"]
 
 
 def _compare(
@@ -166,9 +191,12 @@ def _compare(
     )
     with Progress(*columns, console=console, transient=True) as progress:
         bars = {name: progress.add_task("waiting", total=steps, backend=name) for name in ports}
+        logged: set[tuple[str, str]] = set()
         try:
             for message in run_all(ports, cases, setting):
                 findings += message.findings
+                if not console.is_terminal:
+                    _log_progress(message, logged)
                 if message.environment:
                     environment[message.backend] = message.environment
                 doing = "done" if message.done else message.doing
@@ -178,29 +206,50 @@ def _compare(
     return findings, environment, False
 
 
+def _log_progress(message: Message, logged: set[tuple[str, str]]) -> None:
+    """Say on standard error, where no bar can be drawn, which component a port has reached."""
+    for finding in message.findings:
+        if (message.backend, finding.component) not in logged:
+            logged.add((message.backend, finding.component))
+            print(f"{message.backend}: {finding.component}", file=sys.stderr, flush=True)
+
+
 def _write_json(
-    path: Path, code: int, findings: Sequence[Finding], environment: dict[str, dict[str, str]], setting: Setting
+    options: argparse.Namespace,
+    code: int,
+    findings: Sequence[Finding],
+    environment: dict[str, dict[str, str]],
+    setting: Setting,
 ) -> None:
     content = {
         "format": 1,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "exit_code": code,
         "verdict": overall(findings),
+        "backends": [name for name in options.backends if name != "numpy"],
         "setting": asdict(setting),
+        "weights": options.weights and str(options.weights),
+        "text": [str(path) for path in options.text or ("shipped",)],
+        "not_tested": _left_out(options),
+        "machine": describe_machine(),
         "environment": environment,
         "comparisons": len(findings),
         "summary": summarise(findings),
         "failures": [finding.to_dict() for finding in findings if finding.verdict != AGREES],
         "sentences": [finding.to_dict() for finding in findings if finding.component == SENTENCES],
     }
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(_finite(content), indent=1) + "\n", "utf-8")
-    temporary.replace(path)
+    temporary = options.json.with_name(f".{options.json.name}.tmp")
+    try:
+        temporary.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", "utf-8")
+        temporary.replace(options.json)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _finite(value: object) -> object:
-    """Write an infinite error as a string: JSON has no number for it."""
+    """Write an infinite error as a string: JSON has no number for it, nor for NaN."""
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
-    return str(value) if isinstance(value, float) and value == float("inf") else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,10 +18,10 @@ from rich.console import Console
 
 import reference_numpy as ref
 from reference_numpy.config import DEPTHS, PRESETS, TransformerConfig
-from transformer_parity.commands.source import add_backends, one_or_more
+from transformer_parity.commands import add_backends, one_or_more
 from transformer_parity.hard_inputs import hard_weights
 from transformer_parity.ports import PORTS, MissingFrameworkError, PackagePort, quiet_frameworks
-from transformer_parity.text import VOCAB_SIZE, Vocabulary, read_pairs
+from transformer_parity.text import SPECIAL, VOCAB_SIZE, Vocabulary, read_pairs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,6 @@ ALLOWED, FORBIDDEN = "#4a90c8", "#e9edf2"
 # The same picture on every machine: text as shapes, ids from a fixed salt.
 STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "parity"}
 MOST_COLUMNS = 8  # of heads beside each other
-SPECIAL = 3  # ids that a config keeps for itself: padding, start and end
 TAPS = {
     "encoder": "encoder.layers.{}.self_attention.weights",
     "decoder": "decoder.layers.{}.self_attention.weights",
@@ -327,10 +326,7 @@ def _model(options: argparse.Namespace) -> tuple[TransformerConfig, Arrays, Voca
         return config, hard_weights(config), vocabulary, f"a small random model, not trained, built as {options.preset}"
     config, weights = ref.load_weights(options.weights)
     size = min(config.source_vocab_size, config.target_vocab_size) - SPECIAL
-    try:
-        vocabulary = Vocabulary.train(lines, min(size, VOCAB_SIZE))
-    except RuntimeError as error:
-        raise ValueError(f"a vocabulary of {size + SPECIAL} is too small for the text: {error}") from error
+    vocabulary = Vocabulary.train(lines, min(size, VOCAB_SIZE))
     text = "the text that ships" if options.text is None else options.text[0].name
     return config, weights, vocabulary, f"{options.weights.name}, with subwords learned from {text}"
 

@@ -20,7 +20,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from transformer_parity.commands import one_or_more
+from transformer_parity.commands import add_backends
 from transformer_parity.ports import PORTS
 
 COLUMN = 60  # characters that a column of code needs to be readable
@@ -76,17 +76,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--width", type=int, metavar="N", help="lay out for N characters (default: the terminal's)")
     parser.add_argument("--no-color", action="store_true", help="print without colours")
     parser.set_defaults(run=run)
-
-
-def add_backends(parser: argparse.ArgumentParser, default: list[str]) -> None:
-    """Add the option that chooses backends."""
-    parser.add_argument(
-        "--backends",
-        type=one_or_more(PORTS),
-        default=default,
-        metavar=",".join(PORTS),
-        help=f"which packages (default: {','.join(default)})",
-    )
 
 
 def run(options: argparse.Namespace) -> int:

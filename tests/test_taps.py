@@ -1,0 +1,39 @@
+"""Taps pass their value through: what a tap returns is what the model goes on with, in every backend."""
+
+import numpy as np
+
+import reference_numpy as ref
+from transformer_parity.cases import tiny
+from transformer_parity.hard_inputs import hard_weights, padded_ids
+from transformer_parity.policy import relative_error
+
+
+def test_every_tap_can_be_replaced(port):
+    config = tiny(num_encoder_layers=1, num_decoder_layers=1)
+    weights = hard_weights(config)
+    rng = np.random.default_rng(0)
+    ids = padded_ids(rng, 37, config.pad_id, [5, 3], 5), padded_ids(rng, 37, config.pad_id, [4, 2], 4)
+    reference = ref.Transformer.from_weights(config, weights, "float64")
+    model = port.package.Transformer.from_weights(config, weights, "float64")
+    plain = ref.Recorder()
+    logits = reference(*ids, tap=plain)
+    for name, value in plain.items():
+        other = rng.normal(size=value.shape)
+        expected = reference(*ids, tap=ref.Recorder("none", replace={name: other}))
+        actual = model(*ids, tap=ref.Recorder("none", replace={name: port.from_numpy(other)}))
+        assert relative_error(port.to_numpy(actual), expected) < 1e-12, name
+        # Scores that no query may use, and keys and values of padding, are the only places without effect.
+        assert relative_error(logits, expected) > 1e-6, name
+
+
+def test_recording_changes_nothing(backend):
+    config = tiny()
+    model = backend.package.Transformer.from_weights(config, hard_weights(config), "float64")
+    ids = [[5, 6, 7]], [[1, 8]]
+    seen, some = ref.Recorder(), ref.Recorder("decoder.layers.*.output", "**.weights")
+    logits = [backend.to_numpy(model(*ids, tap=tap)) for tap in (seen, some)]
+    assert np.array_equal(*logits)
+    assert {name: tuple(value.shape) for name, value in seen.items()} == ref.tap_shapes(config, 1, 3, 2)
+    layers = [f"decoder.layers.{i}.output" for i in range(2)]
+    assert list(some) == [name for name in seen if name.endswith(".weights") or name in layers]
+    assert len(some) == 2 + 3 * 2
