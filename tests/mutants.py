@@ -873,7 +873,7 @@ EDGES = [
     Mistake(
         "decode without padding mask",
         f"{CROSS}.weights",
-        instead("transformer", "check_memory(", "source_mask = source_mask | True\n        check_memory("),
+        instead("transformer", "memory_shape = (", "source_mask = source_mask | True\n        memory_shape = ("),
         case="decoder/decode",
         unseen=("full/padded",),
     ),

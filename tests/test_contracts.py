@@ -251,6 +251,21 @@ def test_memory_from_numpy(backend, model):
     np.testing.assert_array_equal(backend.to_numpy(model.decode(TARGET, MEMORY, SOURCE)), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int32", "bool"])
+def test_memory_of_another_dtype(backend, model, nothing_runs, dtype):
+    memory = MEMORY.astype(dtype)
+    for given in (memory, backend.from_numpy(memory)):
+        expected = (TypeError, f"memory must be float32: got {dtype}")
+        assert refusal(model.decode, TARGET, given, SOURCE) == expected
+
+
+def test_empty_attention_operands(backend):
+    query, empty = np.ones((2, 3, 4, 5)), np.ones((2, 3, 0, 5))
+    attention = backend.package.scaled_dot_product_attention
+    operands = [backend.from_numpy(array) for array in (query, empty, empty)]
+    assert refusal(attention, *operands) == (ValueError, "key must not be empty: got (2, 3, 0, 5)")
+
+
 def test_arguments_are_neither_changed_nor_kept(backend, model):
     source, target, memory = SOURCE.copy(), TARGET.copy(), backend.from_numpy(MEMORY)
     masks = SOURCE != 0, TARGET != 0
