@@ -38,6 +38,10 @@ def small(name: str) -> dict[str, int]:
     return {"d_model": 32, "num_heads": 2, "d_ff": 64, "num_encoder_layers": 1, "num_decoder_layers": 1}
 
 
+def test_no_placeholder_is_left():
+    assert "@@" not in README
+
+
 def test_links_lead_to_files():
     links = re.findall(r"\]\(([^)#:]+)\)", README)
     assert len(links) > 40

@@ -86,7 +86,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit code."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     ports = [name for name in options.backends if name != "numpy"]
     try:
         if not ports:
