@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import reference_numpy as ref
+from transformer_parity import workers
 from transformer_parity.__main__ import main
-from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, Finding
+from transformer_parity.cases import deck
+from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting
 from transformer_parity.report import exit_code, overall
 from transformer_parity.text import Vocabulary, batch, pick, read_pairs
 
@@ -128,6 +130,19 @@ def test_ctrl_c_keeps_what_was_compared():
     assert process.returncode == 3, printed
     assert "Interrupted" in printed
     assert "Traceback" not in printed
+
+
+def test_a_process_that_dies_is_a_finding_about_its_port(monkeypatch):
+    started = []
+    construct = workers._Worker.__init__
+    monkeypatch.setattr(workers._Worker, "__init__", lambda self, *a: (construct(self, *a), started.append(self))[0])
+    findings = []
+    for message in workers.run_all(["torch"], deck(), Setting(("float64",))):
+        findings += message.findings
+        if message.doing.endswith("feed_forward/relu"):
+            started[0].process.kill()
+    assert "the process ended with exit code" in findings[-1].detail
+    assert exit_code(findings) == 3
 
 
 def test_shipped_text_is_aligned_and_varied():
