@@ -194,6 +194,12 @@ class _LoadedTf(_LoadedPackage):
     def to_numpy(self, array: Any) -> ndarray:
         return array.numpy()
 
+    def run_tapped(self, block: str, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        import tensorflow as tf
+
+        with tf.device(self.model.device):
+            return super().run_tapped(block, arrays)
+
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         import tensorflow as tf
 
