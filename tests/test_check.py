@@ -128,7 +128,9 @@ def test_ctrl_c_keeps_what_was_compared():
     process.send_signal(signal.CTRL_C_EVENT if os.name == "nt" else signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 3, printed
-    assert "Interrupted" in printed
+    assert "interrupted before everything was compared" in printed
+    assert "INCOMPLETE" in printed
+    assert "AGREE " not in printed
     assert "Traceback" not in printed
 
 

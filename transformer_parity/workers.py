@@ -86,7 +86,7 @@ class _Worker:
             self.process.join(PATIENCE)
             last = self.log.read_text("utf-8", "replace").strip().splitlines()[-1:] or ["it printed nothing"]
             problem = f"the process ended with exit code {self.process.exitcode} at {self.doing}: {last[0]}"
-            return Message(self.backend, (_failed(self.backend, problem),), done=True)
+            return Message(self.backend, (failure(self.backend, problem),), done=True)
         self.doing = message.doing or self.doing
         return message
 
@@ -99,7 +99,8 @@ class _Worker:
         self.connection.close()
 
 
-def _failed(backend: str, problem: str) -> Finding:
+def failure(backend: str, problem: str) -> Finding:
+    """Return the finding that a port could not be compared at all, or not to the end."""
     return Finding(backend, "", "process", "", "run", "", math.inf, 0.0, FAILED, problem)
 
 
@@ -115,7 +116,7 @@ def _work(backend: str, cases: Sequence[Case], setting: Setting, pipe: Connectio
         for dtype in setting.dtypes:
             package.runtime.check_placement(dtype, setting.device)
     except (RuntimeError, ValueError) as error:
-        pipe.send(Message(backend, (_failed(backend, str(error)),), environment=package.describe(), done=True))
+        pipe.send(Message(backend, (failure(backend, str(error)),), environment=package.describe(), done=True))
         return
     made: list[Finding] = []
 

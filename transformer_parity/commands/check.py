@@ -35,7 +35,7 @@ from transformer_parity.report import (
     verdict_line,
 )
 from transformer_parity.text import SPECIAL, VOCAB_SIZE, Vocabulary, batch, pick, read_pairs
-from transformer_parity.workers import Message, run_all
+from transformer_parity.workers import Message, failure, run_all
 
 EXAMPLES = """
 examples:
@@ -101,17 +101,15 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_CODES[FAILED]
 
     started = time.monotonic()
-    findings, environment, interrupted = _compare(ports, cases, setting, console)
+    findings, environment = _compare(ports, cases, setting, console)
     seconds = time.monotonic() - started
     print_summary(console, findings, ports)
     print_depth(console, findings, ports)
     print_problems(console, findings)
     for what in _left_out(options):
         console.print(f"NOT TESTED: {what}")
-    if interrupted:
-        console.print("Interrupted: what was compared until then stands above.")
     console.print(verdict_line(findings, ports, seconds))
-    code = EXIT_CODES[FAILED] if interrupted and overall(findings) == AGREES else exit_code(findings)
+    code = exit_code(findings)
     if options.json is not None:
         _write_json(options, code, findings, environment, setting)
     return code
@@ -177,8 +175,11 @@ def _left_out(options: argparse.Namespace) -> list[str]:
 
 def _compare(
     ports: Sequence[str], cases: list[Case], setting: Setting, console: Console
-) -> tuple[list[Finding], dict[str, dict[str, str]], bool]:
-    """Run the workers with a progress bar for each, until they are done or somebody presses Ctrl-C."""
+) -> tuple[list[Finding], dict[str, dict[str, str]]]:
+    """Run the workers with a progress bar for each, until they are done or somebody presses Ctrl-C.
+
+    An interruption is a finding too: what was compared until then is kept, and it is no agreement.
+    """
     steps = sum(len([dtype for dtype in setting.dtypes if dtype in case.dtypes]) for case in cases)
     findings: list[Finding] = []
     environment: dict[str, dict[str, str]] = {"numpy": ref.describe()}
@@ -202,8 +203,9 @@ def _compare(
                 doing = "done" if message.done else message.doing
                 progress.update(bars[message.backend], description=doing, advance=1 if message.findings else 0)
         except KeyboardInterrupt:
-            return findings, environment, True
-    return findings, environment, False
+            unfinished = [name for name in ports if name not in environment]
+            findings += [failure(name, "interrupted before everything was compared") for name in unfinished]
+    return findings, environment
 
 
 def _log_progress(message: Message, logged: set[tuple[str, str]]) -> None:
