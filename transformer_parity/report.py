@@ -109,7 +109,7 @@ def print_problems(console: Console, findings: Sequence[Finding], limit: int = 8
 def verdict_line(findings: Sequence[Finding], backends: Sequence[str], seconds: float) -> Text:
     """Return the last line: one word, then what it stands on."""
     verdict = overall(findings)
-    cases = len({finding.case for finding in findings})
+    cases = len({finding.case for finding in findings if finding.case})
     counted = ", ".join(
         f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
         for number, word in ((len(backends), "port"), (cases, "case"), (len(findings), "comparison"))
