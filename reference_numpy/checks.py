@@ -147,3 +147,25 @@ def _check_shape(name: str, shape: Shape, needed: Shape) -> None:
         None not in (size, full) and size != full for size, full in zip(shape, needed, strict=True)
     ):
         raise ValueError(f"{name} must have shape {tuple(needed)}: got {tuple(shape)}")
+
+
+def check_labels(shape: Shape, target_shape: Shape) -> None:
+    """Refuse labels of another shape than what the decoder reads: each position has one right next token."""
+    if any(None not in pair and pair[0] != pair[1] for pair in zip(shape, target_shape, strict=True)):
+        raise ValueError(f"labels must have the shape of target_ids {list(target_shape)}: got {list(shape)}")
+
+
+def check_accumulation(accumulation_steps: int, batch: int) -> None:
+    """Refuse a batch that does not fall into slices of equal size."""
+    if batch % accumulation_steps:
+        raise ValueError(f"accumulation_steps must divide the batch: got {accumulation_steps} and {batch} sentences")
+
+
+def check_trainable(dtype: str, mixed_bfloat16: bool, supported: bool) -> None:
+    """Refuse to train weights that are too coarse to take small steps, and mixed precision where it cannot be had."""
+    if dtype not in ("float64", "float32"):
+        raise ValueError(f"training needs float32 or float64 weights: got {dtype}; mixed_bfloat16 computes in bfloat16")
+    if mixed_bfloat16 and not supported:
+        raise ValueError("mixed_bfloat16 is not available in this backend")
+    if mixed_bfloat16 and dtype != "float32":
+        raise ValueError(f"mixed_bfloat16 needs float32 weights: got {dtype}")

@@ -39,6 +39,12 @@ def masked_softmax(
     return weights
 
 
+def log_softmax(logits: Float[ndarray, "*axes V"]) -> Float[ndarray, "*axes V"]:
+    """Return the logarithms of the probabilities, without overflow."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
 def layer_norm(
     x: Float[ndarray, "*axes d_model"],
     scale: Float[ndarray, " d_model"],

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from reference_numpy.checks import check_integer
 from reference_numpy.config import TransformerConfig
+from reference_numpy.training_config import TrainingState
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -37,8 +39,8 @@ def count_parameters(config: TransformerConfig) -> int:
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
 
 
-def check_weights(config: TransformerConfig, weights: Mapping[str, np.ndarray]) -> None:
-    """Refuse weights that are not exactly those of the config.
+def check_weights(config: TransformerConfig, weights: Mapping[str, np.ndarray], what: str = "weights") -> None:
+    """Refuse weights that are not exactly those of the config; ``what`` names them in the message.
 
     Raises:
         TypeError: A tensor is not of a floating-point dtype.
@@ -46,7 +48,7 @@ def check_weights(config: TransformerConfig, weights: Mapping[str, np.ndarray]) 
     """
     layers = config.num_encoder_layers + config.num_decoder_layers
     if layers > len(weights):  # before the names of that many layers are spelled out
-        raise ValueError(f"weights hold {len(weights)} tensors, too few for the config's {layers} layers")
+        raise ValueError(f"{what} hold {len(weights)} tensors, too few for the config's {layers} layers")
     shapes = parameter_shapes(config)
     problems = [f"missing {name} {list(shape)}" for name, shape in shapes.items() if name not in weights]
     problems += [f"unexpected {name} {list(np.shape(weights[name]))}" for name in weights if name not in shapes]
@@ -55,13 +57,29 @@ def check_weights(config: TransformerConfig, weights: Mapping[str, np.ndarray]) 
             problems.append(f"{name} must have shape {list(shape)}: got {list(np.shape(weights[name]))}")
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise ValueError(f"weights do not fit the config: {shown}")
+        raise ValueError(f"{what} do not fit the config: {shown}")
     for name in shapes:
         array = np.asarray(weights[name])
         if array.dtype.name not in FLOAT_DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(FLOAT_DTYPES)}: got {array.dtype.name}")
         if not np.isfinite(array).all():
             raise ValueError(f"{name} must be finite: got {int((~np.isfinite(array)).sum())} NaN or infinite values")
+
+
+def check_training_state(config: TransformerConfig, state: TrainingState) -> None:
+    """Refuse what cannot be the state of a run that trains a model of the config.
+
+    Raises:
+        TypeError: Step or seed is not an integer, or a moment is not of a floating-point dtype.
+        ValueError: A negative step or seed; missing, extra, mis-shaped, non-finite or impossible moments.
+    """
+    check_integer("step", state.step, minimum=0)
+    check_integer("seed", state.seed, minimum=0)
+    check_weights(config, state.first_moment, "first moments")
+    check_weights(config, state.second_moment, "second moments")
+    for name, array in state.second_moment.items():
+        if (np.asarray(array) < 0).any():
+            raise ValueError(f"the second moment of {name} must not be negative: got {np.min(array)}")
 
 
 def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:

@@ -1,0 +1,200 @@
+"""Training (Vaswani et al., 2017, section 5): loss, gradients and the optimizer step.
+
+B batch, S source length, T target length, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.backward import cross_entropy_backward, transformer_backward
+from reference_numpy.checks import check_accumulation, check_labels, check_same_batch, check_trainable
+from reference_numpy.config import TransformerConfig
+from reference_numpy.functional import log_softmax
+from reference_numpy.names import check_training_state, parameter_shapes
+from reference_numpy.runtime import to_ids
+from reference_numpy.taps import Recorder
+from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
+from reference_numpy.weights import find
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+    from reference_numpy.transformer import Transformer
+
+MIXED_BFLOAT16 = False  # whether this backend can compute in bfloat16 with float32 weights
+
+
+def cross_entropy(
+    logits: Float[ndarray, "B T V"], labels: Int[ndarray, "B T"], config: TransformerConfig
+) -> tuple[Float[ndarray, ""], Int[ndarray, ""]]:
+    """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
+
+    Section 5.4: the probability ``label_smoothing`` is taken from the right token and spread over all tokens
+    (``uniform``), over the wrong ones (``off_target``), or over the wrong ones but padding (``off_target_and_pad``).
+    Labels that are ``pad_id`` count for nothing. The logarithms are taken in at least float32.
+
+    Args:
+        logits: The scores of each next token.
+        labels: The right next tokens, padded with ``config.pad_id``.
+        config: Has the padding id and the label smoothing.
+    """
+    log_probabilities = log_softmax(logits)  # [B, T, V]
+    right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]  # [B, T]
+    smoothing = config.label_smoothing
+    spread = log_probabilities.sum(-1)  # [B, T]
+    classes = config.target_vocab_size
+    if config.label_smoothing_kind != "uniform":
+        spread = spread - right
+        classes -= 1
+    if config.label_smoothing_kind == "off_target_and_pad":
+        spread = spread - log_probabilities[..., config.pad_id]
+        classes -= 1
+    losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
+    counted = labels != config.pad_id
+    return np.where(counted, losses, 0.0).sum(), counted.sum()
+
+
+def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
+    """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
+
+    Dropout is off. With no target token at all, loss and gradients are zero.
+
+    Args:
+        model: The model, left as it is.
+        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
+        target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
+        labels: What it should say [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
+
+    Raises:
+        TypeError: Ids that are not integers.
+        ValueError: Ids of the wrong shape or outside the vocabulary.
+    """
+    source_ids, target_ids, labels = _take(model, source_ids, target_ids, labels)
+    total, tokens, of_parameters, of_taps = _backward(model, source_ids, target_ids, labels)
+    scale = 1 / max(tokens, 1)
+    return Gradients(
+        float(total * scale),
+        {name: gradient * scale for name, gradient in of_parameters.items()},
+        {name: gradient * scale for name, gradient in of_taps.items()},
+    )
+
+
+class Trainer:
+    """Trains a model in place, one batch a step; between two steps the model is in inference mode.
+
+    Adam is Algorithm 1 of Kingma and Ba (2015): the moments are corrected for their bias, and epsilon is added to the
+    root of the corrected one. The learning rate is that of equation (3).
+
+    Args:
+        model: The model to train, in float32 or float64.
+        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
+        seed: With the number of the step, all that the dropout of that step depends on.
+
+    Raises:
+        ValueError: The model's dtype cannot be trained, or mixed precision needs float32.
+    """
+
+    def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
+        check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
+        self.model = model
+        self.settings = settings
+        self.seed = seed
+        self.step = 0  # steps taken
+        names = parameter_shapes(model.config)
+        self.first_moment = {name: np.zeros_like(find(model, name)) for name in names}
+        self.second_moment = {name: np.zeros_like(find(model, name)) for name in names}
+
+    def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
+        """Take one step of Adam on the loss per target token of a batch, with dropout.
+
+        Args:
+            source_ids: The source sentences [B, S], padded with ``config.pad_id``.
+            target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
+            labels: What it should say [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
+
+        Raises:
+            TypeError: Ids that are not integers.
+            ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
+        """
+        batch = _take(self.model, source_ids, target_ids, labels)
+        slices = self.settings.accumulation_steps
+        check_accumulation(slices, len(batch[0]))
+        rng = np.random.default_rng([self.seed, self.step])
+        loss, tokens = 0.0, 0
+        gradient: dict[str, ndarray] = {}
+        for part in zip(*(np.split(array, slices) for array in batch), strict=True):
+            part_loss, part_tokens, of_parameters, _ = _backward(self.model, *part, rng)
+            loss, tokens = loss + part_loss, tokens + part_tokens
+            gradient = {name: gradient.get(name, 0.0) + array for name, array in of_parameters.items()}
+        scale = 1 / max(tokens, 1)
+        norm = scale * math.sqrt(sum(np.vdot(array, array) for array in gradient.values()))
+        if self.settings.clip_norm is not None:
+            scale *= self.settings.clip_norm / max(norm, self.settings.clip_norm)
+        self._update({name: array * scale for name, array in gradient.items()})
+        return StepResult(loss / max(tokens, 1), tokens, norm)
+
+    def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[ndarray, ""], Int[ndarray, ""]]:
+        """Return the cross-entropy in nats summed over the target tokens, and their number: no dropout, no smoothing.
+
+        Arguments and errors as in ``train_step``.
+        """
+        source_ids, target_ids, labels = _take(self.model, source_ids, target_ids, labels)
+        config = self.model.config.replace(label_smoothing=0.0)
+        return cross_entropy(self.model(source_ids, target_ids), labels, config)
+
+    def export_state(self) -> TrainingState:
+        """Return a copy of everything that the next step depends on, beside the weights and the settings."""
+        first = {name: array.copy() for name, array in self.first_moment.items()}
+        second = {name: array.copy() for name, array in self.second_moment.items()}
+        return TrainingState(self.step, self.seed, first, second)
+
+    def load_state(self, state: TrainingState) -> None:
+        """Go on from a state that any of the four packages exported.
+
+        Raises:
+            TypeError: A moment is not of a floating-point dtype.
+            ValueError: The moments are not those of the model's config.
+        """
+        check_training_state(self.model.config, state)
+        self.step, self.seed = state.step, state.seed
+        for name in self.first_moment:
+            self.first_moment[name][...] = state.first_moment[name]
+            self.second_moment[name][...] = state.second_moment[name]
+
+    def _update(self, gradient: dict[str, ndarray]) -> None:
+        """Take one step of Adam (Kingma and Ba, 2015, Algorithm 1)."""
+        settings = self.settings
+        self.step += 1
+        learning_rate = settings.learning_rate(self.step, self.model.config.d_model)
+        for name, g in gradient.items():
+            m, v = self.first_moment[name], self.second_moment[name]
+            m += (1.0 - settings.beta1) * (g - m)
+            v += (1.0 - settings.beta2) * (g * g - v)
+            m_hat = m / (1.0 - settings.beta1**self.step)
+            v_hat = v / (1.0 - settings.beta2**self.step)
+            find(self.model, name)[...] -= learning_rate * m_hat / (np.sqrt(v_hat) + settings.epsilon)
+
+
+def _take(model, source_ids, target_ids, labels):
+    """Take a batch from the outside, checked."""
+    config = model.config
+    source_ids = to_ids("source_ids", source_ids, config.source_vocab_size, config.max_positions)
+    target_ids = to_ids("target_ids", target_ids, config.target_vocab_size, config.max_positions)
+    labels = to_ids("labels", labels, config.target_vocab_size, None)
+    check_same_batch(source_ids.shape, target_ids.shape)
+    check_labels(labels.shape, target_ids.shape)
+    return source_ids, target_ids, labels
+
+
+def _backward(model, source_ids, target_ids, labels, rng=None):
+    """Return the summed loss, the number of tokens, and the gradient of the sum at every parameter and every tap."""
+    seen = Recorder()
+    logits = model(source_ids, target_ids, tap=seen, rng=rng)
+    total, tokens = cross_entropy(logits, labels, model.config)
+    of_logits = cross_entropy_backward(logits, labels, model.config)
+    return total, tokens, *transformer_backward(model, source_ids, target_ids, of_logits, seen)
