@@ -1,13 +1,21 @@
-"""The weight file: safetensors, with the config as JSON in its metadata. Nothing in it is ever executed."""
+"""The weight file: safetensors, with the config as JSON in its metadata. Nothing in it is ever executed.
+
+A checkpoint is a weight file that holds more: the moments of the optimizer, under the names of their parameters behind
+a prefix, and what else a training run has to remember, in the metadata. Either may hold a vocabulary.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors looks up by name
+import numpy as np
 from numpy import ndarray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -17,11 +25,18 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.names import FLOAT_DTYPES, check_weights, rounded
 
 METADATA_KEY = "transformer-parity"  # one key only: with several, the bytes of the file depend on hash order
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # a program too old for checkpoints refuses them by itself, by the tensors that it does not know
+FIRST_MOMENT = "first_moment."  # before the name of the parameter
+SECOND_MOMENT = "second_moment."
+VOCABULARY = "vocabulary"
 
 
 def save_weights(
-    path: str | Path, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str | None = None
+    path: str | Path,
+    config: TransformerConfig,
+    weights: Mapping[str, ndarray],
+    dtype: str | None = None,
+    vocabulary: bytes | None = None,
 ) -> None:
     """Write config and weights to one file, atomically: whatever fails, an old file stays whole.
 
@@ -30,58 +45,133 @@ def save_weights(
         config: What the weights are weights of.
         weights: One array per canonical name.
         dtype: How to store them: float64, float32, float16 or bfloat16. None keeps each array's own.
+        vocabulary: A sentencepiece model, so that the file alone can translate.
 
     Raises:
-        TypeError: A weight is not of a floating-point dtype.
+        TypeError: A weight is not of a floating-point dtype, or the vocabulary is not bytes.
         ValueError: The weights are not those of the config, or overflow the storage dtype.
         OSError: The file cannot be written.
     """
     check_weights(config, weights)
     if dtype is not None:
         check_choice("dtype", dtype, FLOAT_DTYPES)
-    # safetensors writes the memory as it lies, and silently scrambles an array that is not C-contiguous.
     tensors = {name: rounded(name, array, dtype or array.dtype.name) for name, array in weights.items()}
-    description = json.dumps({"version": FORMAT_VERSION, "config": config.to_dict()}, sort_keys=True)
+    write_file(path, {"config": config.to_dict()}, tensors, vocabulary)
+
+
+def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray]]:
+    """Read config and weights from a weight file or a checkpoint, each array in the dtype it is stored in.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is truncated, corrupt or not ours, or its tensors contradict its config.
+    """
+    with open_file(path, "weight file") as (description, file):
+        return read_weights(description, file)
+
+
+def load_vocabulary(path: str | Path) -> bytes | None:
+    """Read the sentencepiece model from a weight file or a checkpoint; None if it holds none.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is truncated, corrupt or not ours.
+    """
+    with open_file(path, "weight file") as (_, file):
+        return read_vocabulary(file)
+
+
+def write_file(
+    path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, ndarray], vocabulary: bytes | None
+) -> None:
+    """Write a description and tensors, already checked, to one file, atomically.
+
+    Args:
+        path: The file to write or replace.
+        description: Plain values that JSON can hold.
+        tensors: C-contiguous arrays; safetensors silently scrambles others, as it writes the memory as it lies.
+        vocabulary: A sentencepiece model, or None.
+
+    Raises:
+        TypeError: The vocabulary is not bytes.
+        OSError: The file cannot be written.
+    """
+    if vocabulary is not None:
+        if not isinstance(vocabulary, bytes):
+            raise TypeError(f"vocabulary must be bytes: got {type(vocabulary).__name__}")
+        tensors = {**tensors, VOCABULARY: np.frombuffer(vocabulary, np.uint8)}
+    text = json.dumps({"version": FORMAT_VERSION, **description}, sort_keys=True, allow_nan=False)
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # its own for each of several writers
     try:
         temporary.touch()
         mode = temporary.stat().st_mode  # as the user's umask has it; save_file makes it private
-        save_file(tensors, temporary, metadata={METADATA_KEY: description})
+        save_file(dict(tensors), temporary, metadata={METADATA_KEY: text})
         os.chmod(temporary, mode)
         with open(temporary, "r+b") as file:  # Windows syncs only what is open for writing
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
+    except OSError as error:  # which names the temporary file, or none
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Read config and weights from a file, each array in the dtype it is stored in.
+@contextmanager
+def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], safe_open]]:
+    """Open a file that ``write_file`` wrote and yield its description and its tensors, not yet read.
+
+    What is refused inside the ``with`` is reported as a fault of the file; ``kind`` is what the message calls it.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is truncated, corrupt or not ours, or its tensors contradict its config.
+        ValueError: The file is truncated, corrupt or not ours, or what it holds is refused.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no weight file {path}")
+        raise FileNotFoundError(f"there is no {kind} {path}")
+    open(path, "rb").close()  # safetensors calls a file absent that it may not read
     try:
         with safe_open(path, framework="numpy") as file:
-            config = _read_config((file.metadata() or {}).get(METADATA_KEY))
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-        check_weights(config, weights)
+            yield _read_description((file.metadata() or {}).get(METADATA_KEY)), file
     except (SafetensorError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a usable weight file: {error}") from error
+        raise ValueError(f"{path} is not a usable {kind}: {error}") from error
+
+
+def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[TransformerConfig, dict[str, ndarray]]:
+    """Read config and weights from an open file; the moments of a checkpoint are left unread."""
+    config = TransformerConfig.from_dict(description.get("config", {}))
+    beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
+    names = [name for name in file.keys() if name != VOCABULARY and not name.startswith(beside)]  # noqa: SIM118
+    weights = {name: file.get_tensor(name) for name in names}
+    check_weights(config, weights)
     return config, weights
 
 
-def _read_config(description: str | None) -> TransformerConfig:
-    if description is None:
+def read_moments(file: safe_open, prefix: str) -> dict[str, ndarray]:
+    """Read the moments of an open checkpoint, by the names of their parameters."""
+    names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  not a dict
+    return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+
+
+def read_vocabulary(file: safe_open) -> bytes | None:
+    """Read the vocabulary of an open file; None if it holds none."""
+    if VOCABULARY not in file.keys():  # noqa: SIM118  not a dict
+        return None
+    vocabulary = file.get_tensor(VOCABULARY)
+    if vocabulary.dtype != np.uint8 or vocabulary.ndim != 1:
+        raise ValueError(f"{VOCABULARY} must be uint8 [bytes]: got {vocabulary.dtype} {list(vocabulary.shape)}")
+    return vocabulary.tobytes()
+
+
+def _read_description(text: str | None) -> dict[str, Any]:
+    if text is None:
         raise ValueError(f"its metadata has no entry {METADATA_KEY!r}")
-    content = json.loads(description)
+    content = json.loads(text)
     version = content.get("version") if isinstance(content, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
         raise ValueError(f"format version must be {FORMAT_VERSION}: got {version!r}")
-    return TransformerConfig.from_dict(content.get("config", {}))
+    if unknown := sorted(set(content) - {"version", "config", "training"}):
+        raise ValueError(f"its metadata has unknown entries: {', '.join(unknown)}")
+    return content

@@ -1,0 +1,150 @@
+"""The checkpoint: one file with all that a training run depends on, whichever framework goes on with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.files import (
+    FIRST_MOMENT,
+    SECOND_MOMENT,
+    load_weights,
+    open_file,
+    read_moments,
+    read_vocabulary,
+    read_weights,
+    write_file,
+)
+from reference_numpy.names import check_training_state, check_weights, rounded
+from reference_numpy.training_config import TrainingConfig, TrainingState
+
+TRAINING_FIELDS = {"step", "seed", "settings", "progress"}  # what the metadata of a checkpoint has beside the config
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A training run between two steps."""
+
+    config: TransformerConfig
+    settings: TrainingConfig
+    weights: dict[str, ndarray]  # by canonical name
+    state: TrainingState
+    progress: dict[str, Any]  # plain JSON values: the position in the data, and what else the loop has to remember
+    vocabulary: bytes | None = None  # a sentencepiece model, so that the file alone can translate
+
+
+def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint to one file, atomically: whatever fails, an old file stays whole.
+
+    Every array keeps its bits; the keys of the progress come back sorted. The file is a weight file too.
+
+    Args:
+        path: The file to write or replace.
+        checkpoint: What to write.
+
+    Raises:
+        TypeError: A tensor is not of a floating-point dtype, or a value is of the wrong type.
+        ValueError: Weights or moments are not those of the config, or JSON would alter the progress.
+        OSError: The file cannot be written.
+    """
+    state = checkpoint.state
+    check_weights(checkpoint.config, checkpoint.weights)
+    check_training_state(checkpoint.config, state)
+    _check_progress(checkpoint.progress)
+    training = {
+        "step": state.step,
+        "seed": state.seed,
+        "settings": checkpoint.settings.to_dict(),
+        "progress": checkpoint.progress,
+    }
+    groups = (("", checkpoint.weights), (FIRST_MOMENT, state.first_moment), (SECOND_MOMENT, state.second_moment))
+    tensors = {
+        prefix + name: rounded(prefix + name, array, array.dtype.name)
+        for prefix, group in groups
+        for name, array in group.items()
+    }
+    write_file(path, {"config": checkpoint.config.to_dict(), "training": training}, tensors, checkpoint.vocabulary)
+
+
+def load_checkpoint(path: str | Path) -> Checkpoint:
+    """Read a checkpoint, whichever framework saved it; each array is in the dtype it is stored in.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is truncated, corrupt or not a checkpoint, or its parts contradict each other.
+    """
+    with open_file(path, "checkpoint") as (description, file):
+        config, weights = read_weights(description, file)
+        if "training" not in description:
+            raise ValueError("it holds weights but no training state")
+        training = description["training"]
+        _check_training(training)
+        state = TrainingState(
+            training["step"], training["seed"], read_moments(file, FIRST_MOMENT), read_moments(file, SECOND_MOMENT)
+        )
+        check_training_state(config, state)
+        settings = TrainingConfig.from_dict(training["settings"])
+        return Checkpoint(config, settings, weights, state, training["progress"], read_vocabulary(file))
+
+
+def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dict[str, ndarray]]:
+    """Return the mean of the weights of several files, and their config (Vaswani et al., 2017, section 6.1).
+
+    The mean is taken in float64 and rounded to the dtype the weights are stored in.
+
+    Args:
+        paths: Weight files or checkpoints of one model.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: No file, a file that is not usable, or files that differ in their config or dtypes.
+    """
+    if not paths:
+        raise ValueError("an average needs at least one file: got none")
+    config, first = load_weights(paths[0])
+    total = {name: array.astype(np.float64) for name, array in first.items()}
+    for path in paths[1:]:
+        other_config, weights = load_weights(path)
+        if other_config != config:
+            fields, others = config.to_dict(), other_config.to_dict()
+            different = ", ".join(name for name in fields if fields[name] != others[name])
+            raise ValueError(f"{path} and {paths[0]} must have the same config: they differ in {different}")
+        for name, array in weights.items():
+            if array.dtype != first[name].dtype:
+                found = f"got {array.dtype} and {first[name].dtype}"
+                raise ValueError(f"{path} and {paths[0]} must store {name} in the same dtype: {found}")
+            total[name] += array
+    return config, {name: rounded(name, total[name] / len(paths), first[name].dtype.name) for name in first}
+
+
+def _check_training(training: Any) -> None:
+    """Refuse what cannot be the metadata of a training run, down to its fields."""
+    if not isinstance(training, dict):
+        raise TypeError(f"its training state must be an object with named fields: got {type(training).__name__}")
+    if unknown := sorted(set(training) - TRAINING_FIELDS):
+        raise ValueError(f"unknown fields of the training state: {', '.join(unknown)}")
+    if missing := sorted(TRAINING_FIELDS - set(training)):
+        raise ValueError(f"missing fields of the training state: {', '.join(missing)}")
+    _check_progress(training["progress"])
+
+
+def _check_progress(progress: Any) -> None:
+    """Refuse what would not come back from JSON as it is: tuples, keys that are not text, NaN, NumPy's numbers."""
+    if not isinstance(progress, dict):
+        raise TypeError(f"progress must be a dict: got {type(progress).__name__}")
+    for key, value in progress.items():
+        try:
+            # Text tells 1 from 1.0, True and np.float64(1), which are equal.
+            returns = repr(json.loads(json.dumps({key: value}, allow_nan=False))) == repr({key: value})
+        except (TypeError, ValueError, RecursionError):
+            returns = False
+        if not returns:
+            needed = "dicts with text as keys, lists, text, finite numbers, True, False and None"
+            raise ValueError(f"progress[{key!r}] must be made of {needed}")

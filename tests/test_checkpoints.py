@@ -1,0 +1,521 @@
+"""The checkpoint: every bit comes back, a damaged one is refused with the reason, and a failed save changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import assert_same_bits, random_weights, tiny_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from reference_numpy import PRESETS, load_weights, save_weights
+from reference_numpy.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint
+from reference_numpy.files import load_vocabulary
+from reference_numpy.training_config import TrainingConfig, TrainingState
+
+NAME = "decoder.layers.0.cross_attention.key_proj.kernel"
+PROGRESS = {
+    "epoch": 3,
+    "order": [2, 0, 1],
+    "best": {"loss": 0.1 + 0.2, "steps": []},
+    "done": False,
+    "by": None,
+    "ümlaut \ud800": "日本 \0 ' \"",
+    "zero": -0.0,
+    "large": 2**200,
+}
+
+
+def small_config(**changes):
+    return tiny_config(num_encoder_layers=1, num_decoder_layers=1, **changes)
+
+
+def make(config=None, dtype="float32", moments=None, **changes):
+    """Return a checkpoint with nothing left at zero or at a default."""
+    config = config or small_config()
+    moments = moments or dtype
+    second = {name: array**2 for name, array in random_weights(config, 2, moments).items()}
+    return Checkpoint(
+        **{
+            "config": config,
+            "settings": TrainingConfig(warmup_steps=7, total_steps=100, cooldown_steps=20, clip_norm=0.5),
+            "weights": random_weights(config, 0, dtype),
+            "state": TrainingState(41, 12345, random_weights(config, 1, moments), second),
+            "progress": PROGRESS,
+            "vocabulary": bytes(range(256)),
+            **changes,
+        }
+    )
+
+
+def assert_same(got, expected):
+    for field in ("config", "settings", "vocabulary"):
+        assert getattr(got, field) == getattr(expected, field)
+    assert (got.state.step, got.state.seed) == (expected.state.step, expected.state.seed)
+    assert json.dumps(got.progress, sort_keys=True) == json.dumps(expected.progress, sort_keys=True)
+    assert_same_bits(got.weights, expected.weights)
+    assert_same_bits(got.state.first_moment, expected.state.first_moment)
+    assert_same_bits(got.state.second_moment, expected.state.second_moment)
+
+
+def with_state(checkpoint, **changes):
+    return dataclasses.replace(checkpoint, state=dataclasses.replace(checkpoint.state, **changes))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.safetensors"
+
+
+@pytest.fixture
+def saved(path):
+    """Return the bytes of a good checkpoint, which lies at ``path``."""
+    save_checkpoint(path, make())
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_round_trip_of_every_preset(path, preset):
+    checkpoint = make(tiny_config(preset, num_encoder_layers=1, num_decoder_layers=2))
+    save_checkpoint(path, checkpoint)
+    assert_same(load_checkpoint(path), checkpoint)
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("moments", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_every_dtype_keeps_its_bits(path, dtype, moments):
+    checkpoint = make(dtype=dtype, moments=moments, vocabulary=None)
+    tiny = np.finfo(moments) if moments != "bfloat16" else ml_dtypes.finfo(moments)
+    for moment in (checkpoint.state.first_moment, checkpoint.state.second_moment):
+        moment[NAME].flat[:4] = [-0.0, tiny.smallest_subnormal, tiny.max, tiny.tiny]
+    checkpoint.state.first_moment[NAME].flat[4] = -tiny.smallest_subnormal
+    save_checkpoint(path, checkpoint)
+    assert_same(load_checkpoint(path), checkpoint)
+
+
+def test_layout_in_memory_does_not_matter(path, saved):
+    checkpoint = make()
+
+    def laid_out_otherwise(arrays):
+        return {name: np.asfortranarray(array).astype(">f4", order="K") for name, array in reversed(arrays.items())}
+
+    state = checkpoint.state
+    save_checkpoint(
+        path,
+        dataclasses.replace(
+            checkpoint,
+            weights=laid_out_otherwise(checkpoint.weights),
+            state=TrainingState(
+                state.step,
+                state.seed,
+                laid_out_otherwise(state.first_moment),
+                laid_out_otherwise(state.second_moment),
+            ),
+            progress=dict(reversed(PROGRESS.items())),
+        ),
+    )
+    assert path.read_bytes() == saved
+
+
+def test_names_in_the_file(path, saved):
+    names = make().weights
+    with safe_open(path, framework="numpy") as file:
+        moments = {f"{moment}_moment.{name}" for moment in ("first", "second") for name in names}
+        assert set(file.keys()) == {*names, *moments, "vocabulary"}
+        assert file.get_tensor("vocabulary").dtype == np.uint8
+        (description,) = file.metadata().values()
+        description = json.loads(description)
+    assert description["version"] == 1
+    assert description["training"] == {
+        "step": 41,
+        "seed": 12345,
+        "settings": make().settings.to_dict(),
+        "progress": PROGRESS,
+    }
+
+
+def test_a_checkpoint_is_a_weight_file(path, backend):
+    checkpoint = make()
+    save_checkpoint(path, checkpoint)
+    config, weights = load_weights(path)
+    assert config == checkpoint.config
+    assert_same_bits(weights, checkpoint.weights)
+    assert_same_bits(backend.package.load_transformer(path).export_weights(), checkpoint.weights)
+
+
+def test_a_weight_file_is_no_checkpoint(path):
+    config = small_config()
+    save_weights(path, config, random_weights(config))
+    reason = f"^{re.escape(str(path))} is not a usable checkpoint: it holds weights but no training state$"
+    with pytest.raises(ValueError, match=reason):
+        load_checkpoint(path)
+    with pytest.raises(FileNotFoundError, match=r"^there is no checkpoint .*nowhere$"):
+        load_checkpoint(path.with_name("nowhere"))
+
+
+def test_weight_files_are_what_they_were(path):
+    config = small_config()
+    weights = random_weights(config)
+    description = json.dumps({"version": 1, "config": config.to_dict()}, sort_keys=True)
+    save_file(weights, path, metadata={"transformer-parity": description})
+    old = path.read_bytes()
+    assert load_weights(path)[0] == config
+    assert load_vocabulary(path) is None
+    save_weights(path, config, weights)
+    assert path.read_bytes() == old
+
+
+@pytest.mark.parametrize("vocabulary", [None, b"", bytes(range(256)) * 9], ids=["none", "empty", "bytes"])
+def test_vocabulary(path, vocabulary):
+    config = small_config()
+    save_weights(path, config, random_weights(config), dtype="bfloat16", vocabulary=vocabulary)
+    assert load_vocabulary(path) == vocabulary
+    assert_same_bits(load_weights(path)[1], random_weights(config, dtype=ml_dtypes.bfloat16))
+    save_checkpoint(path, make(vocabulary=vocabulary))
+    assert load_vocabulary(path) == vocabulary
+    assert load_checkpoint(path).vocabulary == vocabulary
+    for save in (
+        partial(save_weights, path, config, random_weights(config)),
+        lambda vocabulary: save_checkpoint(path, make(vocabulary=vocabulary)),
+    ):
+        with pytest.raises(TypeError, match=r"^vocabulary must be bytes: got str$"):
+            save(vocabulary="model")
+
+
+ANY = make()
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(progress=st.dictionaries(st.text(), JSON, max_size=3))
+def test_any_progress_comes_back(tmp_path_factory, progress):
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    save_checkpoint(path, dataclasses.replace(ANY, progress=progress))
+    assert_same(load_checkpoint(path), dataclasses.replace(ANY, progress=progress))
+
+
+CIRCLE: list = []
+CIRCLE.append(CIRCLE)
+DEEP: list = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(math.nan, -math.inf, (1, 2), {1: "a"}, {True: 1}, {1, 2}, b"bytes", np.float64(1), np.int64(1), np.ones(2)),
+        *(Path("a"), {"a": [{"b": (1,)}]}, "\ud83d\ude00", 10**5000, CIRCLE, DEEP, signal.SIGINT),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_progress_that_would_not_come_back_is_refused(path, saved, value):
+    with pytest.raises(ValueError, match=r"^progress\['place'\] must be made of "):
+        save_checkpoint(path, make(progress={**PROGRESS, "place": value}))
+    assert path.read_bytes() == saved
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "reason"),
+    [
+        (lambda c: with_state(c, step=-1), ValueError, "step must be at least 0: got -1"),
+        (lambda c: with_state(c, step=np.int64(1)), TypeError, "step must be an integer"),
+        (lambda c: with_state(c, seed=True), TypeError, "seed must be an integer: got True"),
+        (lambda c: with_state(c, first_moment={}), ValueError, "first moments hold 0 tensors"),
+        (
+            lambda c: with_state(c, second_moment={**c.state.second_moment, NAME: np.full((24, 24), -1.0)}),
+            ValueError,
+            f"the second moment of {NAME} must not be negative",
+        ),
+        (
+            lambda c: with_state(c, first_moment={**c.state.first_moment, NAME: np.ones((24, 24), int)}),
+            TypeError,
+            f"{NAME} must be one of float64",
+        ),
+        (lambda c: dataclasses.replace(c, weights={}), ValueError, "weights hold 0 tensors"),
+        (lambda c: dataclasses.replace(c, config=c.config.replace(d_ff=41)), ValueError, "weights do not fit"),
+        (lambda c: dataclasses.replace(c, progress=[]), TypeError, "progress must be a dict: got list"),
+        (lambda c: dataclasses.replace(c, progress={1: 1}), ValueError, r"progress\[1\] must be made of"),
+    ],
+)
+def test_what_load_would_refuse_is_not_saved(path, saved, change, error, reason):
+    with pytest.raises(error, match=f"^{reason}"):
+        save_checkpoint(path, change(make()))
+    assert path.read_bytes() == saved
+    assert list(path.parent.iterdir()) == [path]
+
+
+def rewrite(path, *, tensors=None, description=None, without=()):
+    """Write the file anew, itself in order, with other tensors or another description."""
+    with safe_open(path, framework="numpy") as file:
+        old = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        (text,) = file.metadata().values()
+    content = json.loads(text)
+    if description is not None:
+        content = description(content)
+    new = {name: array for name, array in {**old, **(tensors or {})}.items() if name not in without}
+    save_file(new, path, metadata={"transformer-parity": json.dumps(content)})
+
+
+def training(**changes):
+    return lambda content: {**content, "training": {**content["training"], **changes}}
+
+
+def training_without(field):
+    def change(content):
+        del content["training"][field]
+        return content
+
+    return change
+
+
+def model(**changes):
+    return lambda content: {**content, "config": {**content["config"], **changes}}
+
+
+FITS = np.ones((24, 24), np.float32)
+OPTIMIZER = make().settings.to_dict()
+CORRUPTIONS = {
+    "no first moment": ({"without": [f"first_moment.{NAME}"]}, f"first moments .* missing {NAME}"),
+    "no second moment": ({"without": [f"second_moment.{NAME}"]}, f"second moments .* missing {NAME}"),
+    "no weight": ({"without": [NAME]}, f"weights .* missing {NAME}"),
+    "extra tensor": ({"tensors": {"third": FITS}}, "weights .* unexpected third"),
+    "extra moment": ({"tensors": {"first_moment.third": FITS}}, "first moments .* unexpected third"),
+    "shape": ({"tensors": {f"first_moment.{NAME}": FITS[:, 1:].copy()}}, rf"{NAME} must have shape \[24, 24\]"),
+    "dtype": ({"tensors": {f"first_moment.{NAME}": FITS.astype(np.int32)}}, f"{NAME} must be one of .* got int32"),
+    "negative": ({"tensors": {f"second_moment.{NAME}": -FITS}}, f"second moment of {NAME} must not be negative"),
+    "NaN": ({"tensors": {f"second_moment.{NAME}": FITS * np.nan}}, f"{NAME} must be finite"),
+    "infinite": ({"tensors": {f"first_moment.{NAME}": FITS * np.inf}}, f"{NAME} must be finite"),
+    "NaN weight": ({"tensors": {NAME: FITS * np.nan}}, f"{NAME} must be finite"),
+    "vocabulary": ({"tensors": {"vocabulary": np.ones(5, np.int8)}}, r"vocabulary must be uint8 .* got int8 \[5\]"),
+    "square vocabulary": ({"tensors": {"vocabulary": np.ones((2, 2), np.uint8)}}, r"vocabulary must .* \[2, 2\]"),
+    "version": ({"description": lambda c: {**c, "version": 2}}, "format version must be 1: got 2"),
+    "unknown entry": ({"description": lambda c: {**c, "trainer": 1}}, "metadata has unknown entries: trainer"),
+    "no training": ({"description": lambda c: {**c, "training": None}}, "training state must be an object .* NoneType"),
+    "training list": ({"description": lambda c: {**c, "training": [1]}}, "training state must be an object .* list"),
+    "forgotten training": (
+        {"description": lambda c: {"version": 1, "config": c["config"]}},
+        "weights .* unexpected first_moment",
+    ),
+    "no step": ({"description": training_without("step")}, "missing fields of the training state: step"),
+    "no progress": ({"description": training_without("progress")}, "missing fields of the training state: progress"),
+    "unknown field": ({"description": training(rng=1)}, "unknown fields of the training state: rng"),
+    "negative step": ({"description": training(step=-1)}, "step must be at least 0: got -1"),
+    "float step": ({"description": training(step=1.0)}, "step must be an integer: got 1.0"),
+    "negative seed": ({"description": training(seed=-7)}, "seed must be at least 0: got -7"),
+    "progress list": ({"description": training(progress=[])}, "progress must be a dict: got list"),
+    "progress NaN": ({"description": training(progress={"x": math.nan})}, r"progress\['x'\] must be made of"),
+    "settings list": ({"description": training(settings=[])}, "training settings must be a mapping"),
+    "no settings": ({"description": training(settings={})}, "missing training settings: accumulation_steps, beta1"),
+    "settings": ({"description": training(settings={**OPTIMIZER, "x": 1})}, "unknown training settings: x"),
+    "setting": ({"description": training(settings={**OPTIMIZER, "beta1": 1.0})}, r"beta1 must be in \[0, 1\)"),
+    "NaN setting": ({"description": training(settings={**OPTIMIZER, "epsilon": math.nan})}, "epsilon must be positive"),
+    "sizes": ({"description": model(d_ff=41)}, r"inner_proj.kernel must have shape \[24, 41\]: got \[24, 40\]"),
+    "tying": ({"description": model(tie_embeddings="none")}, "missing target_embedding.table"),
+    "layers": ({"description": model(num_encoder_layers=10**9)}, "too few for the config's"),
+    "config": ({"description": model(depth=6)}, "unknown config fields: depth"),
+}
+
+
+@pytest.mark.parametrize("case", CORRUPTIONS)
+def test_what_is_in_the_file_is_checked(path, saved, case):
+    """The file itself is in order; without a change it would load."""
+    rewrite(path)
+    load_checkpoint(path)
+    change, reason = CORRUPTIONS[case]
+    rewrite(path, **change)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is not a usable checkpoint: .*{reason}"):
+        load_checkpoint(path)
+
+
+def header_size(content):
+    return 8 + struct.unpack("<Q", content[:8])[0]
+
+
+def test_truncated(path, saved):
+    end = header_size(saved)
+    for length in {*range(20), *range(0, len(saved), len(saved) // 150), end - 1, end, end + 1, len(saved) - 1}:
+        path.write_bytes(saved[:length])
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is not a usable checkpoint: "):
+            load_checkpoint(path)
+
+
+def test_flipped_bits_of_the_header(path, saved):
+    """Damage is refused, unless it is whitespace, or turns a value of the description into another legal one.
+
+    Nothing tells that a step of 41 was 43 once; the tensors, at least, come back as they were.
+    """
+    rng = np.random.default_rng(0)
+    end = header_size(saved)
+    description = saved.index(b"transformer-parity")
+    description_end = saved.index(b'}"}', description)
+    expected = make()
+    refusals = 0
+    positions = [*range(8), *rng.integers(8, end, 300), *rng.integers(description, description_end, 300)]
+    for position in positions:
+        content = bytearray(saved)
+        content[position] ^= 1 << rng.integers(8)
+        path.write_bytes(content)
+        try:
+            got = load_checkpoint(path)
+        except ValueError:
+            refusals += 1
+            continue
+        assert_same_bits(got.weights, expected.weights)
+        assert_same_bits(got.state.first_moment, expected.state.first_moment)
+        assert_same_bits(got.state.second_moment, expected.state.second_moment)
+        if not description <= position <= description_end:
+            assert_same(got, expected)
+    assert 550 < refusals < len(positions)
+
+
+WRITERS = {
+    "weights": lambda path: save_weights(path, small_config(), random_weights(small_config())),
+    "checkpoint": lambda path: save_checkpoint(path, make()),
+}
+
+
+@pytest.fixture(params=WRITERS)
+def write(request):
+    return WRITERS[request.param]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left"), SafetensorError("disk on fire"), KeyboardInterrupt()], ids=repr
+)
+@pytest.mark.parametrize("moment", ["save_file", "os.chmod", "os.fsync", "os.replace"])
+def test_failed_save_changes_nothing(path, saved, write, monkeypatch, error, moment):
+    def fail(*args, **kwargs):
+        if moment == "save_file":
+            Path(args[1]).write_bytes(saved[:1000])
+        raise error
+
+    monkeypatch.setattr(f"reference_numpy.files.{moment}", fail)
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OSError
+    with pytest.raises(expected) as raised:
+        write(path)
+    if expected is OSError:
+        assert str(path) in str(raised.value)
+        assert raised.value.errno == getattr(error, "errno", None)
+    assert path.read_bytes() == saved
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("moment", ["save_file", "os.chmod", "os.fsync", "os.replace"])
+def test_killed_process_leaves_the_old_file(path, saved, moment):
+    code = f"""
+import os, pathlib, signal, sys
+from reference_numpy import files, load_weights, save_weights
+
+def die(*args, **kwargs):
+    if {moment!r} == "save_file":
+        pathlib.Path(args[1]).write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+config, weights = load_weights(sys.argv[1])
+files.{moment} = die
+save_weights(sys.argv[1], config, weights)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -signal.SIGKILL
+    assert path.read_bytes() == saved
+    save_checkpoint(path, make(progress={}))  # what the dead process left is in nobody's way
+    assert load_checkpoint(path).progress == {}
+
+
+def test_two_writers_at_once(path, monkeypatch):
+    """Each writes a file of its own; the later one in place wins, whole."""
+    first, second = make(progress={"writer": 1}), make(progress={"writer": 2})
+    replace = os.replace
+
+    def other_comes_between(*args):
+        monkeypatch.setattr("reference_numpy.files.os.replace", replace)
+        save_checkpoint(path, second)
+        assert_same(load_checkpoint(path), second)
+        replace(*args)
+
+    monkeypatch.setattr("reference_numpy.files.os.replace", other_comes_between)
+    save_checkpoint(path, first)
+    assert_same(load_checkpoint(path), first)
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("target", ["nowhere/run.safetensors", "."])
+def test_impossible_place(tmp_path, write, target):
+    with pytest.raises(OSError, match=f"{re.escape(str(tmp_path / target))}'$"):
+        write(tmp_path / target)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unreadable_file(path, saved, monkeypatch):
+    """Safetensors would call it absent. The rights are taken away from ``open``, as root has all of them."""
+
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("reference_numpy.files.open", refuse, raising=False)
+    for load in (load_checkpoint, load_weights, load_vocabulary):
+        with pytest.raises(PermissionError, match=re.escape(str(path))):
+            load(path)
+
+
+def test_saved_file_is_as_readable_as_any_other(path, saved):
+    other = path.with_name("other")
+    other.write_text("")
+    assert oct(path.stat().st_mode) == oct(other.stat().st_mode)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_average(tmp_path, dtype):
+    config = small_config()
+    each = [random_weights(config, seed, dtype) for seed in range(3)]
+    each[0][NAME].flat[:2] = [-0.0, 0.1]
+    paths = [tmp_path / f"{i}.safetensors" for i in range(3)]
+    save_weights(paths[0], config, each[0])
+    save_checkpoint(paths[1], make(config, weights=each[1]))
+    save_weights(paths[2], config, each[2], vocabulary=b"model")
+    got_config, alone = average_weights(paths[:1])
+    assert got_config == config
+    assert_same_bits(alone, each[0])
+    _, twice = average_weights([paths[1], paths[1]])
+    assert_same_bits(twice, each[1])
+    _, mean = average_weights(paths)
+    in_float64 = {name: sum(weights[name].astype(np.float64) for weights in each) / 3 for name in each[0]}
+    assert_same_bits(mean, {name: array.astype(dtype) for name, array in in_float64.items()})
+
+
+def test_average_of_different_models_is_refused(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    save_checkpoint(one, make())
+    with pytest.raises(ValueError, match=r"^an average needs at least one file: got none$"):
+        average_weights([])
+    config = small_config(layer_norm_epsilon=1e-5, pad_id=3)
+    save_weights(other, config, random_weights(config))
+    reason = "must have the same config: they differ in layer_norm_epsilon, pad_id$"
+    with pytest.raises(ValueError, match=f"^{re.escape(str(other))} and {re.escape(str(one))} {reason}"):
+        average_weights([one, other])
+    save_weights(other, small_config(), random_weights(small_config()), dtype="float16")
+    with pytest.raises(ValueError, match=r"in the same dtype: got float16 and float32$"):
+        average_weights([one, other])
+    other.write_bytes(one.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"^{re.escape(str(other))} is not a usable weight file: "):
+        average_weights([one, other])
