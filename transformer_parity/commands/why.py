@@ -1,0 +1,463 @@
+"""``parity why``: two claims of section 3.2.1, measured on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from transformer_parity.commands.info import describe_machine
+from transformer_parity.commands.show import FORMATS, STYLE, write
+from transformer_parity.why import (
+    CARRIED,
+    D_MODEL,
+    LAYERS,
+    POSITIONS,
+    SEQUENCES,
+    Cost,
+    LayerGradient,
+    Saturation,
+    Spread,
+    Step,
+    measure_cost,
+    measure_layer,
+    measure_saturation,
+    measure_steps,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+D_KS = [2**n for n in range(13)]  # 1 ... 4096
+LAYER_D_KS = [2**n for n in range(3, 10)]  # 8 ... 512: heads that divide d_model = 512 among them
+PAPER_D_K = 64
+LENGTHS = [2**n for n in range(4, 11)]  # 16 ... 1024, with the paper's d_k
+COST_D_KS = [1, 4, 16, 64, 256]
+COST_LENGTH = 512  # at which d_k is varied and the steps are taken apart
+
+# Told apart by everyone, on white and in print (Okabe and Ito, 2008).
+GOOD, BAD, GREY = "#0072b2", "#d55e00", "#767676"
+LABELS = (  # of each panel of the first picture: where "raw" stands, and where "divided"
+    ((0.80, 0.88), (0.97, 0.22)),
+    ((0.97, 0.85), (0.97, 0.21)),
+    ((0.52, 0.15), (0.97, 0.91)),
+    ((0.97, 0.25), (0.97, 0.87)),
+)
+BANDS = "Bands: all but the lowest and the highest tenth."
+
+DESCRIPTION = """\
+Measure two claims of section 3.2.1 of "Attention Is All You Need" that the
+paper states and does not show:
+
+  sqrt-dk   Why are the scores divided by sqrt(d_k)? Draws queries and keys as
+            in footnote 4 and looks at the softmax, at the gradient that gets
+            through it, and at the gradient that reaches the projections of a
+            whole layer, with and without the division. Seeded: the same numbers
+            everywhere.
+  additive  Why is dot-product attention faster than additive attention, at the
+            same number of multiply-adds? Counts, times both in turn, step by
+            step, and looks at the memory. These are timings: yours will differ.
+"""
+
+EXAMPLES = """\
+examples:
+  parity why                          both, as tables and a sentence each
+  parity why sqrt-dk                  only the first
+  parity why --out pictures           also a picture of each
+  OMP_NUM_THREADS=1 parity why additive --json why.json
+                                      on one thread, every number into a file
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "why",
+        help="why attention divides by sqrt(d_k), and why it takes dot products, measured",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("question", nargs="?", choices=QUESTIONS, metavar="sqrt-dk|additive", help="default: both")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="draw a picture of each answer into this folder")
+    parser.add_argument("--format", choices=FORMATS, default="svg", help="of the pictures (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number for machines")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, draw, and return the exit code."""
+    try:
+        _check_destinations(options)
+        console = Console(highlight=False)
+        chosen = [options.question] if options.question else list(QUESTIONS)
+        report: dict[str, Any] = {**describe_machine(), "threads": _threads()}
+        for question in chosen:
+            measure, show, draw = QUESTIONS[question]
+            found = measure()
+            show(console, **found)
+            report[question] = {name: [asdict(entry) for entry in entries] for name, entries in found.items()}
+            if options.out is not None:
+                path = options.out / f"why-{question}.{options.format}"
+                _write_picture(draw, found, path)
+                console.print(f"{path}\n", markup=False, soft_wrap=True)
+        if options.json is not None:
+            _write_json(options.json, report)
+    except (OSError, ValueError) as error:
+        print(f"parity why: error: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+def _check_destinations(options: argparse.Namespace) -> None:
+    """Refuse, before measuring, what could not be written afterwards."""
+    if options.out is not None:
+        if options.out.exists() and not options.out.is_dir():
+            raise ValueError(f"--out must be a folder: {options.out} is a file")
+        options.out.mkdir(parents=True, exist_ok=True)
+    if options.json is not None:
+        if not options.json.parent.is_dir():
+            raise ValueError(f"there is no folder {options.json.parent}")
+        if options.json.is_dir():
+            raise ValueError(f"{options.json} is a folder")
+
+
+def _write_picture(draw: Callable[..., Figure], found: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
+        write(draw(**found), path)
+
+
+def _write_json(path: Path, report: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", "utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _threads() -> str:
+    import reference_numpy
+
+    return reference_numpy.describe()["threads"]
+
+
+def _in_turn(title: str, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Do one task after another, with a progress bar where there is a terminal to draw it on."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        return [task() for task in progress.track(tasks, description=title)]
+
+
+# Why divide by sqrt(d_k)?
+
+
+def measure_sqrt_dk() -> dict[str, list[Any]]:
+    """Measure the softmax over all d_k, and a layer over the d_k that it has room for."""
+    both = (False, True)
+    softmax: list[Callable[[], Any]] = [
+        partial(measure_saturation, d_k, divided=divided) for d_k in D_KS for divided in both
+    ]
+    layer: list[Callable[[], Any]] = [
+        partial(measure_layer, d_k, divided=divided) for d_k in LAYER_D_KS for divided in both
+    ]
+    found = _in_turn("random queries, keys and layers", [*softmax, *layer])
+    return {"softmax": found[: len(softmax)], "layer": found[len(softmax) :]}
+
+
+def show_sqrt_dk(console: Console, softmax: list[Saturation], layer: list[LayerGradient]) -> None:
+    """Print two tables and what follows from them."""
+    scores = "variance", "largest\nweight", "gradient\nmedian"
+    table = _table(
+        f"Softmax over {POSITIONS} keys, of raw scores and of scores divided by sqrt(d_k)",
+        *("d_k", *(f"raw\n{name}" for name in scores), "lowest\ntenth", *(f"divided\n{name}" for name in scores)),
+    )
+    for raw, divided in _pairs(softmax):
+        left, right = (
+            (f"{entry.variance:,.1f}", f"{entry.largest.median:.3f}", f"{entry.gradient.median:.2g}")
+            for entry in (raw, divided)
+        )
+        table.add_row(f"{raw.d_k:,}", *left, f"{raw.gradient.low:.1g}", *right)
+    console.print(table)
+    console.print(
+        f"[dim]Of {SEQUENCES * POSITIONS:,} queries. Gradient: how much gets through, as the norm of the softmax's "
+        f"Jacobian; {uniform_gain():.2f} where all keys weigh the same.[/]\n"
+    )
+    measures = "share of\nqueries", "query\nkernel", "key\nkernel"
+    table = _table(
+        f"A random gradient, back through multi-head attention, d_model {D_MODEL}",
+        *("d_k", "heads", *(f"{side}\n{measure}" for side in ("raw", "divided") for measure in measures)),
+    )
+    for pair in _pairs(layer):
+        cells = [
+            (f"{entry.carriers.median:.0%}", f"{entry.query_kernel.median:.1f}", f"{entry.key_kernel.median:.1f}")
+            for entry in pair
+        ]
+        table.add_row(f"{pair[0].d_k:,}", f"{pair[0].num_heads}", *cells[0], *cells[1])
+    console.print(table)
+    console.print(
+        f"[dim]Share: of the queries that together carry {CARRIED:.0%} of the squared gradient. Kernels: the norm "
+        f"of the gradient that arrives there. Medians of {LAYERS} layers.[/]\n"
+    )
+    console.print(conclude_sqrt_dk(softmax, layer) + "\n")
+
+
+def uniform_gain() -> float:
+    """Return the norm of the softmax's Jacobian where all keys weigh the same."""
+    return math.sqrt(POSITIONS - 1) / POSITIONS
+
+
+def conclude_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> str:
+    """Answer in a few words, from the measured numbers."""
+    (first, _), *_, (raw, _) = _pairs(softmax)
+    kept = [entry.gradient.median for entry in softmax if entry.divided]
+    *_, (raw_layer, divided_layer) = _pairs(layer)
+    louder = raw_layer.query_kernel.median / divided_layer.query_kernel.median
+    return (
+        f"Raw, the variance of the scores is d_k, the largest of {POSITIONS} weights goes from "
+        f"{first.largest.median:.2f} to {raw.largest.median:.2f}, and the gradient that the median query gets through "
+        f"the softmax from {first.gradient.median:.2f} at d_k = {first.d_k} to {raw.gradient.median:.0e} at "
+        f"{raw.d_k:,}; divided by sqrt(d_k), it stays between {min(kept):.2f} and {max(kept):.2f}. In a whole layer "
+        f"that decides who learns, not how much: at d_k = {raw_layer.d_k}, {raw_layer.carriers.median:.0%} of the "
+        f"queries carry {CARRIED:.0%} of the squared gradient (divided: {divided_layer.carriers.median:.0%}), at "
+        f"{louder:.0f} times the norm at the query kernel."
+    )
+
+
+def draw_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> Figure:
+    """Draw the chain from the scores to the layer, as four panels over d_k."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(8.0, 6.0), layout="constrained")
+    (scores, largest), (gradient, carriers) = figure.subplots(2, 2)
+    sides = {False: (BAD, "raw"), True: (GOOD, r"divided by $\sqrt{d_k}$")}
+    for divided, (colour, name) in sides.items():
+        entries = [entry for entry in softmax if entry.divided is divided]
+        scores.plot(D_KS, [entry.variance for entry in entries], "o", color=colour, markersize=4)
+        _curve(largest, D_KS, [entry.largest for entry in entries], colour)
+        _curve(gradient, D_KS, [entry.gradient for entry in entries], colour)
+        _curve(carriers, LAYER_D_KS, [entry.carriers for entry in layer if entry.divided is divided], colour)
+        for panel, places in zip(figure.axes, LABELS, strict=True):
+            panel.text(*places[divided], name, color=colour, transform=panel.transAxes, ha="right")
+    scores.plot(D_KS, D_KS, D_KS, [1] * len(D_KS), color=GREY, linewidth=1, zorder=0)
+    scores.text(24, 90, "theory: $d_k$", color=GREY, ha="right")
+    scores.text(1, 0.45, "theory: 1", color=GREY, va="center")
+    carried = f"queries with {CARRIED:.0%} of the gradient"
+    scores.set(yscale="log", ylim=(0.25, 8000), title="1  The scores spread", ylabel="variance of the scores")
+    largest.set(ylim=(0, 1.03), title="2  Raw, one key takes all", ylabel=f"largest of {POSITIONS} weights")
+    gradient.set(yscale="log", ylim=(1e-9, 8), title="3  Raw, most queries get no gradient")
+    gradient.set(ylabel="norm of the softmax's Jacobian")
+    carriers.set(ylim=(0, 1), title=f"4  Raw, few learn (layers of d_model {D_MODEL})", ylabel=carried)
+    carriers.yaxis.set_major_formatter(PercentFormatter(1.0))
+    for axes in figure.axes:
+        axes.title.set_horizontalalignment("left")
+        axes.title.set_x(0)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("$d_k$")
+        axes.set_xticks(LAYER_D_KS[::2] if axes is carriers else D_KS[::2])
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.minorticks_off()
+    note = f"Lines: medians over {SEQUENCES * POSITIONS:,} queries (4: over {LAYERS} random layers). {BANDS}"
+    figure.supxlabel(note, fontsize=8, color=GREY)
+    return figure
+
+
+# Why dot products, and not additive attention?
+
+
+def measure_additive() -> dict[str, list[Any]]:
+    """Count and time both over lengths and over d_k, and the steps of both at one size."""
+    sizes = [(length, PAPER_D_K) for length in LENGTHS]
+    sizes += [(COST_LENGTH, d_k) for d_k in COST_D_KS if d_k != PAPER_D_K]
+    tasks: list[Callable[[], Any]] = [
+        *(partial(measure_cost, *size) for size in sizes),
+        partial(measure_steps, COST_LENGTH, PAPER_D_K),
+    ]
+    *costs, steps = _in_turn("both kinds of attention, in turn", tasks)
+    return {"costs": costs, "steps": steps}
+
+
+def show_additive(console: Console, costs: list[Cost], steps: list[Step]) -> None:
+    """Print two tables and what follows from them."""
+    table = _table(
+        f"One head, d_model {D_MODEL}, float32, threads: {_threads()}",
+        *("length", "d_k", "million\nmult-adds", "opera-\ntions", "dot\nms", "additive\nms"),
+        *("times as long\n(tenths)", "memory\nMiB"),
+    )
+    for cost in costs:
+        table.add_row(
+            f"{cost.length:,}",
+            f"{cost.d_k}",
+            f"{cost.multiply_adds / 1e6:,.1f}",
+            f"x {operations_ratio(cost):.2f}",
+            f"{1e3 * cost.dot_seconds.median:.3g}",
+            f"{1e3 * cost.additive_seconds.median:.3g}",
+            f"[bold]{cost.ratio.median:.1f}[/] ({cost.ratio.low:.2g}, {cost.ratio.high:.2g})",
+            f"{cost.additive_bytes / 2**20:.3g} (x {cost.additive_bytes / cost.dot_bytes:.0f})",
+        )
+    console.print(table)
+    console.print(
+        "[dim]Mult-adds: multiply-adds, the same for both, 2 L d_model d_k + L^2 (d_k + d_v). Operations: additive "
+        "attention's as a multiple, with its L^2 d_k additions and as many tanh. Times as long: the median round, and "
+        "where the lowest and highest tenth begin. Memory: additive attention's at its peak, and as a multiple. Times "
+        "are the calling thread's processor time, so that other programs do not count.[/]\n"
+    )
+    table = _table(
+        f"The steps at length {COST_LENGTH} and d_k {PAPER_D_K}",
+        *("step", "of", "ms", "operations\nper byte", "billion\noperations/s", "GB/s"),
+    )
+    for step in steps:
+        table.add_row(
+            step.name,
+            step.used_by,
+            f"{1e3 * step.seconds.median:.3g}",
+            f"{intensity(step):.2g}",
+            f"{rate(step):.2g}",
+            f"{step.bytes_moved / step.seconds.median / 1e9:.2g}",
+        )
+    console.print(table)
+    console.print("\n" + conclude_additive(costs, steps) + "\n")
+
+
+def operations_ratio(cost: Cost) -> float:
+    """Return additive attention's operations over dot-product attention's; a multiply-add is two, a tanh one."""
+    return 1 + cost.extra / cost.multiply_adds
+
+
+def intensity(step: Step) -> float:
+    """Return the operations per byte that has to be moved."""
+    return step.operations / step.bytes_moved
+
+
+def rate(step: Step) -> float:
+    """Return the operations per nanosecond."""
+    return step.operations / step.seconds.median / 1e9
+
+
+def conclude_additive(costs: list[Cost], steps: list[Step]) -> str:
+    """Answer in a few words, from the measured numbers."""
+    cost = next(cost for cost in costs if (cost.length, cost.d_k) == (COST_LENGTH, PAPER_D_K))
+    product = next(step for step in steps if step.used_by == "dot")
+    additive = [step for step in steps if step.used_by == "additive"]
+    without_tanh = sum(step.seconds.median for step in additive if step.name != "tanh") / product.seconds.median
+    return (
+        f"With d_k = {PAPER_D_K} and {COST_LENGTH} positions, both take {cost.multiply_adds / 1e6:.0f} million "
+        f"multiply-adds, and additive attention {operations_ratio(cost):.2f} times the operations if its additions and "
+        f"tanh are counted; yet it takes {cost.ratio.median:.0f} times as long and "
+        f"{cost.additive_bytes / cost.dot_bytes:.0f} times the memory. Its scores write d_k numbers for every pair of "
+        f"positions and read them back, {_range(map(intensity, additive))} operations per byte moved, and run at "
+        f"{_range(map(rate, additive))} billion operations a second; the matrix product does {intensity(product):.0f} "
+        f"per byte, and {rate(product):.0f} billion a second. Even without tanh, additive scores would take "
+        f"{without_tanh:.0f} times as long as the product."
+    )
+
+
+def draw_additive(costs: list[Cost], steps: list[Step]) -> Figure:
+    """Draw time over length and over d_k, memory over length, and the steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 6.0), layout="constrained")
+    (time_axes, width_axes), (memory_axes, step_axes) = figure.subplots(2, 2)
+    by_length = [cost for cost in costs if cost.d_k == PAPER_D_K]
+    by_width = sorted((cost for cost in costs if cost.length == COST_LENGTH), key=lambda cost: cost.d_k)
+    for axes, chosen, along in ((time_axes, by_length, "length"), (width_axes, by_width, "d_k")):
+        x = [getattr(cost, along) for cost in chosen]
+        for name, colour in (("dot_seconds", GOOD), ("additive_seconds", BAD)):
+            spreads = [getattr(cost, name) for cost in chosen]
+            _curve(axes, x, [Spread(*(1e3 * value for value in asdict(spread).values())) for spread in spreads], colour)
+        last = chosen[-1]
+        for seconds, name, colour in (
+            (last.dot_seconds, "dot-product", GOOD),
+            (last.additive_seconds, "additive", BAD),
+        ):
+            _end_label(axes, x[-1], 1e3 * seconds.median, name, colour, above=name == "additive")
+        axes.set(yscale="log", ylabel="milliseconds")
+    time_axes.set(title=f"1  Time over length, $d_k$ = {PAPER_D_K}", xlabel="length, of queries and of keys")
+    width_axes.set(title=f"2  Time over $d_k$, length {COST_LENGTH}", xlabel="$d_k$")
+    lengths = [cost.length for cost in by_length]
+    for name, colour, label in (("dot_bytes", GOOD, "dot-product"), ("additive_bytes", BAD, "additive")):
+        mebibytes = [getattr(cost, name) / 2**20 for cost in by_length]
+        memory_axes.plot(lengths, mebibytes, "o-", color=colour, markersize=4)
+        _end_label(memory_axes, lengths[-1], mebibytes[-1], label, colour, above=label == "additive")
+    memory_axes.set(yscale="log", title=f"3  Memory over length, $d_k$ = {PAPER_D_K}", ylabel="MiB, at its peak")
+    memory_axes.set(xlabel="length, of queries and of keys")
+    for axes in (time_axes, width_axes, memory_axes):
+        axes.set_xscale("log", base=2)
+        axes.margins(y=0.1)
+        axes.set_xticks(sorted(set(COST_D_KS)) if axes is width_axes else LENGTHS[::2])
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+    colours = {"dot": GOOD, "additive": BAD, "both": GREY}
+    names = [step.name for step in steps]
+    for place, step in enumerate(steps):
+        milliseconds = 1e3 * step.seconds.median
+        step_axes.barh(place, milliseconds, color=colours[step.used_by], height=0.65)
+        step_axes.text(milliseconds, place, f" {milliseconds:.2g}", va="center", fontsize=8)
+    step_axes.set_yticks(range(len(names)), names)
+    for label, step in zip(step_axes.get_yticklabels(), steps, strict=True):
+        label.set_color(colours[step.used_by])
+    step_axes.invert_yaxis()
+    step_axes.margins(x=0.15)
+    step_axes.set(
+        title=f"4  The steps, length {COST_LENGTH}, $d_k$ = {PAPER_D_K}", xlabel="milliseconds (grey: in both)"
+    )
+    for axes in figure.axes:
+        axes.title.set_horizontalalignment("left")
+        axes.title.set_x(0)
+    note = "Medians of calls made in turn, in float32; both take the same multiply-adds."
+    figure.supxlabel(f"{note} {BANDS}", fontsize=8, color=GREY)
+    return figure
+
+
+def _table(title: str, *headings: str) -> Table:
+    """Return an empty table whose columns hold numbers, but those for names."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("step", "of") else "right", no_wrap=True)
+    return table
+
+
+def _pairs(entries: list[Any]) -> list[tuple[Any, Any]]:
+    """Return raw and divided beside each other."""
+    return list(zip(entries[::2], entries[1::2], strict=True))
+
+
+def _range(values: Iterable[float]) -> str:
+    values = list(values)
+    return f"{min(values):.1g} to {max(values):.1g}"
+
+
+def _curve(axes: Axes, x: list[int], spreads: list[Spread], colour: str) -> None:
+    axes.plot(x, [spread.median for spread in spreads], "o-", color=colour, markersize=4)
+    low, high = [spread.low for spread in spreads], [spread.high for spread in spreads]
+    axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+
+
+def _end_label(axes: Axes, x: float, y: float, text: str, colour: str, *, above: bool) -> None:
+    """Name a curve at its last point."""
+    place, align = ((-12, 4), "bottom") if above else ((0, -26), "top")
+    axes.annotate(text, (x, y), place, textcoords="offset points", color=colour, ha="right", va=align)
+
+
+QUESTIONS: dict[str, tuple[Callable[[], dict[str, list[Any]]], Callable[..., None], Callable[..., Figure]]] = {
+    "sqrt-dk": (measure_sqrt_dk, show_sqrt_dk, draw_sqrt_dk),
+    "additive": (measure_additive, show_additive, draw_additive),
+}
