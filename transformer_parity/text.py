@@ -6,6 +6,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import numpy as np
 import sentencepiece
 from numpy import ndarray
 
+from reference_numpy.checks import check_choice
 from reference_numpy.config import TransformerConfig
 
 Pairs = list[tuple[str, str]]
 VOCAB_SIZE = 1000
+UNLIMITED = 0x110000  # characters in Unicode
 SPECIAL = 3  # ids a model may keep for itself: padding, start and end
 
 
@@ -50,19 +53,41 @@ def _read_lines(path: Path) -> list[str]:
 
 
 class Vocabulary:
-    """A joint subword vocabulary (sentencepiece, unigram), free of any model's special ids."""
+    """A joint subword vocabulary (sentencepiece), free of any model's special ids.
+
+    Args:
+        model: A serialized sentencepiece model.
+
+    Attributes:
+        model: The same bytes, to be kept with the weights that were trained on it.
+        size: How many subwords there are, the unknown one included.
+
+    Raises:
+        ValueError: The bytes are no sentencepiece model.
+    """
 
     def __init__(self, model: bytes) -> None:
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model)
+        except RuntimeError as error:
+            raise ValueError(f"not a sentencepiece model: {error}") from error
+        self.model = model
         self.size: int = self._processor.get_piece_size()
 
     @classmethod
-    def train(cls, lines: Iterable[str], size: int = VOCAB_SIZE) -> Vocabulary:
+    def train(cls, lines: Iterable[str], size: int = VOCAB_SIZE, kind: str = "unigram") -> Vocabulary:
         """Learn at most ``size`` subwords from lines of text; a small text yields fewer.
+
+        Args:
+            lines: The text.
+            size: The most subwords.
+            kind: unigram, or char: every character is a subword, and there is no other.
 
         Raises:
             ValueError: The size is too small to hold every character of the text.
         """
+        check_choice("kind", kind, ("unigram", "char"))
         if size < 2:
             raise ValueError(f"a subword vocabulary needs at least 2 entries: got {size}")
         model = io.BytesIO()
@@ -70,7 +95,9 @@ class Vocabulary:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(lines),
                 model_writer=model,
-                vocab_size=size,
+                model_type=kind,
+                vocab_size=size if kind == "unigram" else UNLIMITED,  # it would leave out rare characters in silence
+                add_dummy_prefix=kind == "unigram",  # words at the start of a line and elsewhere look alike
                 hard_vocab_limit=False,
                 character_coverage=1.0,
                 unk_id=0,
@@ -81,7 +108,10 @@ class Vocabulary:
             )
         except RuntimeError as error:
             raise ValueError(f"{size} subwords are too few for this text: {error}") from error
-        return cls(model.getvalue())
+        vocabulary = cls(model.getvalue())
+        if vocabulary.size > size:
+            raise ValueError(f"{size} subwords are too few for this text: it needs {vocabulary.size}")
+        return vocabulary
 
     def pieces(self, line: str) -> list[str]:
         """Cut a line into subwords."""
@@ -93,13 +123,36 @@ class Vocabulary:
         Raises:
             ValueError: The model's vocabulary is too small for this one.
         """
-        special = {config.pad_id, config.bos_id, config.eos_id}
-        available = min(config.source_vocab_size, config.target_vocab_size)
-        free = [token for token in range(available) if token not in special]
+        free = _free_ids(config)
         if self.size > len(free):
-            raise ValueError(f"{self.size} subwords need a vocabulary of {self.size + len(special)}: got {available}")
+            special = len({config.pad_id, config.bos_id, config.eos_id})
+            available = min(config.source_vocab_size, config.target_vocab_size)
+            raise ValueError(f"{self.size} subwords need a vocabulary of {self.size + special}: got {available}")
         numbered = [free[piece] for piece in self._processor.encode(line)]
         return [config.bos_id] * start + numbered + [config.eos_id] * end
+
+    def text(self, ids: Iterable[int], config: TransformerConfig) -> str:
+        """Turn ids back into a line: what stands before the first ``eos_id``, without padding and ``bos_id``.
+
+        An id that stands for no subword, as a model may produce one, reads as an unknown subword.
+        """
+        pieces = {token: piece for piece, token in enumerate(_free_ids(config)[: self.size])}
+        tokens = [int(token) for token in ids]
+        if tokens[:1] == [config.bos_id]:  # first of all, because bos_id may be eos_id
+            tokens = tokens[1:]
+        if config.eos_id in tokens:
+            tokens = tokens[: tokens.index(config.eos_id)]
+        silent = (config.pad_id, config.bos_id)
+        unknown = self._processor.unk_id()
+        return self._processor.decode([pieces.get(token, unknown) for token in tokens if token not in silent])
+
+
+@lru_cache
+def _free_ids(config: TransformerConfig) -> tuple[int, ...]:
+    """Return the ids, ascending, that source and target have in common and the config does not use for itself."""
+    special = {config.pad_id, config.bos_id, config.eos_id}
+    available = min(config.source_vocab_size, config.target_vocab_size)
+    return tuple(token for token in range(available) if token not in special)
 
 
 def pick(pairs: Pairs, count: int) -> Pairs:
