@@ -1,7 +1,7 @@
 """The Transformer of "Attention Is All You Need", written down once in NumPy: the definition.
 
 Post-norm, as in the paper, unless the config says otherwise. Read the modules in the paper's order: masks,
-attention, feed_forward, embedding, encoder, decoder, transformer.
+attention, feed_forward, embedding, encoder, decoder, transformer, then backward and training.
 """
 
 from reference_numpy.attention import (
@@ -11,6 +11,8 @@ from reference_numpy.attention import (
     scaled_dot_product_attention,
     split_heads,
 )
+from reference_numpy.backward import transformer_backward
+from reference_numpy.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint
 from reference_numpy.config import PRESETS, DropoutRates, TransformerConfig
 from reference_numpy.decoder import Decoder, DecoderLayer
 from reference_numpy.embedding import (
@@ -22,23 +24,27 @@ from reference_numpy.embedding import (
 )
 from reference_numpy.encoder import Encoder, EncoderLayer
 from reference_numpy.feed_forward import PositionwiseFeedForward
-from reference_numpy.files import load_weights, save_weights
+from reference_numpy.files import load_vocabulary, load_weights, save_weights
 from reference_numpy.layers import Dropout, LayerNorm, Linear
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.names import count_parameters, parameter_shapes, tap_shapes
 from reference_numpy.runtime import describe, set_precision
 from reference_numpy.taps import Recorder, no_tap, within
+from reference_numpy.training import Trainer, cross_entropy, gradients
+from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from reference_numpy.transformer import Transformer, load_transformer
 from reference_numpy.weights import get_weights, init_weights, set_weights
 
 __all__ = [
     "PRESETS",
+    "Checkpoint",
     "Decoder",
     "DecoderLayer",
     "Dropout",
     "DropoutRates",
     "Encoder",
     "EncoderLayer",
+    "Gradients",
     "LayerNorm",
     "LearnedPosition",
     "Linear",
@@ -47,21 +53,31 @@ __all__ = [
     "PositionwiseFeedForward",
     "Recorder",
     "SinusoidalPosition",
+    "StepResult",
     "TokenEmbedding",
+    "Trainer",
+    "TrainingConfig",
+    "TrainingState",
     "Transformer",
     "TransformerConfig",
     "additive_attention",
+    "average_weights",
     "causal_mask",
     "count_parameters",
+    "cross_entropy",
     "describe",
     "get_weights",
+    "gradients",
     "init_weights",
+    "load_checkpoint",
     "load_transformer",
+    "load_vocabulary",
     "load_weights",
     "merge_heads",
     "no_tap",
     "padding_mask",
     "parameter_shapes",
+    "save_checkpoint",
     "save_weights",
     "scaled_dot_product_attention",
     "set_precision",
@@ -70,5 +86,6 @@ __all__ = [
     "split_heads",
     "tap_shapes",
     "target_padding_mask",
+    "transformer_backward",
     "within",
 ]

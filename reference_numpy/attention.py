@@ -124,7 +124,7 @@ class MultiHeadAttention:
         self.key_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)
-        self.dropout = Dropout(config.dropout.attention)
+        self.dropout = Dropout(config.dropout.attention, "weights")
 
     def __call__(
         self,
@@ -146,5 +146,5 @@ class MultiHeadAttention:
         q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]
         k = tap("key", split_heads(self.key_proj(memory), self.num_heads))  # [B, H, M, d_k]
         v = tap("value", split_heads(self.value_proj(memory), self.num_heads))  # [B, H, M, d_v]
-        context = scaled_dot_product_attention(q, k, v, mask, partial(self.dropout, rng=rng), tap)
+        context = scaled_dot_product_attention(q, k, v, mask, partial(self.dropout, rng=rng, tap=tap), tap)
         return tap("output", self.output_proj(merge_heads(context)))

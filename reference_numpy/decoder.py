@@ -54,19 +54,19 @@ class DecoderLayer:
         self_tap, cross_tap = within(tap, "self_attention"), within(tap, "cross_attention")
         feed_forward_tap = within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, self_mask, self_tap, rng)
-            x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended, rng)))
-            attended = self.cross_attention(x, memory, cross_mask, cross_tap, rng)
-            x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended, rng)))
-            transformed = self.feed_forward(x, feed_forward_tap, rng)
-            x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed, rng)))
+            attended = self.dropout(self.self_attention(x, x, self_mask, self_tap, rng), rng, self_tap)
+            x = tap("self_attention_norm.output", self.self_attention_norm(x + attended))
+            attended = self.dropout(self.cross_attention(x, memory, cross_mask, cross_tap, rng), rng, cross_tap)
+            x = tap("cross_attention_norm.output", self.cross_attention_norm(x + attended))
+            transformed = self.dropout(self.feed_forward(x, feed_forward_tap, rng), rng, feed_forward_tap)
+            x = tap("feed_forward_norm.output", self.feed_forward_norm(x + transformed))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            x = x + self.dropout(self.self_attention(normed, normed, self_mask, self_tap, rng), rng)
+            x = x + self.dropout(self.self_attention(normed, normed, self_mask, self_tap, rng), rng, self_tap)
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
-            x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, cross_tap, rng), rng)
+            x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, cross_tap, rng), rng, cross_tap)
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
-            x = x + self.dropout(self.feed_forward(normed, feed_forward_tap, rng), rng)
+            x = x + self.dropout(self.feed_forward(normed, feed_forward_tap, rng), rng, feed_forward_tap)
         return tap("output", x)
 
 

@@ -48,15 +48,15 @@ class EncoderLayer:
         """Return the layer's output for each source position; True in ``mask`` = may attend."""
         attention_tap, feed_forward_tap = within(tap, "self_attention"), within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, mask, attention_tap, rng)
-            x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended, rng)))
-            transformed = self.feed_forward(x, feed_forward_tap, rng)
-            x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed, rng)))
+            attended = self.dropout(self.self_attention(x, x, mask, attention_tap, rng), rng, attention_tap)
+            x = tap("self_attention_norm.output", self.self_attention_norm(x + attended))
+            transformed = self.dropout(self.feed_forward(x, feed_forward_tap, rng), rng, feed_forward_tap)
+            x = tap("feed_forward_norm.output", self.feed_forward_norm(x + transformed))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            x = x + self.dropout(self.self_attention(normed, normed, mask, attention_tap, rng), rng)
+            x = x + self.dropout(self.self_attention(normed, normed, mask, attention_tap, rng), rng, attention_tap)
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
-            x = x + self.dropout(self.feed_forward(normed, feed_forward_tap, rng), rng)
+            x = x + self.dropout(self.feed_forward(normed, feed_forward_tap, rng), rng, feed_forward_tap)
         return tap("output", x)
 
 

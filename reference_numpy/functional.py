@@ -109,7 +109,11 @@ ACTIVATIONS: dict[str, Callable[[ndarray], ndarray]] = {
 }
 
 
-def dropout(x: Float[ndarray, "*axes"], rate: float, rng: np.random.Generator) -> Float[ndarray, "*axes"]:
-    """Set each element to zero with probability ``rate`` and scale the rest so that the mean stays (section 5.4)."""
-    keep = rng.random(x.shape, dtype=np.float32) >= rate
+def draw_keep(shape: tuple[int, ...], rate: float, rng: np.random.Generator) -> Bool[ndarray, "*axes"]:
+    """Choose what dropout keeps: each element with probability ``1 - rate``."""
+    return rng.random(shape, dtype=np.float32) >= rate
+
+
+def dropout(x: Float[ndarray, "*axes"], keep: Bool[ndarray, "*axes"], rate: float) -> Float[ndarray, "*axes"]:
+    """Set what is not kept to zero and scale the rest so that the mean stays (section 5.4)."""
     return np.where(keep, x / (1.0 - rate), 0.0).astype(x.dtype, copy=False)

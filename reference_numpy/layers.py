@@ -8,7 +8,16 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
-from reference_numpy.functional import ACTIVATIONS, annotated_layer_norm, dropout, layer_norm, linear, masked_softmax
+from reference_numpy.functional import (
+    ACTIVATIONS,
+    annotated_layer_norm,
+    draw_keep,
+    dropout,
+    layer_norm,
+    linear,
+    masked_softmax,
+)
+from reference_numpy.taps import Tap, no_tap
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -48,11 +57,20 @@ class LayerNorm:
 
 
 class Dropout:
-    """Set elements to zero at random and scale the rest, in training only (section 5.4)."""
+    """Set elements to zero at random and scale the rest, in training only (section 5.4).
 
-    def __init__(self, rate: float) -> None:
+    Taps:
+        ``{site}_keep`` True where an element stays; in training only.
+    """
+
+    def __init__(self, rate: float, site: str = "output") -> None:
         self.rate = rate
+        self.site = site
 
-    def __call__(self, x: Float[ndarray, "*axes"], rng: np.random.Generator | None = None) -> Float[ndarray, "*axes"]:
+    def __call__(
+        self, x: Float[ndarray, "*axes"], rng: np.random.Generator | None = None, tap: Tap = no_tap
+    ) -> Float[ndarray, "*axes"]:
         """Return ``x``, or in training a thinned-out copy of it."""
-        return x if rng is None or self.rate == 0.0 else dropout(x, self.rate, rng)
+        if rng is None or self.rate == 0.0:
+            return x
+        return dropout(x, tap(f"{self.site}_keep", draw_keep(x.shape, self.rate, rng)), self.rate)

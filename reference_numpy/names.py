@@ -30,7 +30,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 def tap_shapes(
     config: TransformerConfig, batch: int, source_length: int, target_length: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tap of one call of the full model, in the order they fire."""
+    """Return the name and shape of every tap of one call of the full model in inference, in the order they fire."""
     return dict(_taps(config, batch, source_length, target_length))
 
 

@@ -3,6 +3,8 @@
 A tap is a function ``tap(name, value) -> value``. The model writes ``scores = tap("scores", scores)`` and goes on
 with what comes back, so one mechanism records activations, replays a block on given inputs, and (by adding a zero
 and differentiating) yields the gradient at that place in any framework.
+
+In training, the reference also shows what each dropout keeps: the name of the tap that is thinned out, and ``_keep``.
 """
 
 from __future__ import annotations

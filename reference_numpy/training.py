@@ -19,12 +19,11 @@ from reference_numpy.names import check_training_state, parameter_shapes
 from reference_numpy.runtime import to_ids
 from reference_numpy.taps import Recorder
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
+from reference_numpy.transformer import Transformer
 from reference_numpy.weights import find
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-    from reference_numpy.transformer import Transformer
 
 MIXED_BFLOAT16 = False  # whether this backend can compute in bfloat16 with float32 weights
 
@@ -56,7 +55,7 @@ def cross_entropy(
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
-    return np.where(counted, losses, 0.0).sum(), counted.sum()
+    return np.asarray(np.where(counted, losses, 0.0).sum()), np.asarray(counted.sum())
 
 
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
@@ -76,7 +75,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     """
     source_ids, target_ids, labels = _take(model, source_ids, target_ids, labels)
     total, tokens, of_parameters, of_taps = _backward(model, source_ids, target_ids, labels)
-    scale = 1 / max(tokens, 1)
+    scale = 1 / max(int(tokens), 1)  # a Python number leaves a float32 array what it is
     return Gradients(
         float(total * scale),
         {name: gradient * scale for name, gradient in of_parameters.items()},
@@ -127,16 +126,16 @@ class Trainer:
         rng = np.random.default_rng([self.seed, self.step])
         loss, tokens = 0.0, 0
         gradient: dict[str, ndarray] = {}
-        for part in zip(*(np.split(array, slices) for array in batch), strict=True):
-            part_loss, part_tokens, of_parameters, _ = _backward(self.model, *part, rng)
+        for source, target, right in zip(*(np.split(array, slices) for array in batch), strict=True):
+            part_loss, part_tokens, of_parameters, _ = _backward(self.model, source, target, right, rng)
             loss, tokens = loss + part_loss, tokens + part_tokens
             gradient = {name: gradient.get(name, 0.0) + array for name, array in of_parameters.items()}
-        scale = 1 / max(tokens, 1)
+        scale = 1 / max(int(tokens), 1)
         norm = scale * math.sqrt(sum(np.vdot(array, array) for array in gradient.values()))
         if self.settings.clip_norm is not None:
             scale *= self.settings.clip_norm / max(norm, self.settings.clip_norm)
         self._update({name: array * scale for name, array in gradient.items()})
-        return StepResult(loss / max(tokens, 1), tokens, norm)
+        return StepResult(loss / max(int(tokens), 1), tokens, norm)
 
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[ndarray, ""], Int[ndarray, ""]]:
         """Return the cross-entropy in nats summed over the target tokens, and their number: no dropout, no smoothing.

@@ -79,6 +79,11 @@ def run(backend, build, record):
         if not train:
             model.train()
         model(array(source), array(target), **train)
+        if backend.name == "numpy":
+            package.gradients(model, source, target, target)
+            trainer = package.Trainer(model, package.TrainingConfig())
+            trainer.train_step(source, target, target)
+            trainer.evaluate(source, target, target)
         package.set_weights(model, model.export_weights())
     floats = [array(np.ones(shape, np.float32)) for shape in ((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 7, 13))]
     package.scaled_dot_product_attention(*floats)

@@ -1,0 +1,386 @@
+"""The backward pass, by hand: the chain rule walked through the model from the loss to the tables.
+
+``of_x`` is the gradient of the loss with regard to ``x``; ``<name>_backward`` undoes ``<name>``, takes the gradient of
+what that returned and returns the gradients of what it read. What the forward pass computed is not kept anywhere but
+in its taps: a Recorder holds all that is needed, but for sums and activations that are cheap to do again.
+
+B batch, H heads, L query length, M memory length, S source length, T target length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.attention import MultiHeadAttention, merge_heads, split_heads
+from reference_numpy.backward_functions import (
+    ACTIVATIONS_BACKWARD,
+    annotated_layer_norm_backward,
+    layer_norm_backward,
+    linear_backward,
+    lookup_backward,
+    masked_softmax_backward,
+)
+from reference_numpy.config import TransformerConfig
+from reference_numpy.decoder import Decoder, DecoderLayer
+from reference_numpy.embedding import LearnedPosition, OutputProjection, TokenEmbedding
+from reference_numpy.encoder import Encoder, EncoderLayer
+from reference_numpy.feed_forward import PositionwiseFeedForward
+from reference_numpy.functional import dropout, masked_softmax, relu
+from reference_numpy.layers import LayerNorm, Linear
+from reference_numpy.names import parameter_shapes, tap_shapes
+from reference_numpy.taps import Recorder, Tap, no_tap, within
+from reference_numpy.transformer import Transformer
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a forward pass left of one module: the values at its taps, and the tap that takes their gradients.
+
+    Args:
+        seen: What a Recorder saw of the whole model.
+        note: Receives each named gradient, of taps and of parameters, and returns the gradient to go on with.
+        path: Of the module, ending with a dot.
+    """
+
+    seen: Mapping[str, ndarray]
+    note: Tap
+    path: str = ""
+
+    def __getitem__(self, name: str) -> ndarray:
+        """Return the value at a tap."""
+        return self.seen[self.path + name]
+
+    def within(self, prefix: str) -> Trace:
+        """Return the trace of a sub-module."""
+        return Trace(self.seen, within(self.note, prefix), f"{self.path}{prefix}.")
+
+    def dropout(self, name: str, x: ndarray, rate: float) -> ndarray:
+        """Thin out ``x`` as the forward pass did behind a tap; a gradient goes back through the same elements."""
+        keep = self.seen.get(f"{self.path}{name}_keep")
+        return x if keep is None else dropout(x, keep, rate)
+
+
+def cross_entropy_backward(
+    logits: Float[ndarray, "B T V"], labels: Int[ndarray, "B T"], config: TransformerConfig
+) -> Float[ndarray, "B T V"]:
+    """Return the gradient of the summed ``cross_entropy`` at the logits: what was predicted minus what was wanted.
+
+    As what is wanted sums to one, this is all that is left of the logarithm, the softmax and the smoothing.
+
+    Arguments as in ``cross_entropy``.
+    """
+    kind, smoothing = config.label_smoothing_kind, config.label_smoothing
+    others = {"uniform": 0, "off_target": 1, "off_target_and_pad": 2}[kind]
+    share = smoothing / (config.target_vocab_size - others) if smoothing else 0.0
+    wanted = np.full(logits.shape, share, logits.dtype)
+    if kind == "off_target_and_pad":
+        wanted[..., config.pad_id] = 0.0
+    right = 1.0 - smoothing + (share if kind == "uniform" else 0.0)
+    np.put_along_axis(wanted, labels[..., None], right, -1)
+    of_logits = masked_softmax(logits) - wanted
+    of_logits[labels == config.pad_id] = 0.0
+    return of_logits
+
+
+def scaled_dot_product_attention_backward(
+    query: Float[ndarray, "B H L d_k"],
+    key: Float[ndarray, "B H M d_k"],
+    value: Float[ndarray, "B H M d_v"],
+    weights: Float[ndarray, "B H L M"],
+    of_context: Float[ndarray, "B H L d_v"],
+    dropout: Callable[[ndarray], ndarray] | None = None,
+    tap: Tap = no_tap,
+) -> tuple[Float[ndarray, "B H L d_k"], Float[ndarray, "B H M d_k"], Float[ndarray, "B H M d_v"]]:
+    """Return the gradients of query, key and value in ``softmax(Q K^T / sqrt(d_k)) V``.
+
+    Args:
+        query: As in the forward pass.
+        key: As in the forward pass.
+        value: As in the forward pass.
+        weights: After softmax, before dropout; zero where masked, so the mask is not needed again.
+        of_context: The gradient of the result.
+        dropout: What was applied to the weights; being linear, it is applied to their gradient too.
+        tap: Receives the gradient at each of the forward's taps and returns the one to go on with.
+    """
+    of_context = tap("context", of_context)
+    thinned = weights if dropout is None else dropout(weights)
+    of_value = thinned.mT @ of_context
+    of_weights = of_context @ value.mT  # [B, H, L, M]
+    of_weights = tap("weights", of_weights if dropout is None else dropout(of_weights))
+    of_scores = tap("scores", masked_softmax_backward(weights, of_weights))  # [B, H, L, M]
+    of_query, of_key = of_scores @ key, of_scores.mT @ query
+    for gradient in (of_query, of_key):
+        gradient *= 1.0 / math.sqrt(query.shape[-1])
+    return of_query, of_key, of_value
+
+
+def multi_head_attention_backward(
+    attention: MultiHeadAttention,
+    query: Float[ndarray, "B L d_model"],
+    memory: Float[ndarray, "B M d_model"],
+    of_output: Float[ndarray, "B L d_model"],
+    trace: Trace,
+) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "B M d_model"]]:
+    """Return the gradients of query and memory, the inputs of the attention."""
+
+    def thin_out(x: ndarray) -> ndarray:
+        return trace.dropout("weights", x, attention.dropout.rate)
+
+    of_output = trace.note("output", of_output)
+    joined = merge_heads(trace["context"])  # [B, L, H*d_v]
+    of_joined = _through_linear(attention.output_proj, joined, of_output, trace.within("output_proj"))
+    of_context = split_heads(of_joined, attention.num_heads)
+    heads = (trace["query"], trace["key"], trace["value"])
+    q, k, v = scaled_dot_product_attention_backward(*heads, trace["weights"], of_context, thin_out, trace.note)
+    q, k, v = (merge_heads(trace.note(name, x)) for name, x in (("query", q), ("key", k), ("value", v)))
+    of_query = _through_linear(attention.query_proj, query, q, trace.within("query_proj"))
+    of_memory = _through_linear(attention.key_proj, memory, k, trace.within("key_proj"))
+    of_memory += _through_linear(attention.value_proj, memory, v, trace.within("value_proj"))
+    return of_query, of_memory
+
+
+def self_attention_backward(
+    attention: MultiHeadAttention,
+    x: Float[ndarray, "B L d_model"],
+    of_output: Float[ndarray, "B L d_model"],
+    trace: Trace,
+) -> Float[ndarray, "B L d_model"]:
+    """Return the gradient of ``x``, which is query and memory at once."""
+    of_query, of_memory = multi_head_attention_backward(attention, x, x, of_output, trace)
+    return of_query + of_memory
+
+
+def feed_forward_backward(
+    feed_forward: PositionwiseFeedForward,
+    x: Float[ndarray, "B L d_model"],
+    of_output: Float[ndarray, "B L d_model"],
+    trace: Trace,
+) -> Float[ndarray, "B L d_model"]:
+    """Return the gradient of ``x`` in ``max(0, x W_1 + b_1) W_2 + b_2``, or with another activation."""
+    rate = feed_forward.dropout.rate
+    inner, inner_proj = trace["inner"], feed_forward.inner_proj  # [B, L, d_ff]
+    thinned = trace.dropout("inner", inner, rate)
+    of_output = trace.note("output", of_output)
+    of_thinned = _through_linear(feed_forward.output_proj, thinned, of_output, trace.within("output_proj"))
+    of_inner = trace.note("inner", trace.dropout("inner", of_thinned, rate))
+    activation = feed_forward.activation
+    activated = inner if activation is relu else inner_proj(x)  # the sign is all that a ReLU's gradient needs
+    of_activated = ACTIVATIONS_BACKWARD[activation](activated, of_inner)
+    return _through_linear(inner_proj, x, of_activated, trace.within("inner_proj"))
+
+
+def token_embedding_backward(
+    embedding: TokenEmbedding, ids: Int[ndarray, "B L"], of_vectors: Float[ndarray, "B L d_model"]
+) -> Float[ndarray, "V d_model"]:
+    """Return the gradient of the table."""
+    of_table = lookup_backward(ids, len(embedding.table), of_vectors)
+    of_table *= embedding.multiplier
+    return of_table
+
+
+def learned_position_backward(
+    position: LearnedPosition, of_x: Float[ndarray, "B L d_model"]
+) -> Float[ndarray, "max_length d_model"]:
+    """Return the gradient of the table; that of the vectors it was added to is ``of_x`` itself."""
+    of_table = np.zeros_like(position.table)
+    of_table[position.offset : position.offset + of_x.shape[1]] = of_x.sum(axis=0)
+    return of_table
+
+
+def output_projection_backward(
+    projection: OutputProjection,
+    x: Float[ndarray, "B L d_model"],
+    table: Float[ndarray, "V d_model"],
+    of_logits: Float[ndarray, "B L V"],
+    trace: Trace,
+) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
+    """Return the gradients of ``x`` and of the table, None where the projection has a matrix of its own."""
+    kernel = table.T if projection.kernel is None else projection.kernel
+    of_x, of_kernel, of_bias = linear_backward(x, kernel, of_logits)
+    if projection.bias is not None:
+        trace.note("bias", of_bias)
+    if projection.kernel is None:
+        return of_x, of_kernel.T
+    trace.note("kernel", of_kernel)
+    return of_x, None
+
+
+def encoder_layer_backward(
+    layer: EncoderLayer, x: Float[ndarray, "B S d_model"], of_output: Float[ndarray, "B S d_model"], trace: Trace
+) -> Float[ndarray, "B S d_model"]:
+    """Return the gradient of ``x``."""
+    self_attention = partial(self_attention_backward, layer.self_attention)
+    feed_forward = partial(feed_forward_backward, layer.feed_forward)
+    attended = _residual(layer, "self_attention", x, trace)
+    of_x = trace.note("output", of_output)
+    of_x = _through_residual(layer, "feed_forward", feed_forward, attended, of_x, trace)
+    return _through_residual(layer, "self_attention", self_attention, x, of_x, trace)
+
+
+def encoder_backward(
+    encoder: Encoder, x: Float[ndarray, "B S d_model"], of_output: Float[ndarray, "B S d_model"], trace: Trace
+) -> Float[ndarray, "B S d_model"]:
+    """Return the gradient of ``x``, the embedded source."""
+    read = [x, *(trace[f"layers.{i}.output"] for i in range(len(encoder.layers)))]
+    of_x = trace.note("output", of_output)
+    if encoder.final_norm is not None:
+        of_x = _through_norm(encoder.final_norm, read[-1], of_x, trace.within("final_norm"))
+    for i, layer in reversed([*enumerate(encoder.layers)]):
+        of_x = encoder_layer_backward(layer, read[i], of_x, trace.within(f"layers.{i}"))
+    return of_x
+
+
+def decoder_layer_backward(
+    layer: DecoderLayer,
+    x: Float[ndarray, "B T d_model"],
+    memory: Float[ndarray, "B S d_model"],
+    of_output: Float[ndarray, "B T d_model"],
+    trace: Trace,
+) -> tuple[Float[ndarray, "B T d_model"], Float[ndarray, "B S d_model"]]:
+    """Return the gradients of ``x`` and of the memory."""
+    of_memory = np.zeros_like(memory)
+
+    def cross_attention(x: ndarray, of_output: ndarray, trace: Trace) -> ndarray:
+        nonlocal of_memory
+        of_query, of_memory = multi_head_attention_backward(layer.cross_attention, x, memory, of_output, trace)
+        return of_query
+
+    self_attention = partial(self_attention_backward, layer.self_attention)
+    feed_forward = partial(feed_forward_backward, layer.feed_forward)
+    attended = _residual(layer, "self_attention", x, trace)
+    informed = _residual(layer, "cross_attention", attended, trace)
+    of_x = trace.note("output", of_output)
+    of_x = _through_residual(layer, "feed_forward", feed_forward, informed, of_x, trace)
+    of_x = _through_residual(layer, "cross_attention", cross_attention, attended, of_x, trace)
+    of_x = _through_residual(layer, "self_attention", self_attention, x, of_x, trace)
+    return of_x, of_memory
+
+
+def decoder_backward(
+    decoder: Decoder,
+    x: Float[ndarray, "B T d_model"],
+    memory: Float[ndarray, "B S d_model"],
+    of_output: Float[ndarray, "B T d_model"],
+    trace: Trace,
+) -> tuple[Float[ndarray, "B T d_model"], Float[ndarray, "B S d_model"]]:
+    """Return the gradients of ``x``, the embedded target, and of the memory, which every layer reads."""
+    read = [x, *(trace[f"layers.{i}.output"] for i in range(len(decoder.layers)))]
+    of_memory = np.zeros_like(memory)
+    of_x = trace.note("output", of_output)
+    if decoder.final_norm is not None:
+        of_x = _through_norm(decoder.final_norm, read[-1], of_x, trace.within("final_norm"))
+    for i, layer in reversed([*enumerate(decoder.layers)]):
+        of_x, from_layer = decoder_layer_backward(layer, read[i], memory, of_x, trace.within(f"layers.{i}"))
+        of_memory += from_layer
+    return of_x, of_memory
+
+
+def transformer_backward(
+    model: Transformer,
+    source_ids: Int[ndarray, "B S"],
+    target_ids: Int[ndarray, "B T"],
+    of_logits: Float[ndarray, "B T V"],
+    seen: Mapping[str, ndarray],
+) -> tuple[dict[str, ndarray], dict[str, ndarray]]:
+    """Return the gradient at every parameter and at every tap, in the order of their names.
+
+    The gradient at a tap is that of the value which the tap passed on. Where nothing lies between two taps, both have
+    the same array.
+
+    Args:
+        model: The model, as it was in the forward pass.
+        source_ids: The source sentences of the forward pass.
+        target_ids: The target sentences of the forward pass.
+        of_logits: The gradient of the loss at the logits.
+        seen: The Recorder that was the tap of the forward pass and kept everything; with dropout, what stayed too.
+
+    Raises:
+        ValueError: A tap is missing.
+    """
+    (batch, source_length), target_length = source_ids.shape, target_ids.shape[1]
+    taps = tap_shapes(model.config, batch, source_length, target_length)
+    if missing := [name for name in taps if name not in seen]:
+        raise ValueError(f"seen must hold every tap: {len(missing)} are missing, the first is {missing[0]}")
+    found = Recorder()
+    trace = Trace(seen, found)
+    rate = model.dropout.rate
+    source, target = (
+        trace.dropout(name, seen[name], rate) for name in ("source_embedding.output", "target_embedding.output")
+    )
+    of_states, of_output_table = output_projection_backward(
+        model.output_proj,
+        seen["decoder.output"],
+        model.target_embedding.table,
+        trace.note("logits", of_logits),
+        trace.within("output_proj"),
+    )
+    of_target, of_memory = decoder_backward(
+        model.decoder, target, seen["encoder.output"], of_states, trace.within("decoder")
+    )
+    of_source = encoder_backward(model.encoder, source, of_memory, trace.within("encoder"))
+    of_target = trace.note("target_embedding.output", trace.dropout("target_embedding.output", of_target, rate))
+    of_source = trace.note("source_embedding.output", trace.dropout("source_embedding.output", of_source, rate))
+    if isinstance(model.source_position, LearnedPosition) and isinstance(model.target_position, LearnedPosition):
+        trace.note("source_position.table", learned_position_backward(model.source_position, of_source))
+        trace.note("target_position.table", learned_position_backward(model.target_position, of_target))
+    of_source_table = token_embedding_backward(model.source_embedding, source_ids, of_source)
+    of_target_table = token_embedding_backward(model.target_embedding, target_ids, of_target)
+    if of_output_table is not None:  # a tied table sums up all that it is used for
+        of_target_table += of_output_table
+    if model.target_embedding is model.source_embedding:
+        of_source_table += of_target_table
+    else:
+        trace.note("target_embedding.table", of_target_table)
+    trace.note("source_embedding.table", of_source_table)
+    return {name: found[name] for name in parameter_shapes(model.config)}, {name: found[name] for name in taps}
+
+
+def _residual(layer: EncoderLayer | DecoderLayer, name: str, x: ndarray, trace: Trace) -> ndarray:
+    """Return what came out of a sub-layer's residual connection, given what went in."""
+    if layer.norm_order == "post":
+        return trace[f"{name}_norm.output"]
+    return x + trace.dropout(f"{name}.output", trace[f"{name}.output"], layer.dropout.rate)
+
+
+def _through_residual(layer, name, sublayer_backward, x, of_y, trace):
+    """Return the gradient of what went into a sub-layer's residual connection."""
+
+    def thin_out(gradient_or_value: ndarray) -> ndarray:
+        return trace.dropout(f"{name}.output", gradient_or_value, layer.dropout.rate)
+
+    norm, norm_trace, sublayer_trace = getattr(layer, f"{name}_norm"), trace.within(f"{name}_norm"), trace.within(name)
+    if layer.norm_order == "post":  # y = LayerNorm(x + Dropout(Sublayer(x)))
+        of_y = norm_trace.note("output", of_y)
+        of_sum = _through_norm(norm, x + thin_out(sublayer_trace["output"]), of_y, norm_trace)
+        return of_sum + sublayer_backward(x, thin_out(of_sum), sublayer_trace)
+    # y = x + Dropout(Sublayer(LayerNorm(x)))
+    of_normed = norm_trace.note("output", sublayer_backward(norm_trace["output"], thin_out(of_y), sublayer_trace))
+    return of_y + _through_norm(norm, x, of_normed, norm_trace)
+
+
+def _through_linear(linear: Linear, x: ndarray, of_y: ndarray, trace: Trace) -> ndarray:
+    """Return the gradient of what a linear layer read; note those of its parameters."""
+    of_x, of_kernel, of_bias = linear_backward(x, linear.kernel, of_y)
+    trace.note("kernel", of_kernel)
+    if linear.bias is not None:
+        trace.note("bias", of_bias)
+    return of_x
+
+
+def _through_norm(norm: LayerNorm, x: ndarray, of_y: ndarray, trace: Trace) -> ndarray:
+    """Return the gradient of what a norm read; note those of its parameters."""
+    norm_backward = annotated_layer_norm_backward if norm.kind == "annotated" else layer_norm_backward
+    of_x, of_scale, of_bias = norm_backward(x, norm.scale, norm.epsilon, of_y)
+    trace.note("scale", of_scale)
+    trace.note("bias", of_bias)
+    return of_x

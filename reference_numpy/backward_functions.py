@@ -1,0 +1,134 @@
+"""The backward pass of the functions that every framework ships, beside ``functional``, in its order.
+
+``of_x`` is the gradient of the loss with regard to ``x``. Each function takes what its forward took or returned, and
+the gradient of what it returned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.functional import _erf, gelu, gelu_tanh, relu, swish
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+def linear_backward(
+    x: Float[ndarray, "*axes d_in"], kernel: Float[ndarray, "d_in d_out"], of_y: Float[ndarray, "*axes d_out"]
+) -> tuple[Float[ndarray, "*axes d_in"], Float[ndarray, "d_in d_out"], Float[ndarray, " d_out"]]:
+    """Return the gradients of ``x``, ``W`` and ``b``: ``dy W^T``, ``x^T dy`` and the sum of ``dy`` over all rows."""
+    rows, of_rows = _rows(x), _rows(of_y)
+    return (of_rows @ kernel.T).reshape(x.shape), rows.T @ of_rows, _sum_rows(of_rows)
+
+
+def masked_softmax_backward(
+    weights: Float[ndarray, "*axes M"], of_weights: Float[ndarray, "*axes M"]
+) -> Float[ndarray, "*axes M"]:
+    """Return the gradient of the scores, ``w_i (dw_i - sum_j w_j dw_j)``: zero where masked, as the weight is zero."""
+    of_scores = weights * of_weights
+    of_scores -= weights * of_scores.sum(axis=-1, keepdims=True)
+    return of_scores
+
+
+def layer_norm_backward(
+    x: Float[ndarray, "*axes d_model"],
+    scale: Float[ndarray, " d_model"],
+    epsilon: float,
+    of_y: Float[ndarray, "*axes d_model"],
+) -> tuple[Float[ndarray, "*axes d_model"], Float[ndarray, " d_model"], Float[ndarray, " d_model"]]:
+    """Return the gradients of ``x``, scale and bias.
+
+    With ``n = (x - mean) / sigma`` and ``y = n scale + bias``: ``dx = (dn - mean(dn) - n mean(n dn)) / sigma``. The two
+    means are what ``x`` does to its own mean and to its own ``sigma``.
+    """
+    normed = x - x.mean(axis=-1, keepdims=True)
+    sigma = np.sqrt(np.square(normed).mean(axis=-1, keepdims=True) + epsilon)
+    normed /= sigma
+    return _norm_backward(normed, sigma, 1.0 / x.shape[-1], scale, of_y)
+
+
+def annotated_layer_norm_backward(
+    x: Float[ndarray, "*axes d_model"],
+    scale: Float[ndarray, " d_model"],
+    epsilon: float,
+    of_y: Float[ndarray, "*axes d_model"],
+) -> tuple[Float[ndarray, "*axes d_model"], Float[ndarray, " d_model"], Float[ndarray, " d_model"]]:
+    """Return the gradients of ``x``, scale and bias, where ``n = (x - mean) / (std + epsilon)`` with an unbiased std.
+
+    The derivative of a deviation is ``(x - mean) / ((d_model - 1) std)``; at a std of zero it is taken as zero.
+    """
+    normed = x - x.mean(axis=-1, keepdims=True)
+    std = x.std(axis=-1, ddof=1, keepdims=True)
+    sigma = std + epsilon
+    normed /= sigma
+    share = sigma / ((x.shape[-1] - 1) * np.where(std == 0.0, 1.0, std).astype(x.dtype, copy=False))
+    return _norm_backward(normed, sigma, share, scale, of_y)
+
+
+def _norm_backward(normed, sigma, share, scale, of_y):
+    """Go back through scale and bias, then through mean and sigma: ``dsigma = share sum(n dx)``."""
+    of_scale = _sum_rows(_rows(of_y * normed))
+    of_normed = of_y * scale
+    of_x = of_normed - of_normed.mean(axis=-1, keepdims=True)
+    of_x -= normed * ((of_normed * normed).sum(axis=-1, keepdims=True) * share)
+    of_x /= sigma
+    return of_x, of_scale, _sum_rows(_rows(of_y))
+
+
+def relu_backward(x: Float[ndarray, "*axes"], of_y: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
+    """Return the gradient of ``x``: that of ``y`` where ``x`` is positive. The sign of ``y`` tells as much."""
+    return of_y * (x > 0.0)
+
+
+def gelu_backward(x: Float[ndarray, "*axes"], of_y: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
+    """Return the gradient of ``x``: ``Phi(x) + x phi(x)`` times that of ``y``."""
+    cumulative = 0.5 * (1.0 + _erf(x * math.sqrt(0.5)))
+    density = np.exp(-0.5 * np.square(x)) * (1.0 / math.sqrt(2.0 * math.pi))
+    return (of_y * (cumulative + x * density)).astype(x.dtype, copy=False)
+
+
+def gelu_tanh_backward(x: Float[ndarray, "*axes"], of_y: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
+    """Return the gradient of ``x``, the tanh being ``t(u)`` with ``t' = (1 - t^2) u'``."""
+    slope = math.sqrt(2.0 / math.pi)
+    t = np.tanh(slope * (x + 0.044715 * x**3))
+    of_t = 0.5 * x * (1.0 - np.square(t)) * (slope * (1.0 + 3 * 0.044715 * np.square(x)))
+    return of_y * (0.5 * (1.0 + t) + of_t)
+
+
+def swish_backward(x: Float[ndarray, "*axes"], of_y: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
+    """Return the gradient of ``x``: ``s + x s (1 - s)`` times that of ``y``, where ``s`` is the sigmoid."""
+    s = 0.5 * (1.0 + np.tanh(0.5 * x))
+    return of_y * (s * (1.0 + x * (1.0 - s)))
+
+
+ACTIVATIONS_BACKWARD: dict[Callable[[ndarray], ndarray], Callable[[ndarray, ndarray], ndarray]] = {
+    relu: relu_backward,
+    gelu: gelu_backward,
+    gelu_tanh: gelu_tanh_backward,
+    swish: swish_backward,
+}
+
+
+def lookup_backward(
+    ids: Int[ndarray, "B L"], vocab_size: int, of_vectors: Float[ndarray, "B L d_model"]
+) -> Float[ndarray, "V d_model"]:
+    """Return the gradient of a table: each row sums up what comes from the places where its token stands."""
+    of_table = np.zeros((vocab_size, of_vectors.shape[-1]), of_vectors.dtype)
+    order = np.argsort(ids, axis=None, kind="stable")  # equal tokens side by side: one sum each, far faster than add.at
+    tokens, starts = np.unique(ids.reshape(-1)[order], return_index=True)
+    of_table[tokens] = np.add.reduceat(_rows(of_vectors)[order], starts, axis=0)
+    return of_table
+
+
+def _rows(x: ndarray) -> ndarray:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _sum_rows(rows: ndarray) -> ndarray:
+    return np.ones(len(rows), rows.dtype) @ rows  # BLAS: faster than sum(0), and in several partial sums

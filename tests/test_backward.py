@@ -1,0 +1,490 @@
+"""The backward pass of the reference against differences of its forward pass, and the trainer that stands on it.
+
+NumPy only, float64. Every parameter and every tap is moved along a random direction of its own; what the loss then does
+must be what the gradient says. ``f'`` comes from four points, with an error of the fourth power of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import numpy as np
+import pytest
+from conftest import assert_same_bits, random_weights, tiny_config
+
+import reference_numpy as ref
+from reference_numpy import backward_functions, functional
+from reference_numpy.backward import cross_entropy_backward, scaled_dot_product_attention_backward
+
+RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.25, feed_forward=0.35)
+DEPTH = {"num_encoder_layers": 2, "num_decoder_layers": 2}
+CORNERS = {  # what no preset has
+    "gelu": ("paper_base", {"activation": "gelu"}),
+    "gelu_tanh": ("torch", {"activation": "gelu_tanh", "output_bias": False}),
+    "annotated post-norm": (
+        "annotated",
+        {"norm_order": "post", "tie_embeddings": "target_output", "activation": "swish"},
+    ),
+    "pre-norm without final norm": ("keras_hub", {"norm_order": "pre", "tie_embeddings": "all", "activation": "swish"}),
+    "two head sizes": ("paper_base", {"d_k": 5, "d_v": 7, "feed_forward_bias": False, "activation": "gelu_tanh"}),
+}
+
+
+def distinct_presets():
+    """Return the presets that still differ when all sizes, dropout and the amount of smoothing are the same."""
+    configs = {}
+    for preset in ref.PRESETS:
+        same = {"dropout": ref.DropoutRates(), "label_smoothing": 0.1, "d_k": 8, "d_v": 8}
+        configs.setdefault(str(tiny_config(preset, **same, **DEPTH)), preset)
+    return {preset: (preset, {}) for preset in configs.values()}
+
+
+CASES = {**distinct_presets(), **CORNERS}
+
+
+def tiny_model(preset="paper_base", dtype="float64", **overrides):
+    config = tiny_config(preset, **{**DEPTH, **overrides})
+    return ref.Transformer.from_weights(config, random_weights(config), dtype)
+
+
+def tiny_batch(config, seed=0, labelled=True):
+    """Return ids with padding on all sides, a source that is nothing but padding, and uneven numbers of labels."""
+    rng = np.random.default_rng(seed)
+    source, target, labels = (rng.integers(3, 37, shape) for shape in ((4, 7), (4, 5), (4, 5)))
+    target[:, 0] = config.bos_id
+    source[1, 4:] = source[2] = config.pad_id
+    target[1, 3:] = labels[1, 3:] = labels[3, 1:] = config.pad_id
+    return source, target, labels if labelled else np.full_like(labels, config.pad_id)
+
+
+def assert_gradient(f, gradient, step=1e-4, what=""):
+    """Assert what a function of a displacement does along a random direction.
+
+    The error is taken relative to the whole gradient, as the slope may happen to be nearly zero, beside what rounding
+    does to a difference over so short a step.
+    """
+    direction = np.random.default_rng(0).normal(size=gradient.shape)
+    direction /= np.linalg.norm(direction)
+    values = [f(distance * step * direction) for distance in (-2, -1, 1, 2)]
+    found, expected = np.dot((1, -8, 8, -1), values) / (12.0 * step), np.vdot(gradient, direction)
+    error, rounding = abs(found - expected), 4.0 * np.finfo(float).eps * np.max(np.abs(values)) / step
+    assert error <= 1e-9 * np.linalg.norm(gradient) + rounding, (what, found, expected)
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+# The functions, each on its own.
+
+
+def check_arguments(function, arguments, of_result, gradients):
+    """Compare the gradient of each argument with differences of ``sum(of_result * function(*arguments))``."""
+    for i, gradient in enumerate(gradients):
+        assert gradient.shape == arguments[i].shape
+
+        def moved(displacement, i=i):
+            at = [argument + displacement if i == j else argument for j, argument in enumerate(arguments)]
+            return np.vdot(of_result, function(*at))
+
+        assert_gradient(moved, gradient, what=f"argument {i}")
+
+
+def test_linear():
+    x, kernel, bias, of_y = random(2, 3, 5), random(5, 7), random(7), random(2, 3, 7, seed=1)
+    gradients = backward_functions.linear_backward(x, kernel, of_y)
+    check_arguments(functional.linear, (x, kernel, bias), of_y, gradients)
+
+
+def test_masked_softmax():
+    scores, of_weights = random(3, 5, 7), random(3, 5, 7, seed=1)
+    mask = random(3, 5, 7, seed=2) < 0.3
+    mask[1, 2] = False
+    for allowed in (mask, None):
+        weights = functional.masked_softmax(scores, allowed)
+        gradient = backward_functions.masked_softmax_backward(weights, of_weights)
+        check_arguments(partial(functional.masked_softmax, mask=allowed), (scores,), of_weights, (gradient,))
+        np.testing.assert_allclose(gradient.sum(-1), 0.0, atol=1e-15)
+        assert allowed is None or not gradient[~mask].any()
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "annotated_layer_norm"])
+@pytest.mark.parametrize("epsilon", [1e-6, 0.3])
+def test_layer_norm(kind, epsilon):
+    x, scale, bias, of_y = random(2, 3, 6), random(6, seed=1), random(6, seed=2), random(2, 3, 6, seed=3)
+    gradients = getattr(backward_functions, f"{kind}_backward")(x, scale, epsilon, of_y)
+    check_arguments(lambda *at: getattr(functional, kind)(*at, epsilon), (x, scale, bias), of_y, gradients)
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "annotated_layer_norm"])
+def test_layer_norm_of_a_constant_row(kind):
+    x, scale, of_y = np.full((1, 6), 7.0), random(6), random(1, 6, seed=1)
+    of_x, of_scale, of_bias = getattr(backward_functions, f"{kind}_backward")(x, scale, 0.25, of_y)
+    of_centred = of_y * scale - (of_y * scale).mean()
+    np.testing.assert_allclose(of_x, of_centred / (0.5 if kind == "layer_norm" else 0.25), rtol=1e-13)
+    assert not of_scale.any()
+    np.testing.assert_array_equal(of_bias, of_y[0])
+
+
+@pytest.mark.parametrize("name", functional.ACTIVATIONS)
+def test_activation(name):
+    activation = functional.ACTIVATIONS[name]
+    x, of_y = np.linspace(-5.05, 5.0, 67), random(67)  # no nearer to zero than 0.02
+    gradient = backward_functions.ACTIVATIONS_BACKWARD[activation](x, of_y)
+    check_arguments(activation, (x,), of_y, (gradient,))
+    narrow = backward_functions.ACTIVATIONS_BACKWARD[activation](x.astype(np.float32), of_y.astype(np.float32))
+    assert narrow.dtype == np.float32
+
+
+def test_dropout():
+    x, of_y = random(4, 5), random(4, 5, seed=1)
+    keep = functional.draw_keep(x.shape, 0.4, np.random.default_rng(0))
+    check_arguments(lambda x: functional.dropout(x, keep, 0.4), (x,), of_y, (functional.dropout(of_y, keep, 0.4),))
+
+
+def test_lookup():
+    ids, of_vectors = np.random.default_rng(0).integers(0, 6, (5, 7)), random(5, 7, 4)
+    expected = np.zeros((9, 4))
+    np.add.at(expected, ids, of_vectors)
+    np.testing.assert_allclose(backward_functions.lookup_backward(ids, 9, of_vectors), expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("kind", ["uniform", "off_target", "off_target_and_pad"])
+def test_cross_entropy(kind, smoothing):
+    config = tiny_config(label_smoothing=smoothing, label_smoothing_kind=kind, pad_id=4, target_vocab_size=37)
+    logits, labels = 3.0 * random(4, 5, 37), tiny_batch(config)[2]
+    gradient = cross_entropy_backward(logits, labels, config)
+    check_arguments(lambda x: ref.cross_entropy(x, labels, config)[0], (logits,), 1.0, (gradient,))
+    np.testing.assert_allclose(gradient.sum(-1), 0.0, atol=1e-15)
+    assert not gradient[labels == 4].any()
+
+
+def test_cross_entropy_of_extreme_logits():
+    config = tiny_config(label_smoothing=0.0)
+    logits = np.zeros((1, 2, 37))
+    logits[0, :, 5] = 1e4
+    gradient = cross_entropy_backward(logits, np.array([[5, 6]]), config)
+    np.testing.assert_array_equal(gradient[0, 0], 0.0)
+    np.testing.assert_array_equal(gradient[0, 1, [5, 6]], [1.0, -1.0])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_scaled_dot_product_attention(rate):
+    query, key, value = random(2, 3, 5, 11), random(2, 3, 7, 11, seed=1), random(2, 3, 7, 13, seed=2)
+    mask = random(2, 1, 5, 7, seed=3) < 0.3
+    mask[1, 0, 2] = False
+    keep = functional.draw_keep((2, 3, 5, 7), rate, np.random.default_rng(4))
+
+    def thin_out(x):
+        return functional.dropout(x, keep, rate)
+
+    def attend(query, key, value, tap=ref.no_tap):
+        return ref.scaled_dot_product_attention(query, key, value, mask, thin_out, tap)
+
+    seen, of_context = ref.Recorder(), random(2, 3, 5, 13, seed=5)
+    attend(query, key, value, seen)
+    gradients = scaled_dot_product_attention_backward(query, key, value, seen["weights"], of_context, thin_out)
+    check_arguments(attend, (query, key, value), of_context, gradients)
+    assert not gradients[0][1, :, 2].any()  # a query that may attend to nothing
+
+
+# The whole model: every parameter and every tap.
+
+
+def check_model(model, seed=None, *, smooth):
+    """Compare every gradient of the whole model with differences of its loss, with dropout if a seed is given."""
+    config, step = model.config, 1e-4 if smooth else 1e-6  # a longer step could cross the kink of a ReLU
+    source, target, labels = tiny_batch(config)
+
+    def loss(tap=ref.no_tap):
+        rng = None if seed is None else np.random.default_rng(seed)
+        return ref.cross_entropy(model(source, target, tap=tap, rng=rng), labels, config)[0]
+
+    seen = ref.Recorder()
+    logits = model(source, target, tap=seen, rng=None if seed is None else np.random.default_rng(seed))
+    of_logits = cross_entropy_backward(logits, labels, config)
+    of_parameters, of_taps = ref.transformer_backward(model, source, target, of_logits, seen)
+    assert {name: array.shape for name, array in of_parameters.items()} == ref.parameter_shapes(config)
+    assert list(of_parameters) == list(ref.parameter_shapes(config))
+    shapes = ref.tap_shapes(config, *source.shape, target.shape[1])
+    assert [(name, array.shape) for name, array in of_taps.items()] == [*shapes.items()]
+    for name, gradient in of_parameters.items():
+        parameter = ref.weights.find(model, name)
+        original = parameter.copy()
+
+        def moved(displacement, parameter=parameter, original=original):
+            parameter[...] = original + displacement
+            return loss()
+
+        assert_gradient(moved, gradient, step, name)
+        parameter[...] = original
+    for name, gradient in of_taps.items():
+
+        def moved(displacement, name=name):
+            return loss(lambda at, value: value + displacement if at == name else value)
+
+        assert_gradient(moved, gradient, step, name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_gradient(case):
+    preset, overrides = CASES[case]
+    model = tiny_model(preset, **overrides)
+    check_model(model, smooth=model.config.activation != "relu")
+
+
+@pytest.mark.parametrize("norm_order", ["post", "pre"])
+def test_every_gradient_through_dropout(norm_order):
+    check_model(tiny_model(norm_order=norm_order, dropout=RATES, activation="swish"), seed=5, smooth=True)
+
+
+@pytest.mark.parametrize("site", [field.name for field in dataclasses.fields(ref.DropoutRates)])
+def test_dropout_shows_what_it_keeps(site):
+    rates = ref.DropoutRates(**{**dict.fromkeys(dataclasses.asdict(RATES), 0.0), site: 0.4})
+    model = tiny_model(dropout=rates)
+    source, target, _ = tiny_batch(model.config)
+    plain, seen = ref.Recorder(), ref.Recorder()
+    model(source, target, tap=plain)
+    model(source, target, tap=seen, rng=np.random.default_rng(0))
+    endings = {
+        "embedding": ("_embedding.output",),
+        "attention": (".weights",),
+        "residual": ("_attention.output", ".feed_forward.output"),
+        "feed_forward": (".inner",),
+    }
+    shapes = ref.tap_shapes(model.config, *source.shape, target.shape[1])
+    assert list(plain) == list(shapes)
+    expected = {f"{name}_keep": shape for name, shape in shapes.items() if name.endswith(endings[site])}
+    assert {name: array.shape for name, array in seen.items() if name not in shapes} == expected
+    kept = np.concatenate([seen[name].ravel() for name in expected])
+    assert kept.dtype == bool
+    assert kept.mean() == pytest.approx(0.6, abs=4 * (0.24 / kept.size) ** 0.5)  # four standard deviations
+
+
+def everything(gradients):
+    return {**gradients.parameters, **gradients.taps}
+
+
+@pytest.mark.parametrize("case", ["paper_base", "annotated"])
+def test_no_label_at_all(case):
+    model = tiny_model(case)
+    result = ref.gradients(model, *tiny_batch(model.config, labelled=False))
+    assert result.loss == 0.0
+    assert not any(gradient.any() for gradient in everything(result).values())
+
+
+@pytest.mark.parametrize("case", ["paper_base", "annotated"])
+def test_a_source_of_padding_only(case):
+    model = tiny_model(case)
+    source, target, labels = tiny_batch(model.config)
+    result = ref.gradients(model, np.full_like(source, model.config.pad_id), target, labels)
+    assert all(np.isfinite(gradient).all() for gradient in everything(result).values())
+    for name in ("scores", "query", "key", "value"):
+        assert not result.taps[f"decoder.layers.0.cross_attention.{name}"].any()
+    assert not result.parameters["encoder.layers.0.feed_forward.inner_proj.kernel"].any()
+    assert result.taps["decoder.layers.0.cross_attention.output"].any()
+
+
+def test_only_what_is_attended_to_matters():
+    model = tiny_model("marian")
+    source, target, labels = tiny_batch(model.config)
+    result = ref.gradients(model, source, target, labels)
+    for name, gradient in result.taps.items():
+        if name.endswith("scores"):  # the weights stay the same if all scores of a query rise together
+            np.testing.assert_allclose(gradient.sum(-1), 0.0, atol=1e-15)
+    padding = source == model.config.pad_id
+    assert not result.taps["encoder.output"][padding].any()
+    assert not result.taps["decoder.layers.1.output"][labels == model.config.pad_id].any()
+    for name, gradient in result.parameters.items():
+        if name.endswith("key_proj.bias"):  # adds the same to all scores of a query
+            assert np.abs(gradient).max() < 1e-14 * np.abs(result.parameters[name.replace("key", "query")]).max()
+
+
+@pytest.mark.parametrize("tied", ["target_output", "all"])
+def test_a_tied_table_sums_up_its_uses(tied):
+    model = tiny_model(tie_embeddings=tied, target_vocab_size=37)
+    batch, weights = tiny_batch(model.config), model.export_weights()
+    of_tied = ref.gradients(model, *batch).parameters
+    table = weights["source_embedding.table" if tied == "all" else "target_embedding.table"]
+    apart = {**weights, "output_proj.kernel": table.T, "target_embedding.table": table}
+    free = ref.Transformer.from_weights(model.config.replace(tie_embeddings="none"), apart, "float64")
+    of_free = ref.gradients(free, *batch).parameters
+    expected = of_free.pop("target_embedding.table") + of_free.pop("output_proj.kernel").T
+    if tied == "all":
+        of_free["source_embedding.table"] = of_free["source_embedding.table"] + expected
+    else:
+        of_free["target_embedding.table"] = expected
+    assert of_tied.keys() == of_free.keys()
+    for name, gradient in of_tied.items():
+        np.testing.assert_allclose(gradient, of_free[name], rtol=1e-12, atol=1e-14)
+
+
+def test_float32_stays_float32():
+    for preset in ("paper_learned", "annotated", "marian"):
+        model = tiny_model(preset, dtype="float32")
+        batch = tiny_batch(model.config)
+        found = everything(ref.gradients(model, *batch))
+        exact = everything(ref.gradients(tiny_model(preset), *batch))
+        for name, gradient in found.items():
+            assert gradient.dtype == np.float32, name
+            if not name.endswith("key_proj.bias"):
+                assert np.linalg.norm(gradient - exact[name]) <= 1e-4 * np.linalg.norm(exact[name]), name
+
+
+def test_the_gradient_is_the_mean_over_tokens():
+    model = tiny_model()
+    batch = tiny_batch(model.config)
+    once, twice = ref.gradients(model, *batch), ref.gradients(model, *(np.concatenate([ids, ids]) for ids in batch))
+    assert once.loss == pytest.approx(twice.loss, rel=1e-14)
+    for name, gradient in once.parameters.items():
+        np.testing.assert_allclose(twice.parameters[name], gradient, rtol=1e-11, atol=1e-14)
+
+
+def test_a_missing_tap_is_named():
+    model = tiny_model()
+    source, target, labels = tiny_batch(model.config)
+    seen = ref.Recorder("decoder.**")
+    of_logits = cross_entropy_backward(model(source, target, tap=seen), labels, model.config)
+    with pytest.raises(
+        ValueError, match=r"^seen must hold every tap: \d+ are missing, the first is source_embedding\."
+    ):
+        ref.transformer_backward(model, source, target, of_logits, seen)
+
+
+# The trainer.
+
+
+NO_DROPOUT = ref.DropoutRates(embedding=0.0, residual=0.0)
+
+
+def trained(settings, steps, seed=0, **overrides):
+    """Return a trainer after some steps on one batch a step, and what the steps reported."""
+    trainer = ref.Trainer(tiny_model(**overrides), settings, seed)
+    results = [trainer.train_step(*tiny_batch(trainer.model.config, seed=step)) for step in range(steps)]
+    return trainer, results
+
+
+def test_adam_is_algorithm_1():
+    settings = ref.TrainingConfig(warmup_steps=3, learning_rate_factor=0.1, beta1=0.8, beta2=0.95, epsilon=1e-5)
+    trainer, results = trained(settings, 5, dropout=NO_DROPOUT)
+    model = tiny_model(dropout=NO_DROPOUT)
+    theta = model.export_weights()
+    m, v = ({name: np.zeros_like(array) for name, array in theta.items()} for _ in range(2))
+    for t in range(1, 6):
+        model = ref.Transformer.from_weights(model.config, theta, "float64")
+        result = ref.gradients(model, *tiny_batch(model.config, seed=t - 1))
+        alpha = 0.1 * 24**-0.5 * min(t**-0.5, t * 3**-1.5)
+        for name, g in result.parameters.items():
+            m[name] = 0.8 * m[name] + (1 - 0.8) * g
+            v[name] = 0.95 * v[name] + (1 - 0.95) * g**2
+            m_hat, v_hat = m[name] / (1 - 0.8**t), v[name] / (1 - 0.95**t)
+            theta[name] = theta[name] - alpha * m_hat / (np.sqrt(v_hat) + 1e-5)
+        norm = np.sqrt(sum((g**2).sum() for g in result.parameters.values()))
+        assert results[t - 1].loss == pytest.approx(result.loss, rel=1e-12)
+        assert results[t - 1].gradient_norm == pytest.approx(norm, rel=1e-12)
+    state = trainer.export_state()
+    assert (state.step, state.seed) == (5, 0)
+    weights = trainer.model.export_weights()
+    for name in theta:
+        np.testing.assert_allclose(weights[name], theta[name], rtol=1e-11, atol=1e-13)
+        np.testing.assert_allclose(state.first_moment[name], m[name], rtol=1e-11, atol=1e-13)
+        np.testing.assert_allclose(state.second_moment[name], v[name], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_accumulation_is_invisible(slices):
+    (one, expected), (several, found) = (
+        trained(ref.TrainingConfig(accumulation_steps=k), 3, dropout=NO_DROPOUT) for k in (1, slices)
+    )
+    for ours, theirs in zip(expected, found, strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-13)
+        assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-12)
+    weights = several.model.export_weights()
+    for name, array in one.model.export_weights().items():
+        np.testing.assert_allclose(weights[name], array, rtol=1e-12, atol=1e-12)
+
+
+def test_clipping():
+    (free, (result,)), (clipped, (same,)), (loose, _) = (
+        trained(ref.TrainingConfig(clip_norm=norm), 1, dropout=NO_DROPOUT) for norm in (None, 0.1, 1e3)
+    )
+    assert result.gradient_norm == same.gradient_norm > 0.1
+    assert_same_bits(free.first_moment, loose.first_moment)
+    for name, moment in free.first_moment.items():
+        np.testing.assert_allclose(clipped.first_moment[name], moment * 0.1 / result.gradient_norm, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_run_resumes_bit_for_bit(dtype):
+    settings = ref.TrainingConfig(warmup_steps=2, clip_norm=1.0, accumulation_steps=2)
+    before = np.random.get_state()[1].copy()
+    whole, _ = trained(settings, 4, seed=7, dropout=RATES, dtype=dtype)
+    half, _ = trained(settings, 2, seed=7, dropout=RATES, dtype=dtype)
+    state, weights = half.export_state(), half.model.export_weights()
+    half.train_step(*tiny_batch(half.model.config, seed=9))  # which must not reach what was exported
+    model = ref.Transformer.from_weights(half.model.config, weights, dtype)
+    resumed = ref.Trainer(model, settings)
+    resumed.load_state(state)
+    for step in (2, 3):
+        resumed.train_step(*tiny_batch(model.config, seed=step))
+    assert (resumed.step, resumed.seed) == (4, 7)
+    for ours, theirs in (
+        (whole.model.export_weights(), resumed.model.export_weights()),
+        (whole.export_state().first_moment, resumed.export_state().first_moment),
+        (whole.export_state().second_moment, resumed.export_state().second_moment),
+    ):
+        assert_same_bits(ours, theirs)
+        assert {array.dtype.name for array in ours.values()} == {dtype}
+    np.testing.assert_array_equal(np.random.get_state()[1], before)  # nothing of the caller's
+
+
+def test_dropout_depends_on_seed_and_step():
+    def first_loss(seed, step):
+        trainer = ref.Trainer(tiny_model(dropout=RATES), ref.TrainingConfig(), seed)
+        trainer.step = step
+        return trainer.train_step(*tiny_batch(trainer.model.config)).loss
+
+    losses = [first_loss(*pair) for pair in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    assert len(set(losses)) == 4
+    assert first_loss(0, 1) == losses[1]
+
+
+def test_no_token_is_no_step_in_any_direction():
+    trainer = ref.Trainer(tiny_model(), ref.TrainingConfig(clip_norm=1.0))
+    before = trainer.model.export_weights()
+    result = trainer.train_step(*tiny_batch(trainer.model.config, labelled=False))
+    assert (result.loss, result.tokens, result.gradient_norm) == (0.0, 0, 0.0)
+    assert_same_bits(trainer.model.export_weights(), before)
+
+
+def test_evaluation_is_the_plain_likelihood():
+    trainer = ref.Trainer(tiny_model(dropout=RATES), ref.TrainingConfig())
+    source, target, labels = tiny_batch(trainer.model.config)
+    total, tokens = trainer.evaluate(source, target, labels)
+    logits = trainer.model(source, target)
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    wanted = [probabilities[place][labels[place]] for place in zip(*np.nonzero(labels), strict=True)]
+    assert tokens == len(wanted)
+    assert total == pytest.approx(-np.log(wanted).sum(), rel=1e-13)
+
+
+@pytest.mark.parametrize("norm_order", ["post", "pre"])
+def test_it_learns_to_copy(norm_order):
+    config = tiny_config(
+        source_vocab_size=9, target_vocab_size=9, norm_order=norm_order, num_encoder_layers=1, num_decoder_layers=1
+    )
+    model = ref.Transformer.from_weights(config, ref.init_weights(config))
+    trainer = ref.Trainer(model, ref.TrainingConfig(warmup_steps=40, learning_rate_factor=0.5))
+    rng = np.random.default_rng(0)
+
+    def sentences():
+        source = rng.integers(3, 9, (32, 4))
+        return source, np.insert(source, 0, config.bos_id, 1), np.insert(source, 4, config.eos_id, 1)
+
+    for _ in range(150):
+        trainer.train_step(*sentences())
+    total, tokens = trainer.evaluate(*sentences())
+    assert total / tokens < 0.3  # chance: log 6 for each of four tokens of five, 1.4 per token
