@@ -19,6 +19,7 @@ from transformer_torch.feed_forward import PositionwiseFeedForward
 from transformer_torch.layers import Dropout, LayerNorm, Linear
 from transformer_torch.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_torch.runtime import describe, set_precision
+from transformer_torch.training import Trainer, cross_entropy, gradients
 from transformer_torch.transformer import Transformer, load_transformer
 from transformer_torch.weights import get_weights, set_weights
 
@@ -36,10 +37,13 @@ __all__ = [
     "PositionwiseFeedForward",
     "SinusoidalPosition",
     "TokenEmbedding",
+    "Trainer",
     "Transformer",
     "causal_mask",
+    "cross_entropy",
     "describe",
     "get_weights",
+    "gradients",
     "load_transformer",
     "merge_heads",
     "padding_mask",

@@ -58,7 +58,10 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, devi
         return ids.to(device, torch.int64)
     array = np.asarray(ids)
     check_ids(name, array.shape, array.dtype.name, vocab_size, max_positions, array)
-    return torch.tensor(array.astype(np.int64), device=device)  # a copy: the caller's array is never aliased
+    tensor = torch.from_numpy(array.astype(np.int64))  # a copy: the caller's array is never aliased
+    if device.type == "cuda":  # from pinned memory the copy does not wait for the GPU's earlier work
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) -> Bool[Tensor, "B L"]:

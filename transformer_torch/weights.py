@@ -13,8 +13,10 @@ import ml_dtypes
 import numpy as np
 import torch
 from numpy import ndarray
+from torch import Tensor, nn
 
 from reference_numpy.names import check_weights, parameter_shapes, rounded
+from transformer_torch.runtime import dtype_name
 
 if TYPE_CHECKING:
     from transformer_torch.transformer import Transformer
@@ -30,25 +32,13 @@ def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
         ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights)
-    with torch.no_grad():
-        for name in parameter_shapes(model.config):
-            parameter = find(model, _torch_path(name))
-            array = rounded(name, weights[name], str(parameter.dtype).removeprefix("torch."))
-            tensor = torch.from_numpy(_as_torch_bits(array))
-            parameter.copy_((tensor.T if name.endswith("kernel") else tensor).view(parameter.dtype))
+    for name, parameter in parameters(model).items():
+        copy_in(name, weights[name], parameter)
 
 
 def get_weights(model: Transformer) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
-    weights = {}
-    for name in parameter_shapes(model.config):
-        tensor = find(model, _torch_path(name)).detach().cpu()
-        tensor = (tensor.T if name.endswith("kernel") else tensor).contiguous()
-        if tensor.dtype == torch.bfloat16:  # which Tensor.numpy refuses
-            weights[name] = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
-        else:
-            weights[name] = tensor.numpy().copy()
-    return weights
+    return {name: copy_out(name, parameter) for name, parameter in parameters(model).items()}
 
 
 def find(model: Any, path: str) -> Any:
@@ -60,10 +50,32 @@ def find(model: Any, path: str) -> Any:
     return reduce(step, path.split("."), model)
 
 
+def parameters(model: Transformer) -> dict[str, nn.Parameter]:
+    """Return the model's own parameters by canonical name; a kernel is still transposed."""
+    return {name: find(model, _torch_path(name)) for name in parameter_shapes(model.config)}
+
+
+@torch.no_grad()
+def copy_in(name: str, array: ndarray, tensor: Tensor) -> None:
+    """Copy an array into a parameter or what is shaped like it, rounded to its dtype.
+
+    Raises:
+        ValueError: A finite value overflows the dtype.
+    """
+    array = rounded(name, array, dtype_name(tensor))
+    bits = torch.from_numpy(array.view(np.int16) if array.dtype == ml_dtypes.bfloat16 else array)
+    tensor.copy_((bits.T if name.endswith("kernel") else bits).view(tensor.dtype))
+
+
+def copy_out(name: str, tensor: Tensor) -> ndarray:
+    """Copy a parameter, or what is shaped like it, into an array of its canonical shape."""
+    tensor = tensor.detach().cpu()
+    tensor = (tensor.T if name.endswith("kernel") else tensor).contiguous()
+    if tensor.dtype == torch.bfloat16:  # which Tensor.numpy refuses
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
+    return tensor.numpy().copy()
+
+
 def _torch_path(name: str) -> str:
     path, _, attribute = name.rpartition(".")
     return f"{path}.{TORCH_NAMES[attribute]}"
-
-
-def _as_torch_bits(array: ndarray) -> ndarray:
-    return array.view(np.int16) if array.dtype == ml_dtypes.bfloat16 else array
