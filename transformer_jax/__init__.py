@@ -19,6 +19,7 @@ from transformer_jax.feed_forward import PositionwiseFeedForward
 from transformer_jax.layers import Dropout, LayerNorm, Linear
 from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_jax.runtime import describe, set_precision
+from transformer_jax.training import Trainer, cross_entropy, gradients
 from transformer_jax.transformer import Transformer, load_transformer
 from transformer_jax.weights import get_weights, set_weights
 
@@ -36,10 +37,13 @@ __all__ = [
     "PositionwiseFeedForward",
     "SinusoidalPosition",
     "TokenEmbedding",
+    "Trainer",
     "Transformer",
     "causal_mask",
+    "cross_entropy",
     "describe",
     "get_weights",
+    "gradients",
     "load_transformer",
     "merge_heads",
     "padding_mask",

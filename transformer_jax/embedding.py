@@ -92,12 +92,13 @@ class OutputProjection(nnx.Module):
         tied = config.tie_embeddings != "none"
         self.kernel = None if tied else nnx.Param(xavier(rngs.params(), shape, dtype))
         self.bias = nnx.Param(jnp.zeros(shape[1], dtype)) if config.output_bias else None
+        self.dtype = dtype  # of the computation, as in nnx.Linear
 
     def __call__(self, x: Float[Array, "B L d_model"], table: Float[Array, "V d_model"]) -> Float[Array, "B L V"]:
         """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
-        kernel = table.T if self.kernel is None else self.kernel
-        logits = x @ kernel
-        return logits if self.bias is None else logits + self.bias
+        kernel = table.T if self.kernel is None else self.kernel[...]
+        logits = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        return logits if self.bias is None else logits + self.bias.astype(self.dtype)
 
 
 def _normal_table(rows: int, d_model: int, dtype: str, rngs: nnx.Rngs) -> nnx.Param:
