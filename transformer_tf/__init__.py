@@ -19,6 +19,7 @@ from transformer_tf.feed_forward import PositionwiseFeedForward
 from transformer_tf.layers import Dropout, LayerNorm, Linear
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_tf.runtime import describe, set_precision
+from transformer_tf.training import Trainer, cross_entropy, gradients
 from transformer_tf.transformer import Transformer, load_transformer
 from transformer_tf.weights import get_weights, set_weights
 
@@ -36,10 +37,13 @@ __all__ = [
     "PositionwiseFeedForward",
     "SinusoidalPosition",
     "TokenEmbedding",
+    "Trainer",
     "Transformer",
     "causal_mask",
+    "cross_entropy",
     "describe",
     "get_weights",
+    "gradients",
     "load_transformer",
     "merge_heads",
     "padding_mask",

@@ -105,7 +105,9 @@ class OutputProjection(Block):
 
     def call(self, x: Float[Tensor, "B L d_model"], table: Float[Tensor, "V d_model"]) -> Float[Tensor, "B L V"]:
         """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
-        logits = tf.matmul(x, table, transpose_b=True) if self.kernel is None else tf.matmul(x, self.kernel)
+        # tensordot folds batch and length into one axis; matmul would multiply sentence by sentence, and its gradient
+        # would hold one table per sentence.
+        logits = tf.tensordot(x, table, [2, 1]) if self.kernel is None else tf.tensordot(x, self.kernel, 1)
         return logits if self.bias is None else logits + self.bias
 
 

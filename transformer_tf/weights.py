@@ -7,6 +7,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+import tensorflow as tf
 from numpy import ndarray
 
 from reference_numpy.names import check_weights, parameter_shapes, rounded
@@ -25,14 +26,13 @@ def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
         ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights)
-    for name in parameter_shapes(model.config):
-        parameter = find(model, _keras_path(name))
-        parameter.assign(rounded(name, weights[name], parameter.dtype))
+    for name, parameter in parameters(model).items():
+        parameter.assign(rounded(name, weights[name], parameter.dtype.name))
 
 
 def get_weights(model: Transformer) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
-    return {name: find(model, _keras_path(name)).numpy() for name in parameter_shapes(model.config)}
+    return {name: parameter.numpy() for name, parameter in parameters(model).items()}
 
 
 def find(model: Any, path: str) -> Any:
@@ -42,6 +42,11 @@ def find(model: Any, path: str) -> Any:
         return owner[int(key)] if key.isdecimal() else getattr(owner, key)
 
     return reduce(step, path.split("."), model)
+
+
+def parameters(model: Transformer) -> dict[str, tf.Variable]:
+    """Return the model's own parameters by canonical name, as TensorFlow's variables behind those of Keras."""
+    return {name: find(model, _keras_path(name)).value for name in parameter_shapes(model.config)}
 
 
 def _keras_path(name: str) -> str:
