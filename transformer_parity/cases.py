@@ -16,6 +16,7 @@ from numpy import ndarray
 from reference_numpy.config import IMPLEMENTATIONS, PRESETS, DropoutRates, TransformerConfig
 from reference_numpy.files import load_weights
 from reference_numpy.masks import causal_mask
+from reference_numpy.training_config import TrainingConfig
 from transformer_parity.hard_inputs import hard_weights, padded_ids
 
 BATCH, SOURCE, TARGET = 4, 9, 7
@@ -24,6 +25,7 @@ LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
 
 
 ALL_DTYPES = ("float64", "float32", "bfloat16")
+ACTIVATIONS, GRADIENTS, STEPS = RUNGS = ("activations", "gradients", "steps")  # what is compared
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Case:
     weights_file: Path | None = None  # None: the hard weights of the config
     fast: bool = True  # run the fast path too; False where attention is as in another case: compiling takes its time
     dtypes: tuple[str, ...] = ALL_DTYPES  # presets differ in conventions, which bfloat16 cannot tell apart
+    rung: str = ACTIVATIONS
+    settings: TrainingConfig | None = None  # of the optimizer, for steps
 
     def load_weights(self) -> Mapping[str, ndarray]:
         """Return the weights that every port is given."""
@@ -77,7 +81,7 @@ def shrunk(preset: str) -> TransformerConfig:
 
 def deck() -> list[Case]:
     """Return all cases, those of the components first; cases with one config stand together."""
-    return [*_components(), *_full_models(), *map(preset_case, PRESETS)]
+    return [*_components(), *_full_models(), *map(preset_case, PRESETS), *_gradients(), *_steps()]
 
 
 def preset_case(preset: str, *, thorough: bool = False) -> Case:
@@ -211,3 +215,63 @@ def _full_models() -> Iterator[Case]:
         "deeper_decoder": tiny(num_encoder_layers=1, num_decoder_layers=3, norm_order="pre", final_norm=True),
     }.items():
         yield Case(f"full/{name}", "full model", changed, "", _ids(changed), fast=name == "deeper_decoder")
+
+
+def gradient_case(preset: str) -> Case:
+    """Return the gradients of a preset's full model, at a small size."""
+    case = preset_case(preset)
+    inputs = _with_labels(case.inputs, case.config)
+    return Case(f"gradients/{preset}", "gradients", case.config, "", inputs, dtypes=("float64",), rung=GRADIENTS)
+
+
+def _gradients() -> Iterator[Case]:
+    """Yield the whole model's gradients; in float32 where no pre-activation is within rounding of a ReLU's kink."""
+    config = tiny(activation="gelu", attention_bias=True, dropout=EVERYWHERE)
+    ids = _ids(config)
+    empty_source = ids["source_ids"].copy()
+    empty_source[1] = config.pad_id
+    nothing = np.full_like(ids["target_ids"], config.pad_id)
+    for name, inputs in {
+        "padded": _with_labels(ids, config),
+        "source_all_padding": _with_labels({**ids, "source_ids": empty_source}, config),
+        "one_token": {name: array[:, :1] for name, array in _with_labels(ids, config).items()},
+        "no_label": {**ids, "labels": nothing},
+    }.items():
+        dtypes = ("float64",) if name == "no_label" else ("float64", "float32")
+        yield Case(f"gradients/{name}", "gradients", config, "", inputs, dtypes=dtypes, rung=GRADIENTS)
+    for name, changed in {
+        "untied": tiny(
+            tie_embeddings="none", target_vocab_size=41, output_bias=True, label_smoothing_kind="off_target"
+        ),
+        "tied_target": tiny("annotated", tie_embeddings="target_output", target_vocab_size=41, d_v=10),
+        "learned": tiny("keras_hub", activation="gelu_tanh", label_smoothing=0.2, final_norm=True),
+    }.items():
+        inputs = _with_labels(_ids(changed), changed)
+        yield Case(f"gradients/{name}", "gradients", changed, "", inputs, dtypes=("float64",), rung=GRADIENTS)
+    # The other rows of Table 3 differ in sizes and rates; `--preset` compares any of them.
+    yield from map(gradient_case, ("paper_base", *IMPLEMENTATIONS))
+
+
+def _steps() -> Iterator[Case]:
+    """Yield runs of twenty steps, by the compiled step that training uses."""
+    paper = tiny(attention_bias=True, activation="gelu")
+    pre = tiny("annotated", label_smoothing=0.2)
+    short = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}  # at most 1.4e-3: no chaos
+    for name, config, settings in (
+        ("paper", paper, TrainingConfig(**short)),
+        ("pre", pre, TrainingConfig(**short, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2)),
+    ):
+        config = config.replace(dropout=DropoutRates(embedding=0.0, residual=0.0))
+        inputs = _with_labels(_ids(config), config)
+        dtypes = ("float64", "float32")
+        yield Case(f"steps/{name}", "optimizer steps", config, "", inputs, dtypes=dtypes, rung=STEPS, settings=settings)
+
+
+def _with_labels(ids: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
+    """Add what the decoder should say: what it reads next, then the end symbol, then padding."""
+    target_ids = ids["target_ids"]
+    labels = np.full_like(target_ids, config.pad_id)
+    labels[:, :-1] = target_ids[:, 1:]
+    ends = np.where((labels == config.pad_id).any(1), (labels == config.pad_id).argmax(1), labels.shape[1] - 1)
+    labels[np.arange(len(labels)), ends] = config.eos_id
+    return {**ids, "labels": labels}

@@ -12,7 +12,8 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.cases import Case
+from transformer_parity import observe
+from transformer_parity.cases import ACTIVATIONS, GRADIENTS, STEPS, Case
 from transformer_parity.policy import budget, relative_error
 from transformer_parity.ports import PORTS, LoadedPort, Port
 
@@ -75,7 +76,8 @@ def compare(
         setting: Dtypes, device and precision.
         progress: Told what is about to run.
     """
-    for _, group in groupby(cases, key=lambda case: (case.config, case.weights_file)):
+    # Training changes a model: what is to take steps is loaded for that alone.
+    for _, group in groupby(cases, key=lambda case: (case.config, case.weights_file, case.rung == STEPS and case.name)):
         same_model = list(group)
         weights = same_model[0].load_weights()
         for dtype in setting.dtypes:
@@ -115,8 +117,11 @@ def _compare_group(
         progress(f"{dtype} {case.name}")
         inputs = _given(case.inputs, dtype)
         try:
-            expected = _expect(case.block, inputs, truth, same_dtype)
-            yield from _compare_case(case, loaded, inputs, expected, port.name, dtype, setting)
+            if case.rung == ACTIVATIONS:
+                expected = _expect(case.block, inputs, truth, same_dtype)
+                yield from _compare_case(case, loaded, inputs, expected, port.name, dtype, setting)
+            else:
+                yield from _compare_training(case, loaded, inputs, truth, same_dtype, port.name, dtype)
         except Exception as error:
             yield failed(case, error)
 
@@ -162,6 +167,48 @@ def _compare_case(
     yield judge("taps", OUTPUT, result.output, expected.output)
     if case.fast:
         yield judge("fast", OUTPUT, loaded.run(case.block, inputs, taps=False).output, expected.output)
+
+
+def _compare_training(
+    case: Case,
+    loaded: LoadedPort,
+    inputs: Mapping[str, ndarray],
+    truth: LoadedPort,
+    same_dtype: LoadedPort | None,
+    backend: str,
+    dtype: str,
+) -> Iterator[Finding]:
+    """Compare loss and gradients, or losses, weights and moments after some steps."""
+    expected = _observe(case, truth, inputs, dtype)
+    if not all(np.isfinite(value).all() for value in expected.values()):
+        raise ValueError("the reference itself is not finite here")
+    rounded = {} if same_dtype is None or case.rung == STEPS else _observe(case, same_dtype, inputs, dtype)
+    yardstick = {name: observe.error(name, rounded, expected) for name in rounded}
+    actual = _observe(case, loaded, inputs, dtype)
+    path = "fast" if case.rung == STEPS else "taps"
+
+    def found(name: str, error: float, allowed: float, problem: str = "") -> Finding:
+        verdict = AGREES if error <= allowed else DIVERGES if problem or dtype == "float64" else IMPRECISE
+        return Finding(backend, dtype, case.component, case.name, path, name, error, allowed, verdict, problem)
+
+    if sorted(actual) != sorted(expected):
+        yield found("names", math.inf, 0.0, _name_problem(sorted(actual), sorted(expected)))
+    for name, value in expected.items():
+        if name in actual:
+            problem = _structure(actual[name], value, dtype if value.ndim else "float64")
+            error = math.inf if problem else observe.error(name, actual, expected)
+            whole = yardstick.get(observe.WHOLE, 0.0)
+            yield found(name, error, observe.budget(name, dtype, yardstick.get(name, 0.0), whole), problem)
+
+
+def _observe(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
+    if case.rung == GRADIENTS:
+        return observe.gradients(loaded, inputs)
+    if case.settings is None:
+        raise ValueError(f"case {case.name} has no training settings")
+    # Another batch each time, of the same shape: the sentences change places with one another's targets.
+    batches = [{**inputs, "source_ids": np.roll(inputs["source_ids"], shift, axis=0)} for shift in range(len(inputs))]
+    return observe.steps(loaded, batches, case.settings, observe.SNAPSHOTS[-1 if dtype == "float64" else -2])
 
 
 def _given(arrays: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:

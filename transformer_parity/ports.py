@@ -24,6 +24,7 @@ from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import Recorder
+from reference_numpy.training_config import Gradients, TrainingConfig
 
 FUNCTIONS = ("scaled_dot_product_attention",)  # blocks that belong to the package, not to the model
 
@@ -50,6 +51,12 @@ class LoadedPort(Protocol):
             inputs: Arrays by the name of the block's argument. Floats arrive in float64, ids as integers.
             taps: True records every tap; False runs the way a user runs it for speed, and records none.
         """
+
+    def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
+        """Return the loss of a batch (source_ids, target_ids, labels) and its gradients, in inference mode."""
+
+    def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
+        """Return what trains this model, with ``train_step``, ``evaluate``, ``export_state`` and ``load_state``."""
 
 
 class Port(Protocol):
@@ -85,6 +92,12 @@ class _LoadedPackage:
         arrays = {name: self.to_array(x) for name, x in rounded.items()}
         output, seen = self.run_tapped(block, arrays) if taps else (self.run_fast(block, arrays), {})
         return Result(self.to_numpy(output), {name: self.to_numpy(value) for name, value in seen.items()})
+
+    def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
+        return self.package.gradients(self.model, **inputs)
+
+    def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
+        return self.package.Trainer(self.model, settings, seed)
 
     def run_tapped(self, block: str, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Run a block of the model with every tap recorded."""

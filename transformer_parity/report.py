@@ -20,7 +20,9 @@ STYLES = {AGREES: "green", IMPRECISE: "yellow", DIVERGES: "bold red", FAILED: "b
 SENTENCES = "sentences"  # the component of real text
 _FLOAT32 = POLICY["float32"]
 TITLES = {
-    "float64": f"float64: semantics. Every tap within {POLICY['float64']['tap']:.0e} of the reference.",
+    "float64": f"float64: semantics. Taps within {POLICY['float64']['tap']:.0e} of the reference, gradients within "
+    f"{POLICY['gradients']['float64']['whole']:.0e}, twenty optimizer steps within "
+    f"{POLICY['steps']['float64']['loss']:.0e}.",
     "float32": f"float32: precision. Within {_FLOAT32['ratio']:.0f} times the reference's own float32 error, plus "
     f"{_FLOAT32['floor_in_eps']:.0f} eps.",
     "bfloat16": f"bfloat16: a smoke test. Within {POLICY['bfloat16']['tap']:.0e}; real mistakes can hide in it.",

@@ -26,9 +26,22 @@ def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
 def add_backends(parser: argparse.ArgumentParser, default: list[str]) -> None:
     """Add the option that chooses backends."""
     parser.add_argument(
+        "--backend",
         "--backends",
+        dest="backends",
         type=one_or_more(PORTS),
         default=default,
         metavar=",".join(PORTS),
         help=f"which packages (default: {','.join(default)})",
     )
+
+
+def positive(text: str) -> int:
+    """Return an argparse value: an integer above zero."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer: got {text!r}")
+    return value

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 import reference_numpy as ref
 from reference_numpy.config import PRESETS, TransformerConfig
-from transformer_parity.cases import Case, deck, preset_case
+from transformer_parity.cases import ACTIVATIONS, RUNGS, Case, deck, gradient_case, preset_case
 from transformer_parity.commands import add_backends, one_or_more
 from transformer_parity.commands.info import describe_machine
 from transformer_parity.compare import AGREES, FAILED, Finding, Setting
@@ -72,6 +72,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--preset", type=one_or_more(PRESETS), metavar="NAME[,NAME]", help="only these; see `parity info` for the list"
     )
+    parser.add_argument(
+        "--rung",
+        type=one_or_more(RUNGS),
+        default=list(RUNGS),
+        metavar=",".join(RUNGS),
+        help="every intermediate value; every gradient; weights and moments after 1, 5 and 20 steps. Default: all",
+    )
     parser.add_argument("--only", choices=("deck", "text"), help="only the deck, or only the sentences")
     parser.add_argument(
         "--weights", type=Path, metavar="FILE", help="a model of yours, on the sentences, in subwords learned from them"
@@ -119,6 +126,8 @@ def _check_options(options: argparse.Namespace) -> None:
     """Refuse options of which one would be ignored, and a result that could not be written."""
     if options.only == "deck" and (options.text or options.weights):
         raise ValueError("--text and --weights are about the sentences, which --only deck leaves out")
+    if ACTIVATIONS not in options.rung and (options.text or options.weights or options.only == "text"):
+        raise ValueError(f"sentences are compared by --rung {ACTIVATIONS}")
     if options.weights and options.preset:
         raise ValueError("--weights brings its own config: leave out --preset")
     if options.json is not None:
@@ -131,8 +140,13 @@ def _check_options(options: argparse.Namespace) -> None:
 def _choose_cases(options: argparse.Namespace, console: Console) -> list[Case]:
     cases: list[Case] = []
     if options.only != "text" and options.weights is None:
-        cases += [preset_case(name, thorough=True) for name in options.preset] if options.preset else deck()
-    if options.only != "deck":
+        if options.preset:
+            cases += [preset_case(name, thorough=True) for name in options.preset]
+            cases += map(gradient_case, options.preset)
+        else:
+            cases += deck()
+        cases = [case for case in cases if case.rung in options.rung]
+    if options.only != "deck" and ACTIVATIONS in options.rung:
         with console.status("learning subwords from the text"):
             cases += _sentence_cases(options)
     return cases
@@ -167,6 +181,7 @@ def _left_out(options: argparse.Namespace) -> list[str]:
         left_out.append("the deck (left out by --weights or --only text)")
     elif options.preset:
         left_out.append("the rest of the deck (left out by --preset)")
+    left_out += [f"{rung} (left out of --rung)" for rung in RUNGS if rung not in options.rung]
     if options.only == "deck":
         left_out.append("sentences (left out by --only deck)")
     other = "cpu" if options.device == "gpu" else "gpu"

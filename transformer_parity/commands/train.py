@@ -1,0 +1,283 @@
+"""``parity train``: train a model in any backend, go on in another, or run several in lockstep."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import reference_numpy as ref
+from reference_numpy.config import PRESETS
+from transformer_parity import corpora, curves
+from transformer_parity.commands import add_backends, positive
+from transformer_parity.corpora import RECIPES
+from transformer_parity.ports import PORTS, MissingFrameworkError, quiet_frameworks
+from transformer_parity.run import CURVE, LOG, MODEL, Observer, Run, Status, checkpoints, read_log, stop_on_signal
+from transformer_parity.setup import Setup, begin, resume
+
+SUBWORDS = RECIPES["text"].vocab_size
+LINE_EVERY = 10.0  # seconds between two lines where no bar can be drawn
+SIZES = {  # option: fields of the model's config
+    "d_model": ("d_model",),
+    "d_ff": ("d_ff",),
+    "heads": ("num_heads",),
+    "layers": ("num_encoder_layers", "num_decoder_layers"),
+}
+SETTINGS = {  # option: field of the training settings
+    "factor": "learning_rate_factor",
+    "warmup": "warmup_steps",
+    "cooldown": "cooldown_steps",
+    "clip": "clip_norm",
+    "accumulate": "accumulation_steps",
+    "mixed_bfloat16": "mixed_bfloat16",
+}
+
+EXAMPLES = f"""\
+examples:
+  parity train --task dates --backend jax                   the dates, to more than 99 % exact matches in minutes
+  parity train --text train.en.gz train.de.gz --held-out val.en.gz val.de.gz --backend torch
+  parity train --resume runs/dates-jax --backend tf         go on in another framework, with the very same state
+  parity train --task dates --backend torch,jax,tf --steps 100 --dtype float64
+                                                            in lockstep: same weights, same batches, no dropout
+
+what a run leaves in its folder: checkpoint-*.safetensors (config, weights, optimizer state, position in the data,
+vocabulary: any backend can go on from it), {MODEL} (the final weights, for load_transformer), {LOG} (one JSON
+object a line) and {CURVE}. Ctrl-C and SIGTERM finish the step, save, and say how to go on.
+
+exit code: 0 finished, 3 not started or failed, 130 stopped by Ctrl-C, 143 by SIGTERM
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the options."""
+    parser = commands.add_parser(
+        "train",
+        help="train a model in any backend, go on in another, or several in lockstep",
+        description="Train a Transformer on generated dates or on your own parallel text: token-bucketed batches, the "
+        "paper's schedule, label smoothing and Adam, validation, checkpoints that every backend can go on from.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--task", choices=["dates"], help="human-written dates to ISO 8601, generated as needed")
+    what.add_argument("--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="two line-aligned files")
+    what.add_argument("--resume", type=Path, metavar="RUN", help="go on from a run's folder, or from one checkpoint")
+    add_backends(parser, ["torch"])
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the run goes (default: runs/TASK-BACKEND)")
+    parser.add_argument("--held-out", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="text to validate on")
+
+    length = parser.add_argument_group("length")
+    length.add_argument("--steps", type=positive, metavar="N", help=_default("the whole run", "steps"))
+    length.add_argument("--stop-at", type=positive, metavar="N", help="stop after this step, to go on later")
+    length.add_argument("--validate-every", type=positive, metavar="N", help="steps (default: a tenth of the run)")
+    length.add_argument("--save-every", type=positive, metavar="N", help="steps (default: a tenth of the run)")
+    length.add_argument("--keep", type=positive, metavar="N", help="checkpoints (default: as many as --average)")
+    length.add_argument(
+        "--average", type=positive, metavar="N", help=_default("of the last checkpoints, at the end", "average")
+    )
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--preset", choices=list(PRESETS), metavar="NAME", help="conventions (default: paper_base)")
+    model.add_argument("--d-model", type=positive, metavar="N", help=_default("width", "d_model"))
+    model.add_argument("--d-ff", type=positive, metavar="N", help=_default("inner width", "d_ff"))
+    model.add_argument("--heads", type=positive, metavar="N", help=_default("of attention", "num_heads"))
+    model.add_argument("--layers", type=positive, metavar="N", help=_default("in each stack", "num_encoder_layers"))
+    model.add_argument("--vocab-size", type=positive, metavar="N", help=f"subwords of --text (default: {SUBWORDS})")
+    model.add_argument("--dropout", type=float, metavar="P", help=_default("its rate", "dropout"))
+
+    optimizer = parser.add_argument_group("optimizer")
+    optimizer.add_argument(
+        "--tokens", type=positive, metavar="N", help=_default("of a batch, padding included", "tokens_per_batch")
+    )
+    optimizer.add_argument(
+        "--factor", type=float, metavar="X", help=_default("times equation (3)", "learning_rate_factor")
+    )
+    optimizer.add_argument("--warmup", type=positive, metavar="N", help=_default("steps", "warmup_steps"))
+    optimizer.add_argument(
+        "--cooldown", type=int, metavar="N", help=_default("last steps, linearly towards zero", "cooldown_steps")
+    )
+    optimizer.add_argument("--clip", type=float, metavar="X", help="the largest norm of the gradient (default: none)")
+    optimizer.add_argument("--accumulate", type=positive, metavar="N", help="slices of a batch, to save memory")
+    optimizer.add_argument(
+        "--mixed-bfloat16", action="store_true", default=None, help="compute in bfloat16 with float32 weights"
+    )
+    optimizer.add_argument("--seed", type=int, metavar="N", help="of weights, batches and dropout (default: 0)")
+
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--dtype", choices=["float64", "float32"], default="float32", help="(default: float32)")
+    machine.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="(default: cpu)")
+    machine.add_argument("--precision", choices=["highest", "fast"], default="highest", help="(default: highest)")
+    parser.set_defaults(run=run)
+
+
+def _default(what: str, field: str) -> str:
+    """Return the help of an option, with the default of each task."""
+    dates, text = (
+        {**vars(recipe), **recipe.model, **recipe.training}[field] for recipe in (RECIPES["dates"], RECIPES["text"])
+    )
+    return f"{what} (default: {dates} for dates, {text} for text)"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, and return the exit code."""
+    try:
+        for name in options.backends:
+            PORTS[name].check_installed()
+        _check_options(options)
+        setup, folder = _set_up(options)
+        with quiet_frameworks() as terminal, stop_on_signal() as stop:
+            show = _Show(terminal, options.stop_at or setup.plan.steps)
+            show.say(f"loading {', '.join(options.backends)}")
+            observer = Observer(show.status, show.say)
+            placement = (options.dtype, options.device, options.precision)
+            training = setup.start(options.backends, folder, observer, *placement)
+            show.say(_describe(training))
+            with show:
+                training.go(stop, options.stop_at)
+            if stop.signal or training.step < setup.plan.steps:
+                _say_how_to_go_on(show, training)
+                return 128 + stop.signal if stop.signal else 0
+            reached = training.finish()
+    except (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError) as error:
+        print(f"parity train: error: {error}", file=sys.stderr)
+        return 3
+    _report(training, reached)
+    return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse options of which one would be ignored."""
+    if options.resume:
+        own = ("out", "held_out", "preset", "vocab_size", "seed", "dropout", "tokens", *SIZES, *SETTINGS)
+        given = [f"--{name.replace('_', '-')}" for name in own if getattr(options, name) is not None]
+        if given:
+            raise ValueError(f"--resume goes on with the settings of the run: leave out {', '.join(given)}")
+        if len(options.backends) > 1:
+            raise ValueError("--resume goes on with one backend: runs in lockstep are not saved")
+    if options.task and (options.held_out or options.vocab_size):
+        raise ValueError("--held-out and --vocab-size are about --text: the dates bring their own")
+    if options.stop_at and options.steps and options.stop_at > options.steps:
+        raise ValueError(f"--stop-at must be at most --steps {options.steps}: got {options.stop_at}")
+
+
+def _set_up(options: argparse.Namespace) -> tuple[Setup, Path]:
+    plan = {name: getattr(options, name) for name in ("validate_every", "save_every", "keep", "average")}
+    if options.resume:
+        setup, folder = resume(options.resume, options.steps, plan)
+        if options.stop_at and setup.state and options.stop_at <= setup.state.step:
+            raise ValueError(f"--stop-at must lie beyond step {setup.state.step}: got {options.stop_at}")
+        return setup, folder
+    task = options.task or "text"
+    recipe = RECIPES[task]
+    folder = options.out or Path("runs") / f"{task}-{'-'.join(options.backends)}"
+    if (folder / LOG).exists():
+        last = checkpoints(folder)
+        go_on = f"go on with --resume {folder}, or " if last else ""
+        raise ValueError(f"{folder} holds a run already: {go_on}choose another folder with --out")
+    seed = options.seed or 0
+    if task == "dates":
+        corpus = corpora.dates(seed)
+    else:
+        corpus = corpora.text(options.text, options.held_out, options.vocab_size or recipe.vocab_size)
+    setup = begin(
+        corpus,
+        recipe,
+        preset=options.preset or "paper_base",
+        steps=options.steps or recipe.steps,
+        tokens_per_batch=options.tokens,
+        dropout=options.dropout,
+        sizes={field: getattr(options, name) for name, fields in SIZES.items() for field in fields},
+        settings={field: getattr(options, name) for name, field in SETTINGS.items()},
+        plan=plan,
+        seed=seed,
+    )
+    return setup, folder
+
+
+class _Show:
+    """Shows a run: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, terminal: TextIO, steps: int) -> None:
+        self.console = Console(file=terminal)
+        self.steps = steps
+        self.last_line = 0.0
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s  rate {task.fields[rate]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        )
+        self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.bar = self.progress.add_task("", total=steps, loss="-", speed="-", rate="-")
+
+    def __enter__(self) -> _Show:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bar."""
+        self.progress.console.print(line, highlight=False, soft_wrap=True)
+
+    def status(self, status: Status) -> None:
+        """Show where the run stands."""
+        loss = " ".join(f"{loss:.3f}" for loss in status.losses.values())
+        rate, speed = f"{status.learning_rate:.1e}", f"{status.tokens_per_second:,.0f}"
+        self.progress.update(self.bar, completed=status.step, loss=loss, speed=speed, rate=rate)
+        if not self.console.is_terminal and time.monotonic() - self.last_line > LINE_EVERY:
+            self.last_line = time.monotonic()
+            self.say(f"step {status.step:,} of {self.steps:,}  loss {loss}  {speed} tokens/s  rate {rate}")
+
+
+def _describe(training: Run) -> str:
+    """Say what is about to happen."""
+    config, batches = training.learners[0].model.config, training.batches
+    parameters = ref.count_parameters(config)
+    lines = [
+        f"{training.corpus.task}: {len(training.corpus.training):,} pairs, {len(training.corpus.held_out):,} held out, "
+        f"vocabulary {config.target_vocab_size:,}; {parameters / 1e6:.2f} M parameters; "
+        f"{batches.per_epoch:,} batches an epoch in {len(batches.shapes)} shapes; to {training.folder}",
+    ]
+    if batches.dropped:
+        lines.append(f"{batches.dropped:,} pairs are longer than the model's positions and are left out")
+    if len(training.learners) > 1:
+        lines.append("in lockstep: same weights, same batches, no dropout; nothing is saved but log and curve")
+    if training.step:
+        lines.append(f"going on from step {training.step:,}")
+    return "\n".join(lines)
+
+
+def _say_how_to_go_on(show: _Show, training: Run) -> None:
+    if len(training.learners) > 1:
+        show.say(f"stopped at step {training.step:,}; runs in lockstep are not saved")
+        return
+    backend = training.learners[0].backend
+    show.say(
+        f"stopped at step {training.step:,}; saved. Go on with\n"
+        f"  parity train --resume {training.folder} --backend {backend}"
+    )
+
+
+def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
+    """Draw the curve, and print what was reached and where it is."""
+    console = Console()
+    backends = [learner.backend for learner in training.learners]
+    metric, folder = training.corpus.metric, training.folder
+    events = read_log(folder)
+    curves.draw(events, folder / CURVE, f"{training.corpus.task}, {', '.join(backends)}", metric)
+    if len(backends) > 1:
+        console.print(curves.lockstep_table(events))
+        console.print(curves.parting(events))
+    unit = " %" if metric == "exact match" else ""
+    for who, found in reached.items():
+        console.print(f"{who}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}", highlight=False)
+    files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]
+    console.print(f"{training.seconds:.0f} s of training. In {folder}: {', '.join(files)}.", highlight=False)

@@ -1,0 +1,110 @@
+"""The curve of a training run as a picture, and as a table where several backends ran in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+COLOURS = {"numpy": "#555555", "torch": "#d55e00", "jax": "#0072b2", "tf": "#e69f00"}  # apart for the colour-blind too
+PARTED = 1e-6  # relative difference of two losses from which on we call two curves parted
+
+
+def losses(events: Sequence[dict[str, Any]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return the steps, and the training loss of each backend at each of them."""
+    steps = [event for event in events if event["event"] == "step"]
+    backends = list(dict.fromkeys(name for event in steps for name in event["loss"]))
+    return (
+        np.array([event["step"] for event in steps]),
+        {name: np.array([event["loss"].get(name, np.nan) for event in steps]) for name in backends},
+    )
+
+
+def spread(by_backend: dict[str, np.ndarray]) -> np.ndarray:
+    """Return, step by step, the largest difference between two backends' losses, relative to the loss."""
+    together = np.stack(list(by_backend.values()))
+    return np.ptp(together, axis=0) / np.abs(together[0])
+
+
+def draw(events: Sequence[dict[str, Any]], path: Path, title: str, metric: str) -> None:
+    """Draw the training loss, what validation found, and in lockstep how far the curves are apart."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps, by_backend = losses(events)
+    lockstep = any(len(event["loss"]) > 1 for event in events if event["event"] == "step")
+    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(7, 6), height_ratios=(3, 2), layout="constrained")
+    for name, values in by_backend.items():
+        known = ~np.isnan(values)
+        if not lockstep:
+            upper.plot(steps[known], values[known], color=COLOURS[name], alpha=0.25, linewidth=0.7)
+        smooth = values[known] if lockstep else _smoothed(values[known])
+        upper.plot(steps[known], smooth, color=COLOURS[name], label=f"{name}, training (smoothed labels, dropout)")
+    for name in by_backend:
+        found = [event for event in events if event["event"] == "validation" and event["backend"] == name]
+        found = list({event["step"]: event for event in found}.values())
+        at = [event["step"] for event in found]
+        look: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": COLOURS[name]}
+        upper.plot(at, [event["loss"] for event in found], label=f"{name}, held out", **look)
+        if not lockstep:
+            lower.plot(at, [event["score"] for event in found], **look)
+    upper.set(ylabel="loss per target token [nats]", title=title, ylim=(0, None))
+    upper.legend(frameon=False)
+    if lockstep:
+        apart = spread(by_backend)
+        lower.plot(steps, np.maximum(apart, 1e-17), color="black", linewidth=0.9)
+        lower.axhline(PARTED, color="grey", linestyle=":", linewidth=0.9)
+        lower.set(yscale="log", ylabel="largest difference\nof two losses, relative")
+    else:
+        lower.set(ylabel=metric + (" [%]" if metric == "exact match" else ""), ylim=(0, None))
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def lockstep_table(events: Sequence[dict[str, Any]]) -> Table:
+    """Return the losses at a few steps, side by side, and how far they are apart."""
+    steps, by_backend = losses(events)
+    apart = spread(by_backend)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("step", *by_backend, "apart"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for step in (step for step in milestones(int(steps[-1])) if step in steps):
+        at = int(np.flatnonzero(steps == step)[0])
+        table.add_row(f"{step:,}", *(f"{values[at]:.9f}" for values in by_backend.values()), f"{apart[at]:.0e}")
+    return table
+
+
+def parting(events: Sequence[dict[str, Any]]) -> str:
+    """Say where the curves part."""
+    steps, by_backend = losses(events)
+    apart = spread(by_backend)
+    beyond = np.flatnonzero(~(apart <= PARTED))
+    most = f"they are at most {np.nanmax(apart):.0e} of the loss apart"
+    if not beyond.size:
+        return f"The curves do not part in {len(steps):,} steps: {most}."
+    return f"The curves are more than {PARTED:.0e} of the loss apart from step {steps[beyond[0]]:,} on: {most}."
+
+
+def milestones(last: int) -> list[int]:
+    """Return 1, 2, 5, 10, 20, 50, and so on, and the last step."""
+    found = [factor * 10**power for power in range(len(str(last))) for factor in (1, 2, 5)]
+    return sorted({*(step for step in found if step <= last), last})
+
+
+def _smoothed(values: np.ndarray, width: int = 25) -> np.ndarray:
+    """Return running means."""
+    if len(values) < 2:
+        return values
+    width = min(width, len(values))
+    padded = np.pad(values, (width // 2, width - 1 - width // 2), mode="edge")
+    return np.convolve(padded, np.full(width, 1.0 / width), mode="valid")

@@ -1,0 +1,89 @@
+"""What training shows: losses, gradients, and weights and moments after some steps, as tensors with names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.training_config import TrainingConfig
+from transformer_parity.policy import EPS, POLICY, relative_error
+
+SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are looked at
+LOSS, WHOLE = "loss", "the whole gradient"
+Arrays = Mapping[str, ndarray]
+
+
+def gradients(loaded: Any, inputs: Arrays) -> dict[str, ndarray]:
+    """Return loss and gradients in the order of the backward pass: where a mistake is introduced, it shows first."""
+    found = loaded.gradients(inputs)
+    whole = np.concatenate([np.ravel(gradient) for gradient in found.parameters.values()])
+    return {
+        LOSS: np.asarray(found.loss),
+        WHOLE: whole,
+        **{f"at {name}": found.taps[name] for name in reversed(found.taps)},
+        **{f"of {name}": found.parameters[name] for name in reversed(found.parameters)},
+    }
+
+
+def steps(loaded: Any, batches: list[Arrays], settings: TrainingConfig, last: int) -> dict[str, ndarray]:
+    """Train a model and return every loss, and weights and moments after the steps of ``SNAPSHOTS``.
+
+    But not the weights of key biases: their gradients are rounding noise (see ``error``), which Adam scales up to whole
+    steps; what they are changes no output.
+    """
+    trainer = loaded.trainer(settings)
+    found = {}
+    for step in range(1, last + 1):
+        result = trainer.train_step(**batches[step % len(batches)])
+        found[f"step {step} {LOSS}"] = np.asarray(float(result.loss))
+        found[f"step {step} norm of the gradient"] = np.asarray(float(result.gradient_norm))
+        if step in SNAPSHOTS:
+            state = trainer.export_state()
+            for what, tensors in (
+                ("first moment", state.first_moment),
+                ("second moment", state.second_moment),
+                ("weight", loaded.export()),
+            ):
+                found |= {
+                    f"step {step} {what} {name}": tensor
+                    for name, tensor in tensors.items()
+                    if what != "weight" or not _is_noise(name)
+                }
+    return found
+
+
+def error(name: str, actual: Arrays, expected: Arrays) -> float:
+    """Return how far a tensor is from what is expected of it.
+
+    The gradient of a key bias is zero: adding the same to every score changes no weight. What is left is rounding
+    noise, which is measured by the gradient of the query bias.
+    """
+    if not _is_noise(name):
+        return relative_error(actual[name], expected[name])
+    difference = np.linalg.norm(np.asarray(actual[name], np.float64) - expected[name])
+    scale = np.linalg.norm(expected[name.replace("key_proj.bias", "query_proj.bias")])
+    return float(difference / scale) if difference else 0.0
+
+
+def _is_noise(name: str) -> bool:
+    return name.endswith("key_proj.bias")
+
+
+def budget(name: str, dtype: str, yardstick: float, whole: float) -> float:
+    """Return the largest error allowed.
+
+    Args:
+        name: What is looked at.
+        dtype: The working dtype.
+        yardstick: The error that the NumPy reference itself makes here in float32.
+        whole: Likewise, for the whole gradient.
+    """
+    kind = "steps" if name.startswith("step ") else "gradients"
+    rule = POLICY[kind][dtype]
+    what = LOSS if name.endswith(LOSS) else "whole" if name == WHOLE else "tensor"
+    if dtype == "float64" or kind == "steps":
+        return rule[what]
+    return rule["ratio"] * max(yardstick, whole if what == "tensor" else 0.0) + rule["floor_in_eps"] * EPS[dtype]

@@ -1,0 +1,276 @@
+"""A training run: batches in; checkpoints, a log and a curve out. One backend, or several in lockstep."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from reference_numpy.checkpoint import average_weights, save_checkpoint
+from reference_numpy.files import save_weights
+from transformer_parity.batches import Batches
+from transformer_parity.corpora import Corpus
+from transformer_parity.learner import Learner
+
+LOG, MODEL, CURVE = "log.jsonl", "model.safetensors", "curve.png"
+PATIENCE = 0.5  # seconds between two looks at what the device has computed
+SAMPLE = 200  # held-out sentences that are translated at each validation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is, and what it does on the way."""
+
+    steps: int
+    validate_every: int
+    save_every: int
+    keep: int  # checkpoints; the oldest go first
+    average: int  # how many of the last checkpoints make the final weights
+    max_length: int  # tokens of a translation
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands, for whoever shows it."""
+
+    step: int
+    losses: Mapping[str, float]
+    learning_rate: float
+    tokens_per_second: float
+
+
+@dataclass
+class Observer:
+    """Whoever shows a run: is told of each look at the losses, and of each line worth keeping."""
+
+    status: Callable[[Status], None]
+    say: Callable[[str], None]
+
+
+class Log:
+    """One JSON object a line, appended, and on disk as soon as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Add a line."""
+        self._file.write(json.dumps({"event": event, **fields}) + "\n")
+
+    def flush(self) -> None:
+        """Hand what was written to the system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@dataclass
+class Stop:
+    """Set by Ctrl-C and by SIGTERM; a second Ctrl-C interrupts at once."""
+
+    signal: int | None = None
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Stop]:
+    """Let a step be finished before a run is stopped."""
+    stop = Stop()
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.signal:
+            raise KeyboardInterrupt
+        stop.signal = number
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread is sent signals
+        yield stop
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Run:
+    """Trains one learner, or several on the same batches."""
+
+    def __init__(
+        self,
+        learners: Sequence[Learner],
+        corpus: Corpus,
+        batches: Batches,
+        held_out: Batches,
+        plan: Plan,
+        folder: Path,
+        observer: Observer,
+        seconds: float = 0.0,
+    ) -> None:
+        self.learners = learners
+        self.corpus = corpus
+        self.batches = batches
+        self.held_out = held_out
+        self.plan = plan
+        self.folder = folder
+        self.observer = observer
+        self.log = Log(folder / LOG)
+        self._pending: list[tuple[int, float, list[Any]]] = []
+        self._looked = time.perf_counter()
+        self.seconds = seconds  # spent on steps, also before the run was resumed
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self.learners[0].trainer.step
+
+    def go(self, stop: Stop, stop_at: int | None = None) -> None:
+        """Train until all steps are taken, or that one, or somebody asks to stop; save on the way and at the end."""
+        last = min(self.plan.steps, stop_at or self.plan.steps)
+        lead = self.learners[0]
+        self.log.write(
+            "start",
+            step=self.step,
+            backends=[learner.backend for learner in self.learners],
+            config=lead.model.config.to_dict(),
+            settings=lead.trainer.settings.to_dict(),
+            batch_shapes=self.batches.shapes,
+            environment={learner.backend: learner.environment for learner in self.learners},
+        )
+        self._looked = time.perf_counter()
+        try:
+            while self.step < last and not stop.signal:
+                self._take_step()
+                if self.step % self.plan.validate_every == 0 and self.step < self.plan.steps:
+                    self._validate(SAMPLE)
+                if self.step % self.plan.save_every == 0 or self.step == last or stop.signal:
+                    self._save()
+            self._look()
+        finally:
+            self.log.close()
+
+    def finish(self) -> dict[str, dict[str, float]]:
+        """Validate on everything held out, write the final weights, and return what was reached, by backend."""
+        self.log = Log(self.folder / LOG)
+        try:
+            reached = self._validate(None)
+            if len(self.learners) == 1:
+                reached |= self._write_model()
+            self.log.write("end", step=self.step, seconds=self.seconds, reached=reached)
+        finally:
+            self.log.close()
+        return reached
+
+    def _take_step(self) -> None:
+        batch = next(self.batches)
+        results = [learner.train_step(batch) for learner in self.learners]
+        lead = self.learners[0]
+        learning_rate = lead.trainer.settings.learning_rate(self.step, lead.model.config.d_model)
+        self._pending.append((self.step, learning_rate, results))
+        if time.perf_counter() - self._looked > PATIENCE:
+            self._look()
+
+    def _look(self) -> None:
+        """Wait for the steps that were handed to the devices, and write down what they reported."""
+        if not self._pending:
+            return
+        names = [learner.backend for learner in self.learners]
+        tokens = 0
+        for step, learning_rate, results in self._pending:
+            losses = {name: float(result.loss) for name, result in zip(names, results, strict=True)}
+            counted, norm = int(results[0].tokens), float(results[0].gradient_norm)
+            self.log.write(
+                "step", step=step, loss=losses, learning_rate=learning_rate, gradient_norm=norm, tokens=counted
+            )
+            tokens += counted
+        self._pending.clear()
+        now = time.perf_counter()
+        elapsed, self._looked = now - self._looked, now
+        self.seconds += elapsed
+        self.log.write("time", step=self.step, seconds=self.seconds, tokens_per_second=tokens / elapsed)
+        self.log.flush()
+        self.observer.status(Status(self.step, losses, learning_rate, tokens / elapsed))
+
+    def _validate(self, sample: int | None) -> dict[str, dict[str, float]]:
+        """Return loss and score of each learner on what was held out; of the score, on a sample."""
+        self._look()
+        found = {}
+        pairs = self.corpus.held_out[:sample]
+        for learner in self.learners:
+            loss = learner.validate(self.held_out.once())
+            lines = learner.translate([source for source, _ in pairs], self.corpus.vocabulary, self.plan.max_length)
+            score = self.corpus.score(lines, [target for _, target in pairs])
+            found[learner.backend] = {"loss": loss, self.corpus.metric: score}
+            self.log.write(
+                "validation", step=self.step, backend=learner.backend, loss=loss, score=score, sentences=len(pairs)
+            )
+            self.observer.say(
+                f"step {self.step:,}  {learner.backend}: held-out loss {loss:.3f}, "
+                f"{self.corpus.metric} {score:.1f}{' %' * (self.corpus.task == 'dates')} of {len(pairs):,} sentences"
+            )
+        self._looked = time.perf_counter()  # validation is not training time
+        return found
+
+    def _save(self) -> None:
+        """Write a checkpoint and delete those that are too old; runs in lockstep are not saved."""
+        if len(self.learners) > 1:
+            return
+        self._look()
+        progress = {
+            "corpus": self.corpus.origin,
+            "position": list(self.batches.position),
+            "tokens_per_batch": self.batches.tokens_per_batch,
+            "plan": asdict(self.plan),
+            "seconds": self.seconds,
+        }
+        path = self.folder / f"checkpoint-{self.step:07}.safetensors"
+        save_checkpoint(path, self.learners[0].checkpoint(progress, self.corpus.vocabulary))
+        self.log.write("checkpoint", step=self.step, file=path.name)
+        self.log.flush()
+        for old in checkpoints(self.folder)[: -self.plan.keep]:
+            old.unlink()
+        self._looked = time.perf_counter()
+
+    def _write_model(self) -> dict[str, dict[str, float]]:
+        """Write the final weights, the average of the last checkpoints; return what they reach if there are several."""
+        learner = self.learners[0]
+        chosen = checkpoints(self.folder)[-self.plan.average :]
+        config, weights = average_weights(chosen)
+        save_weights(self.folder / MODEL, config, weights, vocabulary=self.corpus.vocabulary.model)
+        if len(chosen) == 1:
+            return {}
+        own = learner.model.export_weights()
+        package = sys.modules[type(learner.model).__module__.partition(".")[0]]
+        package.set_weights(learner.model, weights)
+        self.observer.say(f"the average of the last {len(chosen)} checkpoints:")
+        found = self._validate(None)
+        package.set_weights(learner.model, own)
+        return {f"{learner.backend}, {len(chosen)} checkpoints averaged": found[learner.backend]}
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, the oldest first."""
+    return sorted(folder.glob("checkpoint-*.safetensors"))
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of a run; of a step that was taken twice, because a run was resumed, the later one."""
+    events: dict[Any, dict[str, Any]] = {}
+    for number, line in enumerate((folder / LOG).read_text("utf-8").splitlines()):
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:  # the machine went down in the middle of a line
+            continue
+        kind, step = event["event"], event["step"]
+        if kind == "start":  # what had been logged beyond the checkpoint that it starts from is not part of the run
+            events = {key: old for key, old in events.items() if old["step"] <= step}
+        events[(kind, step, event.get("backend"), number if kind == "start" else 0)] = event
+    return sorted(events.values(), key=lambda event: event["step"])

@@ -1,0 +1,183 @@
+"""What a training run begins with: new, or as a checkpoint left it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import reference_numpy as ref
+from reference_numpy.checkpoint import load_checkpoint
+from reference_numpy.config import TransformerConfig
+from reference_numpy.training_config import TrainingConfig, TrainingState
+from transformer_parity import corpora
+from transformer_parity.batches import Batches, number
+from transformer_parity.corpora import Corpus, Recipe
+from transformer_parity.learner import Learner
+from transformer_parity.run import Observer, Plan, Run, checkpoints
+from transformer_parity.text import SPECIAL, Vocabulary
+
+LONGER = 10  # tokens that a translation may be longer than the longest of the held-out ones
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that has not been started."""
+
+    corpus: Corpus
+    config: TransformerConfig
+    settings: TrainingConfig
+    weights: Mapping[str, Any]
+    plan: Plan
+    tokens_per_batch: int
+    seed: int
+    state: TrainingState | None = None
+    position: Sequence[int] = (0, 0)  # in the data: epoch and batch
+    seconds: float = 0.0
+
+    def start(
+        self, backends: Sequence[str], folder: Path, observer: Observer, dtype: str, device: str, precision: str
+    ) -> Run:
+        """Build batches and learners; several learners run in lockstep, without dropout.
+
+        Raises:
+            ValueError: The text does not fit the model, or a dtype or device the backend.
+            RuntimeError: A device is not visible.
+        """
+        training, held_out = (
+            number(pairs, self.corpus.vocabulary, self.config) for pairs in (self.corpus.training, self.corpus.held_out)
+        )
+        batches = Batches(training, self.config, self.tokens_per_batch, self.seed, self.settings.accumulation_steps)
+        validation = Batches(held_out, self.config, self.tokens_per_batch)
+        batches.seek((self.position[0], self.position[1]))
+        config = self.config
+        if len(backends) > 1:  # no two frameworks draw the same random numbers
+            config = config.replace(dropout=ref.DropoutRates(embedding=0.0, residual=0.0))
+        learners = [
+            Learner(name, config, self.weights, self.settings, self.seed, dtype, device, precision) for name in backends
+        ]
+        if self.state is not None:
+            for learner in learners:
+                learner.trainer.load_state(self.state)
+        folder.mkdir(parents=True, exist_ok=True)
+        return Run(learners, self.corpus, batches, validation, self.plan, folder, observer, self.seconds)
+
+
+def begin(
+    corpus: Corpus,
+    recipe: Recipe,
+    *,
+    preset: str,
+    steps: int,
+    tokens_per_batch: int | None,
+    dropout: float | None,
+    sizes: Mapping[str, int | None],
+    settings: Mapping[str, Any],
+    plan: Mapping[str, int | None],
+    seed: int,
+) -> Setup:
+    """Return a new run by a recipe, with whatever is not None in its place.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting makes no sense, or the sizes describe no model.
+    """
+    config = _model_config(recipe, preset, corpus.vocabulary, dropout, sizes)
+    changed = {name: value for name, value in settings.items() if value is not None}
+    # A run of another length cools down over the same share of it.
+    cooldown = round(recipe.training["cooldown_steps"] * steps / recipe.steps)
+    merged = {**recipe.training, "cooldown_steps": cooldown, **changed}
+    tenth = max(1, steps // 10)
+    average = plan["average"] or recipe.average
+    return Setup(
+        corpus,
+        config,
+        TrainingConfig(total_steps=steps, **merged),
+        ref.init_weights(config, seed),
+        Plan(
+            steps=steps,
+            validate_every=plan["validate_every"] or tenth,
+            save_every=plan["save_every"] or tenth,
+            keep=max(plan["keep"] or 1, average),
+            average=average,
+            max_length=_longest(corpus, config) + LONGER,
+        ),
+        tokens_per_batch or recipe.tokens_per_batch,
+        seed,
+    )
+
+
+def resume(path: Path, steps: int | None, plan: Mapping[str, int | None]) -> tuple[Setup, Path]:
+    """Return a run as a checkpoint left it, and the folder that it goes on in.
+
+    Args:
+        path: A run's folder, where the newest checkpoint counts, or one checkpoint.
+        steps: The new end of the run; None keeps it.
+        plan: How often to validate and save, and how many to keep and to average; None keeps it.
+
+    Raises:
+        OSError: There is no such checkpoint, or the text it was trained on is gone.
+        ValueError: The checkpoint is damaged or not from a run, the text has changed, or there is nothing left to do.
+    """
+    if path.is_dir():
+        found = checkpoints(path)
+        if not found:
+            raise FileNotFoundError(f"{path} holds no checkpoint")
+        path = found[-1]
+    checkpoint = load_checkpoint(path)
+    progress = checkpoint.progress
+    try:
+        kept = Plan(**progress["plan"])
+        position, tokens, seconds = progress["position"], progress["tokens_per_batch"], progress["seconds"]
+        if checkpoint.vocabulary is None:
+            raise KeyError("vocabulary")
+        corpus = corpora.rebuild(progress["corpus"], Vocabulary(checkpoint.vocabulary))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} was not written by parity train: it lacks {error}") from error
+    changes = {name: value for name, value in plan.items() if value is not None}
+    settings = checkpoint.settings
+    if steps is not None:
+        changes["steps"] = steps
+        settings = replace(settings, total_steps=steps)
+    kept = replace(kept, **changes)
+    kept = replace(kept, keep=max(kept.keep, kept.average))
+    if checkpoint.state.step >= kept.steps:
+        raise ValueError(f"{path} is the end of a run of {kept.steps} steps: ask for more with --steps")
+    setup = Setup(
+        corpus,
+        checkpoint.config,
+        settings,
+        checkpoint.weights,
+        kept,
+        tokens,
+        checkpoint.state.seed,
+        checkpoint.state,
+        position,
+        seconds,
+    )
+    return setup, path.parent
+
+
+def _model_config(
+    recipe: Recipe, preset: str, vocabulary: Vocabulary, dropout: float | None, sizes: Mapping[str, int | None]
+) -> TransformerConfig:
+    """Return the conventions of a preset at the sizes of a recipe, with any of them replaced."""
+    vocab_size = vocabulary.size + SPECIAL
+    fields = {
+        "source_vocab_size": vocab_size,
+        "target_vocab_size": vocab_size,
+        "d_k": None,
+        "d_v": None,
+        **recipe.model,
+        **{name: size for name, size in sizes.items() if size is not None},
+    }
+    config = TransformerConfig.preset(preset, **fields)
+    # The sites are the preset's, the rate is the recipe's.
+    rate = recipe.dropout if dropout is None else dropout
+    sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}
+    return config.replace(dropout=ref.DropoutRates(**sites))
+
+
+def _longest(corpus: Corpus, config: TransformerConfig) -> int:
+    return max(len(corpus.vocabulary.ids(target, config)) for _, target in corpus.held_out)
