@@ -66,12 +66,13 @@ def check_weights(config: TransformerConfig, weights: Mapping[str, np.ndarray], 
             raise ValueError(f"{name} must be finite: got {int((~np.isfinite(array)).sum())} NaN or infinite values")
 
 
-def check_training_state(config: TransformerConfig, state: TrainingState) -> None:
-    """Refuse what cannot be the state of a run that trains a model of the config.
+def check_training_state(config: TransformerConfig, state: TrainingState, dtype: str | None = None) -> None:
+    """Refuse what cannot be the state of a run that trains a model of the config, in a dtype if one is given.
 
     Raises:
         TypeError: Step or seed is not an integer, or a moment is not of a floating-point dtype.
-        ValueError: A negative step or seed; missing, extra, mis-shaped, non-finite or impossible moments.
+        ValueError: A negative step or seed; missing, extra, mis-shaped, non-finite or impossible moments, or moments
+            that overflow the dtype.
     """
     check_integer("step", state.step, minimum=0)
     check_integer("seed", state.seed, minimum=0)
@@ -80,6 +81,10 @@ def check_training_state(config: TransformerConfig, state: TrainingState) -> Non
     for name, array in state.second_moment.items():
         if (np.asarray(array) < 0).any():
             raise ValueError(f"the second moment of {name} must not be negative: got {np.min(array)}")
+    if dtype is not None:  # a trainer asks before it changes anything
+        for moments in (state.first_moment, state.second_moment):
+            for name, array in moments.items():
+                rounded(name, array, dtype)
 
 
 def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:

@@ -157,9 +157,9 @@ class Trainer:
 
         Raises:
             TypeError: A moment is not of a floating-point dtype.
-            ValueError: The moments are not those of the model's config.
+            ValueError: The moments are not those of the model's config, or overflow its dtype.
         """
-        check_training_state(self.model.config, state)
+        check_training_state(self.model.config, state, self.model.source_embedding.table.dtype.name)
         self.step, self.seed = state.step, state.seed
         for name in self.first_moment:
             self.first_moment[name][...] = state.first_moment[name]

@@ -25,19 +25,27 @@ ARRAYS = re.compile(r"\b(np\.)?(ndarray|Tensor|Array)\b")
 FACTS = "facts have one home, and the ports import them"
 STATE = "a framework's modules know whether they train; NumPy's caller hands over the random numbers"
 SHIPPED = "this framework ships it"
+DERIVED = "this framework differentiates by itself"
 KERAS = "Keras' protocol"
 DEVICE = "torch puts a new tensor where it is told to"
 MODES = "Keras hands the mode down from the outermost call"
 
 # Who (of torch, jax, tf) differs, where, how, and why. Stars as in file names; each row holds for each of its ports.
 ALLOWED = [
-    *(("torch jax tf", "", f"lacks module {name}", FACTS) for name in ("checks", "config", "files", "names", "taps")),
+    *(
+        ("torch jax tf", "", f"lacks module {name}", FACTS)
+        for name in ("checkpoint", "checks", "config", "files", "names", "taps", "training_config")
+    ),
     ("torch jax tf", "", "lacks module functional", SHIPPED),
+    ("torch jax tf", "", "lacks module backward*", DERIVED),
+    ("torch jax tf", "__init__", "lacks definition __all__.transformer_backward", DERIVED),
     *(
         ("torch jax tf", "__init__", f"lacks definition __all__.{name}", FACTS)
         for name in (
             *("PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
             *("count_parameters", "parameter_shapes", "tap_shapes", "load_weights", "save_weights"),
+            *("Gradients", "StepResult", "TrainingConfig", "TrainingState"),
+            *("Checkpoint", "average_weights", "load_checkpoint", "load_vocabulary", "save_checkpoint"),
         )
     ),
     ("torch jax tf", "__init__", "docstring", "each package names its framework"),

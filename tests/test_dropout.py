@@ -1,0 +1,432 @@
+"""Dropout, shown by argument and not by eye, in a training step of each backend.
+
+Where nearly everything is dropped at one site, what is left is the model without that contribution, which the reference
+computes without any dropout. And in a model whose every site can be read off its taps, the factor that each element was
+multiplied by is known: 0 or 1 / (1 - rate), so that masks can be counted and compared.
+
+Each ``check_`` takes a backend, or a copy of one with a mistake in it: ``test_mutants_training`` shows that they fail.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import Backend
+from numpy import ndarray
+
+import reference_numpy
+from reference_numpy import PRESETS, DropoutRates, Recorder, TrainingConfig, TransformerConfig
+from reference_numpy.names import tap_shapes
+from transformer_parity.cases import gradient_case, tiny
+from transformer_parity.hard_inputs import hard_weights
+
+# Of the 10^4 elements of a step, one stays in a thousand runs, and the seed is fixed.
+NEARLY_ALL = 1.0 - 1e-7
+SITES = {  # of each rate: the taps whose values it thins out
+    "embedding": ("_embedding.output",),
+    "attention": (".weights",),
+    "residual": ("attention.output", "feed_forward.output"),
+    "feed_forward": (".inner",),
+}
+STILL = TrainingConfig(learning_rate_factor=1e-30)  # a step that changes no weight
+BATCH = gradient_case("paper_base").inputs
+STRICT = 1e-11
+
+
+def small(norm_order: str = "post", **rates: float) -> TransformerConfig:
+    """Return a model of one layer on each side, with dropout where a rate is given."""
+    config = tiny(num_encoder_layers=1, num_decoder_layers=1, attention_bias=True, norm_order=norm_order)
+    return config.replace(dropout=DropoutRates(**{**dict.fromkeys(SITES, 0.0), **rates}))
+
+
+def trainer(backend: Backend, config: TransformerConfig, settings: TrainingConfig = STILL, **options: Any) -> Any:
+    """Return a trainer of a float64 model with the hard weights, or others."""
+    weights, dtype = options.pop("weights", None) or hard_weights(config), options.pop("dtype", "float64")
+    model = backend.package.Transformer.from_weights(config, weights, dtype)
+    return backend.package.Trainer(model, settings, **options)
+
+
+@contextmanager
+def interpreted(backend: Backend) -> Iterator[None]:
+    """Run one operation at a time: to compile a step that is taken once takes longer.
+
+    In JAX, where the operations of the backward pass would each be compiled, the gradient is left out.
+    """
+    if backend.name == "jax":
+        import jax
+
+        def value_and_zeros(function: Any, argnums: Any = 0, has_aux: bool = False) -> Any:
+            del has_aux
+            zeros = partial(jax.tree.map, jax.numpy.zeros_like)
+            return lambda *inputs: (function(*inputs), jax.tree.map(lambda i: zeros(inputs[i]), argnums))
+
+        with jax.disable_jit(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "value_and_grad", value_and_zeros)
+            yield
+    elif backend.name == "tf":
+        import tensorflow as tf
+
+        tf.config.run_functions_eagerly(True)
+        try:
+            yield
+        finally:
+            tf.config.run_functions_eagerly(False)
+    else:
+        yield
+
+
+@contextmanager
+def spied(backend: Backend) -> Iterator[dict[str, ndarray]]:
+    """Yield a dict that fills with the taps of each forward pass, also where a trainer listens to none."""
+    seen: dict[str, ndarray] = {}
+    model = backend.package.Transformer
+    original = {name: getattr(model, name) for name in ("_encode", "_decode")}
+
+    def spy(run: Any) -> Any:
+        def run_and_tell(self: Any, *arguments: Any) -> Any:
+            (tap,) = (
+                argument for argument in arguments if inspect.isfunction(argument) or isinstance(argument, Recorder)
+            )
+
+            def tell(name: str, value: Any) -> Any:
+                seen[name] = backend.to_numpy(value)
+                return tap(name, value)
+
+            return run(self, *(tell if argument is tap else argument for argument in arguments))
+
+        return run_and_tell
+
+    for name, run in original.items():
+        setattr(model, name, spy(run))
+    try:
+        yield seen
+    finally:
+        for name, run in original.items():
+            setattr(model, name, run)
+
+
+def without(config: TransformerConfig, batch: Mapping[str, ndarray], *sites: str) -> tuple[float, dict[str, ndarray]]:
+    """Return the reference's loss, and its taps, where all that some sites thin out is zero."""
+    model = reference_numpy.Transformer.from_weights(config, hard_weights(config), "float64")
+    shapes = tap_shapes(config, *batch["source_ids"].shape, batch["target_ids"].shape[1])
+    zeros = {name: np.zeros(shape) for name, shape in shapes.items() if is_at(name, *sites)}
+    seen = Recorder(replace=zeros)
+    logits = model(batch["source_ids"], batch["target_ids"], tap=seen)
+    total, tokens = reference_numpy.cross_entropy(logits, batch["labels"], config)
+    return float(total / tokens), {name: value for name, value in seen.items() if name not in zeros}
+
+
+def is_at(tap: str, *sites: str) -> bool:
+    """Return whether a tap is what one of the sites thins out."""
+    return any(tap.endswith(SITES[site]) for site in sites)
+
+
+def assert_equal(name: str, got: Any, expected: Any) -> None:
+    scale = max(np.abs(expected).max(), 1e-30)
+    error = np.abs(np.asarray(got) - expected).max() / scale
+    assert error < STRICT, f"{name} is {error:.1e} off"
+
+
+def check_sites(backend: Backend, norm_order: str, *sites: str) -> None:
+    """Drop nearly everything at some sites: what remains is the model without what they thin out."""
+    config = small(norm_order, **dict.fromkeys(sites, NEARLY_ALL))
+    loss, expected = without(config, BATCH, *sites)
+    with interpreted(backend):
+        subject = trainer(backend, config)
+        with spied(backend) as seen:
+            result = subject.train_step(**BATCH)
+        for name, value in expected.items():
+            assert_equal(name, seen[name], value)
+        assert all(np.any(value) for name, value in seen.items() if is_at(name, *sites))  # a tap is in front of it
+        assert_equal("loss", float(result.loss), loss)
+        if "attention" in sites:  # with nobody looking, a fused kernel may do it
+            assert_equal("loss without taps", float(trainer(backend, config).train_step(**BATCH).loss), loss)
+
+
+# A model that hides no mask: pre-norm, so that the residual stream passes by the norms, and each kind of sub-layer
+# writes to channels of its own, so that the stream shows all of them apart.
+RATES = {"embedding": 0.1, "attention": 0.25, "residual": 0.35, "feed_forward": 0.5}
+OWN = {
+    "embedding": slice(0, 12),
+    "self_attention": slice(12, 24),
+    "cross_attention": slice(24, 36),
+    "feed_forward": slice(36, 48),
+}
+ROWS, LENGTH, VISIBLE = 6, 8, 1e-6
+
+
+def transparent() -> tuple[TransformerConfig, dict[str, ndarray]]:
+    """Return a model whose every dropout can be read off its taps, and its weights."""
+    config = tiny(
+        d_model=48,
+        d_ff=12,  # no wider than what the network writes to: that can be solved for
+        d_v=9,  # likewise, no fewer channels than keys
+        num_decoder_layers=1,
+        norm_order="pre",
+        activation="gelu",  # hardly anything is exactly zero
+        position_encoding="learned",
+        dropout=DropoutRates(**RATES),
+    )
+    weights = reference_numpy.init_weights(config, seed=0)
+    for name, array in weights.items():
+        sublayer = "embedding" if name.endswith("table") else name.split(".")[-3] if "output_proj" in name else ""
+        if sublayer:
+            mine = array[..., OWN[sublayer]].copy()
+            array[...] = 0.0
+            array[..., OWN[sublayer]] = mine
+    return config, weights
+
+
+def factors(seen: Mapping[str, ndarray], weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
+    """Return what dropout multiplied each element by, under the name of the tap; NaN where that cannot be seen."""
+    pairs = {}  # what came out of each dropout, and what went in
+    for stack, side in (("encoder", "source"), ("decoder", "target")):
+        own = OWN["embedding"]
+        pairs[f"{side}_embedding.output"] = (
+            seen[f"{stack}.output"][..., own],
+            seen[f"{side}_embedding.output"][..., own],
+        )
+    for name, value in seen.items():
+        layer, _, place = name.rpartition(".")
+        layer, _, sublayer = layer.rpartition(".")
+        path = f"{layer}.{sublayer}"
+        own = OWN.get(sublayer)
+        if place == "output" and own is not None:
+            stack, _, i = layer.rpartition(".")
+            before = seen[f"{stack}.{int(i) - 1}.output"][..., own] if int(i) else 0.0
+            pairs[name] = seen[f"{layer}.output"][..., own] - before, value[..., own]
+        elif place == "weights":
+            pairs[name] = seen[f"{path}.context"] @ np.linalg.pinv(seen[f"{path}.value"]), value
+        elif place == "inner":
+            kernel = weights[f"{path}.output_proj.kernel"][:, own].astype(np.float64)
+            pairs[name] = seen[f"{path}.output"][..., own] @ np.linalg.inv(kernel), value
+    return {name: np.where(abs(x) > VISIBLE, y / np.where(x, x, 1.0), np.nan) for name, (y, x) in pairs.items()}
+
+
+def rate_of(tap: str) -> float:
+    return next(rate for site, rate in RATES.items() if is_at(tap, site))
+
+
+def assert_unrelated(what: str, rate: float, first: ndarray, second: ndarray) -> None:
+    """Fail unless two masks agree as often as two that are drawn apart, to five standard deviations."""
+    both = ~np.isnan(first) & ~np.isnan(second)
+    by_chance = rate**2 + (1.0 - rate) ** 2
+    # Neighbours share a mask, and with it some of their luck: at most three times the variance.
+    allowed = 5.0 * np.sqrt(3.0 * by_chance * (1.0 - by_chance) / both.sum())
+    agreement = ((first > 0.5) == (second > 0.5))[both].mean()
+    assert abs(agreement - by_chance) < allowed, f"{what}: {agreement:.2f} agree, and by chance {by_chance:.2f} would"
+
+
+def check_masks(backend: Backend) -> None:
+    """Read every mask of two training steps: scaled right, as many as the rate says, and no two of them alike."""
+    config, weights = transparent()
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(3, 37, (ROWS, LENGTH)) for name in ("source_ids", "target_ids", "labels")}
+    found = []
+    with interpreted(backend):
+        subject = trainer(backend, config, weights=weights)
+        for _ in range(2):
+            with spied(backend) as seen:
+                subject.train_step(**batch)
+            found.append(factors(seen, weights))
+    first, second = found
+    assert {site for site in SITES for name in first if is_at(name, site)} == {*SITES}
+    for name, factor in first.items():
+        rate, visible = rate_of(name), factor[~np.isnan(factor)]
+        kept = visible > 0.5
+        # Of values that are 0 or 1 / (1 - rate), with the right share of each, mean and variance follow.
+        assert np.abs(visible - kept / (1.0 - rate)).max() < 1e-4, f"{name}: not scaled by 1 / (1 - {rate})"
+        allowed = 5.0 * np.sqrt(rate * (1.0 - rate) / kept.size)
+        assert abs(kept.mean() - (1.0 - rate)) < allowed, f"{name}: {kept.mean():.3f} are kept"
+        for axis, other in enumerate(("sentences", "heads", "positions", "keys")[: factor.ndim]):
+            along = other if factor.ndim == 4 else ("sentences", "positions", "channels")[axis]
+            assert_unrelated(f"{along} of {name}", rate, factor, np.roll(factor, 1, axis))
+        assert_unrelated(f"steps of {name}", rate, factor, second[name])
+    for name in first:
+        for other in first:
+            if name < other and rate_of(name) == rate_of(other) and first[name].shape == first[other].shape:
+                assert_unrelated(f"{name} and {other}", rate_of(name), first[name], first[other])
+
+
+EVERYWHERE = {**dict.fromkeys(SITES, 0.3)}
+
+
+def check_inference(backend: Backend) -> None:
+    """No dropout outside a training step: not in gradients, not in evaluation, not in the model it leaves behind."""
+    config = small(**EVERYWHERE)
+    ids = BATCH["source_ids"], BATCH["target_ids"]
+    reference = reference_numpy.Transformer.from_weights(config, hard_weights(config), "float64")
+    expected = reference_numpy.gradients(reference, **BATCH)
+    total, _ = reference_numpy.Trainer(reference, STILL).evaluate(**BATCH)
+    with interpreted(backend):
+        subject = trainer(backend, config)
+        for when in ("before", "after"):
+            found = backend.package.gradients(subject.model, **BATCH)
+            assert_equal(f"loss of gradients {when} a step", found.loss, np.array(expected.loss))
+            assert_equal(f"evaluation {when} a step", float(subject.evaluate(**BATCH)[0]), np.array(total))
+            logits = backend.to_numpy(subject.model(*ids))
+            assert_equal(f"the model {when} a step", logits, reference(*ids))
+            subject.train_step(**BATCH)
+
+
+def check_seed(backend: Backend) -> None:
+    """Dropout of a step depends on the seed and the number of the step, and on nothing else."""
+    subject = trainer(backend, small(**EVERYWHERE), seed=7)  # one, because it is compiled
+    fresh = subject.export_state()
+
+    def losses(count: int) -> list[float]:  # the weights stay: only dropout makes them differ
+        return [float(subject.train_step(**BATCH).loss) for _ in range(count)]
+
+    once = losses(3)
+    assert len({*once}) == 3, "the same dropout at every step"
+    subject.load_state(fresh)
+    assert losses(2) == once[:2], "not reproducible"
+    subject.load_state(replace(fresh, step=2))
+    assert losses(1) == once[2:], "it does not depend on the number of the step alone"
+    subject.load_state(replace(fresh, seed=8))
+    assert not {*once} & {*losses(2)}, "the seed is ignored"
+
+
+def check_slices(backend: Backend) -> None:
+    """The slices of a batch do not share their dropout."""
+    batch = {name: ids[:2] for name, ids in BATCH.items()}
+    twice = {name: np.concatenate([ids, ids]) for name, ids in batch.items()}
+    with interpreted(backend):
+        alone = trainer(backend, small(**EVERYWHERE)).train_step(**batch)
+        sliced = TrainingConfig(learning_rate_factor=1e-30, accumulation_steps=2)
+        both = trainer(backend, small(**EVERYWHERE), sliced).train_step(**twice)
+    assert abs(float(both.loss) - float(alone.loss)) > 1e-6, "both slices have the same dropout"
+
+
+def draw_numbers(backend: Backend) -> list[float]:
+    """Return the next random number of every generator that the caller may be using."""
+    numbers = [random.random(), np.random.random()]
+    if backend.name == "torch":
+        import torch
+
+        numbers.append(float(torch.rand(1)))
+    if backend.name == "tf":
+        import keras
+        import tensorflow as tf
+
+        numbers += [float(keras.random.uniform([])), float(tf.random.uniform([]))]
+    return numbers
+
+
+def check_callers_numbers(backend: Backend) -> None:
+    """Whoever trains a model draws the same random numbers afterwards as if he had not."""
+
+    def seed() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        if backend.name == "torch":
+            import torch
+
+            torch.manual_seed(0)
+        if backend.name == "tf":
+            import keras
+
+            keras.utils.set_random_seed(0)
+
+    with interpreted(backend):
+        subject = trainer(backend, small(**EVERYWHERE))
+        seed()
+        expected = draw_numbers(backend)
+        seed()
+        subject.train_step(**BATCH)
+        subject.evaluate(**BATCH)
+        backend.package.gradients(subject.model, **BATCH)
+        assert draw_numbers(backend) == expected, "the caller's random numbers are not what they were"
+
+
+def check_mixed_precision(backend: Backend) -> None:
+    """Weights and moments are kept in float32, to more digits than bfloat16 has."""
+    settings = TrainingConfig(learning_rate_factor=1e-3, warmup_steps=1, mixed_bfloat16=True)
+    subject = trainer(backend, small(**EVERYWHERE), settings, dtype="float32")
+    subject.train_step(**BATCH)
+    state = subject.export_state()
+    kept = {"weight": subject.model.export_weights(), "first": state.first_moment, "second": state.second_moment}
+    for what, arrays in kept.items():
+        values = np.concatenate([array.ravel() for array in arrays.values()])
+        assert values.dtype == np.float32, f"{what}: {values.dtype}"
+        values = values[values != 0.0]
+        rounded = (values == values.astype(ml_dtypes.bfloat16)).mean()
+        assert rounded < 0.5, f"{what}: {rounded:.0%} of the values fit in bfloat16"
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("norm_order", ["post", "pre"])
+def test_each_site_is_where_the_config_says(backend, norm_order, site):
+    check_sites(backend, norm_order, site)
+
+
+def test_all_sites_at_once(backend):
+    check_sites(backend, "post", *SITES)
+
+
+def test_masks_have_the_right_scale_and_share_and_are_unrelated(backend):
+    check_masks(backend)
+
+
+def test_no_dropout_outside_a_training_step(backend):
+    check_inference(backend)
+
+
+def test_dropout_depends_on_seed_and_step_alone(backend):
+    check_seed(backend)
+
+
+def test_slices_of_a_batch_are_unrelated(backend):
+    check_slices(backend)
+
+
+def test_random_numbers_of_the_caller_stay_as_they_are(backend):
+    check_callers_numbers(backend)
+
+
+def test_mixed_precision_keeps_weights_and_moments_in_float32(port):
+    check_mixed_precision(port)
+
+
+@pytest.mark.only("torch")
+def test_fused_attention_drops_as_many_weights_as_its_own_steps_would(backend):
+    """With nobody looking, torch's kernel has its own dropout; values that tell the keys apart show its masks."""
+    import torch
+
+    rate, heads, length = 0.25, 3, 32
+    dropout = backend.package.Dropout(rate)
+    query = torch.zeros(8, heads, length, length, dtype=torch.float64)  # every key has the same weight
+    one_hot = torch.eye(length, dtype=torch.float64).expand_as(query).contiguous()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        weights = backend.package.scaled_dot_product_attention(query, query, one_hot, None, dropout).numpy()
+    factor = weights * length
+    kept = factor > 0.5
+    assert np.abs(factor - kept / (1.0 - rate)).max() < STRICT
+    assert abs(kept.mean() - (1.0 - rate)) < 5.0 * np.sqrt(rate * (1.0 - rate) / kept.size)
+    for axis, along in enumerate(("sentences", "heads", "positions", "keys")):
+        assert_unrelated(along, rate, factor, np.roll(factor, 1, axis))
+
+
+def test_sites_of_the_presets():
+    """The paper drops embeddings and residuals; who drops elsewhere too is spelled out."""
+    everywhere, paper = {*SITES}, {"embedding", "residual"}
+    others = {
+        "paper_dropout_0.0": set(),
+        "annotated": everywhere,
+        "torch": everywhere,
+        "flax_wmt": everywhere,
+        "keras_hub": {"attention", "residual"},
+    }
+    for preset in PRESETS:
+        rates = TransformerConfig.preset(preset, source_vocab_size=9, target_vocab_size=9).dropout
+        assert {site for site in SITES if getattr(rates, site)} == others.get(preset, paper), preset

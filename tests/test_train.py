@@ -1,0 +1,253 @@
+"""``parity train`` and ``parity evaluate``, as a user runs them: whole runs of very small models."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import reference_numpy as ref
+from transformer_parity import corpora, curves
+from transformer_parity.__main__ import main
+from transformer_parity.run import read_log
+
+SMALL = ["--d-model", "16", "--heads", "2", "--d-ff", "24", "--layers", "1", "--warmup", "4", "--tokens", "256"]
+PAIRS = 60
+
+
+@pytest.fixture(autouse=True)
+def few_dates(monkeypatch):
+    monkeypatch.setattr(corpora, "DATES_TRAINED", PAIRS)
+    monkeypatch.setattr(corpora, "DATES_HELD_OUT", 6)
+
+
+def train(folder, *options, task=("--task", "dates"), small=SMALL):
+    return main(["train", *task, "--out", str(folder), *small, *map(str, options)])
+
+
+def resume(path, *options):
+    return main(["train", "--resume", str(path), *map(str, options)])
+
+
+def losses(folder):
+    """Return the training loss of each step, whoever took it."""
+    return {event["step"]: next(iter(event["loss"].values())) for event in read_log(folder) if event["event"] == "step"}
+
+
+def saved_weights(path):
+    return ref.load_weights(path)[1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of twelve steps, to the end."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpora, "DATES_TRAINED", PAIRS)
+        patch.setattr(corpora, "DATES_HELD_OUT", 6)
+        assert train(folder, "--backend", "numpy", "--steps", 12, "--save-every", 4, "--keep", 2, "--average", 2) == 0
+    return folder
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    assert {path.name for path in finished.iterdir()} == {
+        "checkpoint-0000008.safetensors",  # the first one is gone: --keep 2
+        "checkpoint-0000012.safetensors",
+        "model.safetensors",
+        "log.jsonl",
+        "curve.png",
+    }
+    assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_log_tells_the_whole_story(finished):
+    events = read_log(finished)
+    assert sorted(losses(finished)) == list(range(1, 13))
+    start = next(event for event in events if event["event"] == "start")
+    config = ref.TransformerConfig.from_dict(start["config"])
+    settings = ref.TrainingConfig.from_dict(start["settings"])
+    assert (config.d_model, settings.total_steps) == (16, 12)
+    for event in events:
+        if event["event"] == "step":
+            assert event["learning_rate"] == settings.learning_rate(event["step"], config.d_model)
+            assert event["tokens"] > 0
+            assert event["gradient_norm"] > 0
+    assert [event["file"] for event in events if event["event"] == "checkpoint"][0] == "checkpoint-0000004.safetensors"
+    end = next(event for event in events if event["event"] == "end")
+    assert set(end["reached"]) == {"numpy", "numpy, 2 checkpoints averaged"}
+
+
+def test_the_final_weights_are_the_average_of_the_last_checkpoints(finished):
+    last = [saved_weights(path) for path in sorted(finished.glob("checkpoint-*"))]
+    for name, array in saved_weights(finished / "model.safetensors").items():
+        np.testing.assert_allclose(array, np.mean([weights[name] for weights in last], axis=0), rtol=1e-6)
+    assert ref.load_vocabulary(finished / "model.safetensors") is not None
+
+
+def test_training_lowers_the_loss(tmp_path):
+    assert train(tmp_path / "run", "--backend", "numpy", "--steps", 40, "--factor", 2) == 0
+    found = losses(tmp_path / "run")
+    assert found[40] < 0.8 * found[1]
+
+
+def test_stopped_and_resumed_is_uninterrupted_bit_by_bit(backend, tmp_path):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert train(whole, "--backend", backend.name, "--steps", 6) == 0
+    assert train(halves, "--backend", backend.name, "--steps", 6, "--stop-at", 3) == 0
+    assert not (halves / "model.safetensors").exists()
+    assert resume(halves, "--backend", backend.name) == 0
+    assert losses(halves) == losses(whole)
+    for name, array in saved_weights(whole / "model.safetensors").items():
+        assert array.tobytes() == saved_weights(halves / "model.safetensors")[name].tobytes(), name
+
+
+def test_a_run_goes_on_in_another_framework(backends, tmp_path):
+    """In float64 without dropout, the curve is the uninterrupted one to 1e-10, whoever takes the steps."""
+    exact = ("--dtype", "float64", "--dropout", 0, "--steps", 2 * len(backends))
+    whole, relay = tmp_path / "whole", tmp_path / "relay"
+    assert train(whole, "--backend", backends[0].name, *exact) == 0
+    assert train(relay, "--backend", backends[0].name, *exact, "--stop-at", 2) == 0
+    for turn, backend in enumerate(backends[1:], start=2):
+        assert resume(relay, "--backend", backend.name, "--dtype", "float64", "--stop-at", 2 * turn) == 0
+    ours, theirs = losses(relay), losses(whole)
+    assert sorted(ours) == sorted(theirs)
+    np.testing.assert_allclose([ours[step] for step in theirs], list(theirs.values()), rtol=1e-10)
+
+
+def test_lockstep_shows_where_the_curves_part(backends, tmp_path, capfd):
+    names = [backend.name for backend in backends]
+    assert train(tmp_path / "run", "--backend", ",".join(names), "--steps", 5, "--dtype", "float64") == 0
+    steps, by_backend = curves.losses(read_log(tmp_path / "run"))
+    assert list(by_backend) == names
+    assert len(steps) == 5
+    assert curves.spread(by_backend).max() < 1e-12
+    output = capfd.readouterr().out
+    assert "do not part in 5 steps" in output
+    assert not list((tmp_path / "run").glob("*.safetensors"))
+
+
+def test_a_mistake_in_one_backend_is_seen_in_lockstep(tmp_path, capfd, monkeypatch):
+    """The learning rate is one step late: the first loss is the same, the second is not."""
+    import transformer_torch.training
+
+    schedule = ref.TrainingConfig.learning_rate
+    late = type("Late", (), {"learning_rate": lambda self, step, d_model: schedule(self.settings, step - 1, d_model)})
+
+    class LateTrainer(transformer_torch.training.Trainer):
+        def _update(self):
+            settings, self.settings = self.settings, late()
+            self.settings.settings, self.settings.clip_norm = settings, None
+            try:
+                return super()._update()
+            finally:
+                self.settings = settings
+
+    monkeypatch.setattr("transformer_torch.Trainer", LateTrainer)
+    assert train(tmp_path / "run", "--backend", "numpy,torch", "--steps", 4, "--dtype", "float64") == 0
+    assert "from step 2 on" in capfd.readouterr().out
+
+
+def test_text_is_learned_in_subwords(tmp_path, capfd):
+    (tmp_path / "a").write_text("".join(f"the cat number {i} sleeps\n" for i in range(40)), "utf-8")
+    (tmp_path / "b").write_text("".join(f"die Katze Nummer {i} schläft\n" for i in range(40)), "utf-8")
+    options = ("--backend", "numpy", "--steps", 2, "--vocab-size", 60, "--average", 1)
+    text = ("--text", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert train(tmp_path / "run", *options, task=text) == 0
+    assert "BLEU" in capfd.readouterr().out
+    for arguments in (["--text", *text[1:]], ["--text", *text[1:], "--sentences", "3", "--json", str(tmp_path / "j")]):
+        assert main(["evaluate", str(tmp_path / "run" / "model.safetensors"), "--backend", "numpy", *arguments]) == 0
+    assert json.loads((tmp_path / "j").read_text("utf-8"))[0]["sentences"] == 3
+    (tmp_path / "a").write_text("another text\n" * 40, "utf-8")
+    capfd.readouterr()
+    assert resume(tmp_path / "run", "--backend", "numpy", "--steps", 4) == 3
+    assert "are not the text that this run began with" in capfd.readouterr().err
+
+
+def test_all_backends_translate_the_same(finished, backends, tmp_path):
+    names = ",".join(backend.name for backend in backends)
+    files = [str(finished / "model.safetensors"), str(finished / "checkpoint-0000012.safetensors")]
+    options = ["--task", "dates", "--sentences", "8", "--json", str(tmp_path / "j")]
+    assert main(["evaluate", *files, "--backend", names, *options]) == 0
+    results = json.loads((tmp_path / "j").read_text("utf-8"))
+    assert [result["backend"] for result in results] == 2 * [backend.name for backend in backends]
+    assert [result["step"] for result in results] == [None] * len(backends) + [12] * len(backends)
+    for result in results:
+        assert result["loss"] == pytest.approx(results[(result["step"] and -1) or 0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_stopped_run_is_saved_and_says_how_to_go_on(number, tmp_path):
+    command = [sys.executable, "-m", "transformer_parity", "train", "--task", "dates", "--backend", "numpy"]
+    folder = tmp_path / "run"
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [*command, "--out", str(folder), *SMALL], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    said = ""
+    for line in process.stderr:
+        said += line
+        if line.startswith("step "):
+            process.send_signal(number)
+            break
+    said += process.stderr.read()
+    assert process.wait(60) == 128 + number
+    assert f"parity train --resume {folder} --backend numpy" in said
+    (checkpoint,) = folder.glob("*.safetensors")
+    step = ref.load_checkpoint(checkpoint).state.step
+    assert f"stopped at step {step:,}" in said
+    assert max(losses(folder)) == step
+
+
+REFUSED = {
+    "a folder with a run": (["--task", "dates", "--out", "{finished}"], "holds a run already: go on with --resume"),
+    "no checkpoint": (["--resume", "{empty}"], "holds no checkpoint"),
+    "no such run": (["--resume", "{empty}/nothing"], "there is no"),
+    "weights only": (["--resume", "{finished}/model.safetensors"], "no training state"),
+    "nothing left to do": (["--resume", "{finished}"], "is the end of a run of 12 steps: ask for more with --steps"),
+    "settings of a resumed run": (["--resume", "{finished}", "--seed", "0", "--d-ff", "8"], "leave out --seed, --d-ff"),
+    "resumed in lockstep": (["--resume", "{finished}", "--backend", "numpy,torch"], "one backend"),
+    "behind the end": (["--task", "dates", "--steps", "5", "--stop-at", "6"], "--stop-at must be at most --steps 5"),
+    "no text": (["--text", "{empty}/a", "{empty}/b"], "No such file"),
+    "words for dates": (["--task", "dates", "--vocab-size", "9"], "--held-out and --vocab-size are about --text"),
+    "dropout of one": (["--task", "dates", "--dropout", "1"], "dropout.embedding must be in [0, 1)"),
+    "heads that do not divide": (["--task", "dates", "--heads", "3"], "num_heads must divide d_model"),
+    "factor of nothing": (["--task", "dates", "--factor", "0"], "learning_rate_factor must be positive"),
+    "a cool-down too long": (["--task", "dates", "--steps", "5", "--cooldown", "6"], "cooldown_steps must be at most"),
+    "negative seed": (["--task", "dates", "--seed", "-1"], "seed"),
+    "bfloat16 in numpy": (["--task", "dates", "--mixed-bfloat16", "--backend", "numpy"], "mixed_bfloat16"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_work_is_refused_before_anything_is_written(why, finished, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments, message = REFUSED[why]
+    (tmp_path / "empty").mkdir()
+    before = {path: path.read_bytes() for path in finished.iterdir()}
+    places = {"finished": finished, "empty": tmp_path / "empty"}
+    small = [] if "--resume" in arguments else [option for option in SMALL if option not in arguments]
+    small = small if len(small) == len(SMALL) else []
+    given = [argument.format(**places) for argument in arguments]
+    assert main(["train", *given, *small, *([] if "--backend" in given else ["--backend", "numpy"])]) == 3
+    assert message in capfd.readouterr().err
+    assert {path: path.read_bytes() for path in finished.iterdir()} == before
+    assert list(Path(tmp_path).rglob("*.safetensors")) == []
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_reason(finished, tmp_path, capfd):
+    damaged = tmp_path / "checkpoint-0000008.safetensors"
+    damaged.write_bytes((finished / damaged.name).read_bytes()[:-100])
+    assert resume(damaged, "--backend", "numpy") == 3
+    assert "is not a usable" in capfd.readouterr().err
+
+
+def test_a_log_that_breaks_off_in_the_middle_of_a_line_can_be_read(finished, tmp_path):
+    lines = (finished / "log.jsonl").read_text("utf-8")
+    (tmp_path / "log.jsonl").write_text(lines[:-20], "utf-8")
+    assert losses(tmp_path) == losses(finished)
