@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -256,7 +257,11 @@ def _steps() -> Iterator[Case]:
     """Yield runs of twenty steps, by the compiled step that training uses."""
     paper = tiny(attention_bias=True, activation="gelu")
     pre = tiny("annotated", label_smoothing=0.2)
-    short = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}  # at most 1.4e-3: no chaos
+    short: dict[str, Any] = {
+        "learning_rate_factor": 0.02,
+        "warmup_steps": 8,
+        "total_steps": 20,
+    }  # at most 1.4e-3: no chaos
     for name, config, settings in (
         ("paper", paper, TrainingConfig(**short)),
         ("pre", pre, TrainingConfig(**short, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2)),

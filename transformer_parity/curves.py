@@ -30,8 +30,8 @@ def spread(by_backend: dict[str, np.ndarray]) -> np.ndarray:
     return np.ptp(together, axis=0) / np.abs(together[0])
 
 
-def draw(events: Sequence[dict[str, Any]], path: Path, title: str, metric: str) -> None:
-    """Draw the training loss, what validation found, and in lockstep how far the curves are apart."""
+def draw(events: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw training loss and held-out loss, and below the score, or in lockstep how far the curves are apart."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -45,16 +45,20 @@ def draw(events: Sequence[dict[str, Any]], path: Path, title: str, metric: str) 
         if not lockstep:
             upper.plot(steps[known], values[known], color=COLOURS[name], alpha=0.25, linewidth=0.7)
         smooth = values[known] if lockstep else _smoothed(values[known])
-        upper.plot(steps[known], smooth, color=COLOURS[name], label=f"{name}, training (smoothed labels, dropout)")
+        upper.plot(steps[known], smooth, color=COLOURS[name], label=name)
     for name in by_backend:
         found = [event for event in events if event["event"] == "validation" and event["backend"] == name]
         found = list({event["step"]: event for event in found}.values())
         at = [event["step"] for event in found]
         look: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": COLOURS[name]}
-        upper.plot(at, [event["loss"] for event in found], label=f"{name}, held out", **look)
+        upper.plot(at, [event["loss"] for event in found], **look)
         if not lockstep:
             lower.plot(at, [event["score"] for event in found], **look)
-    upper.set(ylabel="loss per target token [nats]", title=title, ylim=(0, None))
+    task = next(event["task"] for event in events if event["event"] == "start")
+    upper.set(ylabel="loss per target token [nats]", ylim=(0, None))
+    upper.set_title(
+        f"{task}: training loss (line, with smoothed labels and dropout), held-out loss (circles)", fontsize=9
+    )
     upper.legend(frameon=False)
     if lockstep:
         apart = spread(by_backend)
@@ -62,7 +66,7 @@ def draw(events: Sequence[dict[str, Any]], path: Path, title: str, metric: str) 
         lower.axhline(PARTED, color="grey", linestyle=":", linewidth=0.9)
         lower.set(yscale="log", ylabel="largest difference\nof two losses, relative")
     else:
-        lower.set(ylabel=metric + (" [%]" if metric == "exact match" else ""), ylim=(0, None))
+        lower.set(ylabel="exact match [%]" if task == "dates" else "BLEU", ylim=(0, None))
     lower.set_xlabel("step")
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ def gradients(loaded: Any, inputs: Arrays) -> dict[str, ndarray]:
     }
 
 
-def steps(loaded: Any, batches: list[Arrays], settings: TrainingConfig, last: int) -> dict[str, ndarray]:
+def steps(loaded: Any, batches: Sequence[Arrays], settings: TrainingConfig, last: int) -> dict[str, ndarray]:
     """Train a model and return every loss, and weights and moments after the steps of ``SNAPSHOTS``.
 
     But not the weights of key biases: their gradients are rounding noise (see ``error``), which Adam scales up to whole

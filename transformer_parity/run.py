@@ -139,6 +139,7 @@ class Run:
         self.log.write(
             "start",
             step=self.step,
+            task=self.corpus.task,
             backends=[learner.backend for learner in self.learners],
             config=lead.model.config.to_dict(),
             settings=lead.trainer.settings.to_dict(),

@@ -272,7 +272,7 @@ def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
     backends = [learner.backend for learner in training.learners]
     metric, folder = training.corpus.metric, training.folder
     events = read_log(folder)
-    curves.draw(events, folder / CURVE, f"{training.corpus.task}, {', '.join(backends)}", metric)
+    curves.draw(events, folder / CURVE)
     if len(backends) > 1:
         console.print(curves.lockstep_table(events))
         console.print(curves.parting(events))
@@ -280,4 +280,6 @@ def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
     for who, found in reached.items():
         console.print(f"{who}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}", highlight=False)
     files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]
-    console.print(f"{training.seconds:.0f} s of training. In {folder}: {', '.join(files)}.", highlight=False)
+    console.print(
+        f"{training.seconds:.0f} s of training. In {folder}: {', '.join(files)}.", highlight=False, soft_wrap=True
+    )
