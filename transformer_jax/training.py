@@ -22,12 +22,11 @@ from reference_numpy.names import check_training_state, parameter_shapes, rounde
 from reference_numpy.taps import Tap, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_jax.runtime import to_ids
+from transformer_jax.transformer import Transformer
 from transformer_jax.weights import find
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-    from transformer_jax.transformer import Transformer
 
 Arrays = dict[str, Array]  # by canonical name
 Batch = tuple[Array, Array, Array]  # source_ids, target_ids, labels
@@ -86,7 +85,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     batch = _take(model, source_ids, target_ids, labels)
     loss, (of_parameters, of_taps) = _compile_gradients(_Structure.of(model))(_parameters(model), batch)
     # The names give the order, which jax.jit loses: it sorts the keys of a dict.
-    taps = tap_shapes(model.config, *batch[0].shape, batch[1].shape[1])
+    taps = _tap_shapes(model.config, batch)
     return Gradients(
         float(loss),
         {name: np.array(of_parameters[name]) for name in parameter_shapes(model.config)},
@@ -116,11 +115,11 @@ class Trainer:
         self.settings = settings
         self.seed = seed
         self.step = 0  # steps taken
-        # A step gives its inputs away (see _compile_step): arrays that someone else may hold are copied once.
-        parameters = {name: array.copy() for name, array in _parameters(model).items()}
-        _put_parameters(model, parameters)
-        self.first_moment = {name: _zeros_like(array) for name, array in parameters.items()}
-        self.second_moment = {name: _zeros_like(array) for name, array in parameters.items()}
+        parameters = _parameters(model)
+        # A step gives its inputs away, and a clone of the model may hold the same arrays: they are copied once.
+        _put_parameters(model, _placed_alike(jnp.copy, parameters))
+        self.first_moment = _placed_alike(jnp.zeros_like, parameters)
+        self.second_moment = _placed_alike(jnp.zeros_like, parameters)
         structure = _Structure.of(model)
         self._compiled_step = _compile_step(structure, settings)
         self._compiled_evaluation = _compile_evaluation(structure)
@@ -198,20 +197,28 @@ def _take(model, source_ids, target_ids, labels):
     return source_ids, target_ids, labels
 
 
-def _parameters(model: nnx.Module) -> Arrays:
+def _tap_shapes(config: TransformerConfig, batch: Batch) -> dict[str, tuple[int, ...]]:
+    source_ids, target_ids, _ = batch
+    return tap_shapes(config, len(source_ids), source_ids.shape[1], target_ids.shape[1])
+
+
+def _parameters(model: Transformer) -> Arrays:
     """Return every parameter's array by its canonical name."""
     return {name: find(model, name).get_value() for name in parameter_shapes(model.config)}
 
 
-def _put_parameters(model: nnx.Module, parameters: Arrays) -> None:
+def _put_parameters(model: Transformer, parameters: Arrays) -> None:
     """Let a model compute with these arrays, which may be traced."""
     for name, array in parameters.items():
         find(model, name).set_value(array)
 
 
-def _zeros_like(array: Array) -> Array:
-    """Return zeros that are placed as the array is, so that the first step compiles what all steps run."""
-    return jax.device_put(jnp.zeros_like(array), array.sharding)
+def _placed_alike(function: Callable[[Array], Array], arrays: Arrays) -> Arrays:
+    """Apply a function to each array; what comes out is bound to the array's device, as the result of a step is.
+
+    Otherwise the second step would differ from the first, and be compiled again.
+    """
+    return {name: jax.device_put(function(array), array.sharding) for name, array in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -223,7 +230,7 @@ class _Structure:
     config: TransformerConfig
 
     @classmethod
-    def of(cls, model: nnx.Module) -> _Structure:
+    def of(cls, model: Transformer) -> _Structure:
         graph, state = nnx.split(model)
         return cls(graph, jax.eval_shape(lambda: state), model.config)
 
@@ -243,7 +250,7 @@ def _loss(model: Transformer, batch: Batch, tap: Tap = no_tap) -> tuple[Array, A
 # The functions below are kept for as long as their compiled code is, by structure: a second trainer of the same kind
 # of model compiles nothing. Parameters pass as a flat dict of arrays, not as the model: to take a model of three
 # layers apart and put it together again, nnx.jit needs 18 ms a call (and three times that with the moments), and
-# jax.jit of nnx.split 12 ms; this needs 2 ms.
+# jax.jit of nnx.split 12 ms; this needs 3 ms.
 
 
 @lru_cache(maxsize=8)
@@ -253,9 +260,8 @@ def _compile_gradients(structure: _Structure) -> Callable[..., Any]:
         return total / jnp.maximum(tokens, 1)
 
     def run(parameters, batch):
-        (source_ids, target_ids, _), dtype = batch, parameters["source_embedding.table"].dtype
-        shapes = tap_shapes(structure.config, *source_ids.shape, target_ids.shape[1])
-        zeros = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+        dtype = parameters["source_embedding.table"].dtype
+        zeros = {name: jnp.zeros(shape, dtype) for name, shape in _tap_shapes(structure.config, batch).items()}
         return jax.value_and_grad(loss, argnums=(0, 1))(parameters, zeros, batch)
 
     # Called once or twice for one model, so nobody waits for the result, only for the compiler.
