@@ -12,7 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.backward import cross_entropy_backward, transformer_backward
-from reference_numpy.checks import check_accumulation, check_labels, check_same_batch, check_trainable
+from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import log_softmax
 from reference_numpy.names import check_training_state, parameter_shapes
@@ -95,11 +95,13 @@ class Trainer:
         seed: With the number of the step, all that the dropout of that step depends on.
 
     Raises:
-        ValueError: The model's dtype cannot be trained, or mixed precision needs float32.
+        TypeError: The seed is not an integer.
+        ValueError: The model's dtype cannot be trained, mixed precision needs float32, or the seed is negative.
     """
 
     def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
         check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
+        check_integer("seed", seed, minimum=0)
         self.model = model
         self.settings = settings
         self.seed = seed

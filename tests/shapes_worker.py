@@ -66,6 +66,8 @@ def run(backend, build, record):
     """Call every component of a package, with taps and without, in every convention."""
     import numpy as np
 
+    from reference_numpy import TrainingConfig
+
     package, array = backend.package, backend.from_numpy
     source, target = np.array([[5, 6, 7, 36], [8, 9, 0, 0]]), np.array([[1, 3, 4], [1, 5, 0]])
     for overrides in CONVENTIONS:
@@ -79,9 +81,9 @@ def run(backend, build, record):
         if not train:
             model.train()
         model(array(source), array(target), **train)
-        if backend.name == "numpy":
+        if overrides is CONVENTIONS[0]:
             package.gradients(model, source, target, target)
-            trainer = package.Trainer(model, package.TrainingConfig())
+            trainer = package.Trainer(model, TrainingConfig())
             trainer.train_step(source, target, target)
             trainer.evaluate(source, target, target)
         package.set_weights(model, model.export_weights())

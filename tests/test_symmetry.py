@@ -28,6 +28,7 @@ SHIPPED = "this framework ships it"
 DERIVED = "this framework differentiates by itself"
 KERAS = "Keras' protocol"
 DEVICE = "torch puts a new tensor where it is told to"
+COMPILED = "the others always compile a step"
 MODES = "Keras hands the mode down from the outermost call"
 
 # Who (of torch, jax, tf) differs, where, how, and why. Stars as in file names; each row holds for each of its ports.
@@ -79,6 +80,7 @@ ALLOWED = [
     ("torch", "runtime.to_*", "adds parameter device", DEVICE),
     ("torch", "transformer", "adds definition Transformer.device", DEVICE),
     ("torch jax tf", "runtime", "adds definition to_device", "NumPy has no device"),
+    ("jax", "runtime", "adds definition quick_compilation", "XLA compiles for longer than a check runs"),
     ("torch", "runtime", "adds definition dtype_name", "a torch dtype has no name"),
     ("tf", "runtime.to_m*", "parameter shape: *", "a length is not known while tracing"),
     ("torch jax tf", "layers", "lacks definition Dropout.*", SHIPPED),
@@ -90,6 +92,12 @@ ALLOWED = [
     ("tf", "layers", "adds definition gelu*", "TensorFlow's own is not exact in float64"),
     ("tf", "layers", "adds definition Block*", KERAS),
     ("tf", "layers", "adds definition __all__.Block", KERAS),
+    ("torch", "training.Trainer", "docstring", COMPILED),
+    ("torch", "training.Trainer.__init__", "adds parameter compile", COMPILED),
+    ("jax", "training", "adds definition Arrays", "what its pure functions take and return has a name"),
+    ("jax", "training", "adds definition Batch", "what its pure functions take and return has a name"),
+    ("torch tf", "weights", "adds definition parameters", "for the optimizer, which takes them all at once"),
+    ("torch", "weights", "adds definition copy_*", "only torch transposes, moments and gradients too"),
     ("torch", "weights", "docstring", "only torch transposes"),
 ]
 

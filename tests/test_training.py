@@ -6,7 +6,6 @@ are as small as they can be, and each trainer is built once: the frameworks spen
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -602,6 +601,15 @@ def test_a_run_goes_on_in_another_framework(backend, uninterrupted, trainers):
 # --- What is refused ---
 
 SOURCE, TARGET, RIGHT = BATCH
+
+
+def altered(ids, row, column, value):
+    """Return a copy of ids with one of them replaced."""
+    ids = ids.copy()
+    ids[row, column] = value
+    return ids
+
+
 BAD_BATCHES = {
     "labels too short": (
         (SOURCE, TARGET, RIGHT[:, :4]),
@@ -619,12 +627,12 @@ BAD_BATCHES = {
         "labels must have shape [batch, length]: got (40,)",
     ),
     "label too large": (
-        (SOURCE, TARGET, np.where(RIGHT == RIGHT[0, 1], 37, RIGHT)),
+        (SOURCE, TARGET, altered(RIGHT, 0, 1, 37)),
         ValueError,
         "labels must lie in [0, 37): got 37 at [0, 1]",
     ),
     "label -100": (
-        (SOURCE, TARGET, np.where(RIGHT == PAD, -100, RIGHT)),
+        (SOURCE, TARGET, altered(RIGHT, 1, 3, -100)),
         ValueError,
         "labels must lie in [0, 37): got -100 at [1, 3]",
     ),
@@ -632,12 +640,12 @@ BAD_BATCHES = {
     "float source": ((SOURCE.astype("float32"), TARGET, RIGHT), TypeError, "source_ids must be integers: got float32"),
     "boolean target": ((SOURCE, TARGET > 0, RIGHT), TypeError, "target_ids must be integers: got bool"),
     "source out of range": (
-        (np.where(SOURCE == SOURCE[0, 0], 37, SOURCE), TARGET, RIGHT),
+        (altered(SOURCE, 0, 0, 37), TARGET, RIGHT),
         ValueError,
         "source_ids must lie in [0, 37): got 37 at [0, 0]",
     ),
     "target negative": (
-        (SOURCE, np.where(TARGET == CONFIG.bos_id, -1, TARGET), RIGHT),
+        (SOURCE, altered(TARGET, 0, 0, -1), RIGHT),
         ValueError,
         "target_ids must lie in [0, 37): got -1 at [0, 0]",
     ),
@@ -661,9 +669,7 @@ def test_bad_batches(backend, trainers, case):
     trainer.train_step(*BATCH)
     before = everything(trainer)
     for function in (trainer.train_step, trainer.evaluate, partial(backend.package.gradients, trainer.model)):
-        for ids in (batch, [array.tolist() for array in batch] if "float32" not in message else batch):
-            if 0 in np.shape(ids[0]) and isinstance(ids[0], list):
-                continue  # a list of no sentence has no length either
+        for ids in (batch, [backend.from_numpy(array) for array in batch]):
             assert refusal(function, *ids) == (kind, message)
     assert_same_bits(everything(trainer), before)
 

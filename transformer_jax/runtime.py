@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import flax
@@ -77,6 +78,17 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "
     memory = memory if isinstance(memory, Array) else np.asarray(memory)
     check_memory(memory.shape, memory.dtype.name, shape, dtype)
     return jnp.asarray(memory)
+
+
+@cache
+def quick_compilation() -> dict[str, Any]:
+    """Return compiler options for what is run once: compiled three times as fast as by default, and slower to run."""
+    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda x: x, compiler_options=options)(0.0)
+    except (ValueError, RuntimeError):  # the second is a switch of XLA's own, which a release may lack
+        del options["xla_cpu_use_fusion_emitters"]
+    return options
 
 
 def describe() -> dict[str, str]:

@@ -16,12 +16,12 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from reference_numpy.checks import check_accumulation, check_labels, check_same_batch, check_trainable
+from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import check_training_state, parameter_shapes, rounded, tap_shapes
 from reference_numpy.taps import Tap, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
-from transformer_jax.runtime import to_ids
+from transformer_jax.runtime import quick_compilation, to_ids
 from transformer_jax.transformer import Transformer
 from transformer_jax.weights import find
 
@@ -105,11 +105,13 @@ class Trainer:
         seed: With the number of the step, all that the dropout of that step depends on.
 
     Raises:
-        ValueError: The model's dtype cannot be trained, or mixed precision needs float32.
+        TypeError: The seed is not an integer.
+        ValueError: The model's dtype cannot be trained, mixed precision needs float32, or the seed is negative.
     """
 
     def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
         check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
+        check_integer("seed", seed, minimum=0)
         model.eval()
         self.model = model
         self.settings = settings
@@ -265,7 +267,7 @@ def _compile_gradients(structure: _Structure) -> Callable[..., Any]:
         return jax.value_and_grad(loss, argnums=(0, 1))(parameters, zeros, batch)
 
     # Called once or twice for one model, so nobody waits for the result, only for the compiler.
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(run, compiler_options=quick_compilation())
 
 
 @lru_cache(maxsize=8)

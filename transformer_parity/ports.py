@@ -185,7 +185,7 @@ class _LoadedJax(_LoadedPackage):
         key = (self.package.__name__, tapped)
         if key not in _JITTED:
             # With taps on nobody waits for the result, only for the compiler.
-            options = {"xla_backend_optimization_level": 0} if tapped else None
+            options = self.package.runtime.quick_compilation() if tapped else None
             _JITTED[key] = jax.jit(run, static_argnums=(0, 2), compiler_options=options)
         return _JITTED[key]
 

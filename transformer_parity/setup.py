@@ -9,6 +9,7 @@ from typing import Any
 
 import reference_numpy as ref
 from reference_numpy.checkpoint import load_checkpoint
+from reference_numpy.checks import check_integer
 from reference_numpy.config import TransformerConfig
 from reference_numpy.training_config import TrainingConfig, TrainingState
 from transformer_parity import corpora
@@ -83,6 +84,7 @@ def begin(
         TypeError: A setting has the wrong type.
         ValueError: A setting makes no sense, or the sizes describe no model.
     """
+    check_integer("seed", seed, minimum=0)
     config = _model_config(recipe, preset, corpus.vocabulary, dropout, sizes)
     changed = {name: value for name, value in settings.items() if value is not None}
     # A run of another length cools down over the same share of it.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from torch import Tensor
 
-from reference_numpy.checks import check_accumulation, check_labels, check_same_batch, check_trainable
+from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import check_training_state
 from reference_numpy.taps import Recorder, Tap, no_tap
@@ -106,7 +106,8 @@ class Trainer:
         compile: Hand the forward and backward pass to torch.compile: slow first steps, faster ones after them.
 
     Raises:
-        ValueError: The model's dtype cannot be trained, or mixed precision needs float32.
+        TypeError: The seed is not an integer.
+        ValueError: The model's dtype cannot be trained, mixed precision needs float32, or the seed is negative.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Trainer:
         compile: bool = False,  # noqa: A002  torch's own word
     ) -> None:
         check_trainable(dtype_name(model.source_embedding.table), settings.mixed_bfloat16, MIXED_BFLOAT16)
+        check_integer("seed", seed, minimum=0)
         self.model = model.eval()
         self.settings = settings
         self.seed = seed

@@ -280,6 +280,5 @@ def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
     for who, found in reached.items():
         console.print(f"{who}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}", highlight=False)
     files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]
-    console.print(
-        f"{training.seconds:.0f} s of training. In {folder}: {', '.join(files)}.", highlight=False, soft_wrap=True
-    )
+    took = f"{training.seconds:.0f} s of training, {time.process_time():.0f} s of processor time in this process."
+    console.print(f"{took} In {folder}: {', '.join(files)}.", highlight=False, soft_wrap=True)
