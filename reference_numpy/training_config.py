@@ -61,12 +61,12 @@ class TrainingConfig:
         Equation (3): ``d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5)``, times the factor. In the cool-down
         it falls on a straight line that would reach zero one step after the last.
         """
-        held = step if self.total_steps is None else min(step, self.total_steps - self.cooldown_steps)
-        held = max(held, 1)
-        rate = self.learning_rate_factor * d_model**-0.5 * min(held**-0.5, held * self.warmup_steps**-1.5)
-        if self.total_steps is None or step <= self.total_steps - self.cooldown_steps:
-            return rate
-        return rate * max(self.total_steps + 1 - step, 0) / (self.cooldown_steps + 1)
+        cooling, held = 1.0, step
+        if self.total_steps is not None and self.cooldown_steps and step > self.total_steps - self.cooldown_steps:
+            cooling = max(self.total_steps + 1 - step, 0) / (self.cooldown_steps + 1)
+            held = max(self.total_steps - self.cooldown_steps, 1)
+        rate = min(held**-0.5, held * self.warmup_steps**-1.5)
+        return self.learning_rate_factor * d_model**-0.5 * rate * cooling
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as plain values that JSON can hold."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,22 +180,98 @@ def test_all_backends_translate_the_same(finished, backends, tmp_path):
         assert result["loss"] == pytest.approx(results[(result["step"] and -1) or 0]["loss"], rel=1e-5)
 
 
+def test_a_stop_in_between_changes_nothing_of_the_average(tmp_path):
+    options = ("--backend", "numpy", "--steps", 8, "--save-every", 2, "--average", 3)
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert train(whole, *options) == 0
+    assert train(halves, *options, "--stop-at", 5) == 0
+    assert resume(halves, "--backend", "numpy") == 0
+    for name, array in saved_weights(whole / "model.safetensors").items():
+        assert array.tobytes() == saved_weights(halves / "model.safetensors")[name].tobytes(), name
+
+
+def test_an_older_checkpoint_is_a_branch_of_its_own(finished, tmp_path, capfd):
+    old = finished / "checkpoint-0000008.safetensors"
+    before = {path: path.read_bytes() for path in finished.iterdir()}
+    assert resume(old, "--backend", "numpy") == 3
+    assert "branch off with --out DIR" in capfd.readouterr().err
+    assert resume(old, "--backend", "numpy", "--out", tmp_path / "branch") == 0
+    assert sorted(losses(tmp_path / "branch")) == [9, 10, 11, 12]
+    assert [losses(tmp_path / "branch")[step] for step in range(9, 13)] == [losses(finished)[s] for s in range(9, 13)]
+    assert {path: path.read_bytes() for path in finished.iterdir()} == before
+
+
+def test_a_run_that_ended_before_its_final_weights_can_be_finished(finished, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    (copy / "model.safetensors").unlink()
+    assert resume(copy, "--backend", "numpy") == 0
+    assert (copy / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
+
+
+def test_a_float64_run_goes_on_in_float64(tmp_path, capfd):
+    assert train(tmp_path / "run", "--backend", "numpy", "--steps", 4, "--stop-at", 2, "--dtype", "float64") == 0
+    assert resume(tmp_path / "run", "--backend", "numpy", "--dtype", "float32") == 3
+    assert "goes on in float64" in capfd.readouterr().err
+    assert resume(tmp_path / "run", "--backend", "numpy") == 0
+    assert {array.dtype.name for array in saved_weights(tmp_path / "run" / "model.safetensors").values()} == {"float64"}
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
+    with np.errstate(all="ignore"):
+        assert train(tmp_path / "run", "--backend", "numpy", "--steps", 60, "--factor", 1e30) == 3
+    assert "the loss is not finite at step" in capfd.readouterr().err
+
+
+def test_lines_longer_than_the_model_has_positions_are_cut_off(tmp_path, capfd, monkeypatch):
+    monkeypatch.setitem(corpora.RECIPES["dates"].model, "max_length", 16)
+    options = ("--backend", "numpy", "--steps", 2, "--preset", "paper_learned")
+    assert train(tmp_path / "run", *options) == 0
+    assert "longer than the model's positions and are left out" in capfd.readouterr().err
+
+
+def test_which_sentences_are_held_out_does_not_depend_on_hashing(tmp_path):
+    for side in "ab":
+        (tmp_path / side).write_text("".join(f"same\n{side} {i}\n" for i in range(100)), "utf-8")
+    found = set()
+    for seed in "01":
+        code = (
+            "import sys; from transformer_parity import corpora; print(corpora.text(sys.argv[1:], None, 40).held_out)"
+        )
+        command = [sys.executable, "-c", code, str(tmp_path / "a"), str(tmp_path / "b")]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        found.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert len(found) == 1
+
+
+def test_curves_of_several_runs_in_one_picture(finished, tmp_path, capfd):
+    assert main(["curve", str(finished), "--out", str(tmp_path / "c.svg")]) == 0
+    assert "<svg" in (tmp_path / "c.svg").read_text("utf-8")
+    for arguments, message in (
+        ([str(finished), str(finished)], "one run a backend"),
+        ([str(tmp_path)], "no log.jsonl in"),
+        ([str(finished), "--out", str(tmp_path / "c.txt")], "--out must end in .png or .svg"),
+    ):
+        assert main(["curve", *arguments]) == 3
+        assert message in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_a_stopped_run_is_saved_and_says_how_to_go_on(number, tmp_path):
     command = [sys.executable, "-m", "transformer_parity", "train", "--task", "dates", "--backend", "numpy"]
     folder = tmp_path / "run"
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [*command, "--out", str(folder), *SMALL], stderr=subprocess.PIPE, text=True, env=environment
-    )
     said = ""
-    for line in process.stderr:
-        said += line
-        if line.startswith("step "):
-            process.send_signal(number)
-            break
-    said += process.stderr.read()
-    assert process.wait(60) == 128 + number
+    with subprocess.Popen(
+        [*command, "--out", str(folder), *SMALL], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        for line in process.stderr:
+            said += line
+            if line.startswith("step "):
+                process.send_signal(number)
+                break
+        said += process.stderr.read()
+    assert process.returncode == 128 + number
     assert f"parity train --resume {folder} --backend numpy" in said
     (checkpoint,) = folder.glob("*.safetensors")
     step = ref.load_checkpoint(checkpoint).state.step
@@ -210,7 +287,10 @@ REFUSED = {
     "nothing left to do": (["--resume", "{finished}"], "is the end of a run of 12 steps: ask for more with --steps"),
     "settings of a resumed run": (["--resume", "{finished}", "--seed", "0", "--d-ff", "8"], "leave out --seed, --d-ff"),
     "resumed in lockstep": (["--resume", "{finished}", "--backend", "numpy,torch"], "one backend"),
-    "behind the end": (["--task", "dates", "--steps", "5", "--stop-at", "6"], "--stop-at must be at most --steps 5"),
+    "behind the end": (
+        ["--task", "dates", "--steps", "5", "--stop-at", "6"],
+        "must be at most 5, the run's end",
+    ),
     "no text": (["--text", "{empty}/a", "{empty}/b"], "No such file"),
     "words for dates": (["--task", "dates", "--vocab-size", "9"], "--held-out and --vocab-size are about --text"),
     "dropout of one": (["--task", "dates", "--dropout", "1"], "dropout.embedding must be in [0, 1)"),

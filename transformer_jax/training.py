@@ -177,7 +177,7 @@ class Trainer:
             TypeError: A moment is not of a floating-point dtype.
             ValueError: The moments are not those of the model's config, or overflow its dtype.
         """
-        check_training_state(self.model.config, state)
+        check_training_state(self.model.config, state, self.model.source_embedding.table.dtype.name)
         self.first_moment, self.second_moment = (
             {
                 name: jax.device_put(rounded(name, moment[name], array.dtype.name), array.sharding)

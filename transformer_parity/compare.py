@@ -207,7 +207,8 @@ def _observe(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray], dtyp
     if case.settings is None:
         raise ValueError(f"case {case.name} has no training settings")
     # Another batch each time, of the same shape: the sentences change places with one another's targets.
-    batches = [{**inputs, "source_ids": np.roll(inputs["source_ids"], shift, axis=0)} for shift in range(len(inputs))]
+    source_ids = inputs["source_ids"]
+    batches = [{**inputs, "source_ids": np.roll(source_ids, shift, axis=0)} for shift in range(len(source_ids))]
     return observe.steps(loaded, batches, case.settings, observe.SNAPSHOTS[-1 if dtype == "float64" else -2])
 
 

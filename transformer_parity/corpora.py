@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,18 @@ class Corpus:
         return sacrebleu.corpus_bleu(list(translations), [list(references)]).score
 
 
-def dates(seed: int, vocabulary: Vocabulary | None = None, held_out: int = DATES_HELD_OUT) -> Corpus:
+@cache
+def date_vocabulary() -> Vocabulary:
+    """Return the characters that dates are written in."""
+    return Vocabulary.train(date_lines(), kind="char")
+
+
+def dates(seed: int, vocabulary: Vocabulary | None = None) -> Corpus:
     """Return human-written dates and their ISO 8601 form, character by character."""
-    vocabulary = vocabulary or Vocabulary.train(date_lines(), kind="char")
+    vocabulary = vocabulary or date_vocabulary()
     training = date_pairs(DATES_TRAINED, seed, held_out=False)
     origin = {"task": "dates", "seed": seed, "checksum": _checksum(training)}
-    return Corpus("dates", vocabulary, training, date_pairs(held_out, seed, held_out=True), origin)
+    return Corpus("dates", vocabulary, training, date_pairs(DATES_HELD_OUT, seed, held_out=True), origin)
 
 
 def text(
@@ -106,7 +113,7 @@ def text(
     if held_out is not None:
         training, validation = pairs, read_pairs(*held_out)
     else:
-        by_content = sorted(set(pairs), key=lambda pair: zlib.crc32(pair[0].encode()))
+        by_content = sorted(dict.fromkeys(pairs), key=lambda pair: zlib.crc32(pair[0].encode()))
         validation = by_content[: max(1, min(len(by_content) // 50, MOST_HELD_OUT))]
         chosen = set(validation)
         training = [pair for pair in pairs if pair not in chosen]
@@ -117,9 +124,14 @@ def text(
         "task": "text",
         "files": [str(Path(path).resolve()) for path in files],
         "held_out": held_out and [str(Path(path).resolve()) for path in held_out],
-        "checksum": _checksum(training),
+        "checksum": _checksum(training + validation),
     }
     return Corpus("text", vocabulary, training, validation, origin)
+
+
+def held_out_dates(seed: int, vocabulary: Vocabulary, count: int) -> Corpus:
+    """Return dates on days that no training run has seen."""
+    return Corpus("dates", vocabulary, [], date_pairs(count, seed, held_out=True), {})
 
 
 def held_out(files: Sequence[str | Path], vocabulary: Vocabulary, sentences: int | None) -> Corpus:

@@ -48,6 +48,7 @@ def draw(events: Sequence[dict[str, Any]], path: Path) -> None:
         upper.plot(steps[known], smooth, color=COLOURS[name], label=name)
     for name in by_backend:
         found = [event for event in events if event["event"] == "validation" and event["backend"] == name]
+        found = [event for event in found if not event["averaged"]]  # of other weights than the run's
         found = list({event["step"]: event for event in found}.values())
         at = [event["step"] for event in found]
         look: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": COLOURS[name]}

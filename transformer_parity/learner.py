@@ -34,7 +34,7 @@ class Learner:
         precision: str,
     ) -> None:
         port = PORTS[backend]
-        package = port.import_package()
+        self.package = package = port.import_package()
         self.backend = backend
         self.model = package.Transformer.from_weights(config, weights, dtype, device, precision)
         self.trainer = package.Trainer(self.model, settings, seed)
@@ -54,6 +54,10 @@ class Learner:
         """Translate lines, in order, always taking the likeliest next token."""
         return translate(self.loaded, self.model.config, lines, vocabulary, max_length)
 
+    def set_weights(self, weights: Mapping[str, ndarray]) -> None:
+        """Put other weights into the model."""
+        self.package.set_weights(self.model, weights)
+
     def checkpoint(self, progress: dict[str, Any], vocabulary: Vocabulary) -> Checkpoint:
         """Return everything there is to save."""
         return Checkpoint(
@@ -69,8 +73,11 @@ class Learner:
 def translate(
     loaded: Any, config: TransformerConfig, lines: Sequence[str], vocabulary: Vocabulary, max_length: int
 ) -> list[str]:
-    """Translate lines with a loaded port, in order, always taking the likeliest next token."""
-    numbered = [vocabulary.ids(line, config) for line in lines]
+    """Translate lines with a loaded port, in order, always taking the likeliest next token.
+
+    Where the model's positions are limited, longer lines are cut off, and so are longer translations.
+    """
+    numbered = [vocabulary.ids(line, config)[: config.max_positions] for line in lines]
     by_length = sorted(range(len(lines)), key=lambda i: len(numbered[i]))
     found = [""] * len(lines)
     for start in range(0, len(lines), TOGETHER):
@@ -87,6 +94,7 @@ def translate(
 def greedy(loaded: Any, config: TransformerConfig, source_ids: ndarray, rows: int, max_length: int) -> list[list[int]]:
     """Return the likeliest next tokens, one after another, of the first rows of a batch."""
     memory = loaded.run("encode", {"source_ids": source_ids}, taps=False).output
+    max_length = min(max_length, config.max_positions or max_length)
     ids = np.full((len(source_ids), max_length + 1), config.pad_id)
     ids[:, 0] = config.bos_id
     unfinished = np.arange(len(source_ids)) < rows

@@ -24,7 +24,8 @@ TITLES = {
     f"{POLICY['gradients']['float64']['whole']:.0e}, twenty optimizer steps within "
     f"{POLICY['steps']['float64']['loss']:.0e}.",
     "float32": f"float32: precision. Within {_FLOAT32['ratio']:.0f} times the reference's own float32 error, plus "
-    f"{_FLOAT32['floor_in_eps']:.0f} eps.",
+    f"{_FLOAT32['floor_in_eps']:.0f} eps; the losses of five optimizer steps within "
+    f"{POLICY['steps']['float32']['loss']:.0e}.",
     "bfloat16": f"bfloat16: a smoke test. Within {POLICY['bfloat16']['tap']:.0e}; real mistakes can hide in it.",
 }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from numpy import ndarray
 
 from reference_numpy.checkpoint import average_weights, save_checkpoint
 from reference_numpy.files import save_weights
@@ -55,10 +57,13 @@ class Observer:
 
 
 class Log:
-    """One JSON object a line, appended, and on disk as soon as it is written."""
+    """One JSON object a line, appended."""
 
     def __init__(self, path: Path) -> None:
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
+        if torn:  # the machine went down in the middle of a line
+            self._file.write("\n")
 
     def write(self, event: str, **fields: Any) -> None:
         """Add a line."""
@@ -126,6 +131,7 @@ class Run:
         self._pending: list[tuple[int, float, list[Any]]] = []
         self._looked = time.perf_counter()
         self.seconds = seconds  # spent on steps, also before the run was resumed
+        self._saved = self.step or None  # the step of the last checkpoint
 
     @property
     def step(self) -> int:
@@ -150,21 +156,24 @@ class Run:
         try:
             while self.step < last and not stop.signal:
                 self._take_step()
+                if self.step % self.plan.save_every == 0:
+                    self._save()
                 if self.step % self.plan.validate_every == 0 and self.step < self.plan.steps:
                     self._validate(SAMPLE)
-                if self.step % self.plan.save_every == 0 or self.step == last or stop.signal:
-                    self._save()
             self._look()
+            if self._saved != self.step:
+                self._save()
         finally:
             self.log.close()
 
     def finish(self) -> dict[str, dict[str, float]]:
-        """Validate on everything held out, write the final weights, and return what was reached, by backend."""
+        """Write the final weights, validate on everything held out, and return what was reached, by backend."""
         self.log = Log(self.folder / LOG)
         try:
+            weights = self._write_model() if len(self.learners) == 1 else None
             reached = self._validate(None)
-            if len(self.learners) == 1:
-                reached |= self._write_model()
+            if weights is not None:
+                reached |= self._validate_average(weights)
             self.log.write("end", step=self.step, seconds=self.seconds, reached=reached)
         finally:
             self.log.close()
@@ -192,6 +201,9 @@ class Run:
                 "step", step=step, loss=losses, learning_rate=learning_rate, gradient_norm=norm, tokens=counted
             )
             tokens += counted
+            if not all(map(math.isfinite, losses.values())):
+                self.log.flush()
+                raise ValueError(f"the loss is not finite at step {step}: try a smaller --factor, or --clip 1")
         self._pending.clear()
         now = time.perf_counter()
         elapsed, self._looked = now - self._looked, now
@@ -200,7 +212,7 @@ class Run:
         self.log.flush()
         self.observer.status(Status(self.step, losses, learning_rate, tokens / elapsed))
 
-    def _validate(self, sample: int | None) -> dict[str, dict[str, float]]:
+    def _validate(self, sample: int | None, averaged: int = 0) -> dict[str, dict[str, float]]:
         """Return loss and score of each learner on what was held out; of the score, on a sample."""
         self._look()
         found = {}
@@ -210,9 +222,8 @@ class Run:
             lines = learner.translate([source for source, _ in pairs], self.corpus.vocabulary, self.plan.max_length)
             score = self.corpus.score(lines, [target for _, target in pairs])
             found[learner.backend] = {"loss": loss, self.corpus.metric: score}
-            self.log.write(
-                "validation", step=self.step, backend=learner.backend, loss=loss, score=score, sentences=len(pairs)
-            )
+            found_by = {"backend": learner.backend, "averaged": averaged, "sentences": len(pairs)}
+            self.log.write("validation", step=self.step, loss=loss, score=score, **found_by)
             self.observer.say(
                 f"step {self.step:,}  {learner.backend}: held-out loss {loss:.3f}, "
                 f"{self.corpus.metric} {score:.1f}{' %' * (self.corpus.task == 'dates')} of {len(pairs):,} sentences"
@@ -236,30 +247,45 @@ class Run:
         save_checkpoint(path, self.learners[0].checkpoint(progress, self.corpus.vocabulary))
         self.log.write("checkpoint", step=self.step, file=path.name)
         self.log.flush()
-        for old in checkpoints(self.folder)[: -self.plan.keep]:
-            old.unlink()
+        self._saved = self.step
+        kept = {path, *self._regular()[-self.plan.keep :]}
+        for old in checkpoints(self.folder):
+            if old not in kept:
+                old.unlink()
         self._looked = time.perf_counter()
 
-    def _write_model(self) -> dict[str, dict[str, float]]:
-        """Write the final weights, the average of the last checkpoints; return what they reach if there are several."""
-        learner = self.learners[0]
-        chosen = checkpoints(self.folder)[-self.plan.average :]
+    def _regular(self) -> list[Path]:
+        """Return the checkpoints that a run which was never stopped has too: only they are averaged."""
+        plan = self.plan
+        steps = {path: step_of(path) for path in checkpoints(self.folder)}
+        return [path for path, step in steps.items() if step == plan.steps or (step and step % plan.save_every == 0)]
+
+    def _write_model(self) -> Mapping[str, ndarray] | None:
+        """Write the final weights, the average of the last checkpoints; return them if there are several."""
+        chosen = self._regular()[-self.plan.average :]
         config, weights = average_weights(chosen)
         save_weights(self.folder / MODEL, config, weights, vocabulary=self.corpus.vocabulary.model)
-        if len(chosen) == 1:
-            return {}
+        return weights if len(chosen) > 1 else None
+
+    def _validate_average(self, weights: Mapping[str, ndarray]) -> dict[str, dict[str, float]]:
+        learner, count = self.learners[0], len(self._regular()[-self.plan.average :])
         own = learner.model.export_weights()
-        package = sys.modules[type(learner.model).__module__.partition(".")[0]]
-        package.set_weights(learner.model, weights)
-        self.observer.say(f"the average of the last {len(chosen)} checkpoints:")
-        found = self._validate(None)
-        package.set_weights(learner.model, own)
-        return {f"{learner.backend}, {len(chosen)} checkpoints averaged": found[learner.backend]}
+        learner.set_weights(weights)
+        self.observer.say(f"the average of the last {count} checkpoints:")
+        found = self._validate(None, averaged=count)
+        learner.set_weights(own)
+        return {f"{learner.backend}, {count} checkpoints averaged": found[learner.backend]}
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, the oldest first."""
-    return sorted(folder.glob("checkpoint-*.safetensors"))
+    return sorted(folder.glob("checkpoint-*.safetensors"), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a checkpoint's name tells, or 0 if somebody renamed it."""
+    number = checkpoint.stem.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else 0
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -273,5 +299,5 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
         kind, step = event["event"], event["step"]
         if kind == "start":  # what had been logged beyond the checkpoint that it starts from is not part of the run
             events = {key: old for key, old in events.items() if old["step"] <= step}
-        events[(kind, step, event.get("backend"), number if kind == "start" else 0)] = event
+        events[(kind, step, event.get("backend"), event.get("averaged"), number if kind == "start" else 0)] = event
     return sorted(events.values(), key=lambda event: event["step"])

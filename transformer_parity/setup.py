@@ -16,7 +16,7 @@ from transformer_parity import corpora
 from transformer_parity.batches import Batches, number
 from transformer_parity.corpora import Corpus, Recipe
 from transformer_parity.learner import Learner
-from transformer_parity.run import Observer, Plan, Run, checkpoints
+from transformer_parity.run import MODEL, Observer, Plan, Run, checkpoints, step_of
 from transformer_parity.text import SPECIAL, Vocabulary
 
 LONGER = 10  # tokens that a translation may be longer than the longest of the held-out ones
@@ -36,6 +36,11 @@ class Setup:
     state: TrainingState | None = None
     position: Sequence[int] = (0, 0)  # in the data: epoch and batch
     seconds: float = 0.0
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights."""
+        return next(iter(self.weights.values())).dtype.name
 
     def start(
         self, backends: Sequence[str], folder: Path, observer: Observer, dtype: str, device: str, precision: str
@@ -92,6 +97,8 @@ def begin(
     merged = {**recipe.training, "cooldown_steps": cooldown, **changed}
     tenth = max(1, steps // 10)
     average = plan["average"] or recipe.average
+    if (plan["keep"] or average) < average:
+        raise ValueError(f"--keep must be at least --average {average}: got {plan['keep']}")
     return Setup(
         corpus,
         config,
@@ -101,7 +108,7 @@ def begin(
             steps=steps,
             validate_every=plan["validate_every"] or tenth,
             save_every=plan["save_every"] or tenth,
-            keep=max(plan["keep"] or 1, average),
+            keep=plan["keep"] or average,
             average=average,
             max_length=_longest(corpus, config) + LONGER,
         ),
@@ -110,17 +117,19 @@ def begin(
     )
 
 
-def resume(path: Path, steps: int | None, plan: Mapping[str, int | None]) -> tuple[Setup, Path]:
+def resume(path: Path, folder: Path | None, steps: int | None, plan: Mapping[str, int | None]) -> tuple[Setup, Path]:
     """Return a run as a checkpoint left it, and the folder that it goes on in.
 
     Args:
         path: A run's folder, where the newest checkpoint counts, or one checkpoint.
+        folder: Where to go on; None is where the checkpoint is.
         steps: The new end of the run; None keeps it.
         plan: How often to validate and save, and how many to keep and to average; None keeps it.
 
     Raises:
         OSError: There is no such checkpoint, or the text it was trained on is gone.
-        ValueError: The checkpoint is damaged or not from a run, the text has changed, or there is nothing left to do.
+        ValueError: The checkpoint is damaged or not from a run, the text has changed, there is nothing left to do, or
+            the run has gone on beyond the checkpoint.
     """
     if path.is_dir():
         found = checkpoints(path)
@@ -132,20 +141,27 @@ def resume(path: Path, steps: int | None, plan: Mapping[str, int | None]) -> tup
     try:
         kept = Plan(**progress["plan"])
         position, tokens, seconds = progress["position"], progress["tokens_per_batch"], progress["seconds"]
-        if checkpoint.vocabulary is None:
-            raise KeyError("vocabulary")
-        corpus = corpora.rebuild(progress["corpus"], Vocabulary(checkpoint.vocabulary))
+        origin = progress["corpus"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} was not written by parity train: it lacks {error}") from error
+    if checkpoint.vocabulary is None:
+        raise ValueError(f"{path} was not written by parity train: it lacks a vocabulary")
+    corpus = corpora.rebuild(origin, Vocabulary(checkpoint.vocabulary))
     changes = {name: value for name, value in plan.items() if value is not None}
     settings = checkpoint.settings
     if steps is not None:
         changes["steps"] = steps
-        settings = replace(settings, total_steps=steps)
+        # As in a new run of that length: the same share of it is cool-down.
+        cooldown = round(settings.cooldown_steps * steps / (settings.total_steps or steps))
+        settings = replace(settings, total_steps=steps, cooldown_steps=cooldown)
     kept = replace(kept, **changes)
     kept = replace(kept, keep=max(kept.keep, kept.average))
-    if checkpoint.state.step >= kept.steps:
+    finished = (path.parent / MODEL).exists()  # or else it was stopped before the final weights could be written
+    if checkpoint.state.step > kept.steps or (checkpoint.state.step == kept.steps and finished):
         raise ValueError(f"{path} is the end of a run of {kept.steps} steps: ask for more with --steps")
+    later = [other.name for other in checkpoints(path.parent) if step_of(other) > checkpoint.state.step]
+    if folder is None and later:
+        raise ValueError(f"this run has gone on beyond {path.name}, to {later[-1]}: branch off with --out DIR")
     setup = Setup(
         corpus,
         checkpoint.config,
@@ -158,7 +174,7 @@ def resume(path: Path, steps: int | None, plan: Mapping[str, int | None]) -> tup
         position,
         seconds,
     )
-    return setup, path.parent
+    return setup, folder or path.parent
 
 
 def _model_config(

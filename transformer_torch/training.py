@@ -80,8 +80,10 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     batch = _take(model, source_ids, target_ids, labels)
     was_training = model.training
     seen = Recorder()
-    total, tokens = _loss(model.eval(), batch, seen)
-    model.train(was_training)
+    try:
+        total, tokens = _loss(model.eval(), batch, seen)
+    finally:
+        model.train(was_training)
     loss = total / tokens.clamp(min=1)
     named = parameters(model)
     of_all = torch.autograd.grad(loss, [*named.values(), *seen.values()])

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 import reference_numpy as ref
 from reference_numpy.config import PRESETS, TransformerConfig
-from transformer_parity.cases import ACTIVATIONS, RUNGS, Case, deck, gradient_case, preset_case
+from transformer_parity.cases import ACTIVATIONS, RUNGS, STEPS, Case, deck, gradient_case, preset_case
 from transformer_parity.commands import add_backends, one_or_more
 from transformer_parity.commands.info import describe_machine
 from transformer_parity.compare import AGREES, FAILED, Finding, Setting
@@ -128,6 +128,8 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError("--text and --weights are about the sentences, which --only deck leaves out")
     if ACTIVATIONS not in options.rung and (options.text or options.weights or options.only == "text"):
         raise ValueError(f"sentences are compared by --rung {ACTIVATIONS}")
+    if options.preset and options.rung == [STEPS]:
+        raise ValueError("optimizer steps are compared on models of their own: leave out --preset")
     if options.weights and options.preset:
         raise ValueError("--weights brings its own config: leave out --preset")
     if options.json is not None:

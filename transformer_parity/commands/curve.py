@@ -31,7 +31,11 @@ def run(options: argparse.Namespace) -> int:
             raise FileNotFoundError(f"no {LOG} in {', '.join(missing)}")
         if options.out.suffix not in (".png", ".svg"):
             raise ValueError(f"--out must end in .png or .svg: got {options.out}")
-        events = [event for folder in options.runs for event in read_log(folder)]
+        logs = [read_log(folder) for folder in options.runs]
+        who = [name for log in logs for name in curves.losses(log)[1]]
+        if len(logs) > 1 and len(set(who)) < len(who):
+            raise ValueError(f"one run a backend: got {', '.join(who)}")
+        events = [event for log in logs for event in log]
         tasks = {event["task"] for event in events if event["event"] == "start"}
         if len(tasks) > 1:
             raise ValueError(f"these runs learn different things: {', '.join(sorted(tasks))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -49,7 +50,7 @@ what a run leaves in its folder: checkpoint-*.safetensors (config, weights, opti
 vocabulary: any backend can go on from it), {MODEL} (the final weights, for load_transformer), {LOG} (one JSON
 object a line) and {CURVE}. Ctrl-C and SIGTERM finish the step, save, and say how to go on.
 
-exit code: 0 finished, 3 not started or failed, 130 stopped by Ctrl-C, 143 by SIGTERM
+exit code: 0 finished, 3 not started, failed, or Ctrl-C pressed twice, 130 stopped by Ctrl-C, 143 by SIGTERM
 """
 
 
@@ -109,7 +110,7 @@ def add_parser(commands: Any) -> None:
     optimizer.add_argument("--seed", type=int, metavar="N", help="of weights, batches and dropout (default: 0)")
 
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--dtype", choices=["float64", "float32"], default="float32", help="(default: float32)")
+    machine.add_argument("--dtype", choices=["float64", "float32"], help="(default: float32, or the run's)")
     machine.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="(default: cpu)")
     machine.add_argument("--precision", choices=["highest", "fast"], default="highest", help="(default: highest)")
     parser.set_defaults(run=run)
@@ -130,30 +131,32 @@ def run(options: argparse.Namespace) -> int:
             PORTS[name].check_installed()
         _check_options(options)
         setup, folder = _set_up(options)
-        with quiet_frameworks() as terminal, stop_on_signal() as stop:
+        if options.stop_at and options.stop_at > setup.plan.steps:
+            raise ValueError(f"--stop-at must be at most {setup.plan.steps}, the run's end: got {options.stop_at}")
+        with quiet_frameworks() as terminal:
             show = _Show(terminal, options.stop_at or setup.plan.steps)
-            show.say(f"loading {', '.join(options.backends)}")
-            observer = Observer(show.status, show.say)
-            placement = (options.dtype, options.device, options.precision)
-            training = setup.start(options.backends, folder, observer, *placement)
-            show.say(_describe(training))
-            with show:
-                training.go(stop, options.stop_at)
+            with stop_on_signal() as stop:
+                show.say(f"loading {', '.join(options.backends)}")
+                placement = (options.dtype or setup.dtype, options.device, options.precision)
+                training = setup.start(options.backends, folder, Observer(show.status, show.say), *placement)
+                show.say(_describe(training))
+                with show:
+                    training.go(stop, options.stop_at)
             if stop.signal or training.step < setup.plan.steps:
-                _say_how_to_go_on(show, training)
+                _say_how_to_go_on(show, training, options)
                 return 128 + stop.signal if stop.signal else 0
-            reached = training.finish()
+            reached = training.finish()  # here Ctrl-C interrupts at once: all steps are taken, and saved
+        _report(training, reached)
     except (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"parity train: error: {error}", file=sys.stderr)
         return 3
-    _report(training, reached)
     return 0
 
 
 def _check_options(options: argparse.Namespace) -> None:
     """Refuse options of which one would be ignored."""
     if options.resume:
-        own = ("out", "held_out", "preset", "vocab_size", "seed", "dropout", "tokens", *SIZES, *SETTINGS)
+        own = ("held_out", "preset", "vocab_size", "seed", "dropout", "tokens", *SIZES, *SETTINGS)
         given = [f"--{name.replace('_', '-')}" for name in own if getattr(options, name) is not None]
         if given:
             raise ValueError(f"--resume goes on with the settings of the run: leave out {', '.join(given)}")
@@ -161,24 +164,28 @@ def _check_options(options: argparse.Namespace) -> None:
             raise ValueError("--resume goes on with one backend: runs in lockstep are not saved")
     if options.task and (options.held_out or options.vocab_size):
         raise ValueError("--held-out and --vocab-size are about --text: the dates bring their own")
-    if options.stop_at and options.steps and options.stop_at > options.steps:
-        raise ValueError(f"--stop-at must be at most --steps {options.steps}: got {options.stop_at}")
+    if len(options.backends) > 1:
+        given = [f"--{name.replace('_', '-')}" for name in ("dropout", "save_every", "keep", "average")]
+        given = [option for option in given if getattr(options, option[2:].replace("-", "_")) is not None]
+        if given:
+            raise ValueError(f"runs in lockstep have no dropout and are not saved: leave out {', '.join(given)}")
 
 
 def _set_up(options: argparse.Namespace) -> tuple[Setup, Path]:
     plan = {name: getattr(options, name) for name in ("validate_every", "save_every", "keep", "average")}
     if options.resume:
-        setup, folder = resume(options.resume, options.steps, plan)
+        if options.out:
+            _check_unused(options.out)
+        setup, folder = resume(options.resume, options.out, options.steps, plan)
+        if options.dtype not in (None, setup.dtype):
+            raise ValueError(f"--resume goes on in {setup.dtype}, as the run began: leave out --dtype {options.dtype}")
         if options.stop_at and setup.state and options.stop_at <= setup.state.step:
             raise ValueError(f"--stop-at must lie beyond step {setup.state.step}: got {options.stop_at}")
         return setup, folder
     task = options.task or "text"
     recipe = RECIPES[task]
     folder = options.out or Path("runs") / f"{task}-{'-'.join(options.backends)}"
-    if (folder / LOG).exists():
-        last = checkpoints(folder)
-        go_on = f"go on with --resume {folder}, or " if last else ""
-        raise ValueError(f"{folder} holds a run already: {go_on}choose another folder with --out")
+    _check_unused(folder)
     seed = options.seed or 0
     if task == "dates":
         corpus = corpora.dates(seed)
@@ -197,6 +204,13 @@ def _set_up(options: argparse.Namespace) -> tuple[Setup, Path]:
         seed=seed,
     )
     return setup, folder
+
+
+def _check_unused(folder: Path) -> None:
+    """Refuse a folder with a run in it; of one that failed before its first step, only a log is there."""
+    if checkpoints(folder) or (folder / MODEL).exists() or (folder / CURVE).exists():
+        go_on = f"go on with --resume {folder}, or " if checkpoints(folder) else ""
+        raise ValueError(f"{folder} holds a run already: {go_on}choose another folder with --out")
 
 
 class _Show:
@@ -225,7 +239,7 @@ class _Show:
 
     def say(self, line: str) -> None:
         """Print a line, above the bar."""
-        self.progress.console.print(line, highlight=False, soft_wrap=True)
+        self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def status(self, status: Status) -> None:
         """Show where the run stands."""
@@ -255,14 +269,16 @@ def _describe(training: Run) -> str:
     return "\n".join(lines)
 
 
-def _say_how_to_go_on(show: _Show, training: Run) -> None:
+def _say_how_to_go_on(show: _Show, training: Run, options: argparse.Namespace) -> None:
     if len(training.learners) > 1:
         show.say(f"stopped at step {training.step:,}; runs in lockstep are not saved")
         return
     backend = training.learners[0].backend
+    elsewhere = f" --device {options.device}" * (options.device != "cpu")
+    elsewhere += f" --precision {options.precision}" * (options.precision != "highest")
     show.say(
         f"stopped at step {training.step:,}; saved. Go on with\n"
-        f"  parity train --resume {training.folder} --backend {backend}"
+        f"  parity train --resume {shlex.quote(str(training.folder))} --backend {backend}{elsewhere}"
     )
 
 
@@ -281,4 +297,4 @@ def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
         console.print(f"{who}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}", highlight=False)
     files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]
     took = f"{training.seconds:.0f} s of training, {time.process_time():.0f} s of processor time in this process."
-    console.print(f"{took} In {folder}: {', '.join(files)}.", highlight=False, soft_wrap=True)
+    console.print(f"{took} In {folder}: {', '.join(files)}.", highlight=False, markup=False, soft_wrap=True)
