@@ -20,6 +20,7 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.training_config import Gradients, TrainingConfig
 from transformer_parity import ports
 from transformer_parity.cases import preset_case
 from transformer_parity.compare import DIVERGES, FAILED, IMPRECISE
@@ -985,6 +986,12 @@ class MistakenModel:
     def run(self, block: str, inputs: Mapping[str, ndarray], *, taps: bool) -> Result:
         return self.loaded.run(block, inputs, taps=taps)
 
+    def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
+        return self.loaded.gradients(inputs)
+
+    def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
+        return self.loaded.trainer(settings, seed)
+
 
 @dataclass(frozen=True)
 class MistakenPort:
@@ -999,6 +1006,9 @@ class MistakenPort:
     ) -> MistakenModel:
         config, weights = config.replace(**self.mistake.config), self.mistake.convert(weights)
         return MistakenModel(self.port.load(config, weights, dtype, device, precision), self.mistake.convert)
+
+    def import_package(self) -> Any:
+        return self.port.import_package()
 
 
 @contextmanager

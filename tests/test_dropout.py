@@ -38,13 +38,15 @@ SITES = {  # of each rate: the taps whose values it thins out
     "feed_forward": (".inner",),
 }
 STILL = TrainingConfig(learning_rate_factor=1e-30)  # a step that changes no weight
-BATCH = gradient_case("paper_base").inputs
+BATCH = {name: ids[:, :7] for name, ids in gradient_case("paper_base").inputs.items()}  # few shapes to compile for
 STRICT = 1e-11
 
 
 def small(norm_order: str = "post", **rates: float) -> TransformerConfig:
     """Return a model of one layer on each side, with dropout where a rate is given."""
-    config = tiny(num_encoder_layers=1, num_decoder_layers=1, attention_bias=True, norm_order=norm_order)
+    config = tiny(
+        d_ff=24, d_v=8, num_encoder_layers=1, num_decoder_layers=1, attention_bias=True, norm_order=norm_order
+    )
     return config.replace(dropout=DropoutRates(**{**dict.fromkeys(SITES, 0.0), **rates}))
 
 
@@ -114,20 +116,20 @@ def spied(backend: Backend) -> Iterator[dict[str, ndarray]]:
             setattr(model, name, run)
 
 
-def without(config: TransformerConfig, batch: Mapping[str, ndarray], *sites: str) -> tuple[float, dict[str, ndarray]]:
-    """Return the reference's loss, and its taps, where all that some sites thin out is zero."""
+def without(config: TransformerConfig, batch: Mapping[str, ndarray], site: str) -> tuple[float, dict[str, ndarray]]:
+    """Return the reference's loss, and its taps, where all that a site thins out is zero."""
     model = reference_numpy.Transformer.from_weights(config, hard_weights(config), "float64")
     shapes = tap_shapes(config, *batch["source_ids"].shape, batch["target_ids"].shape[1])
-    zeros = {name: np.zeros(shape) for name, shape in shapes.items() if is_at(name, *sites)}
+    zeros = {name: np.zeros(shape) for name, shape in shapes.items() if is_at(name, site)}
     seen = Recorder(replace=zeros)
     logits = model(batch["source_ids"], batch["target_ids"], tap=seen)
     total, tokens = reference_numpy.cross_entropy(logits, batch["labels"], config)
     return float(total / tokens), {name: value for name, value in seen.items() if name not in zeros}
 
 
-def is_at(tap: str, *sites: str) -> bool:
-    """Return whether a tap is what one of the sites thins out."""
-    return any(tap.endswith(SITES[site]) for site in sites)
+def is_at(tap: str, site: str) -> bool:
+    """Return whether a tap is what a site thins out."""
+    return tap.endswith(SITES[site])
 
 
 def assert_equal(name: str, got: Any, expected: Any) -> None:
@@ -136,40 +138,40 @@ def assert_equal(name: str, got: Any, expected: Any) -> None:
     assert error < STRICT, f"{name} is {error:.1e} off"
 
 
-def check_sites(backend: Backend, norm_order: str, *sites: str) -> None:
-    """Drop nearly everything at some sites: what remains is the model without what they thin out."""
-    config = small(norm_order, **dict.fromkeys(sites, NEARLY_ALL))
-    loss, expected = without(config, BATCH, *sites)
+def check_sites(backend: Backend, norm_order: str, site: str) -> None:
+    """Drop nearly everything at one site: what remains is the model without what it thins out."""
+    config = small(norm_order, **{site: NEARLY_ALL})
+    loss, expected = without(config, BATCH, site)
     with interpreted(backend):
         subject = trainer(backend, config)
         with spied(backend) as seen:
             result = subject.train_step(**BATCH)
         for name, value in expected.items():
             assert_equal(name, seen[name], value)
-        assert all(np.any(value) for name, value in seen.items() if is_at(name, *sites))  # a tap is in front of it
+        assert all(np.any(value) for name, value in seen.items() if is_at(name, site))  # a tap is in front of it
         assert_equal("loss", float(result.loss), loss)
-        if "attention" in sites:  # with nobody looking, a fused kernel may do it
+        if backend.name == "torch":  # with nobody looking, a fused kernel does it
             assert_equal("loss without taps", float(trainer(backend, config).train_step(**BATCH).loss), loss)
 
 
 # A model that hides no mask: pre-norm, so that the residual stream passes by the norms, and each kind of sub-layer
 # writes to channels of its own, so that the stream shows all of them apart.
-RATES = {"embedding": 0.1, "attention": 0.25, "residual": 0.35, "feed_forward": 0.5}
+RATES = {"embedding": 0.4, "attention": 0.5, "residual": 0.6, "feed_forward": 0.45}
 OWN = {
     "embedding": slice(0, 12),
-    "self_attention": slice(12, 24),
-    "cross_attention": slice(24, 36),
-    "feed_forward": slice(36, 48),
+    "self_attention": slice(12, 16),
+    "cross_attention": slice(16, 20),
+    "feed_forward": slice(20, 24),
 }
-ROWS, LENGTH, VISIBLE = 6, 8, 1e-6
+VISIBLE = 1e-6
+AXES = {3: ("sentences", "positions", "channels"), 4: ("sentences", "heads", "positions", "keys")}
 
 
 def transparent() -> tuple[TransformerConfig, dict[str, ndarray]]:
     """Return a model whose every dropout can be read off its taps, and its weights."""
     config = tiny(
-        d_model=48,
-        d_ff=12,  # no wider than what the network writes to: that can be solved for
-        d_v=9,  # likewise, no fewer channels than keys
+        d_ff=4,  # no wider than what the network writes to: that can be solved for
+        d_v=8,  # likewise, no fewer channels than keys
         num_decoder_layers=1,
         norm_order="pre",
         activation="gelu",  # hardly anything is exactly zero
@@ -230,7 +232,7 @@ def check_masks(backend: Backend) -> None:
     """Read every mask of two training steps: scaled right, as many as the rate says, and no two of them alike."""
     config, weights = transparent()
     rng = np.random.default_rng(0)
-    batch = {name: rng.integers(3, 37, (ROWS, LENGTH)) for name in ("source_ids", "target_ids", "labels")}
+    batch = {name: rng.integers(3, 37, ids.shape) for name, ids in BATCH.items()}
     found = []
     with interpreted(backend):
         subject = trainer(backend, config, weights=weights)
@@ -247,8 +249,7 @@ def check_masks(backend: Backend) -> None:
         assert np.abs(visible - kept / (1.0 - rate)).max() < 1e-4, f"{name}: not scaled by 1 / (1 - {rate})"
         allowed = 5.0 * np.sqrt(rate * (1.0 - rate) / kept.size)
         assert abs(kept.mean() - (1.0 - rate)) < allowed, f"{name}: {kept.mean():.3f} are kept"
-        for axis, other in enumerate(("sentences", "heads", "positions", "keys")[: factor.ndim]):
-            along = other if factor.ndim == 4 else ("sentences", "positions", "channels")[axis]
+        for axis, along in enumerate(AXES[factor.ndim]):
             assert_unrelated(f"{along} of {name}", rate, factor, np.roll(factor, 1, axis))
         assert_unrelated(f"steps of {name}", rate, factor, second[name])
     for name in first:
@@ -257,7 +258,7 @@ def check_masks(backend: Backend) -> None:
                 assert_unrelated(f"{name} and {other}", rate_of(name), first[name], first[other])
 
 
-EVERYWHERE = {**dict.fromkeys(SITES, 0.3)}
+EVERYWHERE = dict.fromkeys(SITES, 0.3)
 
 
 def check_inference(backend: Backend) -> None:
@@ -265,22 +266,21 @@ def check_inference(backend: Backend) -> None:
     config = small(**EVERYWHERE)
     ids = BATCH["source_ids"], BATCH["target_ids"]
     reference = reference_numpy.Transformer.from_weights(config, hard_weights(config), "float64")
-    expected = reference_numpy.gradients(reference, **BATCH)
+    expected = reference_numpy.gradients(reference, **BATCH).loss
     total, _ = reference_numpy.Trainer(reference, STILL).evaluate(**BATCH)
     with interpreted(backend):
         subject = trainer(backend, config)
         for when in ("before", "after"):
-            found = backend.package.gradients(subject.model, **BATCH)
-            assert_equal(f"loss of gradients {when} a step", found.loss, np.array(expected.loss))
-            assert_equal(f"evaluation {when} a step", float(subject.evaluate(**BATCH)[0]), np.array(total))
-            logits = backend.to_numpy(subject.model(*ids))
-            assert_equal(f"the model {when} a step", logits, reference(*ids))
+            assert_equal(f"the model {when} a step", backend.to_numpy(subject.model(*ids)), reference(*ids))
+            loss = backend.package.gradients(subject.model, **BATCH).loss
+            assert_equal(f"loss of gradients {when} a step", loss, expected)
+            assert_equal(f"evaluation {when} a step", float(subject.evaluate(**BATCH)[0]), total)
             subject.train_step(**BATCH)
 
 
 def check_seed(backend: Backend) -> None:
     """Dropout of a step depends on the seed and the number of the step, and on nothing else."""
-    subject = trainer(backend, small(**EVERYWHERE), seed=7)  # one, because it is compiled
+    subject = trainer(backend, small(embedding=0.3), seed=7)  # one, with little in it, because it is compiled
     fresh = subject.export_state()
 
     def losses(count: int) -> list[float]:  # the weights stay: only dropout makes them differ
@@ -298,10 +298,9 @@ def check_seed(backend: Backend) -> None:
 
 def check_slices(backend: Backend) -> None:
     """The slices of a batch do not share their dropout."""
-    batch = {name: ids[:2] for name, ids in BATCH.items()}
-    twice = {name: np.concatenate([ids, ids]) for name, ids in batch.items()}
+    twice = {name: np.concatenate([ids, ids]) for name, ids in BATCH.items()}
     with interpreted(backend):
-        alone = trainer(backend, small(**EVERYWHERE)).train_step(**batch)
+        alone = trainer(backend, small(**EVERYWHERE)).train_step(**BATCH)
         sliced = TrainingConfig(learning_rate_factor=1e-30, accumulation_steps=2)
         both = trainer(backend, small(**EVERYWHERE), sliced).train_step(**twice)
     assert abs(float(both.loss) - float(alone.loss)) > 1e-6, "both slices have the same dropout"
@@ -351,7 +350,7 @@ def check_callers_numbers(backend: Backend) -> None:
 def check_mixed_precision(backend: Backend) -> None:
     """Weights and moments are kept in float32, to more digits than bfloat16 has."""
     settings = TrainingConfig(learning_rate_factor=1e-3, warmup_steps=1, mixed_bfloat16=True)
-    subject = trainer(backend, small(**EVERYWHERE), settings, dtype="float32")
+    subject = trainer(backend, small(), settings, dtype="float32")
     subject.train_step(**BATCH)
     state = subject.export_state()
     kept = {"weight": subject.model.export_weights(), "first": state.first_moment, "second": state.second_moment}
@@ -363,14 +362,9 @@ def check_mixed_precision(backend: Backend) -> None:
         assert rounded < 0.5, f"{what}: {rounded:.0%} of the values fit in bfloat16"
 
 
-@pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("norm_order", ["post", "pre"])
+@pytest.mark.parametrize(("norm_order", "site"), [*(("post", site) for site in SITES), ("pre", "residual")])
 def test_each_site_is_where_the_config_says(backend, norm_order, site):
     check_sites(backend, norm_order, site)
-
-
-def test_all_sites_at_once(backend):
-    check_sites(backend, "post", *SITES)
 
 
 def test_masks_have_the_right_scale_and_share_and_are_unrelated(backend):
@@ -413,7 +407,7 @@ def test_fused_attention_drops_as_many_weights_as_its_own_steps_would(backend):
     kept = factor > 0.5
     assert np.abs(factor - kept / (1.0 - rate)).max() < STRICT
     assert abs(kept.mean() - (1.0 - rate)) < 5.0 * np.sqrt(rate * (1.0 - rate) / kept.size)
-    for axis, along in enumerate(("sentences", "heads", "positions", "keys")):
+    for axis, along in enumerate(AXES[4]):
         assert_unrelated(along, rate, factor, np.roll(factor, 1, axis))
 
 
