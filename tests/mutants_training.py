@@ -411,8 +411,8 @@ CATALOGUE = {
         ),
         Mistake(
             "rate of the step before",
-            later(WEIGHT),  # before the first step, the schedule has the first rate
-            rate("settings.learning_rate(n - 1, self.model.config.d_model)"),
+            later(WEIGHT),  # the first step has none before it
+            rate("settings.learning_rate(max(n - 1, 1), self.model.config.d_model)"),
             case="steps",
         ),
         Mistake(

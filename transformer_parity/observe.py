@@ -19,7 +19,7 @@ Arrays = Mapping[str, ndarray]
 def gradients(loaded: Any, inputs: Arrays) -> dict[str, ndarray]:
     """Return loss and gradients in the order of the backward pass: where a mistake is introduced, it shows first."""
     found = loaded.gradients(inputs)
-    whole = np.concatenate([np.ravel(gradient) for gradient in found.parameters.values()])
+    whole = np.concatenate([np.ravel(found.parameters[name]) for name in sorted(found.parameters)])
     return {
         LOSS: np.asarray(found.loss),
         WHOLE: whole,
