@@ -149,7 +149,7 @@ def test_a_mistake_in_one_backend_is_seen_in_lockstep(tmp_path, capfd, monkeypat
 
     monkeypatch.setattr(transformer_torch, "Trainer", EarlyTrainer)
     assert train(tmp_path / "run", "--backend", "numpy,torch", "--steps", 4, "--dtype", "float64") == 0
-    assert "from step 2 on" in capfd.readouterr().out
+    assert "The curves part at step 2," in capfd.readouterr().out
 
 
 def test_text_is_learned_in_subwords(tmp_path, capfd):
