@@ -57,13 +57,12 @@ def draw(events: Sequence[dict[str, Any]], path: Path) -> None:
             lower.plot(at, [event["score"] for event in found], **look)
     task = next(event["task"] for event in events if event["event"] == "start")
     upper.set(ylabel="loss per target token [nats]", ylim=(0, None))
-    upper.set_title(
-        f"{task}: training loss (line, with smoothed labels and dropout), held-out loss (circles)", fontsize=9
-    )
+    with_what = "smoothed labels" if lockstep else "smoothed labels, dropout"
+    upper.set_title(f"{task}: training loss (line; {with_what}) and held-out loss (circles)", fontsize=9)
     upper.legend(frameon=False)
     if lockstep:
         apart = spread(by_backend)
-        lower.plot(steps, np.maximum(apart, 1e-17), color="black", linewidth=0.9)
+        lower.plot(steps, np.where(apart > 0, apart, np.nan), ".", color="black", markersize=3)  # no dot: not apart
         lower.axhline(PARTED, color="grey", linestyle=":", linewidth=0.9)
         lower.set(yscale="log", ylabel="largest difference\nof two losses, relative")
     else:
