@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_a_port_that_agrees(capsys, tmp_path):
     code = main([*TORCH_ONLY, "--preset", "paper_base,marian", "--only", "deck", "--json", str(path)])
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert "AGREE  1 port, 2 cases" in printed
+    assert "AGREE  1 port, 4 cases" in printed  # the model and its gradients, twice
     for line in ("float64: semantics", "NOT TESTED: jax", "NOT TESTED: tf", "NOT TESTED: gpu"):
         assert line in printed
     result = json.loads(path.read_text())
@@ -61,6 +62,22 @@ def test_a_port_that_agrees(capsys, tmp_path):
     assert {row["dtype"] for row in result["summary"]} == {"float64", "float32", "bfloat16"}
     assert all(row["worst"]["share"] < 1 for row in result["summary"])
     assert "version" in result["environment"]["torch"]
+
+
+def test_one_rung_alone(capsys):
+    assert main([*TORCH_ONLY, "--preset", "marian", "--rung", "gradients", "--only", "deck"]) == 0
+    printed = capsys.readouterr().out
+    assert "AGREE  1 port, 1 case," in printed
+    for line in ("NOT TESTED: activations (left out of --rung)", "NOT TESTED: steps (left out of --rung)"):
+        assert line in printed
+    for options, message in (
+        (["--rung", "steps", "--preset", "marian"], "leave out --preset"),
+        (["--rung", "gradients", "--only", "text"], "sentences are compared by --rung activations"),
+        (["--rung", "decode"], "unknown decode"),
+    ):
+        with pytest.raises(SystemExit) if "decode" in options else nullcontext():
+            assert main([*TORCH_ONLY, *options]) == 3
+        assert message in capsys.readouterr().err
 
 
 def test_your_weights_on_your_sentences(capsys, tmp_path):
