@@ -803,7 +803,10 @@ WEIGHTS = [
     Mistake(
         "weights stored in float16",
         SOURCE,
-        instead("weights", "rounded(name, weights[name],", 'rounded(name, weights[name].astype("float16"),'),
+        {
+            port: [("weights", f"rounded(name, {array},", f'rounded(name, {array}.astype("float16"),')]
+            for port, array in {"torch": "array", "jax": "weights[name]", "tf": "weights[name]"}.items()
+        },
         announced="source_embedding.table does not come back as it was given",
     ),
     Mistake(
@@ -826,7 +829,7 @@ WEIGHTS = [
     Mistake(
         "matrices as they lie in the file",
         "output",
-        {"torch": [("weights", "copy_((tensor.T if name", "copy_((tensor if name")]},
+        {"torch": [("weights", "copy_((bits.T if name", "copy_((bits if name")]},
         path="run",
         verdict=FAILED,
         detail="RuntimeError: The size of tensor",
