@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from mutants import Mistake, planted
 
-from transformer_parity import cases
+from transformer_parity import cases, observe
 from transformer_parity.cases import deck
 from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting, compare
 from transformer_parity.hard_inputs import hard_weights
@@ -251,6 +251,11 @@ def test_budgets():
         "float32": {"ratio": 4.0, "floor_in_eps": 4.0},
         "tensorfloat32": {"eps": 2.0**-10},
         "bfloat16": {"tap": 0.06, "scores_and_weights": 0.16},
+        "gradients": {
+            "float64": {"loss": 1e-13, "whole": 1e-11, "tensor": 1e-10},
+            "float32": {"ratio": 4.0, "floor_in_eps": 4.0},
+        },
+        "steps": {"float64": {"loss": 1e-10, "tensor": 1e-10}, "float32": {"loss": 1e-5, "tensor": 1e-3}},
     }
     assert [EPS[dtype] for dtype in ("float64", "float32", "bfloat16")] == [2.0**-52, 2.0**-23, 2.0**-7]
     assert budget("encoder.output", "float64", yardstick=1.0) == 1e-12
@@ -261,6 +266,34 @@ def test_budgets():
     assert budget("encoder.output", "float64", 0.0, "fast", "gpu") == 1e-12
     for tap, allowed in (("encoder.output", 0.06), ("logits", 0.06), ("a.scores", 0.16), ("weights", 0.16)):
         assert budget(tap, "bfloat16", yardstick=1.0) == allowed
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "allowed"),
+    [
+        ("loss", "float64", 1e-13),
+        (observe.WHOLE, "float64", 1e-11),
+        ("of output_proj.bias", "float64", 1e-10),
+        ("at logits", "float64", 1e-10),
+        ("step 20 loss", "float64", 1e-10),
+        ("step 20 weight output_proj.bias", "float64", 1e-10),
+        ("loss", "float32", 4e-6 + 4.0 * 2.0**-23),
+        (observe.WHOLE, "float32", 4e-6 + 4.0 * 2.0**-23),
+        ("of output_proj.bias", "float32", 8e-6 + 4.0 * 2.0**-23),  # no tensor is held to more than the whole is
+        ("step 5 loss", "float32", 1e-5),
+        ("step 5 weight output_proj.bias", "float32", 1e-3),
+    ],
+)
+def test_budgets_of_training(name, dtype, allowed):
+    assert observe.budget(name, dtype, yardstick=1e-6, whole=2e-6) == pytest.approx(allowed, rel=1e-12)
+
+
+def test_a_key_bias_is_measured_by_its_query_bias():
+    expected = {"of a.key_proj.bias": np.full(2, 1e-17), "of a.query_proj.bias": np.array([3.0, 4.0])}
+    actual = {"of a.key_proj.bias": np.array([0.5, 0.0]) + 1e-17, "of a.query_proj.bias": np.array([3.0, 4.5])}
+    assert observe.error("of a.key_proj.bias", actual, expected) == pytest.approx(0.1)
+    assert observe.error("of a.query_proj.bias", actual, expected) == pytest.approx(0.1)
+    assert observe.error("of a.key_proj.bias", expected, expected) == 0.0
 
 
 def test_share_of_the_budget():
