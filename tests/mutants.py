@@ -819,10 +819,11 @@ WEIGHTS = [
         "weights not given back",
         "",
         {
-            port: [
-                ("weights", "parameter_shapes(model.config)}", 'parameter_shapes(model.config) if "inner" not in name}')
-            ]
-            for port in ("jax", "tf")
+            port: [("weights", f"{all_of_them}}}", f'{all_of_them} if "inner" not in name}}')]
+            for port, all_of_them in {
+                "jax": "parameter_shapes(model.config)",
+                "tf": "parameters(model).items()",
+            }.items()
         },
         announced=f"missing {ENCODER}.feed_forward.inner_proj.kernel",
     ),
