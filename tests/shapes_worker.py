@@ -81,8 +81,10 @@ def run(backend, build, record):
         if not train:
             model.train()
         model(array(source), array(target), **train)
-        if overrides is CONVENTIONS[0]:
+        if backend.name == "numpy" or overrides is CONVENTIONS[0]:
             package.gradients(model, source, target, target)
+            if backend.name == "tf":  # in a graph, a length is a tensor
+                sys.modules["tensorflow"].config.run_functions_eagerly(True)
             trainer = package.Trainer(model, TrainingConfig())
             trainer.train_step(source, target, target)
             trainer.evaluate(source, target, target)
