@@ -1,10 +1,12 @@
 """The Transformer of "Attention Is All You Need", written down once in NumPy: the definition.
 
 Post-norm, as in the paper, unless the config says otherwise. Read the modules in the paper's order: masks,
-attention, feed_forward, embedding, encoder, decoder, transformer, then backward and training.
+attention, feed_forward, embedding, encoder, decoder, transformer, then backward, training and search.
 """
 
 from reference_numpy.attention import (
+    KeyValueCache,
+    KeyValues,
     MultiHeadAttention,
     additive_attention,
     merge_heads,
@@ -14,7 +16,7 @@ from reference_numpy.attention import (
 from reference_numpy.backward import transformer_backward
 from reference_numpy.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint
 from reference_numpy.config import PRESETS, DropoutRates, TransformerConfig
-from reference_numpy.decoder import Decoder, DecoderLayer
+from reference_numpy.decoder import Decoder, DecoderCache, DecoderLayer
 from reference_numpy.embedding import (
     LearnedPosition,
     OutputProjection,
@@ -29,6 +31,8 @@ from reference_numpy.layers import Dropout, LayerNorm, Linear
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.names import count_parameters, parameter_shapes, tap_shapes
 from reference_numpy.runtime import describe, set_precision
+from reference_numpy.search import beam_search, greedy_search
+from reference_numpy.search_plan import LENGTH_PENALTIES, SearchResult, length_penalty
 from reference_numpy.taps import Recorder, no_tap, within
 from reference_numpy.training import Trainer, cross_entropy, gradients
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
@@ -36,15 +40,19 @@ from reference_numpy.transformer import Transformer, load_transformer
 from reference_numpy.weights import get_weights, init_weights, set_weights
 
 __all__ = [
+    "LENGTH_PENALTIES",
     "PRESETS",
     "Checkpoint",
     "Decoder",
+    "DecoderCache",
     "DecoderLayer",
     "Dropout",
     "DropoutRates",
     "Encoder",
     "EncoderLayer",
     "Gradients",
+    "KeyValueCache",
+    "KeyValues",
     "LayerNorm",
     "LearnedPosition",
     "Linear",
@@ -52,6 +60,7 @@ __all__ = [
     "OutputProjection",
     "PositionwiseFeedForward",
     "Recorder",
+    "SearchResult",
     "SinusoidalPosition",
     "StepResult",
     "TokenEmbedding",
@@ -62,13 +71,16 @@ __all__ = [
     "TransformerConfig",
     "additive_attention",
     "average_weights",
+    "beam_search",
     "causal_mask",
     "count_parameters",
     "cross_entropy",
     "describe",
     "get_weights",
     "gradients",
+    "greedy_search",
     "init_weights",
+    "length_penalty",
     "load_checkpoint",
     "load_transformer",
     "load_vocabulary",

@@ -7,7 +7,7 @@ says what is wrong, what was got and what is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,15 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
         number = math.inf
     if not math.isfinite(number) or not holds(number):
         raise ValueError(f"{name} must be {needed}: got {value}")
+
+
+def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> None:
+    """Raise ValueError unless the fields are the needed ones; ``what`` is what the message calls them."""
+    found, known = set(fields), set(needed)
+    if unknown := sorted(map(str, found - known)):
+        raise ValueError(f"unknown {what}: {', '.join(unknown)}")
+    if missing := sorted(known - found):
+        raise ValueError(f"missing {what}: {', '.join(missing)}")
 
 
 def check_ids(
@@ -94,6 +103,29 @@ def check_same_batch(source_shape: Shape, target_shape: Shape) -> None:
     source, target = source_shape[0], target_shape[0]
     if None not in (source, target) and source != target:
         raise ValueError(f"source_ids and target_ids must agree in batch size: got {source} and {target}")
+
+
+def check_positions(name: str, value: Any, max_positions: int | None) -> None:
+    """Raise TypeError unless ``value`` is an int, ValueError unless the model has that many target positions."""
+    check_integer(name, value, minimum=1)
+    if max_positions is not None and value > max_positions:
+        raise ValueError(f"{name} must be at most {max_positions}, the model's positions: got {value}")
+
+
+def check_next_ids(shape: Shape, length: int | None, room: Shape) -> None:
+    """Refuse a decoding step that the cache has no place for.
+
+    Args:
+        shape: The shape of the ids, one token for each hypothesis.
+        length: How many positions the cache holds; None while tracing.
+        room: The shape of the cache's mask, [hypotheses, 1, 1, capacity].
+
+    Raises:
+        ValueError: Not one token for each hypothesis, or no room for another position.
+    """
+    _check_shape("target_ids", shape, room[:1])
+    if length is not None and length == room[3]:
+        raise ValueError(f"the cache must have room for the next target position: all {length} are taken")
 
 
 def check_memory(shape: Shape, dtype: str, needed: Shape, needed_dtype: str) -> None:

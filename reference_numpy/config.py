@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reference_numpy.checks import check_choice, check_integer, check_number
+from reference_numpy.checks import check_choice, check_fields, check_integer, check_number
 
 CHOICES = {
     "norm_order": ("post", "pre"),
@@ -197,11 +197,7 @@ class TransformerConfig:
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"a config must be a mapping of field names: got {type(fields).__name__}")
-        known = {entry.name for entry in dataclasses.fields(cls)}
-        if unknown := sorted(map(str, set(fields) - known)):
-            raise ValueError(f"unknown config fields: {', '.join(unknown)}")
-        if missing := sorted(known - set(fields)):
-            raise ValueError(f"missing config fields: {', '.join(missing)}")
+        check_fields("config fields", fields, (entry.name for entry in dataclasses.fields(cls)))
         return cls(**fields)
 
 

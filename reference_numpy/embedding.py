@@ -64,11 +64,14 @@ class SinusoidalPosition:
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L d_model"]:
         """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
+        return x + self.vectors(x.shape[1]).astype(x.dtype)
+
+    def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
+        """Return what is added at each of the first positions."""
         config = self.config
-        encoding = sinusoidal_encoding(
-            x.shape[1], config.d_model, config.position_layout, config.position_timescale, config.position_offset
+        return sinusoidal_encoding(
+            length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
         )
-        return x + encoding.astype(x.dtype)
 
 
 class LearnedPosition:
@@ -80,7 +83,11 @@ class LearnedPosition:
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L d_model"]:
         """Return ``x`` with its positions."""
-        return x + self.table[self.offset : self.offset + x.shape[1]]
+        return x + self.vectors(x.shape[1])
+
+    def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
+        """Return what is added at each of the first positions."""
+        return self.table[self.offset : self.offset + length]
 
 
 class OutputProjection:

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy import ndarray
 
-from reference_numpy.checks import check_integer, check_number
+from reference_numpy.checks import check_fields, check_integer, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,7 @@ class TrainingConfig:
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"training settings must be a mapping of field names: got {type(fields).__name__}")
-        known = {entry.name for entry in dataclasses.fields(cls)}
-        if unknown := sorted(map(str, set(fields) - known)):
-            raise ValueError(f"unknown training settings: {', '.join(unknown)}")
-        if missing := sorted(known - set(fields)):
-            raise ValueError(f"missing training settings: {', '.join(missing)}")
+        check_fields("training settings", fields, (entry.name for entry in dataclasses.fields(cls)))
         return cls(**fields)
 
 
