@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import third_party
 from conftest import random_weights, tiny_config
 
 import reference_numpy
@@ -201,6 +202,30 @@ def log_probability_of(model, source, tokens):
     """Return the log-probability of some tokens, end symbol or not."""
     logits = model(source[None], np.array([[model.config.bos_id, *tokens[:-1]]]))[0]
     return np.take_along_axis(log_softmax(logits), np.asarray(tokens)[:, None], -1).sum()
+
+
+@pytest.mark.parametrize("beam_size", [1, 2, 4])
+def test_hugging_face_finds_the_same(backend, beam_size):
+    """On a ``marian`` preset, with n^alpha as length penalty; it starts with padding, which is never said."""
+    config = tiny_config("marian", max_length=64)
+    weights = random_weights(config, 2)
+    weights["output_proj.bias"] = weights["output_proj.bias"] * 5  # tied tables make a model repeat itself
+    weights["output_proj.bias"][config.eos_id] += 4.0
+    model, source_ids = load(backend, config, weights), sources(config)
+    if beam_size == 1:
+        found = backend.package.greedy_search(model, source_ids, max_length=12)
+        expected, _ = third_party.marian_search(config, weights, source_ids, 12, num_beams=1)
+    else:
+        for alpha in (0.6, 1.0):
+            options = {"num_beams": beam_size, "num_return_sequences": beam_size, "length_penalty": alpha}
+            expected, scores = third_party.marian_search(config, weights, source_ids, 12, **options)
+            found = backend.package.beam_search(
+                model, source_ids, beam_size, alpha, 12, num_hypotheses=beam_size, length_penalty_kind="power"
+            )
+            np.testing.assert_allclose(found.nbest_scores, scores, rtol=1e-6)  # they add up in float32
+            np.testing.assert_array_equal(found.nbest_ids, expected)
+    np.testing.assert_array_equal(found.nbest_ids, expected)
+    assert len({len(tokens_of(ids, config)) for ids in found.nbest_ids.reshape(-1, found.ids.shape[1])}) > 1
 
 
 # --- The cache. ---

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import FSMTConfig, FSMTForConditionalGeneration, MarianConfig, MarianMTModel
+from transformers import FSMTConfig, FSMTForConditionalGeneration, GenerationConfig, MarianConfig, MarianMTModel
 
 from reference_numpy import TransformerConfig, sinusoidal_encoding, target_padding_mask
 
@@ -106,10 +106,10 @@ def _replaced_positions(model, exact, error):
     return {f"model.{stack}.embed_positions.weight": tensor(exact) for stack in ("encoder", "decoder")}
 
 
-@torch.no_grad()
-def marian_logits(config, weights, source, target):
-    """Run Hugging Face's MarianMTModel."""
+def marian_model(config, weights):
+    """Return Hugging Face's MarianMTModel in float64."""
     special = {"scale_embedding": True, "activation_function": "swish", "decoder_start_token_id": config.bos_id}
+    special["forced_eos_token_id"] = None  # the default forces it at the maximum length
     sizes = hugging_face_sizes(config)
     model = MarianMTModel(MarianConfig(vocab_size=config.target_vocab_size, **sizes, **special)).eval()
     positions = sinusoidal_encoding(config.max_length, config.d_model, "split", "m")
@@ -121,6 +121,13 @@ def marian_logits(config, weights, source, target):
         "final_logits_bias": tensor(weights["output_proj.bias"])[None],
     }
     model.double().load_state_dict(state)
+    return model
+
+
+@torch.no_grad()
+def marian_logits(config, weights, source, target):
+    """Run Hugging Face's MarianMTModel."""
+    model = marian_model(config, weights)
     return model(
         input_ids=torch.tensor(source),
         attention_mask=torch.tensor(source != config.pad_id),
@@ -128,6 +135,29 @@ def marian_logits(config, weights, source, target):
         # The first target token is PAD, and is attended to: without a mask, Marian attends to all of them.
         decoder_attention_mask=torch.tensor(target_padding_mask(target, config.pad_id)),
     ).logits
+
+
+@torch.no_grad()
+def marian_search(config, weights, source, max_length, **options):
+    """Let Hugging Face search, and return ids [B, N, L] without the start symbol, and scores [B, N] or None."""
+    found = marian_model(config, weights).generate(
+        input_ids=torch.tensor(source),
+        attention_mask=torch.tensor(source != config.pad_id),
+        generation_config=GenerationConfig(
+            max_new_tokens=max_length,
+            decoder_start_token_id=config.bos_id,
+            pad_token_id=config.pad_id,
+            eos_token_id=config.eos_id,
+            bad_words_ids=[[config.pad_id]],
+            early_stopping="never" if options["num_beams"] > 1 else False,  # that is: as early as is exact
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        ),
+    )
+    ids = found.sequences[:, 1:].reshape(len(source), -1, found.sequences.shape[1] - 1)
+    scores = found.sequences_scores.reshape(ids.shape[:2]).numpy() if options["num_beams"] > 1 else None
+    return ids.numpy(), scores
 
 
 @torch.no_grad()
