@@ -209,6 +209,22 @@ def test_a_run_that_ended_before_its_final_weights_can_be_finished(finished, tmp
     assert (copy / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
 
 
+def test_it_can_be_finished_elsewhere(finished, tmp_path):
+    """The last checkpoint is all there is to average there."""
+    copy, elsewhere = tmp_path / "copy", tmp_path / "elsewhere"
+    shutil.copytree(finished, copy)
+    (copy / "model.safetensors").unlink()
+    assert resume(copy, "--backend", "numpy", "--out", elsewhere) == 0
+    last = saved_weights(finished / "checkpoint-0000012.safetensors")
+    for name, array in saved_weights(elsewhere / "model.safetensors").items():
+        assert array.tobytes() == last[name].tobytes(), name
+    assert sorted(path.name for path in elsewhere.iterdir()) == [
+        "checkpoint-0000012.safetensors",
+        "log.jsonl",
+        "model.safetensors",
+    ]
+
+
 def test_a_float64_run_goes_on_in_float64(tmp_path, capfd):
     assert train(tmp_path / "run", "--backend", "numpy", "--steps", 4, "--stop-at", 2, "--dtype", "float64") == 0
     assert resume(tmp_path / "run", "--backend", "numpy", "--dtype", "float32") == 3

@@ -131,7 +131,7 @@ class Run:
         self._pending: list[tuple[int, float, list[Any]]] = []
         self._looked = time.perf_counter()
         self.seconds = seconds  # spent on steps, also before the run was resumed
-        self._saved = self.step or None  # the step of the last checkpoint
+        self._saved: int | None = None  # the step of the last checkpoint that was written here
 
     @property
     def step(self) -> int:
@@ -170,10 +170,10 @@ class Run:
         """Write the final weights, validate on everything held out, and return what was reached, by backend."""
         self.log = Log(self.folder / LOG)
         try:
-            weights = self._write_model() if len(self.learners) == 1 else None
+            averaged, weights = self._write_model() if len(self.learners) == 1 else (0, {})
             reached = self._validate(None)
-            if weights is not None:
-                reached |= self._validate_average(weights)
+            if averaged > 1:
+                reached |= self._validate_average(averaged, weights)
             self.log.write("end", step=self.step, seconds=self.seconds, reached=reached)
         finally:
             self.log.close()
@@ -260,15 +260,15 @@ class Run:
         steps = {path: step_of(path) for path in checkpoints(self.folder)}
         return [path for path, step in steps.items() if step == plan.steps or (step and step % plan.save_every == 0)]
 
-    def _write_model(self) -> Mapping[str, ndarray] | None:
-        """Write the final weights, the average of the last checkpoints; return them if there are several."""
+    def _write_model(self) -> tuple[int, Mapping[str, ndarray]]:
+        """Write the final weights; return how many of the last checkpoints they are the average of, and themselves."""
         chosen = self._regular()[-self.plan.average :]
         config, weights = average_weights(chosen)
         save_weights(self.folder / MODEL, config, weights, vocabulary=self.corpus.vocabulary.model)
-        return weights if len(chosen) > 1 else None
+        return len(chosen), weights
 
-    def _validate_average(self, weights: Mapping[str, ndarray]) -> dict[str, dict[str, float]]:
-        learner, count = self.learners[0], len(self._regular()[-self.plan.average :])
+    def _validate_average(self, count: int, weights: Mapping[str, ndarray]) -> dict[str, dict[str, float]]:
+        learner = self.learners[0]
         own = learner.model.export_weights()
         learner.set_weights(weights)
         self.observer.say(f"the average of the last {count} checkpoints:")

@@ -288,7 +288,8 @@ def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
     backends = [learner.backend for learner in training.learners]
     metric, folder = training.corpus.metric, training.folder
     events = read_log(folder)
-    curves.draw(events, folder / CURVE)
+    if any(event["event"] == "step" for event in events):  # not where a run was only finished here
+        curves.draw(events, folder / CURVE)
     if len(backends) > 1:
         console.print(curves.lockstep_table(events))
         console.print(curves.parting(events))
