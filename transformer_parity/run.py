@@ -24,6 +24,7 @@ from transformer_parity.learner import Learner
 LOG, MODEL, CURVE = "log.jsonl", "model.safetensors", "curve.png"
 PATIENCE = 0.5  # seconds between two looks at what the device has computed
 SAMPLE = 200  # held-out sentences that are translated at each validation
+LONGER = 10  # tokens that a translation may be longer than the longest target held out
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,6 @@ class Plan:
     save_every: int
     keep: int  # checkpoints; the oldest go first
     average: int  # how many of the last checkpoints make the final weights
-    max_length: int  # tokens of a translation
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,10 @@ class Run:
         self._look()
         found = {}
         pairs = self.corpus.held_out[:sample]
+        max_length = longest_translation(self.held_out)
         for learner in self.learners:
             loss = learner.validate(self.held_out.once())
-            lines = learner.translate([source for source, _ in pairs], self.corpus.vocabulary, self.plan.max_length)
+            lines = learner.translate([source for source, _ in pairs], self.corpus.vocabulary, max_length)
             score = self.corpus.score(lines, [target for _, target in pairs])
             found[learner.backend] = {"loss": loss, self.corpus.metric: score}
             found_by = {"backend": learner.backend, "averaged": averaged, "sentences": len(pairs)}
@@ -275,6 +276,11 @@ class Run:
         found = self._validate(None, averaged=count)
         learner.set_weights(own)
         return {f"{learner.backend}, {count} checkpoints averaged": found[learner.backend]}
+
+
+def longest_translation(held_out: Batches) -> int:
+    """Return the most tokens that a translation of what is held out may have."""
+    return max(target_width for _, _, target_width in held_out.shapes) + LONGER
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -19,8 +19,6 @@ from transformer_parity.learner import Learner
 from transformer_parity.run import MODEL, Observer, Plan, Run, checkpoints, step_of
 from transformer_parity.text import SPECIAL, Vocabulary
 
-LONGER = 10  # tokens that a translation may be longer than the longest of the held-out ones
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -110,7 +108,6 @@ def begin(
             save_every=plan["save_every"] or tenth,
             keep=plan["keep"] or average,
             average=average,
-            max_length=_longest(corpus, config) + LONGER,
         ),
         tokens_per_batch or recipe.tokens_per_batch,
         seed,
@@ -195,7 +192,3 @@ def _model_config(
     rate = recipe.dropout if dropout is None else dropout
     sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}
     return config.replace(dropout=ref.DropoutRates(**sites))
-
-
-def _longest(corpus: Corpus, config: TransformerConfig) -> int:
-    return max(len(corpus.vocabulary.ids(target, config)) for _, target in corpus.held_out)

@@ -22,7 +22,7 @@ from transformer_parity.batches import Batches, number
 from transformer_parity.commands import add_backends, positive
 from transformer_parity.learner import Learner
 from transformer_parity.ports import PORTS, MissingFrameworkError, quiet_frameworks
-from transformer_parity.setup import LONGER
+from transformer_parity.run import longest_translation
 from transformer_parity.text import Vocabulary
 
 SEED = 19171  # of the held-out dates: others than those a run was validated on
@@ -90,11 +90,10 @@ def _evaluate(path: Path, backend: str, options: argparse.Namespace) -> dict[str
     else:
         corpus = corpora.held_out(options.text, vocabulary, options.sentences)
     learner = Learner(backend, config, weights, TrainingConfig(), 0, "float32", options.device, "highest")
-    numbered = number(corpus.held_out, vocabulary, config)
-    loss = learner.validate(Batches(numbered, config, TOKENS).once())
-    longest = max(len(target) for _, target in numbered)
+    batches = Batches(number(corpus.held_out, vocabulary, config), config, TOKENS)
+    loss = learner.validate(batches.once())
     start = time.perf_counter()
-    lines = learner.translate([source for source, _ in corpus.held_out], vocabulary, longest + LONGER)
+    lines = learner.translate([source for source, _ in corpus.held_out], vocabulary, longest_translation(batches))
     seconds = time.perf_counter() - start
     return {
         "file": str(path),
