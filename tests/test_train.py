@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import reference_numpy as ref
+from reference_numpy.files import open_file, write_file
 from transformer_parity import corpora, curves
 from transformer_parity.__main__ import main
 from transformer_parity.run import read_log
@@ -178,6 +179,20 @@ def test_all_backends_translate_the_same(finished, backends, tmp_path):
     assert [result["step"] for result in results] == [None] * len(backends) + [12] * len(backends)
     for result in results:
         assert result["loss"] == pytest.approx(results[(result["step"] and -1) or 0]["loss"], rel=1e-5)
+
+
+def test_evaluate_says_what_a_file_lacks(finished, tmp_path, capfd):
+    def evaluate(path):
+        assert main(["evaluate", str(path), "--task", "dates", "--backend", "numpy"]) == 3
+        return capfd.readouterr().err
+
+    with open_file(finished / "checkpoint-0000012.safetensors", "checkpoint") as (description, file):
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+    for spoilt, message in (({"step": "12"}, "step must be an integer: got '12'"), ({}, "'step'")):
+        write_file(tmp_path / "checkpoint", {**description, "training": spoilt}, tensors, None)
+        assert f"checkpoint is not a usable weight file: {message}" in evaluate(tmp_path / "checkpoint")
+    ref.save_weights(tmp_path / "weights", *ref.load_weights(finished / "model.safetensors"))
+    assert "weights holds no vocabulary" in evaluate(tmp_path / "weights")
 
 
 def test_a_stop_in_between_changes_nothing_of_the_average(tmp_path):

@@ -7,19 +7,24 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from numpy import ndarray
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from reference_numpy.checkpoint import load_checkpoint
-from reference_numpy.files import load_vocabulary, load_weights
+from reference_numpy.checks import check_integer
+from reference_numpy.config import TransformerConfig
+from reference_numpy.files import open_file, read_vocabulary, read_weights
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity import corpora
 from transformer_parity.batches import Batches, number
 from transformer_parity.commands import add_backends, positive
+from transformer_parity.corpora import Corpus
 from transformer_parity.learner import Learner
 from transformer_parity.ports import PORTS, MissingFrameworkError, quiet_frameworks
 from transformer_parity.run import longest_translation
@@ -67,9 +72,11 @@ def run(options: argparse.Namespace) -> int:
             console = Console(file=terminal)
             results = []
             for path in options.weights:
+                trained = _read(path)
+                corpus = _held_out(trained.vocabulary, options)
                 for backend in options.backends:
                     with console.status(f"{backend}: {path}"):
-                        results.append(_evaluate(path, backend, options))
+                        results.append(_evaluate(trained, corpus, backend, options.device))
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     except (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -79,25 +86,49 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate(path: Path, backend: str, options: argparse.Namespace) -> dict[str, Any]:
-    config, weights = load_weights(path)
-    model = load_vocabulary(path)
+@dataclass(frozen=True)
+class _Trained:
+    """What there is to evaluate: a weight file, or a checkpoint but for its optimizer state."""
+
+    path: Path
+    step: int | None  # None in a weight file
+    config: TransformerConfig
+    weights: Mapping[str, ndarray]
+    vocabulary: Vocabulary
+
+
+def _read(path: Path) -> _Trained:
+    """Read a weight file or a checkpoint, whose moments are left unread."""
+    with open_file(path, "weight file") as (description, file):
+        config, weights = read_weights(description, file)
+        model = read_vocabulary(file)
+        step = None
+        if "training" in description:
+            step = description["training"]["step"]
+            check_integer("step", step, minimum=0)
     if model is None:
         raise ValueError(f"{path} holds no vocabulary: parity train writes one, save_weights only when given it")
-    vocabulary = Vocabulary(model)
+    return _Trained(path, step, config, weights, Vocabulary(model))
+
+
+def _held_out(vocabulary: Vocabulary, options: argparse.Namespace) -> Corpus:
     if options.task:
-        corpus = corpora.held_out_dates(SEED, vocabulary, options.sentences or 1000)
-    else:
-        corpus = corpora.held_out(options.text, vocabulary, options.sentences)
-    learner = Learner(backend, config, weights, TrainingConfig(), 0, "float32", options.device, "highest")
-    batches = Batches(number(corpus.held_out, vocabulary, config), config, TOKENS)
+        return corpora.held_out_dates(SEED, vocabulary, options.sentences or 1000)
+    return corpora.held_out(options.text, vocabulary, options.sentences)
+
+
+def _evaluate(trained: _Trained, corpus: Corpus, backend: str, device: str) -> dict[str, Any]:
+    config = trained.config
+    learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, "float32", device, "highest")
+    batches = Batches(number(corpus.held_out, corpus.vocabulary, config), config, TOKENS)
     loss = learner.validate(batches.once())
+    sources = [source for source, _ in corpus.held_out]
     start = time.perf_counter()
-    lines = learner.translate([source for source, _ in corpus.held_out], vocabulary, longest_translation(batches))
+    lines = learner.translate(sources, corpus.vocabulary, longest_translation(batches))
     seconds = time.perf_counter() - start
     return {
-        "file": str(path),
-        "step": _step(path),
+        "file": str(trained.path),
+        "step": trained.step,
         "backend": backend,
         "sentences": len(lines),
         "loss": loss,
@@ -105,13 +136,6 @@ def _evaluate(path: Path, backend: str, options: argparse.Namespace) -> dict[str
         corpus.metric: corpus.score(lines, [target for _, target in corpus.held_out]),
         "seconds": seconds,
     }
-
-
-def _step(path: Path) -> int | None:
-    try:
-        return load_checkpoint(path).state.step
-    except ValueError:  # weights only
-        return None
 
 
 def _print(results: list[dict[str, Any]]) -> None:
