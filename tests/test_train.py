@@ -317,6 +317,10 @@ REFUSED = {
     "weights only": (["--resume", "{finished}/model.safetensors"], "no training state"),
     "nothing left to do": (["--resume", "{finished}"], "is the end of a run of 12 steps: ask for more with --steps"),
     "settings of a resumed run": (["--resume", "{finished}", "--seed", "0", "--d-ff", "8"], "leave out --seed, --d-ff"),
+    "saved in lockstep": (
+        ["--task", "dates", "--backend", "numpy,torch", "--save-every", "2", "--keep", "1"],
+        "leave out --save-every, --keep",
+    ),
     "resumed in lockstep": (["--resume", "{finished}", "--backend", "numpy,torch"], "one backend"),
     "behind the end": (
         ["--task", "dates", "--steps", "5", "--stop-at", "6"],

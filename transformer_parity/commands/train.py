@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -157,18 +158,19 @@ def _check_options(options: argparse.Namespace) -> None:
     """Refuse options of which one would be ignored."""
     if options.resume:
         own = ("held_out", "preset", "vocab_size", "seed", "dropout", "tokens", *SIZES, *SETTINGS)
-        given = [f"--{name.replace('_', '-')}" for name in own if getattr(options, name) is not None]
-        if given:
+        if given := _given(options, own):
             raise ValueError(f"--resume goes on with the settings of the run: leave out {', '.join(given)}")
         if len(options.backends) > 1:
             raise ValueError("--resume goes on with one backend: runs in lockstep are not saved")
     if options.task and (options.held_out or options.vocab_size):
         raise ValueError("--held-out and --vocab-size are about --text: the dates bring their own")
-    if len(options.backends) > 1:
-        given = [f"--{name.replace('_', '-')}" for name in ("dropout", "save_every", "keep", "average")]
-        given = [option for option in given if getattr(options, option[2:].replace("-", "_")) is not None]
-        if given:
-            raise ValueError(f"runs in lockstep have no dropout and are not saved: leave out {', '.join(given)}")
+    if len(options.backends) > 1 and (given := _given(options, ("dropout", "save_every", "keep", "average"))):
+        raise ValueError(f"runs in lockstep have no dropout and are not saved: leave out {', '.join(given)}")
+
+
+def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Return those of some options that were given, as they are written."""
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
 
 
 def _set_up(options: argparse.Namespace) -> tuple[Setup, Path]:
