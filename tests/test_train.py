@@ -17,7 +17,8 @@ import reference_numpy as ref
 from reference_numpy.files import open_file, write_file
 from transformer_parity import corpora, curves
 from transformer_parity.__main__ import main
-from transformer_parity.run import read_log
+from transformer_parity.batches import Batches
+from transformer_parity.run import LONGER, longest_translation, read_log
 
 SMALL = ["--d-model", "16", "--heads", "2", "--d-ff", "24", "--layers", "1", "--warmup", "4", "--tokens", "256"]
 PAIRS = 60
@@ -179,6 +180,14 @@ def test_all_backends_translate_the_same(finished, backends, tmp_path):
     assert [result["step"] for result in results] == [None] * len(backends) + [12] * len(backends)
     for result in results:
         assert result["loss"] == pytest.approx(results[(result["step"] and -1) or 0]["loss"], rel=1e-5)
+
+
+def test_how_long_a_translation_may_be():
+    config = ref.TransformerConfig(source_vocab_size=9, target_vocab_size=9)
+    pairs = 40 * [([5, 2], [6] * 11 + [2])] + 42 * [([7] * 20 + [2], [8, 2])]
+    held_out = Batches(pairs, config, 64)
+    assert [shape[1:] for shape in held_out.shapes] == [(2, 12), (21, 2)]
+    assert longest_translation(held_out) == 12 + LONGER
 
 
 def test_evaluate_says_what_a_file_lacks(finished, tmp_path, capfd):
