@@ -110,7 +110,9 @@ class Trainer:
     """
 
     def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
-        check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
+        check_trainable(
+            model.source_embedding.table.dtype.name, mixed_bfloat16=settings.mixed_bfloat16, supported=MIXED_BFLOAT16
+        )
         check_integer("seed", seed, minimum=0)
         model.eval()
         self.model = model

@@ -120,7 +120,9 @@ class Trainer:
         *,
         compile: bool = False,  # noqa: A002  torch's own word
     ) -> None:
-        check_trainable(dtype_name(model.source_embedding.table), settings.mixed_bfloat16, MIXED_BFLOAT16)
+        check_trainable(
+            dtype_name(model.source_embedding.table), mixed_bfloat16=settings.mixed_bfloat16, supported=MIXED_BFLOAT16
+        )
         check_integer("seed", seed, minimum=0)
         self.model = model.eval()
         self.settings = settings
