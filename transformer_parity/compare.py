@@ -209,7 +209,7 @@ def _observe(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray], dtyp
     # Another batch each time, of the same shape: the sentences change places with one another's targets.
     source_ids = inputs["source_ids"]
     batches = [{**inputs, "source_ids": np.roll(source_ids, shift, axis=0)} for shift in range(len(source_ids))]
-    return observe.steps(loaded, batches, case.settings, observe.SNAPSHOTS[-1 if dtype == "float64" else -2])
+    return observe.steps(loaded, batches, case.settings, observe.last_step(dtype))
 
 
 def _given(arrays: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:

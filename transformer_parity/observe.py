@@ -28,6 +28,11 @@ def gradients(loaded: Any, inputs: Arrays) -> dict[str, ndarray]:
     }
 
 
+def last_step(dtype: str) -> int:
+    """Return how many steps are taken: to the last snapshot in float64 only (``steps.float32`` in policy.toml)."""
+    return SNAPSHOTS[-1] if dtype == "float64" else SNAPSHOTS[-2]
+
+
 def steps(loaded: Any, batches: Sequence[Arrays], settings: TrainingConfig, last: int) -> dict[str, ndarray]:
     """Train a model and return every loss, and weights and moments after the steps of ``SNAPSHOTS``.
 

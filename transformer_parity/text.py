@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -136,7 +136,7 @@ class Vocabulary:
 
         An id that stands for no subword, as a model may produce one, reads as an unknown subword.
         """
-        pieces = {token: piece for piece, token in enumerate(_free_ids(config)[: self.size])}
+        pieces = _pieces(config, self.size)
         tokens = [int(token) for token in ids]
         if tokens[:1] == [config.bos_id]:  # first of all, because bos_id may be eos_id
             tokens = tokens[1:]
@@ -153,6 +153,12 @@ def _free_ids(config: TransformerConfig) -> tuple[int, ...]:
     special = {config.pad_id, config.bos_id, config.eos_id}
     available = min(config.source_vocab_size, config.target_vocab_size)
     return tuple(token for token in range(available) if token not in special)
+
+
+@lru_cache
+def _pieces(config: TransformerConfig, size: int) -> Mapping[int, int]:
+    """Return which of so many subwords each id stands for."""
+    return {token: piece for piece, token in enumerate(_free_ids(config)[:size])}
 
 
 def pick(pairs: Pairs, count: int) -> Pairs:
