@@ -29,16 +29,15 @@ from transformer_parity.why import (
     Cost,
     LayerGradient,
     Saturation,
-    Spread,
     Step,
     measure_cost,
     measure_layer,
     measure_saturation,
     measure_steps,
 )
+from transformer_parity.why_figures import draw_additive, draw_sqrt_dk
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 D_KS = [2**n for n in range(13)]  # 1 ... 4096
@@ -48,15 +47,6 @@ LENGTHS = [2**n for n in range(4, 11)]  # 16 ... 1024, with the paper's d_k
 COST_D_KS = [1, 4, 16, 64, 256]
 COST_LENGTH = 512  # at which d_k is varied and the steps are taken apart
 
-# Told apart by everyone, on white and in print (Okabe and Ito, 2008).
-GOOD, BAD, GREY = "#0072b2", "#d55e00", "#767676"
-LABELS = (  # of each panel of the first picture: where "raw" stands, and where "divided"
-    ((0.80, 0.88), (0.97, 0.22)),
-    ((0.97, 0.85), (0.97, 0.21)),
-    ((0.52, 0.15), (0.97, 0.91)),
-    ((0.97, 0.25), (0.97, 0.87)),
-)
-BANDS = "Bands: all but the lowest and the highest tenth."
 
 DESCRIPTION = """\
 Measure two claims of section 3.2.1 of "Attention Is All You Need" that the
@@ -240,45 +230,6 @@ def conclude_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> s
     )
 
 
-def draw_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> Figure:
-    """Draw the chain from the scores to the layer, as four panels over d_k."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
-
-    figure = Figure(figsize=(8.0, 6.0), layout="constrained")
-    (scores, largest), (gradient, carriers) = figure.subplots(2, 2)
-    sides = {False: (BAD, "raw"), True: (GOOD, r"divided by $\sqrt{d_k}$")}
-    for divided, (colour, name) in sides.items():
-        entries = [entry for entry in softmax if entry.divided is divided]
-        scores.plot(D_KS, [entry.variance for entry in entries], "o", color=colour, markersize=4)
-        _curve(largest, D_KS, [entry.largest for entry in entries], colour)
-        _curve(gradient, D_KS, [entry.gradient for entry in entries], colour)
-        _curve(carriers, LAYER_D_KS, [entry.carriers for entry in layer if entry.divided is divided], colour)
-        for panel, places in zip(figure.axes, LABELS, strict=True):
-            panel.text(*places[divided], name, color=colour, transform=panel.transAxes, ha="right")
-    scores.plot(D_KS, D_KS, D_KS, [1] * len(D_KS), color=GREY, linewidth=1, zorder=0)
-    scores.text(24, 90, "theory: $d_k$", color=GREY, ha="right")
-    scores.text(1, 0.45, "theory: 1", color=GREY, va="center")
-    carried = f"queries with {CARRIED:.0%} of the gradient"
-    scores.set(yscale="log", ylim=(0.25, 8000), title="1  The scores spread", ylabel="variance of the scores")
-    largest.set(ylim=(0, 1.03), title="2  Raw, one key takes all", ylabel=f"largest of {POSITIONS} weights")
-    gradient.set(yscale="log", ylim=(1e-9, 8), title="3  Raw, most queries get no gradient")
-    gradient.set(ylabel="norm of the softmax's Jacobian")
-    carriers.set(ylim=(0, 1), title=f"4  Raw, few learn (layers of d_model {D_MODEL})", ylabel=carried)
-    carriers.yaxis.set_major_formatter(PercentFormatter(1.0))
-    for axes in figure.axes:
-        axes.title.set_horizontalalignment("left")
-        axes.title.set_x(0)
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("$d_k$")
-        axes.set_xticks(LAYER_D_KS[::2] if axes is carriers else D_KS[::2])
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.minorticks_off()
-    note = f"Lines: medians over {SEQUENCES * POSITIONS:,} queries (4: over {LAYERS} random layers). {BANDS}"
-    figure.supxlabel(note, fontsize=8, color=GREY)
-    return figure
-
-
 # Why dot products, and not additive attention?
 
 
@@ -369,64 +320,6 @@ def conclude_additive(costs: list[Cost], steps: list[Step]) -> str:
     )
 
 
-def draw_additive(costs: list[Cost], steps: list[Step]) -> Figure:
-    """Draw time over length and over d_k, memory over length, and the steps."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 6.0), layout="constrained")
-    (time_axes, width_axes), (memory_axes, step_axes) = figure.subplots(2, 2)
-    by_length = [cost for cost in costs if cost.d_k == PAPER_D_K]
-    by_width = sorted((cost for cost in costs if cost.length == COST_LENGTH), key=lambda cost: cost.d_k)
-    for axes, chosen, along in ((time_axes, by_length, "length"), (width_axes, by_width, "d_k")):
-        x = [getattr(cost, along) for cost in chosen]
-        for name, colour in (("dot_seconds", GOOD), ("additive_seconds", BAD)):
-            spreads = [getattr(cost, name) for cost in chosen]
-            _curve(axes, x, [Spread(*(1e3 * value for value in asdict(spread).values())) for spread in spreads], colour)
-        last = chosen[-1]
-        for seconds, name, colour in (
-            (last.dot_seconds, "dot-product", GOOD),
-            (last.additive_seconds, "additive", BAD),
-        ):
-            _end_label(axes, x[-1], 1e3 * seconds.median, name, colour, above=name == "additive")
-        axes.set(yscale="log", ylabel="milliseconds")
-    time_axes.set(title=f"1  Time over length, $d_k$ = {PAPER_D_K}", xlabel="length, of queries and of keys")
-    width_axes.set(title=f"2  Time over $d_k$, length {COST_LENGTH}", xlabel="$d_k$")
-    lengths = [cost.length for cost in by_length]
-    for name, colour, label in (("dot_bytes", GOOD, "dot-product"), ("additive_bytes", BAD, "additive")):
-        mebibytes = [getattr(cost, name) / 2**20 for cost in by_length]
-        memory_axes.plot(lengths, mebibytes, "o-", color=colour, markersize=4)
-        _end_label(memory_axes, lengths[-1], mebibytes[-1], label, colour, above=label == "additive")
-    memory_axes.set(yscale="log", title=f"3  Memory over length, $d_k$ = {PAPER_D_K}", ylabel="MiB, at its peak")
-    memory_axes.set(xlabel="length, of queries and of keys")
-    for axes in (time_axes, width_axes, memory_axes):
-        axes.set_xscale("log", base=2)
-        axes.margins(y=0.1)
-        axes.set_xticks(sorted(set(COST_D_KS)) if axes is width_axes else LENGTHS[::2])
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-    colours = {"dot": GOOD, "additive": BAD, "both": GREY}
-    names = [step.name for step in steps]
-    for place, step in enumerate(steps):
-        milliseconds = 1e3 * step.seconds.median
-        step_axes.barh(place, milliseconds, color=colours[step.used_by], height=0.65)
-        step_axes.text(milliseconds, place, f" {milliseconds:.2g}", va="center", fontsize=8)
-    step_axes.set_yticks(range(len(names)), names)
-    for label, step in zip(step_axes.get_yticklabels(), steps, strict=True):
-        label.set_color(colours[step.used_by])
-    step_axes.invert_yaxis()
-    step_axes.margins(x=0.15)
-    step_axes.set(
-        title=f"4  The steps, length {COST_LENGTH}, $d_k$ = {PAPER_D_K}", xlabel="milliseconds (grey: in both)"
-    )
-    for axes in figure.axes:
-        axes.title.set_horizontalalignment("left")
-        axes.title.set_x(0)
-    note = "Medians of calls made in turn, in float32; both take the same multiply-adds."
-    figure.supxlabel(f"{note} {BANDS}", fontsize=8, color=GREY)
-    return figure
-
-
 def _table(title: str, *headings: str) -> Table:
     """Return an empty table whose columns hold numbers, but those for names."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
@@ -445,19 +338,11 @@ def _range(values: Iterable[float]) -> str:
     return f"{min(values):.1g} to {max(values):.1g}"
 
 
-def _curve(axes: Axes, x: list[int], spreads: list[Spread], colour: str) -> None:
-    axes.plot(x, [spread.median for spread in spreads], "o-", color=colour, markersize=4)
-    low, high = [spread.low for spread in spreads], [spread.high for spread in spreads]
-    axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-
-
-def _end_label(axes: Axes, x: float, y: float, text: str, colour: str, *, above: bool) -> None:
-    """Name a curve at its last point."""
-    place, align = ((-12, 4), "bottom") if above else ((0, -26), "top")
-    axes.annotate(text, (x, y), place, textcoords="offset points", color=colour, ha="right", va=align)
-
-
 QUESTIONS: dict[str, tuple[Callable[[], dict[str, list[Any]]], Callable[..., None], Callable[..., Figure]]] = {
     "sqrt-dk": (measure_sqrt_dk, show_sqrt_dk, draw_sqrt_dk),
-    "additive": (measure_additive, show_additive, draw_additive),
+    "additive": (
+        measure_additive,
+        show_additive,
+        lambda **found: draw_additive(**found, length=COST_LENGTH, d_k=PAPER_D_K),
+    ),
 }
