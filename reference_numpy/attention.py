@@ -161,7 +161,7 @@ class MultiHeadAttention:
         self,
         query: Float[ndarray, "B L d_model"],
         memory: Float[ndarray, "B M d_model"] | KeyValues,
-        mask: Bool[ndarray, "#B #H #L #M"] | None = None,
+        mask: Bool[ndarray, "#N #H #L #K"] | None = None,
         tap: Tap = no_tap,
         rng: np.random.Generator | None = None,
         past: KeyValueCache | None = None,
@@ -183,8 +183,9 @@ class MultiHeadAttention:
         if isinstance(memory, KeyValues):
             k, v = memory
         else:
-            k = tap("key", split_heads(self.key_proj(memory), self.num_heads))  # [B, H, M, d_k]
-            v = tap("value", split_heads(self.value_proj(memory), self.num_heads))  # [B, H, M, d_v]
+            k, v = self.project(memory)
+            k = tap("key", k)  # [B, H, M, d_k]
+            v = tap("value", v)  # [B, H, M, d_v]
         if past is not None:
             k, v = past.append(k, v)
         context = scaled_dot_product_attention(q, k, v, mask, partial(self.dropout, rng=rng, tap=tap), tap)

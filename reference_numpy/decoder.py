@@ -47,7 +47,7 @@ class DecoderLayer:
         x: Float[ndarray, "B T d_model"],
         memory: Float[ndarray, "B S d_model"] | KeyValues,
         self_mask: Bool[ndarray, "#B #H #T #M"] | None = None,
-        cross_mask: Bool[ndarray, "#B #H #T #S"] | None = None,
+        cross_mask: Bool[ndarray, "#N #H #T #S"] | None = None,
         tap: Tap = no_tap,
         rng: np.random.Generator | None = None,
         past: KeyValueCache | None = None,

@@ -214,7 +214,7 @@ class Transformer:
         self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"), rng)
-        return tap("logits", self.output_proj(x, self.target_embedding.table))
+        return self._logits(x, tap)
 
     def _init_cache(self, source_ids, source_mask, capacity, beam_size):
         memory = self._encode(source_ids, source_mask, no_tap, None)
@@ -226,7 +226,10 @@ class Transformer:
         cache.self_mask[:, 0, 0, n] = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
         x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return tap("logits", self.output_proj(x, self.target_embedding.table))[:, 0], cache
+        return self._logits(x, tap)[:, 0], cache
+
+    def _logits(self, x, tap):
+        return tap("logits", self.output_proj(x, self.target_embedding.table))
 
 
 def load_transformer(

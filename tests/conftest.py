@@ -14,7 +14,7 @@ Fixtures for every test file:
 A test of one framework is marked ``@pytest.mark.only("jax")``; ``port`` is then that one.
 
 ``tiny_config`` and ``random_weights`` are functions; take them as fixtures or import them from here. Likewise
-``assert_same_bits``, to be imported.
+``assert_same_bits`` and ``interpreted``, to be imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in models this small, threads mostly wait for each other
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -141,6 +142,26 @@ def assert_same_bits(got: Mapping[str, ndarray], expected: Mapping[str, ndarray]
     for name, array in expected.items():
         assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape), name
         assert got[name].tobytes() == array.tobytes(), name
+
+
+@contextmanager
+def interpreted(name: str) -> Iterator[None]:
+    """Run one operation at a time: compiling takes longer, and for every mistake anew."""
+    if name == "jax":
+        import jax
+
+        with jax.disable_jit():
+            yield
+    elif name == "tf":
+        import tensorflow as tf
+
+        tf.config.run_functions_eagerly(True)
+        try:
+            yield
+        finally:
+            tf.config.run_functions_eagerly(False)
+    else:
+        yield
 
 
 @pytest.fixture(name="tiny_config", scope="session")
@@ -262,5 +283,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def _not_run(config):
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist: the one that reports counts
+        return 0
     stats = config.pluginmanager.get_plugin("terminalreporter").stats
     return len(stats.get("skipped", [])) + len(stats.get("xfailed", []))

@@ -20,10 +20,12 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.training_config import Gradients, TrainingConfig
 from transformer_parity import ports
 from transformer_parity.cases import preset_case
 from transformer_parity.compare import DIVERGES, FAILED, IMPRECISE
+from transformer_parity.decoding import SearchOptions
 from transformer_parity.ports import PORTS, LoadedPort, PackagePort, Port, Result
 
 ALL = ("torch", "jax", "tf")
@@ -196,8 +198,8 @@ CATALOGUE = {
             instead(
                 "attention",
                 "self.output_proj(merge_heads(context))",
-                torch="merge_heads(context) @ self.output_proj.weight + self.output_proj.bias",
-                jax="merge_heads(context) @ self.output_proj.kernel[...].T + self.output_proj.bias[...]",
+                torch="(merge_heads(context) @ self.output_proj.weight + self.output_proj.bias)",
+                jax="(merge_heads(context) @ self.output_proj.kernel[...].T + self.output_proj.bias[...])",
                 tf="merge_heads(context) @ tf.transpose(self.output_proj.kernel) + self.output_proj.bias",
             ),
             case="preset/torch",  # d_v 8: the matrix is square
@@ -625,12 +627,12 @@ LOGITS = {
     "jax": 'tap("logits", self.output_proj(x, self.target_embedding.table[...]))',
 }
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
-KEY_TAP = 'k = tap("key", split_heads(self.key_proj(memory), self.num_heads))  # [B, H, M, d_k]\n'
+KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
 
 
 def one_value(value: str) -> Edits:
     """Return edits that spoil one number of the attention's output."""
-    returned = f'return tap("output", {PROJECTED})'
+    returned = f'return tap("output", {PROJECTED}.reshape(shape))'
     spoilt = f"x = {PROJECTED}\n        x[0, 0, 0] = {value}\n        return tap('output', x)"
     return {
         "torch": [("attention", returned, spoilt)],
@@ -681,7 +683,10 @@ STRUCTURE = [
     Mistake(
         "taps in another order",
         "",
-        instead("attention", f"{QUERY_TAP}        {KEY_TAP}", f"{KEY_TAP}        {QUERY_TAP}"),
+        together(
+            instead("attention", QUERY_TAP, "\n"),
+            instead("attention", KEY_TAP, f"{KEY_TAP}            {QUERY_TAP}"),
+        ),
         announced=f"{SELF}.key fired where {SELF}.query was due",
     ),
     Mistake(
@@ -992,6 +997,12 @@ class MistakenModel:
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         return self.loaded.gradients(inputs)
+
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+        return self.loaded.decode_stepwise(source_ids, target_ids)
+
+    def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
+        return self.loaded.search(source_ids, options, on_step)
 
     def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
         return self.loaded.trainer(settings, seed)

@@ -88,6 +88,12 @@ def run(backend, build, record):
             trainer = package.Trainer(model, TrainingConfig())
             trainer.train_step(source, target, target)
             trainer.evaluate(source, target, target)
+            package.greedy_search(model, source, max_length=3)
+            package.beam_search(model, source, 3, max_length=3)
+            cache = model.init_cache(array(source), 2, beam_size=2)
+            for target_ids in np.array([[1, 1, 1, 1], [3, 4, 0, 5]]):
+                _, cache = model.decode_step(array(target_ids), cache)
+                cache.reorder(array(np.array([1, 1, 2, 3])))
         package.set_weights(model, model.export_weights())
     floats = [array(np.ones(shape, np.float32)) for shape in ((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 7, 13))]
     package.scaled_dot_product_attention(*floats)
@@ -126,6 +132,10 @@ def misfits(backend, model):
     yield model.decoder, floats(2, 3, 24), floats(2, 4, 23)
     yield model, floats(2, 3), ids
     yield model.encode, floats(2, 3)
+    cache = model.init_cache(ids, 2)
+    yield model.decode_step, ids, cache
+    yield model.decoder.step, floats(3, 24), cache
+    yield cache.past[0].append, floats(2, 3, 24), floats(2, 3, 24)
 
 
 def main(name: str) -> None:

@@ -53,7 +53,7 @@ def test_a_port_that_agrees(capsys, tmp_path):
     code = main([*TORCH_ONLY, "--preset", "paper_base,marian", "--only", "deck", "--json", str(path)])
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert "AGREE  1 port, 4 cases" in printed  # the model and its gradients, twice
+    assert "AGREE  1 port, 8 cases" in printed  # the model, its gradients and two searches, twice
     for line in ("float64: semantics", "NOT TESTED: jax", "NOT TESTED: tf", "NOT TESTED: gpu"):
         assert line in printed
     result = json.loads(path.read_text())
@@ -73,9 +73,9 @@ def test_one_rung_alone(capsys):
     for options, message in (
         (["--rung", "steps", "--preset", "marian"], "leave out --preset"),
         (["--rung", "gradients", "--only", "text"], "sentences are compared by --rung activations"),
-        (["--rung", "decode"], "unknown decode"),
+        (["--rung", "attention"], "unknown attention"),
     ):
-        with pytest.raises(SystemExit) if "decode" in options else nullcontext():
+        with pytest.raises(SystemExit) if "attention" in options else nullcontext():
             assert main([*TORCH_ONLY, *options]) == 3
         assert message in capsys.readouterr().err
 

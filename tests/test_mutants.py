@@ -118,7 +118,7 @@ def test_equivalent_mathematics_raises_no_alarm(name, control, tmp_path):
     ],
 )
 def test_correct_port_raises_no_alarm(name, seed, monkeypatch):
-    monkeypatch.setattr(cases, "hard_weights", lambda config: hard_weights(config, seed))
+    monkeypatch.setattr(cases, "hard_weights", lambda config, _: hard_weights(config, seed))
     findings = list(compare([DECK["full/padded"]], PORTS[name], Setting(("float64", "float32"))))
     assert failing(findings) == []
     assert {finding.path for finding in findings} == {"load", "taps", "fast"}
@@ -255,6 +255,7 @@ def test_budgets():
             "float64": {"loss": 1e-13, "whole": 1e-11, "tensor": 1e-10},
             "float32": {"ratio": 4.0, "floor_in_eps": 4.0},
         },
+        "decode": {"float64": {"score": 1e-12, "tie": 1e-12}, "float32": {"ratio": 4.0, "floor_in_eps": 4.0}},
         "steps": {"float64": {"loss": 1e-10, "tensor": 1e-10}, "float32": {"loss": 1e-5, "tensor": 1e-3}},
     }
     assert [EPS[dtype] for dtype in ("float64", "float32", "bfloat16")] == [2.0**-52, 2.0**-23, 2.0**-7]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import logging
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -224,6 +227,71 @@ def test_jax_taps_under_jit(port):
 
 
 @pytest.mark.only("jax")
+def test_jax_decodes_under_jit(port):
+    """A cache passes through a compiled step, which is compiled once; or through the body of a loop."""
+    import jax
+    from flax import nnx
+
+    model, traces = build(port), []
+    expected = port.to_numpy(model(SOURCE, TARGET))
+
+    @nnx.jit
+    def step(model, target_ids, cache):
+        traces.append(target_ids.shape)
+        return model.decode_step(target_ids, cache)
+
+    cache = model.init_cache(SOURCE, 3)
+    for position in range(3):
+        logits, cache = step(model, TARGET[:, position], cache)
+        assert_close(port.to_numpy(logits), expected[:, position])
+    assert traces == [(2,)]
+    with pytest.raises(ValueError, match="all 3 are taken"):
+        model.decode_step(TARGET[:, 0], cache)
+
+    def step_of_loop(cache, target_ids):
+        logits, cache = model.decode_step(target_ids, cache)
+        return cache, logits
+
+    _, logits = jax.lax.scan(step_of_loop, model.init_cache(SOURCE, 3), TARGET.T)
+    assert_close(port.to_numpy(logits), expected.swapaxes(0, 1))
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("capacity", [5, 48, 64])
+def test_jax_reorders_a_cache_in_blocks(port, capacity):
+    """Each position once, wherever the blocks end."""
+    rng, rows, length = np.random.default_rng(0), np.array([2, 2, 0, 3]), capacity - 1
+    before = [rng.normal(size=(4, 2, capacity, width)) for width in (3, 5)]
+    cache = port.package.KeyValueCache(*map(port.from_numpy, before), length)
+    cache.reorder(port.from_numpy(rows))
+    for array, kept in zip((cache.key, cache.value), before, strict=True):
+        np.testing.assert_array_equal(port.to_numpy(array)[:, :, :length], kept[rows, :, :length])
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
+def test_jax_compiles_a_search_once(port, search, caplog):
+    """Other lengths, limits and weights, one sentence more, and a look at each step, meet what is compiled already."""
+    import jax
+
+    model, find = build(port), getattr(port.package, search)
+    three = np.concatenate([SOURCE, SOURCE[:1]])
+    four_and_longer = np.pad(three, ((0, 1), (0, 2)), constant_values=7)
+    find(model, three, max_length=9)
+    with caplog.at_level(logging.DEBUG, "jax"), jax.log_compiles():
+        find(model, four_and_longer, max_length=9)
+        find(model, three, max_length=12, min_length=4, start_id=5)
+        find(model, three, max_length=9, on_step=lambda ids: None)
+        port.package.set_weights(model, random_weights(model.config, seed=1))
+        find(model, three, max_length=9)
+        if search == "beam_search":
+            find(model, three, max_length=9, length_penalty=1.0, length_penalty_kind="power")
+        assert "Compiling" not in caplog.text
+        find(model, three, max_length=33)
+        assert "Compiling" in caplog.text  # a compilation is seen
+
+
+@pytest.mark.only("jax")
 def test_jax_trains_with_optax(port):
     import optax
     from flax import nnx
@@ -275,6 +343,88 @@ def test_tf_xla(port):
     assert_close(
         port.to_numpy(compiled(tf.constant(SOURCE), tf.constant(TARGET))), port.to_numpy(model(SOURCE, TARGET))
     )
+
+
+@pytest.mark.only("tf")
+def test_tf_decodes_in_a_function(port):
+    """A cache passes through a traced step, which is traced once; or through the body of a compiled loop."""
+    import tensorflow as tf
+
+    model, traces = build(port), []
+    expected = port.to_numpy(model(SOURCE, TARGET))
+
+    @tf.function
+    def step(target_ids, cache):
+        traces.append(target_ids.shape)
+        return model.decode_step(target_ids, cache)
+
+    cache = model.init_cache(SOURCE, 3)
+    for position in range(3):
+        logits, cache = step(tf.constant(TARGET[:, position]), cache)
+        assert_close(port.to_numpy(logits), expected[:, position])
+    assert traces == [(2,)]
+    with pytest.raises(ValueError, match="all 3 are taken"):
+        model.decode_step(TARGET[:, 0], cache)
+
+    @tf.function(jit_compile=True)
+    def loop(source_ids, target_ids):
+        def step_of_loop(cache, logits):
+            new, cache = model.decode_step(target_ids[:, cache.length], cache)
+            return cache, tf.tensor_scatter_nd_update(logits, [[cache.length - 1]], new[None])
+
+        start = model.init_cache(source_ids, 3), tf.zeros([3, 2, 37], tf.float64)
+        return tf.while_loop(lambda cache, logits: cache.length < 3, step_of_loop, start)[1]
+
+    logits = loop(tf.constant(SOURCE), tf.constant(TARGET))
+    assert_close(port.to_numpy(logits), expected.swapaxes(0, 1))
+
+
+@pytest.mark.only("tf")
+@pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
+def test_tf_traces_a_search_once(port, search, monkeypatch):
+    """Other lengths, limits and weights, one sentence more, and a look at each step, meet what is compiled already."""
+    import tensorflow as tf
+
+    model, find, traces, sizes = build(port), getattr(port.package, search), [], set()
+    three = np.concatenate([SOURCE, SOURCE[:1]])
+    four_and_longer = np.pad(three, ((0, 1), (0, 2)), constant_values=7)
+    decode_step, call = model._decode_step, port.package.search._call
+
+    def traced_decode_step(model, *args):
+        traces.append(args)
+        return decode_step(*args)
+
+    def sized_call(function, model, *args, **options):
+        sizes.add((function, *(tuple(np.shape(x)) for x in tf.nest.flatten(args))))
+        return call(function, model, *args, **options)
+
+    monkeypatch.setattr(type(model), "_decode_step", traced_decode_step)
+    monkeypatch.setattr(port.package.search, "_call", sized_call)
+    first = find(model, three, max_length=9)
+    assert (len(traces), len(sizes)) == (1, 2)  # the encoder, and the loop
+    find(model, four_and_longer, max_length=9)
+    find(model, three, max_length=12, min_length=4, start_id=5)
+    find(model, three, max_length=9, on_step=lambda ids: None)
+    port.package.set_weights(model, random_weights(model.config, seed=1))
+    other = find(model, three, max_length=9)
+    assert (other.scores != first.scores).all()
+    if search == "beam_search":
+        find(model, three, max_length=9, length_penalty=1.0, length_penalty_kind="power")
+    assert (len(traces), len(sizes)) == (1, 2)
+    find(model, three, max_length=33)  # compiled anew, but not traced
+    assert (len(traces), len(sizes)) == (1, 3)
+
+
+@pytest.mark.only("tf")
+def test_tf_lets_go_of_a_model(port):
+    """What was traced for a model does not keep it alive, and does not go where the model goes."""
+    model = build(port)
+    port.package.greedy_search(model, SOURCE, max_length=2)
+    twin, alive = copy.deepcopy(model), weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert port.package.greedy_search(twin, SOURCE, max_length=2).ids.shape == (2, 2)
 
 
 @pytest.mark.only("tf")

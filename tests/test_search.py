@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 import pytest
 import third_party
-from conftest import random_weights, tiny_config
+from conftest import interpreted, random_weights, tiny_config
 
 import reference_numpy
 from reference_numpy import PRESETS, Recorder, length_penalty
@@ -16,6 +17,15 @@ from transformer_parity.cases import preset_case
 
 TOLERANCE = 1e-12  # float64
 SEARCHES = ("greedy_search", "beam_search")
+COMPILED = ("test_greedy_search_takes_the_likeliest", "test_beam_search_is_the_textbooks", "test_each_step_is_shown")
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(request):
+    """Compile in few tests only: it takes longer than all else."""
+    backend = request.getfixturevalue("backend").name if "backend" in request.fixturenames else "numpy"
+    with nullcontext() if request.node.originalname in COMPILED else interpreted(backend):
+        yield
 
 
 def lively(preset="annotated", seed=13, size=13, **overrides):
@@ -403,6 +413,37 @@ def test_ties_go_to_the_lower_id(backend):
         found = backend.package.beam_search(model, source_ids, 4, max_length=4, num_hypotheses=4)
         np.testing.assert_array_equal(found.nbest_ids, expected.nbest_ids)
     assert expected.nbest_ids[0].tolist() == [[2, 0, 0, 0], [1, 2, 0, 0], [1, 1, 2, 0], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_ties_go_to_the_lower_id_in_a_large_vocabulary(backend, dtype):
+    """Of a few logits, each many times over, where the best may not be looked for in one part only."""
+    config, weights = lively(size=300)
+    weights = {name: np.zeros_like(array) for name, array in weights.items()}
+    weights["output_proj.bias"][:] = np.random.default_rng(0).integers(4, size=300) / 2
+    weights["output_proj.bias"][config.eos_id] = 1.5
+    for beam_size in (1, 3, 7):
+        options = {"beam_size": beam_size, "max_length": 4, "num_hypotheses": beam_size}
+        expected = reference_numpy.beam_search(load_reference(config, weights, dtype), sources(config), **options)
+        found = backend.package.beam_search(load(backend, config, weights, dtype), sources(config), **options)
+        np.testing.assert_array_equal(found.nbest_ids, expected.nbest_ids)
+    right = np.flatnonzero(weights["output_proj.bias"] == 1.5)
+    right = right[right != config.pad_id]
+    best = backend.package.greedy_search(load(backend, config, weights, dtype), sources(config), 1)
+    assert (best.ids == right[0]).all()
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_bfloat16_adds_up_in_float32(backend, search):
+    """The score of one token is the float32 log-softmax of bfloat16 logits."""
+    if backend.name == "numpy":
+        return  # NumPy has no bfloat16
+    config, weights = lively()
+    model = load(backend, config, weights, "bfloat16")
+    logits, _ = model.decode_step([config.bos_id] * 5, model.init_cache(sources(config), 1))
+    log_probabilities = log_softmax(backend.to_numpy(logits).astype(np.float64))
+    found = getattr(backend.package, search)(model, sources(config), max_length=1)
+    np.testing.assert_allclose(found.scores, log_probabilities[np.arange(5), found.ids[:, 0]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("search", SEARCHES)

@@ -35,7 +35,7 @@ MODES = "Keras hands the mode down from the outermost call"
 ALLOWED = [
     *(
         ("torch jax tf", "", f"lacks module {name}", FACTS)
-        for name in ("checkpoint", "checks", "config", "files", "names", "taps", "training_config")
+        for name in ("checkpoint", "checks", "config", "files", "names", "search_plan", "taps", "training_config")
     ),
     ("torch jax tf", "", "lacks module functional", SHIPPED),
     ("torch jax tf", "", "lacks module backward*", DERIVED),
@@ -46,6 +46,7 @@ ALLOWED = [
             *("PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
             *("count_parameters", "parameter_shapes", "tap_shapes", "load_weights", "save_weights"),
             *("Gradients", "StepResult", "TrainingConfig", "TrainingState"),
+            *("LENGTH_PENALTIES", "SearchResult", "length_penalty"),
             *("Checkpoint", "average_weights", "load_checkpoint", "load_vocabulary", "save_checkpoint"),
         )
     ),
@@ -58,6 +59,7 @@ ALLOWED = [
     ),
     ("torch jax tf", "attention", "lacks definition additive_attention", "the paper's comparison, not the model"),
     ("torch jax tf", "weights", "lacks definition init_weights", FACTS),
+    ("torch jax tf", "search.*_search", "lacks parameter use_cache", "the definition is proved by decoding without it"),
     ("torch jax tf", "*.__call__", "lacks parameter rng", STATE),
     ("torch jax tf", "transformer.Transformer.*code", "lacks parameter rng", STATE),
     (
@@ -75,7 +77,7 @@ ALLOWED = [
     ("tf", "transformer.Transformer.__call__", "parameter target_ids: *", "fit hands over both in one structure"),
     ("tf", "transformer", "adds definition Transformer.call", "the arguments are checked before Keras sees them"),
     ("tf", "transformer", "adds definition Transformer.*_config", KERAS),
-    ("torch", "embedding.sinusoidal_encoding", "adds parameter device", DEVICE),
+    ("torch", "embedding.*", "adds parameter device", DEVICE),
     ("torch", "masks.causal_mask", "adds parameter device", DEVICE),
     ("torch", "runtime.to_*", "adds parameter device", DEVICE),
     ("torch", "transformer", "adds definition Transformer.device", DEVICE),
@@ -94,6 +96,10 @@ ALLOWED = [
     ("tf", "layers", "adds definition __all__.Block", KERAS),
     ("torch", "training.Trainer", "docstring", COMPILED),
     ("torch", "training.Trainer.__init__", "adds parameter compile", COMPILED),
+    ("jax", "attention", "lacks definition KeyValueCache.__init__", "a dataclass, which JAX can take apart"),
+    ("tf", "*", "adds definition *Cache.__tf_*", "how TensorFlow takes a class apart"),
+    ("jax tf", "decoder.DecoderCache.length", "result: *", "in a compiled loop it is an array"),
+    ("jax tf", "search.*_search", "shapes: *", "the loop is compiled: its body is a function of its own"),
     ("jax", "training", "adds definition Arrays", "what its pure functions take and return has a name"),
     ("jax", "training", "adds definition Batch", "what its pure functions take and return has a name"),
     ("torch tf", "weights", "adds definition parameters", "for the optimizer, which takes them all at once"),

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 from flax import nnx
 from jax import Array
 
@@ -18,7 +20,7 @@ from reference_numpy.taps import Tap, no_tap
 from transformer_jax.layers import Dropout, Linear, masked_softmax
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
 
 def scaled_dot_product_attention(
@@ -76,6 +78,48 @@ def merge_heads(x: Float[Array, "B H L d"]) -> Float[Array, "B L H*d"]:
     return x.transpose(0, 2, 1, 3).reshape(batch, length, heads * width)
 
 
+class KeyValues(NamedTuple):
+    """What a memory offers to every query, projected once: keys and values per head."""
+
+    key: Float[Array, "B H M d_k"]
+    value: Float[Array, "B H M d_v"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class KeyValueCache:
+    """The keys and values of the target positions so far, with room for those to come.
+
+    Without it, decoding T tokens would project 1 + 2 + ... + T positions instead of T.
+    """
+
+    key: Float[Array, "B H capacity d_k"]
+    value: Float[Array, "B H capacity d_v"]
+    length: Int[Array, ""] | int = 0  # positions held so far
+
+    def append(self, key: Float[Array, "B H L d_k"], value: Float[Array, "B H L d_v"]) -> KeyValues:
+        """Keep the keys and values of the next positions, and return those of all so far."""
+        self.key = jax.lax.dynamic_update_slice_in_dim(self.key, key, self.length, axis=2)
+        self.value = jax.lax.dynamic_update_slice_in_dim(self.value, value, self.length, axis=2)
+        self.length += key.shape[2]
+        return KeyValues(self.key, self.value)  # and zeros behind them: shapes are fixed, and the mask leaves them out
+
+    def reorder(self, rows: Int[Array, " B"]) -> None:
+        """Let each row go on from the positions of another."""
+        # Block by block, up to the last in use: in a loop, XLA copies a buffer twice that is gathered from as a whole.
+        size = math.gcd(self.key.shape[2], 32)
+
+        def reorder_block(i, buffers):
+            blocks = [jax.lax.dynamic_slice_in_dim(buffer, i * size, size, axis=2)[rows] for buffer in buffers]
+            return [
+                jax.lax.dynamic_update_slice_in_dim(buffer, block, i * size, axis=2)
+                for buffer, block in zip(buffers, blocks, strict=True)
+            ]
+
+        in_use = (self.length + size - 1) // size
+        self.key, self.value = jax.lax.fori_loop(0, in_use, reorder_block, [self.key, self.value])
+
+
 class MultiHeadAttention(nnx.Module):
     """Attend with several heads at once, each in its own projection of the inputs (section 3.2.2).
 
@@ -98,20 +142,37 @@ class MultiHeadAttention(nnx.Module):
     def __call__(
         self,
         query: Float[Array, "B L d_model"],
-        memory: Float[Array, "B M d_model"],
-        mask: Bool[Array, "#B #H #L #M"] | None = None,
+        memory: Float[Array, "B M d_model"] | KeyValues,
+        mask: Bool[Array, "#N #H #L #K"] | None = None,
         tap: Tap = no_tap,
+        past: KeyValueCache | None = None,
     ) -> Float[Array, "B L d_model"]:
         """Let each query position gather from the memory positions that the mask allows.
 
         Args:
             query: The positions that ask.
-            memory: The positions that answer; the same as ``query`` in self-attention.
+            memory: The positions that answer, the same as ``query`` in self-attention; or their keys and values.
             mask: True where a query may attend to a memory position. None allows every pair.
             tap: Receives each named intermediate and returns the value to go on with.
+            past: Keys and values of earlier positions, which answer too; those of ``memory`` are added to them.
         """
+        shape = query.shape
+        if isinstance(memory, KeyValues):  # the hypotheses of a sentence ask its memory side by side
+            query = query.reshape(len(memory.key), -1, shape[-1])
         q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]
-        k = tap("key", split_heads(self.key_proj(memory), self.num_heads))  # [B, H, M, d_k]
-        v = tap("value", split_heads(self.value_proj(memory), self.num_heads))  # [B, H, M, d_v]
+        if isinstance(memory, KeyValues):
+            k, v = memory
+        else:
+            k, v = self.project(memory)
+            k = tap("key", k)  # [B, H, M, d_k]
+            v = tap("value", v)  # [B, H, M, d_v]
+        if past is not None:
+            k, v = past.append(k, v)
         context = scaled_dot_product_attention(q, k, v, mask, self.dropout, tap)
-        return tap("output", self.output_proj(merge_heads(context)))
+        return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
+
+    def project(self, memory: Float[Array, "B M d_model"]) -> KeyValues:
+        """Return the keys and values of memory positions, to be attended to again and again."""
+        return KeyValues(
+            split_heads(self.key_proj(memory), self.num_heads), split_heads(self.value_proj(memory), self.num_heads)
+        )

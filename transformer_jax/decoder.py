@@ -5,19 +5,22 @@ B batch, S source length, T target length.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import Tap, no_tap, within
-from transformer_jax.attention import MultiHeadAttention
+from transformer_jax.attention import KeyValueCache, KeyValues, MultiHeadAttention
 from transformer_jax.feed_forward import PositionwiseFeedForward
 from transformer_jax.layers import Dropout, LayerNorm
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
 
 class DecoderLayer(nnx.Module):
@@ -44,16 +47,20 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T d_model"],
-        memory: Float[Array, "B S d_model"],
-        self_mask: Bool[Array, "#B #H #T #T"] | None = None,
-        cross_mask: Bool[Array, "#B #H #T #S"] | None = None,
+        memory: Float[Array, "B S d_model"] | KeyValues,
+        self_mask: Bool[Array, "#B #H #T #M"] | None = None,
+        cross_mask: Bool[Array, "#N #H #T #S"] | None = None,
         tap: Tap = no_tap,
+        past: KeyValueCache | None = None,
     ) -> Float[Array, "B T d_model"]:
-        """Return the layer's output for each target position; True in a mask = may attend."""
+        """Return the layer's output for each target position; True in a mask = may attend.
+
+        While decoding, ``memory`` is its keys and values, and ``past`` has those of earlier target positions.
+        """
         self_tap, cross_tap = within(tap, "self_attention"), within(tap, "cross_attention")
         feed_forward_tap = within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, self_mask, self_tap)
+            attended = self.self_attention(x, x, self_mask, self_tap, past)
             x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
             attended = self.cross_attention(x, memory, cross_mask, cross_tap)
             x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended)))
@@ -61,12 +68,45 @@ class DecoderLayer(nnx.Module):
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed)))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            x = x + self.dropout(self.self_attention(normed, normed, self_mask, self_tap))
+            x = x + self.dropout(self.self_attention(normed, normed, self_mask, self_tap, past))
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
             x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, cross_tap))
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
             x = x + self.dropout(self.feed_forward(normed, feed_forward_tap))
         return tap("output", x)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class DecoderCache:
+    """What the decoder keeps while it says one token after another.
+
+    R rows: the hypotheses of all sentences, those of one sentence side by side.
+
+    Attributes:
+        memory: The source's keys and values, layer by layer; the hypotheses of a sentence share them.
+        past: The keys and values of the target so far, layer by layer.
+        cross_mask: True where a source position holds a token.
+        self_mask: True where a target position holds a token.
+        positions: What is added to the embedding at each target position.
+    """
+
+    memory: list[KeyValues]
+    past: list[KeyValueCache]
+    cross_mask: Bool[Array, "B 1 1 S"]
+    self_mask: Bool[Array, "R 1 1 capacity"]
+    positions: Float[Array, "capacity d_model"]
+
+    @property
+    def length(self) -> Int[Array, ""] | int:
+        """How many target positions it holds."""
+        return self.past[0].length
+
+    def reorder(self, rows: Int[Array, " R"]) -> None:
+        """Let each hypothesis go on from another one: some are dropped, others go on in several ways."""
+        self.self_mask = self.self_mask[rows]
+        for past in self.past:
+            past.reorder(rows)
 
 
 class Decoder(nnx.Module):
@@ -91,6 +131,32 @@ class Decoder(nnx.Module):
         """Return the decoder's state for each target position; True in a mask = may attend."""
         for i, layer in enumerate(self.layers):
             x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"))
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return tap("output", x)
+
+    def init_cache(
+        self,
+        memory: Float[Array, "B S d_model"],
+        cross_mask: Bool[Array, "B 1 1 S"],
+        positions: Float[Array, "capacity d_model"],
+        beam_size: int = 1,
+    ) -> DecoderCache:
+        """Return a cache that holds the memory's keys and values, and has room for the target's."""
+        projected = [layer.cross_attention.project(memory) for layer in self.layers]
+        rows, capacity = len(memory) * beam_size, len(positions)
+        past = [
+            KeyValueCache(*(jnp.zeros((rows, x.shape[1], capacity, x.shape[3]), x.dtype) for x in key_values))
+            for key_values in projected
+        ]
+        return DecoderCache(projected, past, cross_mask, jnp.zeros((rows, 1, 1, capacity), bool), positions)
+
+    def step(
+        self, x: Float[Array, "R 1 d_model"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> Float[Array, "R 1 d_model"]:
+        """Return the decoder's state at the next target position, which the cache then holds too."""
+        for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, cache.past, strict=True)):
+            x = layer(x, memory, cache.self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

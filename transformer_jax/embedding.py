@@ -65,11 +65,15 @@ class SinusoidalPosition(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L d_model"]:
         """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
-        config = self.config
-        encoding = sinusoidal_encoding(
-            x.shape[1], config.d_model, config.position_layout, config.position_timescale, config.position_offset
-        )
+        encoding = self.vectors(x.shape[1])
         return x + jnp.asarray(encoding, x.dtype)
+
+    def vectors(self, length: int) -> Float[np.ndarray, "L d_model"]:
+        """Return what is added at each of the first positions."""
+        config = self.config
+        return sinusoidal_encoding(
+            length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
+        )
 
 
 class LearnedPosition(nnx.Module):
@@ -81,7 +85,11 @@ class LearnedPosition(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L d_model"]:
         """Return ``x`` with its positions."""
-        return x + self.table[self.offset : self.offset + x.shape[1]]
+        return x + self.vectors(x.shape[1])
+
+    def vectors(self, length: int) -> Float[Array, "L d_model"]:
+        """Return what is added at each of the first positions."""
+        return self.table[self.offset : self.offset + length]
 
 
 class OutputProjection(nnx.Module):

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from numpy import ndarray
 
-from reference_numpy.checks import check_same_batch
+from reference_numpy.checks import check_integer, check_next_ids, check_positions, check_same_batch
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights
 from reference_numpy.taps import Tap, no_tap, within
-from transformer_jax.decoder import Decoder
+from transformer_jax.decoder import Decoder, DecoderCache
 from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_jax.encoder import Encoder
 from transformer_jax.layers import Dropout
@@ -152,6 +154,53 @@ class Transformer(nnx.Module):
         memory = to_memory(memory, memory_shape, self.source_embedding.table.dtype.name)
         return self._decode(target_ids, memory, source_mask, target_mask, tap)
 
+    def init_cache(
+        self,
+        source_ids: Int[Array, "B S"],
+        capacity: int,
+        beam_size: int = 1,
+        source_mask: Bool[Array, "B S"] | None = None,
+    ) -> DecoderCache:
+        """Encode the source, and return what ``decode_step`` needs to decode one target position after another.
+
+        Args:
+            source_ids: The source sentences, padded with ``config.pad_id``.
+            capacity: How many target positions there is room for, that of the start symbol included.
+            beam_size: How many hypotheses of each sentence are decoded at a time.
+            source_mask: True where a source position holds a token. None derives it from the ids.
+
+        Raises:
+            TypeError: Ids or sizes that are not integers, or a mask that is not boolean.
+            ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
+        """
+        check_positions("capacity", capacity, self.config.max_positions)
+        check_integer("beam_size", beam_size, minimum=1)
+        source_ids, source_mask = self._take_source(source_ids, source_mask)
+        return self._init_cache(source_ids, source_mask, capacity, beam_size)
+
+    def decode_step(
+        self, target_ids: Int[Array, " R"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> tuple[Float[Array, "R V"], DecoderCache]:
+        """Return the logits of the token after the next target position, as ``decode`` has them there.
+
+        Args:
+            target_ids: The token at the next position of each hypothesis, those of one sentence side by side.
+            cache: What came before; not to be used again.
+            tap: Receives each named intermediate and returns the value to go on with.
+
+        Returns:
+            The logits, and the cache to go on with.
+
+        Raises:
+            TypeError: Ids that are not integers.
+            ValueError: Ids outside the vocabulary, not one for each hypothesis, or no room for another position.
+        """
+        ids = target_ids if isinstance(target_ids, Array) else np.asarray(target_ids)
+        ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None)[0]
+        length = None if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
+        check_next_ids(ids.shape, length, cache.self_mask.shape)
+        return self._decode_step(ids, cache, tap)
+
     def _take_source(self, ids, mask):
         config = self.config
         ids = to_ids("source_ids", ids, config.source_vocab_size, config.max_positions)
@@ -177,6 +226,22 @@ class Transformer(nnx.Module):
         self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
+        return self._logits(x, tap)
+
+    def _init_cache(self, source_ids, source_mask, capacity, beam_size):
+        memory = self._encode(source_ids, source_mask, no_tap)
+        positions = jnp.asarray(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
+        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
+
+    def _decode_step(self, target_ids, cache, tap=no_tap):
+        n = cache.length
+        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+        cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token[:, None, None, None], n, 3)
+        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
+        return self._logits(x, tap)[:, 0], cache
+
+    def _logits(self, x, tap):
         return tap("logits", self.output_proj(x, self.target_embedding.table[...]))
 
 

@@ -18,15 +18,18 @@ from reference_numpy.config import IMPLEMENTATIONS, PRESETS, DropoutRates, Trans
 from reference_numpy.files import load_weights
 from reference_numpy.masks import causal_mask
 from reference_numpy.training_config import TrainingConfig
+from transformer_parity.decoding import SearchOptions
 from transformer_parity.hard_inputs import hard_weights, padded_ids
 
 BATCH, SOURCE, TARGET = 4, 9, 7
 EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # and yet nothing drops
+LONGEST = 12  # tokens of a hypothesis
+STEPWISE = 4  # positions that are decoded one after another
 LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
 
 
 ALL_DTYPES = ("float64", "float32", "bfloat16")
-ACTIVATIONS, GRADIENTS, STEPS = RUNGS = ("activations", "gradients", "steps")  # what is compared
+ACTIVATIONS, GRADIENTS, STEPS, DECODE = RUNGS = ("activations", "gradients", "steps", "decode")  # what is compared
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,16 @@ class Case:
     block: str
     inputs: Mapping[str, ndarray] = field(repr=False)
     weights_file: Path | None = None  # None: the hard weights of the config
+    seed: int = 0  # of the hard weights
     fast: bool = True  # run the fast path too; False where attention is as in another case: compiling takes its time
     dtypes: tuple[str, ...] = ALL_DTYPES  # presets differ in conventions, which bfloat16 cannot tell apart
     rung: str = ACTIVATIONS
     settings: TrainingConfig | None = None  # of the optimizer, for steps
+    search: SearchOptions | None = None  # for decode
 
     def load_weights(self) -> Mapping[str, ndarray]:
         """Return the weights that every port is given."""
-        return hard_weights(self.config) if self.weights_file is None else load_weights(self.weights_file)[1]
+        return hard_weights(self.config, self.seed) if self.weights_file is None else load_weights(self.weights_file)[1]
 
 
 def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
@@ -82,7 +87,7 @@ def shrunk(preset: str) -> TransformerConfig:
 
 def deck() -> list[Case]:
     """Return all cases, those of the components first; cases with one config stand together."""
-    return [*_components(), *_full_models(), *map(preset_case, PRESETS), *_gradients(), *_steps()]
+    return [*_components(), *_full_models(), *map(preset_case, PRESETS), *_gradients(), *_steps(), *_searches()]
 
 
 def preset_case(preset: str, *, thorough: bool = False) -> Case:
@@ -261,6 +266,48 @@ def _steps() -> Iterator[Case]:
         inputs = _with_labels(_ids(config), config)
         dtypes = ("float64", "float32") if name == "paper" else ("float64",)
         yield Case(f"steps/{name}", "optimizer steps", config, "", inputs, dtypes=dtypes, rung=STEPS, settings=settings)
+
+
+def search_cases(preset: str) -> Iterator[Case]:
+    """Yield greedy and beam search with a preset's full model, at a small size."""
+    yield from _search_cases(preset, preset_case(preset).config, dtypes=("float64",))
+
+
+def _searches() -> Iterator[Case]:
+    """Yield searches with post- and pre-norm, with padding as start symbol, and with much to decide.
+
+    Of models with random weights, most say the same token again and again. That of seed 58 ends its hypotheses after 1
+    to 12 tokens, and a length penalty of 1.5 makes the late ones as good as the early ones.
+    """
+    yield from search_cases("paper_base")
+    yield from search_cases("marian")
+    config = tiny(norm_order="pre", final_norm=True, tie_embeddings="none", output_bias=True)
+    config = config.replace(source_vocab_size=13, target_vocab_size=13)
+    dtypes = ("float64", "float32")  # bfloat16 cannot tell neighbours apart
+    yield from _search_cases("ends_apart", config, dtypes, seed=58, length_penalty=1.5)
+
+
+def _search_cases(
+    name: str, config: TransformerConfig, dtypes: tuple[str, ...], seed: int = 0, length_penalty: float = 0.6
+) -> Iterator[Case]:
+    ids = _ids(config)
+    target_ids = ids["target_ids"][:, :STEPWISE].copy()
+    target_ids[:, 0] = config.bos_id
+    for kind, search in {
+        "greedy": SearchOptions(max_length=LONGEST),
+        "beam": SearchOptions(4, length_penalty, LONGEST, num_hypotheses=3),
+    }.items():
+        yield Case(
+            f"decode/{name}_{kind}",
+            "decoding",
+            config,
+            "",
+            {"source_ids": ids["source_ids"], "target_ids": target_ids},
+            seed=seed,
+            dtypes=dtypes,
+            rung=DECODE,
+            search=search,
+        )
 
 
 def _with_labels(ids: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:

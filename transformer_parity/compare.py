@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -13,13 +14,15 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity import observe
-from transformer_parity.cases import ACTIVATIONS, GRADIENTS, STEPS, Case
+from transformer_parity.cases import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.decoding import Decoded, Doubt, Judge, differing, follow, score, score_budget, summary
 from transformer_parity.policy import budget, relative_error
-from transformer_parity.ports import PORTS, LoadedPort, Port
+from transformer_parity.ports import PORTS, LoadedPackage, LoadedPort, Port
 
 AGREES, DIVERGES, IMPRECISE, FAILED = "agrees", "diverges", "imprecise", "failed"
 OUTPUT = "output"  # the name under which a block's return value is compared when no tap is on
 ROUND_TRIP = "round trip"
+TOKENS, SCORES = "tokens", "scores"  # of a search
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,9 @@ class Finding:
     dtype: str
     component: str
     case: str
-    path: str  # taps: with taps on; fast: the way a user runs it; load: weights in and out
+    path: (
+        str  # taps: with taps on; fast: the way a user runs it; cached: position by position; load: weights in and out
+    )
     tap: str
     error: float
     budget: float
@@ -76,14 +81,18 @@ def compare(
         setting: Dtypes, device and precision.
         progress: Told what is about to run.
     """
-    # Training changes a model: what is to take steps is loaded for that alone.
-    for _, group in groupby(cases, key=lambda case: (case.config, case.weights_file, case.rung == STEPS and case.name)):
+    for _, group in groupby(cases, key=_model):
         same_model = list(group)
         weights = same_model[0].load_weights()
         for dtype in setting.dtypes:
             runs = [case for case in same_model if dtype in case.dtypes]
             if runs:
                 yield from _compare_group(runs, port, dtype, setting, _given(weights, dtype), progress)
+
+
+def _model(case: Case) -> tuple[Any, ...]:
+    """Return what has to be loaded; training changes a model, so what is to take steps is loaded for that alone."""
+    return case.config, case.weights_file, case.seed, case.rung == STEPS and case.name
 
 
 def _compare_group(
@@ -120,6 +129,8 @@ def _compare_group(
             if case.rung == ACTIVATIONS:
                 expected = _expect(case.block, inputs, truth, same_dtype)
                 yield from _compare_case(case, loaded, inputs, expected, port.name, dtype, setting)
+            elif case.rung == DECODE:
+                yield from _compare_decoding(case, loaded, inputs, truth, same_dtype, port.name, dtype)
             else:
                 yield from _compare_training(case, loaded, inputs, truth, same_dtype, port.name, dtype)
         except Exception as error:
@@ -199,6 +210,52 @@ def _compare_training(
             error = math.inf if problem else observe.error(name, actual, expected)
             whole = yardstick.get(observe.WHOLE, 0.0)
             yield found(name, error, observe.budget(name, dtype, yardstick.get(name, 0.0), whole), problem)
+
+
+def _compare_decoding(
+    case: Case,
+    loaded: LoadedPort,
+    inputs: Mapping[str, ndarray],
+    truth: LoadedPackage,
+    same_dtype: LoadedPackage | None,
+    backend: str,
+    dtype: str,
+) -> Iterator[Finding]:
+    """Compare the cache, then the tokens that a search finds, then the scores of what it found."""
+    options, source_ids = case.search, inputs["source_ids"]
+    if options is None:
+        raise ValueError(f"case {case.name} has no search options")
+    exact, rounded = truth.model, None if same_dtype is None else same_dtype.model
+
+    def judge(path: str, tap: str, error: float, allowed: float, detail: str = "", problem: str = "") -> Finding:
+        verdict = AGREES if error <= allowed else DIVERGES if problem or dtype == "float64" else IMPRECISE
+        return Finding(backend, dtype, case.component, case.name, path, tap, error, allowed, verdict, problem or detail)
+
+    if options.beam_size is None:  # one position after another must yield what all at once do
+        logits = loaded.decode_stepwise(source_ids, inputs["target_ids"])
+        whole = exact(source_ids, inputs["target_ids"])
+        usual = 0.0 if rounded is None else relative_error(rounded(source_ids, inputs["target_ids"]), whole)
+        problem = _structure(logits, whole, dtype)
+        error = math.inf if problem else relative_error(logits, whole)
+        yield judge("cached", "logits", error, budget("logits", dtype, usual), "", problem)
+
+    expected = truth.search(source_ids, options)
+    found = Decoded.by(partial(loaded.search, source_ids, options))
+    ids, scores = found.result.nbest_ids, found.result.nbest_scores
+    shape = (*expected.nbest_ids.shape[:2], *ids.shape[2:])
+    problem = "" if ids.shape == shape else f"shape must be {list(shape)}: got {list(ids.shape)}"
+    if problem := problem or _structure(scores, expected.nbest_scores, dtype):
+        yield judge("fast", TOKENS, math.inf, 0.0, "", problem)
+        return
+    doubts: list[Doubt] = []
+    for row in differing(ids, expected.nbest_ids, case.config.pad_id):
+        source = source_ids[row, source_ids[row] != case.config.pad_id]
+        doubts += follow(Judge(exact, rounded, source), row, found, options)
+    worst = max(doubts, key=lambda doubt: (not doubt.is_near_tie, doubt.margin), default=None)
+    yield judge("fast", TOKENS, worst.margin if worst else 0.0, worst.noise if worst else 0.0, summary(doubts))
+    known = score(exact, source_ids, ids, options)
+    usual_scores = None if rounded is None else score(rounded, source_ids, ids, options)
+    yield judge("fast", SCORES, relative_error(scores, known), score_budget(known, usual_scores))
 
 
 def _observe(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:

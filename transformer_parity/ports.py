@@ -23,8 +23,10 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.taps import Recorder
 from reference_numpy.training_config import Gradients, TrainingConfig
+from transformer_parity.decoding import SearchOptions
 
 FUNCTIONS = ("scaled_dot_product_attention",)  # blocks that belong to the package, not to the model
 
@@ -55,6 +57,12 @@ class LoadedPort(Protocol):
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss of a batch (source_ids, target_ids, labels) and its gradients, in inference mode."""
 
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+        """Return the logits of each target position, decoded one after another with a cache."""
+
+    def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
+        """Return the best hypotheses of a batch, and show those that are unfinished after each step."""
+
     def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
         """Return what trains this model, with ``train_step``, ``evaluate``, ``export_state`` and ``load_state``."""
 
@@ -76,7 +84,7 @@ class MissingFrameworkError(Exception):
     """A framework that was asked for is not installed; the message has the install line."""
 
 
-class _LoadedPackage:
+class LoadedPackage:
     """A model of one of our four packages: they differ in how arrays go in and out, and in what is fast."""
 
     def __init__(self, package: Any, model: Any, dtype: str) -> None:
@@ -85,18 +93,30 @@ class _LoadedPackage:
         self.dtype = dtype
 
     def export(self) -> dict[str, ndarray]:
+        """Return every parameter by its canonical name."""
         return self.model.export_weights()
 
     def run(self, block: str, inputs: Mapping[str, ndarray], *, taps: bool) -> Result:
+        """Run one block in inference mode; with taps off, the way a user runs it for speed."""
         rounded = {name: x.astype(self.dtype) if x.dtype == np.float64 else x for name, x in inputs.items()}
         arrays = {name: self.to_array(x) for name, x in rounded.items()}
         output, seen = self.run_tapped(block, arrays) if taps else (self.run_fast(block, arrays), {})
         return Result(self.to_numpy(output), {name: self.to_numpy(value) for name, value in seen.items()})
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
+        """Return the loss of a batch and its gradients."""
         return self.package.gradients(self.model, **inputs)
 
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+        """Return the logits of each target position, decoded one after another with a cache."""
+        return np.stack([self.to_numpy(logits) for logits in _decode_stepwise(self.model, source_ids, target_ids)], 1)
+
+    def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
+        """Return the best hypotheses of a batch."""
+        return options.search(self.package, self.model, source_ids, on_step)
+
     def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
+        """Return what trains this model."""
         return self.package.Trainer(self.model, settings, seed)
 
     def run_tapped(self, block: str, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -114,9 +134,11 @@ class _LoadedPackage:
         return self.package.weights.find(model, block) if block else model
 
     def to_array(self, array: ndarray) -> Any:
+        """Return the framework's own array."""
         return array
 
     def to_numpy(self, array: Any) -> ndarray:
+        """Return a NumPy array."""
         return np.asarray(array)
 
 
@@ -128,7 +150,15 @@ def _call_tapped(function: Callable[..., Any], arrays: Mapping[str, Any]) -> tup
     return function(**arrays, **tap), OrderedDict(recorder)  # of a plain dict, jax.jit would sort the keys
 
 
-class _LoadedTorch(_LoadedPackage):
+def _decode_stepwise(model: Any, source_ids: Any, target_ids: Any) -> list[Any]:
+    cache, found = model.init_cache(source_ids, target_ids.shape[1]), []
+    for position in range(target_ids.shape[1]):
+        logits, cache = model.decode_step(target_ids[:, position], cache)
+        found.append(logits)
+    return found
+
+
+class _LoadedTorch(LoadedPackage):
     def to_array(self, array: ndarray) -> Any:
         import torch
 
@@ -150,6 +180,12 @@ class _LoadedTorch(_LoadedPackage):
         with torch.inference_mode():
             return super().run_tapped(block, arrays)
 
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+        import torch
+
+        with torch.inference_mode():
+            return super().decode_stepwise(source_ids, target_ids)
+
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         import torch
 
@@ -157,7 +193,7 @@ class _LoadedTorch(_LoadedPackage):
             return super().run_fast(block, arrays)
 
 
-class _LoadedJax(_LoadedPackage):
+class _LoadedJax(LoadedPackage):
     def to_array(self, array: ndarray) -> Any:
         import jax
 
@@ -172,6 +208,18 @@ class _LoadedJax(_LoadedPackage):
         from flax import nnx
 
         return self._jitted(tapped=False)(*nnx.split(self.model), block, arrays)
+
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+        import jax
+        from flax import nnx
+
+        graph, state = nnx.split(self.model)
+
+        def run(state: Any, source_ids: Any, target_ids: Any) -> Any:  # all steps compiled at once
+            return jax.numpy.stack(_decode_stepwise(nnx.merge(graph, state), source_ids, target_ids), 1)
+
+        options = self.package.runtime.quick_compilation()
+        return np.asarray(jax.jit(run, compiler_options=options)(state, source_ids, target_ids))
 
     def _jitted(self, tapped: bool) -> Callable[..., Any]:
         """Return one compiled function for all models: JAX compiles it again only where something static differs."""
@@ -193,7 +241,7 @@ class _LoadedJax(_LoadedPackage):
 _JITTED: dict[tuple[str, bool], Callable[..., Any]] = {}
 
 
-class _LoadedTf(_LoadedPackage):
+class _LoadedTf(LoadedPackage):
     def __init__(self, package: Any, model: Any, dtype: str) -> None:
         super().__init__(package, model, dtype)
         self._compiled: dict[str, Callable[..., Any]] = {}
@@ -230,11 +278,11 @@ class PackagePort:
     name: str
     package: str
     needs: tuple[str, ...]  # what has to be importable
-    loaded: type[_LoadedPackage]
+    loaded: type[LoadedPackage]
 
     def load(
         self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str, device: str, precision: str
-    ) -> LoadedPort:
+    ) -> LoadedPackage:
         """Build a model that holds a copy of the weights."""
         package = self.import_package()
         return self.loaded(package, package.Transformer.from_weights(config, weights, dtype, device, precision), dtype)
@@ -268,7 +316,7 @@ class PackagePort:
 
 # torch stands before tensorflow: imported the other way round, some builds of the two crash.
 PORTS: dict[str, PackagePort] = {
-    "numpy": PackagePort("numpy", "reference_numpy", (), _LoadedPackage),
+    "numpy": PackagePort("numpy", "reference_numpy", (), LoadedPackage),
     "torch": PackagePort("torch", "transformer_torch", ("torch",), _LoadedTorch),
     "jax": PackagePort("jax", "transformer_jax", ("jax", "flax"), _LoadedJax),
     "tf": PackagePort("tf", "transformer_tf", ("tensorflow", "keras"), _LoadedTf),

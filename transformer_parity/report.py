@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, OUTPUT, Finding
+from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, OUTPUT, TOKENS, Finding
 from transformer_parity.policy import POLICY
 
 EXIT_CODES = {AGREES: 0, DIVERGES: 1, IMPRECISE: 2, FAILED: 3}
@@ -22,7 +22,7 @@ _FLOAT32 = POLICY["float32"]
 TITLES = {
     "float64": f"float64: semantics. Taps within {POLICY['float64']['tap']:.0e} of the reference, gradients within "
     f"{POLICY['gradients']['float64']['whole']:.0e}, twenty optimizer steps within "
-    f"{POLICY['steps']['float64']['loss']:.0e}.",
+    f"{POLICY['steps']['float64']['loss']:.0e}, scores of searches within {POLICY['decode']['float64']['score']:.0e}.",
     "float32": f"float32: precision. Within {_FLOAT32['ratio']:.0f} times the reference's own float32 error, plus "
     f"{_FLOAT32['floor_in_eps']:.0f} eps; the losses of five optimizer steps within "
     f"{POLICY['steps']['float32']['loss']:.0e}.",
@@ -109,6 +109,17 @@ def print_problems(console: Console, findings: Sequence[Finding], limit: int = 8
         console.print(f"... and {len(first) - limit} more; --json holds them all.")
 
 
+def is_near_tie(finding: Finding) -> bool:
+    """Whether a search decided differently where rounding may turn the decision."""
+    return finding.verdict == AGREES and finding.tap == TOKENS and finding.error > 0.0
+
+
+def print_near_ties(console: Console, findings: Sequence[Finding]) -> None:
+    """Print where a search said something else than the reference, and may: no failure, and not nothing either."""
+    for finding in filter(is_near_tie, findings):
+        console.print(f"NEAR-TIE  {finding.backend} {finding.dtype} {finding.case}: {finding.detail}")
+
+
 def verdict_line(findings: Sequence[Finding], backends: Sequence[str], seconds: float) -> Text:
     """Return the last line: one word, then what it stands on."""
     verdict = overall(findings)
@@ -121,6 +132,8 @@ def verdict_line(findings: Sequence[Finding], backends: Sequence[str], seconds: 
         finding = worst(findings)
         counted += f"; the largest uses {_percent(finding.share)} of its budget ({finding.backend} {finding.dtype}"
         counted += f" {_place(finding)})"
+        if near_ties := sum(map(is_near_tie, findings)):
+            counted += f"; {near_ties} searches with near-ties"
     else:
         failing = [finding for finding in findings if finding.verdict != AGREES]
         counted += f"; {len(failing):,} failed"
@@ -172,8 +185,8 @@ def _percent(share: float) -> str:
 
 
 def _place(finding: Finding) -> str:
-    fast = " on the fast path" if finding.path == "fast" else ""
-    return f"{finding.case} {finding.tap}{fast}".strip()
+    way = {"fast": " on the fast path", "cached": " with a cache"}.get(finding.path, "")
+    return f"{finding.case} {finding.tap}{way}".strip()
 
 
 def _block(tap: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -19,7 +19,7 @@ from reference_numpy.taps import Tap, no_tap
 from transformer_tf.layers import Block, Dropout, Linear, masked_softmax
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
 
 def scaled_dot_product_attention(
@@ -77,6 +77,49 @@ def merge_heads(x: Float[Tensor, "B H L d"]) -> Float[Tensor, "B L H*d"]:
     return tf.reshape(tf.transpose(x, [0, 2, 1, 3]), [batch, length, heads * width])
 
 
+class KeyValues(NamedTuple):
+    """What a memory offers to every query, projected once: keys and values per head."""
+
+    key: Float[Tensor, "B H M d_k"]
+    value: Float[Tensor, "B H M d_v"]
+
+
+class KeyValueCache:
+    """The keys and values of the target positions so far, with room for those to come.
+
+    Without it, decoding T tokens would project 1 + 2 + ... + T positions instead of T.
+    """
+
+    def __init__(self, key: Float[Tensor, "B H capacity d_k"], value: Float[Tensor, "B H capacity d_v"]) -> None:
+        self.key = key
+        self.value = value
+        self.length = tf.constant(0)  # positions held so far
+
+    def append(self, key: Float[Tensor, "B H L d_k"], value: Float[Tensor, "B H L d_v"]) -> KeyValues:
+        """Keep the keys and values of the next positions, and return those of all so far."""
+        start = [0, 0, self.length, 0]
+        self.key = keras.ops.slice_update(self.key, start, key)
+        self.value = keras.ops.slice_update(self.value, start, value)
+        self.length += keras.ops.shape(key)[2]
+        return KeyValues(self.key, self.value)  # and zeros behind: XLA compiles for shapes, and a mask leaves them out
+
+    def reorder(self, rows: Int[Tensor, " B"]) -> None:
+        """Let each row go on from the positions of another."""
+        self.key = tf.gather(self.key, rows)
+        self.value = tf.gather(self.value, rows)
+
+    def __tf_flatten__(self) -> tuple[Any, Any]:
+        """Return its parts: how TensorFlow takes it through a loop or a tf.function."""
+        return tuple(vars(self)), tuple(vars(self).values())
+
+    @classmethod
+    def __tf_unflatten__(cls, names: Any, parts: Any) -> KeyValueCache:
+        """Put parts together again: tensors, or what TensorFlow has in their place."""
+        cache = cls.__new__(cls)
+        vars(cache).update(zip(names, parts, strict=True))
+        return cache
+
+
 class MultiHeadAttention(Block):
     """Attend with several heads at once, each in its own projection of the inputs (section 3.2.2).
 
@@ -100,20 +143,37 @@ class MultiHeadAttention(Block):
     def call(
         self,
         query: Float[Tensor, "B L d_model"],
-        memory: Float[Tensor, "B M d_model"],
-        mask: Bool[Tensor, "#B #H #L #M"] | None = None,
+        memory: Float[Tensor, "B M d_model"] | KeyValues,
+        mask: Bool[Tensor, "#N #H #L #K"] | None = None,
         tap: Tap = no_tap,
+        past: KeyValueCache | None = None,
     ) -> Float[Tensor, "B L d_model"]:
         """Let each query position gather from the memory positions that the mask allows.
 
         Args:
             query: The positions that ask.
-            memory: The positions that answer; the same as ``query`` in self-attention.
+            memory: The positions that answer, the same as ``query`` in self-attention; or their keys and values.
             mask: True where a query may attend to a memory position. None allows every pair.
             tap: Receives each named intermediate and returns the value to go on with.
+            past: Keys and values of earlier positions, which answer too; those of ``memory`` are added to them.
         """
+        shape = tf.shape(query)
+        if isinstance(memory, KeyValues):  # the hypotheses of a sentence ask its memory side by side
+            query = tf.reshape(query, [keras.ops.shape(memory.key)[0], -1, query.shape[2]])
         q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]
-        k = tap("key", split_heads(self.key_proj(memory), self.num_heads))  # [B, H, M, d_k]
-        v = tap("value", split_heads(self.value_proj(memory), self.num_heads))  # [B, H, M, d_v]
+        if isinstance(memory, KeyValues):
+            k, v = memory
+        else:
+            k, v = self.project(memory)
+            k = tap("key", k)  # [B, H, M, d_k]
+            v = tap("value", v)  # [B, H, M, d_v]
+        if past is not None:
+            k, v = past.append(k, v)
         context = scaled_dot_product_attention(q, k, v, mask, self.dropout, tap)
-        return tap("output", self.output_proj(merge_heads(context)))
+        return tap("output", tf.reshape(self.output_proj(merge_heads(context)), shape))
+
+    def project(self, memory: Float[Tensor, "B M d_model"]) -> KeyValues:
+        """Return the keys and values of memory positions, to be attended to again and again."""
+        return KeyValues(
+            split_heads(self.key_proj(memory), self.num_heads), split_heads(self.value_proj(memory), self.num_heads)
+        )

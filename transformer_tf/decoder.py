@@ -5,18 +5,21 @@ B batch, S source length, T target length.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import keras
+import tensorflow as tf
 from tensorflow import Tensor
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import Tap, no_tap, within
-from transformer_tf.attention import MultiHeadAttention
+from transformer_tf.attention import KeyValueCache, KeyValues, MultiHeadAttention
 from transformer_tf.feed_forward import PositionwiseFeedForward
 from transformer_tf.layers import Block, Dropout, LayerNorm
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
 
 class DecoderLayer(Block):
@@ -44,16 +47,20 @@ class DecoderLayer(Block):
     def call(
         self,
         x: Float[Tensor, "B T d_model"],
-        memory: Float[Tensor, "B S d_model"],
-        self_mask: Bool[Tensor, "#B #H #T #T"] | None = None,
-        cross_mask: Bool[Tensor, "#B #H #T #S"] | None = None,
+        memory: Float[Tensor, "B S d_model"] | KeyValues,
+        self_mask: Bool[Tensor, "#B #H #T #M"] | None = None,
+        cross_mask: Bool[Tensor, "#N #H #T #S"] | None = None,
         tap: Tap = no_tap,
+        past: KeyValueCache | None = None,
     ) -> Float[Tensor, "B T d_model"]:
-        """Return the layer's output for each target position; True in a mask = may attend."""
+        """Return the layer's output for each target position; True in a mask = may attend.
+
+        While decoding, ``memory`` is its keys and values, and ``past`` has those of earlier target positions.
+        """
         self_tap, cross_tap = within(tap, "self_attention"), within(tap, "cross_attention")
         feed_forward_tap = within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, self_mask, tap=self_tap)
+            attended = self.self_attention(x, x, self_mask, tap=self_tap, past=past)
             x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
             attended = self.cross_attention(x, memory, cross_mask, tap=cross_tap)
             x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended)))
@@ -61,12 +68,55 @@ class DecoderLayer(Block):
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed)))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            x = x + self.dropout(self.self_attention(normed, normed, self_mask, tap=self_tap))
+            x = x + self.dropout(self.self_attention(normed, normed, self_mask, tap=self_tap, past=past))
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
             x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, tap=cross_tap))
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
             x = x + self.dropout(self.feed_forward(normed, tap=feed_forward_tap))
         return tap("output", x)
+
+
+@dataclass
+class DecoderCache:
+    """What the decoder keeps while it says one token after another.
+
+    R rows: the hypotheses of all sentences, those of one sentence side by side.
+
+    Attributes:
+        memory: The source's keys and values, layer by layer; the hypotheses of a sentence share them.
+        past: The keys and values of the target so far, layer by layer.
+        cross_mask: True where a source position holds a token.
+        self_mask: True where a target position holds a token.
+        positions: What is added to the embedding at each target position.
+    """
+
+    memory: list[KeyValues]
+    past: list[KeyValueCache]
+    cross_mask: Bool[Tensor, "B 1 1 S"]
+    self_mask: Bool[Tensor, "R 1 1 capacity"]
+    positions: Float[Tensor, "capacity d_model"]
+
+    @property
+    def length(self) -> Int[Tensor, ""]:
+        """How many target positions it holds."""
+        return self.past[0].length
+
+    def reorder(self, rows: Int[Tensor, " R"]) -> None:
+        """Let each hypothesis go on from another one: some are dropped, others go on in several ways."""
+        self.self_mask = tf.gather(self.self_mask, rows)
+        for past in self.past:
+            past.reorder(rows)
+
+    def __tf_flatten__(self) -> tuple[Any, Any]:
+        """Return its parts: how TensorFlow takes it through a loop or a tf.function."""
+        return tuple(vars(self)), tuple(vars(self).values())
+
+    @classmethod
+    def __tf_unflatten__(cls, names: Any, parts: Any) -> DecoderCache:
+        """Put parts together again: tensors, or what TensorFlow has in their place."""
+        cache = cls.__new__(cls)
+        vars(cache).update(zip(names, parts, strict=True))
+        return cache
 
 
 class Decoder(Block):
@@ -93,6 +143,32 @@ class Decoder(Block):
         """Return the decoder's state for each target position; True in a mask = may attend."""
         for i, layer in enumerate(self.layers):
             x = layer(x, memory, self_mask, cross_mask, tap=within(tap, f"layers.{i}"))
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return tap("output", x)
+
+    def init_cache(
+        self,
+        memory: Float[Tensor, "B S d_model"],
+        cross_mask: Bool[Tensor, "B 1 1 S"],
+        positions: Float[Tensor, "capacity d_model"],
+        beam_size: int = 1,
+    ) -> DecoderCache:
+        """Return a cache that holds the memory's keys and values, and has room for the target's."""
+        projected = [layer.cross_attention.project(memory) for layer in self.layers]
+        rows, capacity = keras.ops.shape(memory)[0] * beam_size, keras.ops.shape(positions)[0]
+        past = [
+            KeyValueCache(*(tf.zeros([rows, x.shape[1], capacity, x.shape[3]], x.dtype) for x in key_values))
+            for key_values in projected
+        ]
+        return DecoderCache(projected, past, cross_mask, tf.zeros([rows, 1, 1, capacity], tf.bool), positions)
+
+    def step(
+        self, x: Float[Tensor, "R 1 d_model"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> Float[Tensor, "R 1 d_model"]:
+        """Return the decoder's state at the next target position, which the cache then holds too."""
+        for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, cache.past, strict=True)):
+            x = layer(x, memory, cache.self_mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

@@ -68,15 +68,15 @@ class SinusoidalPosition(Block):
 
     def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
         """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
-        config = self.config
-        encoding = sinusoidal_encoding(
-            keras.ops.shape(x)[1],
-            config.d_model,
-            config.position_layout,
-            config.position_timescale,
-            config.position_offset,
-        )
+        encoding = self.vectors(keras.ops.shape(x)[1])
         return x + tf.cast(encoding, x.dtype)
+
+    def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
+        """Return what is added at each of the first positions."""
+        config = self.config
+        return sinusoidal_encoding(
+            length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
+        )
 
 
 class LearnedPosition(Block):
@@ -89,8 +89,11 @@ class LearnedPosition(Block):
 
     def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
         """Return ``x`` with its positions."""
-        length = keras.ops.shape(x)[1]
-        return x + self.table[self.offset : self.offset + length]
+        return x + self.vectors(keras.ops.shape(x)[1])
+
+    def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
+        """Return what is added at each of the first positions."""
+        return self.table[self.offset : self.offset + length]
 
 
 class OutputProjection(Block):

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from numpy import ndarray
 from tensorflow import Tensor
 
-from reference_numpy.checks import check_same_batch
+from reference_numpy.checks import check_integer, check_next_ids, check_positions, check_same_batch
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights
 from reference_numpy.taps import Tap, no_tap, within
-from transformer_tf.decoder import Decoder
+from transformer_tf.decoder import Decoder, DecoderCache
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_tf.encoder import Encoder
 from transformer_tf.layers import Dropout
@@ -179,6 +180,56 @@ class Transformer(keras.Model):
         with tf.device(self.device):
             return self._decode(target_ids, memory, source_mask, target_mask, tap, training)
 
+    def init_cache(
+        self,
+        source_ids: Int[Tensor, "B S"],
+        capacity: int,
+        beam_size: int = 1,
+        source_mask: Bool[Tensor, "B S"] | None = None,
+    ) -> DecoderCache:
+        """Encode the source, and return what ``decode_step`` needs to decode one target position after another.
+
+        Args:
+            source_ids: The source sentences, padded with ``config.pad_id``.
+            capacity: How many target positions there is room for, that of the start symbol included.
+            beam_size: How many hypotheses of each sentence are decoded at a time.
+            source_mask: True where a source position holds a token. None derives it from the ids.
+
+        Raises:
+            TypeError: Ids or sizes that are not integers, or a mask that is not boolean.
+            ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
+        """
+        check_positions("capacity", capacity, self.config.max_positions)
+        check_integer("beam_size", beam_size, minimum=1)
+        source_ids, source_mask = self._take_source(source_ids, source_mask)
+        with tf.device(self.device):
+            return self._init_cache(source_ids, source_mask, capacity, beam_size)
+
+    def decode_step(
+        self, target_ids: Int[Tensor, " R"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> tuple[Float[Tensor, "R V"], DecoderCache]:
+        """Return the logits of the token after the next target position, as ``decode`` has them there.
+
+        Args:
+            target_ids: The token at the next position of each hypothesis, those of one sentence side by side.
+            cache: What came before; not to be used again.
+            tap: Receives each named intermediate and returns the value to go on with.
+
+        Returns:
+            The logits, and the cache to go on with.
+
+        Raises:
+            TypeError: Ids that are not integers.
+            ValueError: Ids outside the vocabulary, not one for each hypothesis, or no room for another position.
+        """
+        target_ids = (target_ids if tf.is_tensor(target_ids) else np.asarray(target_ids))[None]
+        target_ids = to_ids("target_ids", target_ids, self.config.target_vocab_size, None)[0]
+        length = tf.get_static_value(cache.length)  # None inside a traced function
+        length = None if length is None else int(length)
+        check_next_ids(tuple(target_ids.shape), length, tuple(cache.self_mask.shape))
+        with tf.device(self.device):
+            return self._decode_step(target_ids, cache, tap)
+
     def _take_source(self, ids, mask):
         config = self.config
         ids = to_ids("source_ids", ids, config.source_vocab_size, config.max_positions)
@@ -204,6 +255,23 @@ class Transformer(keras.Model):
         self_mask = causal_mask(keras.ops.shape(x)[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, tap=within(tap, "decoder"), training=training)
+        return self._logits(x, tap)
+
+    def _init_cache(self, source_ids, source_mask, capacity, beam_size):
+        memory = self._encode(source_ids, source_mask, no_tap, training=False)
+        positions = tf.cast(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
+        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
+
+    def _decode_step(self, target_ids, cache, tap=no_tap):
+        cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: a tf.function must not change what it is given
+        n = cache.length
+        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+        cache.self_mask = keras.ops.slice_update(cache.self_mask, [0, 0, 0, n], holds_token[:, None, None, None])
+        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
+        return self._logits(x, tap)[:, 0], cache
+
+    def _logits(self, x, tap):
         return tap("logits", self.output_proj(x, table=tf.convert_to_tensor(self.target_embedding.table)))
 
 

@@ -1,12 +1,14 @@
 """The Transformer of "Attention Is All You Need" as PyTorch modules; see reference_numpy for the definition."""
 
 from transformer_torch.attention import (
+    KeyValueCache,
+    KeyValues,
     MultiHeadAttention,
     merge_heads,
     scaled_dot_product_attention,
     split_heads,
 )
-from transformer_torch.decoder import Decoder, DecoderLayer
+from transformer_torch.decoder import Decoder, DecoderCache, DecoderLayer
 from transformer_torch.embedding import (
     LearnedPosition,
     OutputProjection,
@@ -19,16 +21,20 @@ from transformer_torch.feed_forward import PositionwiseFeedForward
 from transformer_torch.layers import Dropout, LayerNorm, Linear
 from transformer_torch.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_torch.runtime import describe, set_precision
+from transformer_torch.search import beam_search, greedy_search
 from transformer_torch.training import Trainer, cross_entropy, gradients
 from transformer_torch.transformer import Transformer, load_transformer
 from transformer_torch.weights import get_weights, set_weights
 
 __all__ = [
     "Decoder",
+    "DecoderCache",
     "DecoderLayer",
     "Dropout",
     "Encoder",
     "EncoderLayer",
+    "KeyValueCache",
+    "KeyValues",
     "LayerNorm",
     "LearnedPosition",
     "Linear",
@@ -39,11 +45,13 @@ __all__ = [
     "TokenEmbedding",
     "Trainer",
     "Transformer",
+    "beam_search",
     "causal_mask",
     "cross_entropy",
     "describe",
     "get_weights",
     "gradients",
+    "greedy_search",
     "load_transformer",
     "merge_heads",
     "padding_mask",

@@ -6,7 +6,7 @@ B batch, H heads, L query length, M memory (key and value) length.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformer_torch.layers import Dropout, Linear, masked_softmax
 from transformer_torch.runtime import dtype_name
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
 
 def scaled_dot_product_attention(
@@ -77,6 +77,37 @@ def merge_heads(x: Float[Tensor, "B H L d"]) -> Float[Tensor, "B L H*d"]:
     return x.transpose(1, 2).reshape(batch, length, heads * width)
 
 
+class KeyValues(NamedTuple):
+    """What a memory offers to every query, projected once: keys and values per head."""
+
+    key: Float[Tensor, "B H M d_k"]
+    value: Float[Tensor, "B H M d_v"]
+
+
+class KeyValueCache:
+    """The keys and values of the target positions so far, with room for those to come.
+
+    Without it, decoding T tokens would project 1 + 2 + ... + T positions instead of T.
+    """
+
+    def __init__(self, key: Float[Tensor, "B H capacity d_k"], value: Float[Tensor, "B H capacity d_v"]) -> None:
+        self.key = key
+        self.value = value
+        self.length = 0  # positions held so far
+
+    def append(self, key: Float[Tensor, "B H L d_k"], value: Float[Tensor, "B H L d_v"]) -> KeyValues:
+        """Keep the keys and values of the next positions, and return those of all so far."""
+        new = slice(self.length, self.length + key.shape[2])
+        self.key[:, :, new], self.value[:, :, new] = key, value
+        self.length = new.stop
+        return KeyValues(self.key[:, :, : self.length], self.value[:, :, : self.length])
+
+    def reorder(self, rows: Int[Tensor, " B"]) -> None:
+        """Let each row go on from the positions of another."""
+        for x in (self.key[:, :, : self.length], self.value[:, :, : self.length]):
+            x.copy_(x.index_select(0, rows))  # half the time of x[rows]
+
+
 class MultiHeadAttention(nn.Module):
     """Attend with several heads at once, each in its own projection of the inputs (section 3.2.2).
 
@@ -100,20 +131,37 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self,
         query: Float[Tensor, "B L d_model"],
-        memory: Float[Tensor, "B M d_model"],
-        mask: Bool[Tensor, "#B #H #L #M"] | None = None,
+        memory: Float[Tensor, "B M d_model"] | KeyValues,
+        mask: Bool[Tensor, "#N #H #L #K"] | None = None,
         tap: Tap = no_tap,
+        past: KeyValueCache | None = None,
     ) -> Float[Tensor, "B L d_model"]:
         """Let each query position gather from the memory positions that the mask allows.
 
         Args:
             query: The positions that ask.
-            memory: The positions that answer; the same as ``query`` in self-attention.
+            memory: The positions that answer, the same as ``query`` in self-attention; or their keys and values.
             mask: True where a query may attend to a memory position. None allows every pair.
             tap: Receives each named intermediate and returns the value to go on with.
+            past: Keys and values of earlier positions, which answer too; those of ``memory`` are added to them.
         """
+        shape = query.shape
+        if isinstance(memory, KeyValues):  # the hypotheses of a sentence ask its memory side by side
+            query = query.reshape(len(memory.key), -1, shape[-1])
         q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]
-        k = tap("key", split_heads(self.key_proj(memory), self.num_heads))  # [B, H, M, d_k]
-        v = tap("value", split_heads(self.value_proj(memory), self.num_heads))  # [B, H, M, d_v]
+        if isinstance(memory, KeyValues):
+            k, v = memory
+        else:
+            k, v = self.project(memory)
+            k = tap("key", k)  # [B, H, M, d_k]
+            v = tap("value", v)  # [B, H, M, d_v]
+        if past is not None:
+            k, v = past.append(k, v)
         context = scaled_dot_product_attention(q, k, v, mask, self.dropout, tap)
-        return tap("output", self.output_proj(merge_heads(context)))
+        return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
+
+    def project(self, memory: Float[Tensor, "B M d_model"]) -> KeyValues:
+        """Return the keys and values of memory positions, to be attended to again and again."""
+        return KeyValues(
+            split_heads(self.key_proj(memory), self.num_heads), split_heads(self.value_proj(memory), self.num_heads)
+        )

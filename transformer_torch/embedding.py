@@ -74,16 +74,20 @@ class SinusoidalPosition(nn.Module):
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
         """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
+        encoding = self.vectors(x.shape[1], x.device)
+        return x + encoding.to(x.dtype)
+
+    def vectors(self, length: int, device: torch.device | None = None) -> Float[Tensor, "L d_model"]:
+        """Return what is added at each of the first positions."""
         config = self.config
-        encoding = sinusoidal_encoding(
-            x.shape[1],
+        return sinusoidal_encoding(
+            length,
             config.d_model,
             config.position_layout,
             config.position_timescale,
             config.position_offset,
-            device=x.device,
+            device=device,
         )
-        return x + encoding.to(x.dtype)
 
 
 class LearnedPosition(nn.Module):
@@ -96,7 +100,11 @@ class LearnedPosition(nn.Module):
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
         """Return ``x`` with its positions."""
-        return x + self.table[self.offset : self.offset + x.shape[1]]
+        return x + self.vectors(x.shape[1])
+
+    def vectors(self, length: int, device: torch.device | None = None) -> Float[Tensor, "L d_model"]:
+        """Return what is added at each of the first positions."""
+        return self.table[self.offset : self.offset + length]
 
 
 class OutputProjection(nn.Module):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 import reference_numpy as ref
 from reference_numpy.config import PRESETS, TransformerConfig
-from transformer_parity.cases import ACTIVATIONS, RUNGS, STEPS, Case, deck, gradient_case, preset_case
+from transformer_parity.cases import ACTIVATIONS, RUNGS, STEPS, Case, deck, gradient_case, preset_case, search_cases
 from transformer_parity.commands import add_backends, one_or_more
 from transformer_parity.commands.info import describe_machine
 from transformer_parity.compare import AGREES, FAILED, Finding, Setting
@@ -27,8 +28,10 @@ from transformer_parity.report import (
     EXIT_CODES,
     SENTENCES,
     exit_code,
+    is_near_tie,
     overall,
     print_depth,
+    print_near_ties,
     print_problems,
     print_summary,
     summarise,
@@ -77,7 +80,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=one_or_more(RUNGS),
         default=list(RUNGS),
         metavar=",".join(RUNGS),
-        help="every intermediate value; every gradient; weights and moments after 1, 5 and 20 steps. Default: all",
+        help="every intermediate value; every gradient; weights and moments after 1, 5 and 20 steps; "
+        "tokens and scores of greedy and beam search. Default: all",
     )
     parser.add_argument("--only", choices=("deck", "text"), help="only the deck, or only the sentences")
     parser.add_argument(
@@ -112,6 +116,7 @@ def run(options: argparse.Namespace) -> int:
     seconds = time.monotonic() - started
     print_summary(console, findings, ports)
     print_depth(console, findings, ports)
+    print_near_ties(console, findings)
     print_problems(console, findings)
     for what in _left_out(options):
         console.print(f"NOT TESTED: {what}")
@@ -145,6 +150,7 @@ def _choose_cases(options: argparse.Namespace, console: Console) -> list[Case]:
         if options.preset:
             cases += [preset_case(name, thorough=True) for name in options.preset]
             cases += map(gradient_case, options.preset)
+            cases += chain.from_iterable(map(search_cases, options.preset))
         else:
             cases += deck()
         cases = [case for case in cases if case.rung in options.rung]
@@ -254,6 +260,7 @@ def _write_json(
         "environment": environment,
         "comparisons": len(findings),
         "summary": summarise(findings),
+        "near_ties": [finding.to_dict() for finding in findings if is_near_tie(finding)],
         "failures": [finding.to_dict() for finding in findings if finding.verdict != AGREES],
         "sentences": [finding.to_dict() for finding in findings if finding.component == SENTENCES],
     }

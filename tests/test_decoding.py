@@ -1,0 +1,158 @@
+"""The judge of searches: near-ties are told from mistakes, and every kind of mistake is found where it was made."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+from test_search import lively, load_reference, sources
+
+import reference_numpy as ref
+from reference_numpy import search
+from transformer_parity.decoding import Decoded, Judge, SearchOptions, differing, follow, score, summary
+
+GREEDY = SearchOptions(max_length=11)
+BEAM = SearchOptions(beam_size=3, max_length=11, num_hypotheses=2, length_penalty=1.5)
+BOTH = pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"])
+
+
+def twins(difference):
+    """Return a model in which token 7 is what token 5 is, but likelier by ``difference`` nats."""
+    config, weights = lively()
+    weights["target_embedding.table"][5] = weights["target_embedding.table"][7]
+    weights["output_proj.kernel"][:, 5] = weights["output_proj.kernel"][:, 7]
+    weights["output_proj.bias"] -= weights["output_proj.bias"][7]  # which changes nothing
+    weights["output_proj.bias"][[5, 7]] = 0.0, difference
+    return config, weights
+
+
+def follow_all(config, weights, found, options, dtype):
+    """Return the doubts about a search of the usual sources."""
+    truth = load_reference(config, weights)
+    rounded = None if dtype == "float64" else load_reference(config, weights, dtype)
+    source_ids = sources(config)
+    expected = options.search(ref, truth, source_ids)
+    doubts = []
+    for row in differing(found.result.nbest_ids, expected.nbest_ids, config.pad_id):
+        source = source_ids[row, source_ids[row] != config.pad_id]
+        doubts += follow(Judge(truth, rounded, source), row, found, options)
+    return doubts
+
+
+def found_by(model, options, package=ref):
+    return Decoded.by(lambda on_step: options.search(package, model, sources(model.config), on_step))
+
+
+@BOTH
+def test_a_near_tie_is_told_from_a_mistake(options):
+    """Float32 cannot see the difference and takes the lower id; in float64 the same choice is a mistake."""
+    config, weights = twins(1e-9)
+    found = found_by(load_reference(config, weights, "float32"), options)
+    assert 5 in found.result.nbest_ids
+    doubts = follow_all(config, weights, found, options, "float32")
+    assert doubts
+    assert all(doubt.is_near_tie and 0 < doubt.margin < 1e-8 for doubt in doubts), doubts
+    assert "near-tie" in summary(doubts)
+    assert max(doubt.noise for doubt in doubts) < 1e-4
+    strict = follow_all(config, weights, found, options, "float64")
+    assert not strict[0].is_near_tie
+    assert summary(strict) == str(next(doubt for doubt in strict if not doubt.is_near_tie))
+
+
+@BOTH
+def test_a_choice_beyond_rounding_is_a_mistake(options):
+    config, weights = twins(1e-2)
+    other = {**weights, "output_proj.bias": weights["output_proj.bias"].copy()}
+    other["output_proj.bias"][7] = -1e-2
+    doubts = follow_all(config, weights, found_by(load_reference(config, other), options), options, "float32")
+    assert not doubts[-1].is_near_tie
+    assert 4e-3 <= doubts[-1].margin < 0.2
+
+
+@BOTH
+def test_no_doubt_about_the_reference_itself(options):
+    """Followed though it returns the same: every step of it is the best."""
+    for seed in (13, 28, 6):
+        config, weights = lively(seed=seed)
+        truth = load_reference(config, weights)
+        found = found_by(truth, options)
+        for row, source in enumerate(sources(config)):
+            judge = Judge(truth, None, source[source != config.pad_id])
+            assert follow(judge, row, found, options) == []
+
+
+def test_scores_are_those_of_the_search():
+    config, weights = lively()
+    truth = load_reference(config, weights)
+    for options in (GREEDY, BEAM, SearchOptions(beam_size=4, max_length=9, length_penalty_kind="power")):
+        found = options.search(ref, truth, sources(config))
+        np.testing.assert_allclose(score(truth, sources(config), found.nbest_ids, options), found.nbest_scores, 1e-12)
+
+
+class Mistaken:
+    """The reference with one line of its search changed."""
+
+    def __init__(self, old: str, new: str) -> None:
+        text = inspect.getsource(search)
+        assert text.count(old) == 1, old
+        names: dict = {}
+        exec(compile(text.replace(old, new), "search", "exec"), names)
+        self.greedy_search, self.beam_search = names["greedy_search"], names["beam_search"]
+
+
+GREEDY_MISTAKES = {
+    "does not stop at the end symbol": ("unfinished &= (tokens != config.eos_id) & ", "unfinished &= "),
+    "stops a token early": ("& (n < plan.limits)", "& (n < plan.limits - 1)"),
+    "takes the least likely": (
+        "log_probabilities.argmax(-1)",
+        "np.where(np.isinf(log_probabilities), 9, log_probabilities).argmin(-1)",
+    ),
+    "reads the start symbol again and again": (
+        "steps.logits(tokens), config",
+        "steps.logits(tokens * 0 + plan.start_id), config",
+    ),
+}
+BEAM_MISTAKES = {
+    "beams are not reordered": (
+        "steps.reorder((sentence * beam_size + parent[sentence, rank]).reshape(-1))",
+        "None",
+    ),
+    "the cache follows the wrong beam": ("parent[sentence, rank]).reshape", "parent[:, :beam_size]).reshape"),
+    "keeps the beam's first, not its best": (
+        "_top(totals.reshape(batch, -1), 2 * beam_size)",
+        "_top(np.where(np.arange(beam_size * vocabulary) < 2 * vocabulary, totals.reshape(batch, -1), -9e9), 6)",
+    ),
+    "no length penalty": ("best / penalties[n], -np.inf", "best, -np.inf"),
+    "length without the end symbol": ("best / penalties[n], -np.inf", "best / penalties[n - 1], -np.inf"),
+    "stops at the first hypothesis": ("finished[:, -1] >= attainable", "np.isfinite(finished[:, 0])"),
+    "attainable at the current length": ("penalties[plan.limits]  #", "penalties[n]  #"),
+    "goes on after the end symbol": ("_top(np.where(ends, -np.inf, best), beam_size)", "_top(best, beam_size)"),
+    "stops a token early": ("(plan.limits == n)", "(plan.limits == n + 1)"),
+    "no log-softmax": (
+        "log_probabilities = log_softmax(logits)\n    log",
+        "log_probabilities = logits.copy()\n    log",
+    ),
+    "says padding": ("log_probabilities[:, config.pad_id] = -np.inf", "pass"),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "old", "new"),
+    [
+        pytest.param(options, *lines, id=f"{kind}: {name}")
+        for kind, options, mistakes in (("greedy", GREEDY, GREEDY_MISTAKES), ("beam", BEAM, BEAM_MISTAKES))
+        for name, lines in mistakes.items()
+    ],
+)
+def test_mistakes_in_a_search_are_found(options, old, new):
+    mistaken, caught = Mistaken(old, new), False
+    for seed in (13, 28, 6, 3):
+        config, weights = lively(seed=seed)
+        truth = load_reference(config, weights)
+        found = found_by(load_reference(config, weights), options, mistaken)
+        doubts = follow_all(config, weights, found, options, "float32")
+        known = score(truth, sources(config), found.result.nbest_ids, options)
+        caught |= not np.allclose(known, found.result.nbest_scores, rtol=1e-5)
+        caught |= any(not doubt.is_near_tie for doubt in doubts)
+    assert caught
