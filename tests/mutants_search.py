@@ -47,7 +47,7 @@ CATALOGUE = [
         instead("transformer", HOLDS_TOKEN, "(target_ids != self.config.pad_id)"),
         case=MARIAN,
     ),
-    cached("padding in the source is seen", instead("decoder", "cache.cross_mask, within", "None, within")),
+    cached("padding in the source is seen", instead("decoder", "cache.cross_mask,", "None,")),
     cached(
         "all layers ask the first layer's memory",
         instead("decoder", "cache.memory, cache.past,", "cache.memory[:1] * len(cache.memory), cache.past,"),
@@ -96,11 +96,11 @@ CATALOGUE = [
             {
                 "torch": "best.where(unfinished, 0.0)",
                 "jax": "jnp.where(unfinished[:, None], scores + best, scores)",
-                "tf": "tf.where(state.unfinished[:, None], state.scores + said, state.scores)",
+                "tf": "tf.where(state.unfinished[:, None], state.scores + best, state.scores)",
             },
             torch="best",
             jax="scores + best",
-            tf="state.scores + said",
+            tf="state.scores + best",
         ),
     ),
     greedy(

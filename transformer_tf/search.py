@@ -161,8 +161,8 @@ def _greedy_step(model, state, limits, min_length):
     log_probabilities = _next_log_probabilities(logits, config, n < min_length)  # [B, V]
     tokens = tf.where(state.unfinished, tf.argmax(log_probabilities, -1, tf.int32), config.pad_id)
     ids = keras.ops.slice_update(state.ids, [0, 0, n - 1], tokens[:, None, None])
-    said = tf.gather(log_probabilities, tokens, batch_dims=1)[:, None]
-    scores = tf.where(state.unfinished[:, None], state.scores + said, state.scores)
+    best = tf.reduce_max(log_probabilities, -1, keepdims=True)
+    scores = tf.where(state.unfinished[:, None], state.scores + best, state.scores)
     unfinished = state.unfinished & (tokens != config.eos_id) & (n < limits)
     return _Greedy(cache, tokens, ids, scores, unfinished)
 

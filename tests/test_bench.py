@@ -1,0 +1,445 @@
+"""`parity bench`: what gets no time, the arithmetic of rounds, processes that die, interruption, what is printed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import reference_numpy as ref
+from reference_numpy.search_plan import SearchResult
+from transformer_parity import race
+from transformer_parity.__main__ import main
+from transformer_parity.bench import (
+    DecodeWork,
+    DisagreementError,
+    Entry,
+    Reference,
+    Spread,
+    fastest,
+    ratio,
+    verdict,
+)
+from transformer_parity.commands.bench import processors
+from transformer_parity.compare import AGREES, DIVERGES, FAILED
+from transformer_parity.contestants import DECODE_PEERS, DECODERS, Package, Products
+from transformer_parity.decoding import Decoded
+
+SMALL = DecodeWork("tiny", batch=3, source=6, tokens=5)
+COMMAND = ["bench", "decode", "--config", "tiny", "--tokens", "4", "--source", "6", "--rounds", "2", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(race, "PAUSE", 0.0)
+
+
+def parity(capsys, *arguments):
+    """Run the command and return its exit code and what it printed."""
+    try:
+        code = main([*COMMAND, *map(str, arguments)])
+    except SystemExit as leaving:  # argparse's way out
+        code = leaving.code
+    return code, *capsys.readouterr()
+
+
+# --- What is timed has to be right. ---
+
+
+def searched(work=SMALL, weights=None, dtype="float32"):
+    model = ref.Transformer.from_weights(work.config, weights or work.weights(), dtype)
+    return lambda on_step=None: work.search.search(ref, model, work.source_ids, on_step)
+
+
+def no_steps():
+    raise AssertionError("nobody asked for the steps")
+
+
+@pytest.mark.parametrize("beam_size", [None, 3])
+def test_the_reference_agrees_with_itself(beam_size):
+    work = replace(SMALL, beam_size=beam_size)
+    found = searched(work)()
+    assert found.ids.shape == (3, 5)
+    assert not np.isin(found.ids, [work.config.pad_id, work.config.eos_id]).any()
+    assert Reference(work, work.weights()).judge(found, no_steps) == ""
+
+
+def test_sentences_vary():
+    work = DecodeWork("tiny")
+    ids = searched(work)().ids
+    assert ids.shape == (8, 64)
+    assert len(np.unique(ids)) > 20
+    assert all(len(np.unique(row)) > 3 for row in ids)
+    assert len(np.unique(ids, axis=0)) == 8
+    first = ref.Transformer.from_weights(work.config, work.weights())(
+        work.source_ids, np.full((8, 1), work.config.bos_id)
+    )
+    assert first[..., [work.config.pad_id, work.config.eos_id]].max() < -1000  # nobody has to be kept from saying them
+    assert (work.source_ids != work.config.pad_id).sum(1).tolist() == [32, 30, 27, 25, 23, 21, 18, 16]
+
+
+def another_token(found):
+    ids = found.nbest_ids.copy()
+    ids[1, 0, 2] += 1
+    return SearchResult(ids, found.nbest_scores)
+
+
+WRONG = {
+    "another token": (another_token, "sentence 1, token 3: "),
+    "sentences in another order": (
+        lambda found: SearchResult(found.nbest_ids[::-1], found.nbest_scores[::-1]),
+        "where the reference says",
+    ),
+    "scores off by a hundred eps": (
+        lambda found: SearchResult(found.nbest_ids, found.nbest_scores * np.float32(1 + 100 * 2**-23)),
+        "the scores are off by 1.2e-05",
+    ),
+    "a score that is not a number": (
+        lambda found: SearchResult(found.nbest_ids, found.nbest_scores * np.float32("nan")),
+        "scores must be finite",
+    ),
+    "a token less": (
+        lambda found: SearchResult(found.nbest_ids[:, :, :4], found.nbest_scores),
+        "ids and scores must be [3, 1, 5] and [3, 1]: got [3, 1, 4] and [3, 1]",
+    ),
+    "a sentence less": (
+        lambda found: SearchResult(found.nbest_ids[:2], found.nbest_scores[:2]),
+        "got [2, 1, 5] and [2, 1]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_result_is_refused(mistake):
+    change, reason = WRONG[mistake]
+    reference = Reference(SMALL, SMALL.weights())
+    right = searched()()
+    for _ in range(2):  # known by now or not
+        with pytest.raises(DisagreementError) as caught:
+            reference.judge(change(right), no_steps)
+        assert reason in str(caught.value)
+        assert reference.judge(right, no_steps) == ""
+
+
+def test_a_near_tie_is_no_mistake():
+    weights = SMALL.weights()
+    weights["source_embedding.table"][5] = weights["source_embedding.table"][7]  # two tokens that nobody can tell apart
+    weights["output_proj.bias"][[5, 7]] = 9.0
+    found = searched(weights=weights)()
+    assert (found.ids == 5).all()
+    found.nbest_ids[1, 0, 2] = 7
+    near_ties = Reference(SMALL, weights).judge(found, no_steps)
+    assert near_ties.startswith("1 near-tie; sentence 1, token 3: 7 where the reference says 5, margin 0.0e+00")
+
+
+def test_a_beam_is_followed_by_its_steps():
+    work = replace(SMALL, beam_size=3)
+    reference, search = Reference(work, work.weights()), searched(work)
+    wrong = another_token(search())
+    with pytest.raises(DisagreementError, match="it finds something else when its steps are looked at"):
+        reference.judge(wrong, lambda: Decoded.by(search))
+    with pytest.raises(DisagreementError, match="is returned, and never was in the beam"):
+        reference.judge(wrong, lambda: replace(Decoded.by(search), result=wrong))
+
+
+# --- Arithmetic. ---
+
+
+def test_ratios_are_taken_within_a_round():
+    quick, slow = Entry("quick", seconds=[1.0, 10.0, 2.0]), Entry("slow", seconds=[3.0, 20.0, 5.0, 99.0])
+    assert ratio(slow, quick) == Spread(2.0, 2.5, 3.0)  # and not 12.5 / 2, the medians' ratio
+    assert ratio(quick, slow) == Spread(1 / 3, 0.4, 0.5)
+    assert Spread.of([4.0, 1.0, 2.0, 9.0]) == Spread(1.0, 3.0, 9.0)
+    yardstick = Entry("yardstick", has_result=False, seconds=[0.1])
+    wrong = Entry("wrong", verdict=DIVERGES, seconds=[0.5])
+    assert fastest([slow, wrong, yardstick, quick, Entry("none")]) is quick
+    assert fastest([wrong, yardstick]) is None
+
+
+def test_no_time_without_agreement():
+    times = {"first_seconds": 1.0, "seconds": [2.0, 4.0], "cores": [1.0, 1.0], "peak_bytes": 5}
+    right = Entry("right", **times).to_dict()
+    assert {name: right[name] for name in times} == times
+    assert right["median_seconds"] == 3.0
+    wrong = Entry("wrong", verdict=DIVERGES, problem="why", **times).to_dict()
+    assert [wrong[name] for name in (*times, "median_seconds")] == [None] * 5
+    assert wrong["problem"] == "why"
+
+
+def test_the_worst_verdict_counts():
+    entries = {word: Entry(word, verdict=word) for word in (AGREES, FAILED, DIVERGES)}
+    assert verdict([entries[AGREES]]) == AGREES
+    assert verdict([entries[AGREES], entries[FAILED]]) == FAILED
+    assert verdict(list(entries.values())) == DIVERGES
+
+
+@pytest.mark.parametrize("beam_size", [None, 3])
+def test_operations_are_those_of_the_formula(beam_size):
+    work = DecodeWork("small", 2, 5, 4, beam_size)
+    batch, source, tokens, rows = 2, 5, 4, 2 * (beam_size or 1)
+    d_model, d_ff, layers, vocabulary = 256, 1024, 3, 8000
+    multiply_adds = layers * batch * source * (4 * d_model**2 + 2 * source * d_model + 2 * d_model * d_ff)  # encoder
+    multiply_adds += layers * batch * source * 2 * d_model**2  # keys and values of the memory
+    multiply_adds += layers * rows * tokens * (6 * d_model**2 + 2 * source * d_model + 2 * d_model * d_ff)
+    multiply_adds += layers * rows * 2 * d_model * tokens * (tokens + 1) // 2  # self-attention
+    multiply_adds += rows * tokens * d_model * vocabulary
+    assert work.operations == 2 * multiply_adds
+
+
+def test_products_lie_where_those_of_the_search_lie():
+    products = Products()
+    products.load(SMALL, Path())
+    products.run()
+    caches = {id(right.base) for _, right in products._pairs if right.shape[-1] != right.shape[-2] and right.ndim == 4}
+    assert len(products._pairs) == len(list(SMALL.products()))
+    assert len(caches) == 12  # keys and values, of 2 encoder and 2 decoder layers, these twice
+
+
+# --- The rounds. ---
+
+
+class Racer:
+    """Stands for a process: writes down what it is asked, and takes ever fewer seconds."""
+
+    def __init__(self, name, asked, fails_at=None):
+        self.entry = Entry(name)
+        self.asked = asked
+        self.fails_at = fails_at
+        self.seconds = 100.0
+
+    def receive(self, method):
+        return race.Reply({"version": "1"}, 0.0, 0.0, None)
+
+    def ask(self, method, *arguments):
+        self.asked.append(f"{self.entry.name} {method}")
+        self.seconds -= method == "run"
+        if self.seconds == self.fails_at:
+            raise race.RacerError("enough")
+        return race.Reply(method, self.seconds, 2.0 * self.seconds, int(self.seconds))
+
+
+def test_everybody_is_warm_before_the_rounds_and_goes_first_in_turn():
+    asked: list[str] = []
+    a, b, c = racers = [Racer("a", asked), Racer("b", asked, fails_at=96.0), Racer("c", asked)]
+    judged = []
+    race.race(racers, SMALL, Path(), 4, lambda result, show: judged.append(result) or "", lambda name, doing: None)
+    assert asked[:9] == [f"{name} {method}" for name in "abc" for method in ("load", "run", "run")]
+    assert [entry[0] for entry in asked[9:]] == [*"abc", *"bca", *"ca", *"ac"]
+    assert len(judged) == len([entry for entry in asked if entry.endswith("run")]) - 1
+    assert a.entry == Entry(
+        "a",
+        environment={"version": "1"},
+        first_seconds=99.0,
+        seconds=[97.0, 96.0, 95.0, 94.0],
+        cores=[2.0] * 4,
+        peak_bytes=99,
+    )
+    assert c.entry.seconds == a.entry.seconds
+    assert (b.entry.verdict, b.entry.problem, b.entry.is_timed) == (FAILED, "enough", False)
+
+
+# --- The command. ---
+
+
+def test_times_of_two_that_agree(capsys, tmp_path):
+    environment = dict(os.environ)
+    code, printed, progress = parity(
+        *(capsys, "--backends", "numpy,torch", "--threads", min(2, processors())),
+        *("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"),
+    )
+    assert dict(os.environ) == environment
+    assert code == 0, printed + progress
+    assert "Medians of 2 interleaved rounds. Tokens and scores of every call of numpy, torch agree" in printed
+    assert "d_model 128, 2+2 layers, 4 heads, d_ff 512, vocabulary 1,000, float32" in printed
+    assert progress.index("torch: first call") < progress.index("round 1 of 2") < progress.index("round 2 of 2")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert (report["verdict"], report["exit_code"], report["interrupted"]) == (AGREES, 0, False)
+    assert report["work"]["operations"] == DecodeWork("tiny", 8, 6, 4).operations
+    assert [entry["name"] for entry in report["contestants"]] == ["numpy", "torch"]
+    for entry in report["contestants"]:
+        assert len(entry["seconds"]) == len(entry["cores"]) == 2
+        assert 0 < entry["median_seconds"] < 60
+        assert entry["first_seconds"] > 0
+        assert entry["environment"]["threads"] == str(min(2, processors()))
+        assert f"{1e3 * entry['median_seconds']:,.1f}" in printed
+    numpy, torch = (entry["seconds"] for entry in report["contestants"])
+    expected = [ours / theirs for ours, theirs in zip(torch, numpy, strict=True)]
+    assert report["ratios"]["torch"]["numpy"]["median"] == pytest.approx(sum(expected) / 2)
+    assert list(report["ratios"]["torch"]) == ["numpy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.png"]
+
+
+def test_peers_do_the_same_work(capsys, tmp_path):
+    code, printed, _ = parity(capsys, "--backends", "numpy", "--peers", "--json", tmp_path / "a.json")
+    assert code == 0, printed
+    assert "Tokens and scores of every call of numpy, marian agree" in printed
+    assert "products: only the matrix products" in printed
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert {entry["name"]: entry["has_result"] for entry in report["contestants"]} == {
+        "numpy": True,
+        "marian": True,
+        "products": False,
+    }
+
+
+def test_peers_search_with_the_same_beam(capsys):
+    code, printed, _ = parity(capsys, "--backends", "numpy", "--peers", "--beam", 3, "--against", "numpy")
+    assert code == 0, printed
+    assert "beam search with 3 hypotheses" in printed
+    assert "Tokens and scores of every call of numpy, marian agree" in printed
+    assert re.search(r"ms +highest +per s +numpy +highest", printed)  # the second line of the headings
+
+
+@dataclass
+class Wrong(Package):
+    """Says another token, from the third call on."""
+
+    calls: int = 0
+
+    def result(self, found):
+        self.calls += 1
+        return another_token(found) if self.calls > 2 else found
+
+
+@dataclass
+class Dying(Package):
+    """Dies in its second round."""
+
+    calls: int = 0
+
+    def run(self):
+        self.calls += 1
+        if self.calls > 3:
+            print("out of luck", file=sys.stderr, flush=True)
+            os._exit(7)
+        return super().run()
+
+
+@dataclass
+class Raising(Package):
+    """Cannot load."""
+
+    def load(self, work, weights):
+        raise MemoryError("too large")
+
+
+@pytest.mark.parametrize(
+    ("contestant", "code", "reason"),
+    [
+        (Wrong("torch"), 1, "DIVERGES  torch: sentence 1, token 3: "),
+        (Dying("torch"), 3, "FAILED    torch: the process ended with exit code 7 in run: out of luck"),
+        (Raising("torch"), 3, "FAILED    torch: MemoryError: too large"),
+    ],
+    ids=["wrong", "dying", "raising"],
+)
+def test_who_is_wrong_or_fails_gets_no_time(contestant, code, reason, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(DECODERS, "torch", contestant)
+    options = ["--backends", "numpy,torch", "--rounds", 3, "--json", tmp_path / "a.json"]
+    found, printed, _ = parity(capsys, *options)
+    assert found == code
+    assert reason in printed
+    assert "of numpy agree" in printed
+    report = json.loads((tmp_path / "a.json").read_text())
+    numpy, torch = report["contestants"]
+    assert len(numpy["seconds"]) == 3
+    assert torch["seconds"] is torch["first_seconds"] is torch["median_seconds"] is None
+    assert report["ratios"] == {"numpy": {}}
+    assert report["exit_code"] == code
+
+
+def test_ctrl_c_prints_what_is_there_and_leaves_no_process(tmp_path):
+    if os.name == "nt":  # which has no process groups to look into
+        return
+    arguments = [*COMMAND, "--backends", "numpy", "--rounds", "100000", "--json", str(tmp_path / "a.json")]
+    errors = tmp_path / "errors"
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transformer_parity", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 60
+        while "round 3 of" not in errors.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, printed + errors.read_text()
+    assert "interleaved rounds. Tokens and scores of every call of numpy agree" in printed
+    assert "INTERRUPTED after" in printed
+    assert "Traceback" not in errors.read_text()
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert report["interrupted"]
+    assert 2 <= len(report["contestants"][0]["seconds"]) < 100
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("a process is left")
+
+
+def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transformer_parity.commands.bench.race", interrupted)
+    code, printed, _ = parity(capsys, "--backends", "numpy")
+    assert code == 3
+    assert "FAILED    numpy: interrupted before it was timed" in printed
+    assert "INTERRUPTED after 0 of 2 rounds." in printed
+    assert "agree" not in printed
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--against", "torch", "--backends", "numpy"], "--against must be one of numpy: got torch"),
+        (["--threads", "100000"], "the processors there are: got 100000"),
+        (["--json", "absent/a.json"], "there is no folder absent"),
+        (["--plot", "a.gif"], "--plot must end in png or svg: got a.gif"),
+        (["--backends", "theano"], "unknown theano: choose from numpy, torch, jax, tf"),
+        (["--rounds", "0"], "must be a positive integer: got '0'"),
+        (["--config", "huge"], "invalid choice: 'huge'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_at_once(options, message, capsys, monkeypatch):
+    monkeypatch.setattr("transformer_parity.commands.bench.started", None)
+    code, printed, errors = parity(capsys, *options)
+    assert code == 3
+    assert printed == ""
+    assert message in errors
+
+
+def test_missing_peers_are_named(capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
+    code, _, errors = parity(capsys, "--backends", "numpy", "--peers")
+    assert code == 3
+    assert "--peers needs transformers, which is not installed: pip install transformers" in errors
+    assert list(DECODE_PEERS) == ["marian", "products"]
+
+
+def test_help_teaches(capsys):
+    for arguments, line in (
+        (["bench", "--help"], "No time is printed for a result that does not agree with the reference."),
+        (["bench", "decode", "--help"], "reading the table:"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert line in capsys.readouterr().out
