@@ -177,6 +177,9 @@ def _next_log_probabilities(logits, config, too_short):
 
 def _top(values, count):
     """Return the largest values of each row and where they are; of equal ones, the first come first."""
+    values = np.where(
+        np.isnan(values), np.inf, values
+    )  # NaN comes first, so that a model that computes it is found out
     if values.shape[1] > 8 * count:  # sorting what is large enough is faster than sorting all
         large = [np.flatnonzero(row >= np.partition(row, -count)[-count]) for row in values]
         index = np.stack(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from test_search import lively, load_reference, sources
 
 import reference_numpy as ref
-from reference_numpy import search
-from transformer_parity.decoding import Decoded, Judge, SearchOptions, differing, follow, score, summary
+from reference_numpy import SearchResult, search
+from transformer_parity.decoding import Decoded, Judge, SearchOptions, explain, follow, score, summary
 
 GREEDY = SearchOptions(max_length=11)
 BEAM = SearchOptions(beam_size=3, max_length=11, num_hypotheses=2, length_penalty=1.5)
@@ -31,13 +34,8 @@ def follow_all(config, weights, found, options, dtype):
     """Return the doubts about a search of the usual sources."""
     truth = load_reference(config, weights)
     rounded = None if dtype == "float64" else load_reference(config, weights, dtype)
-    source_ids = sources(config)
-    expected = options.search(ref, truth, source_ids)
-    doubts = []
-    for row in differing(found.result.nbest_ids, expected.nbest_ids, config.pad_id):
-        source = source_ids[row, source_ids[row] != config.pad_id]
-        doubts += follow(Judge(truth, rounded, source), row, found, options)
-    return doubts
+    expected = options.search(ref, truth, sources(config)).nbest_ids
+    return explain(truth, rounded, sources(config), found, expected, options)
 
 
 def found_by(model, options, package=ref):
@@ -78,7 +76,7 @@ def test_no_doubt_about_the_reference_itself(options):
         truth = load_reference(config, weights)
         found = found_by(truth, options)
         for row, source in enumerate(sources(config)):
-            judge = Judge(truth, None, source[source != config.pad_id])
+            judge = Judge(truth, None, source)
             assert follow(judge, row, found, options) == []
 
 
@@ -156,3 +154,69 @@ def test_mistakes_in_a_search_are_found(options, old, new):
         caught |= not np.allclose(known, found.result.nbest_scores, rtol=1e-5)
         caught |= any(not doubt.is_near_tie for doubt in doubts)
     assert caught
+
+
+@pytest.mark.parametrize("condition", ["np.isfinite(finished).all()", "n == plan.capacity - 1"])
+def test_a_search_that_stops_early_with_hypotheses_in_hand(condition):
+    """What it last showed could go on; of one sentence alone, since one that goes on keeps the others company."""
+    mistaken = Mistaken("if np.isneginf(alive).all():", f"if np.isneginf(alive).all() or {condition}:")
+    wrong = 0
+    for seed, row, count in itertools.product((13, 28, 6), range(5), (1, 2)):
+        config, weights = lively(seed=seed)
+        truth, options = load_reference(config, weights), replace(BEAM, num_hypotheses=count)
+        source_ids = sources(config)[row : row + 1]
+        expected = options.search(ref, truth, source_ids).nbest_ids
+        try:
+            found = Decoded.by(partial(options.search, mistaken, truth, source_ids))
+        except ValueError:  # it has no hypothesis at all
+            continue
+        doubts = explain(truth, truth, source_ids, found, expected, options)
+        assert bool(doubts) == (found.result.nbest_ids.tolist() != expected.tolist())
+        assert not any(doubt.is_near_tie for doubt in doubts)
+        wrong += bool(doubts)
+    assert wrong
+
+
+def spoilt(found, change):
+    """Return what was found, with other hypotheses."""
+    ids = found.result.nbest_ids.copy()
+    change(ids)
+    return Decoded(SearchResult(ids, found.result.nbest_scores), found.shown)
+
+
+def twice(ids):
+    ids[:, 1] = ids[:, 0]
+
+
+def pad_inside(ids):
+    ids[0, 0] = np.concatenate([ids[0, 0, :2], [0], ids[0, 0, 2:-1]])
+
+
+def shortened(ids):
+    ids[0, 0, -1] = 0
+
+
+@pytest.mark.parametrize("change", [twice, pad_inside, shortened])
+def test_results_that_no_decision_leads_to(change):
+    config, weights = lively()
+    options = SearchOptions(beam_size=3, max_length=5, num_hypotheses=2, length_penalty=1.5)
+    found = spoilt(found_by(load_reference(config, weights), options), change)
+    doubts = follow_all(config, weights, found, options, "float32")
+    assert doubts
+    assert all(doubt.margin == np.inf for doubt in doubts)
+
+
+def test_a_port_that_does_not_show_its_steps_is_not_excused():
+    config, weights = lively()
+    found = found_by(load_reference(config, weights), BEAM)
+    other = spoilt(found, lambda ids: ids.__setitem__((slice(None), 1), ids[:, 0]))
+    hidden = Decoded(other.result, [])
+    assert not all(doubt.is_near_tie for doubt in follow_all(config, weights, hidden, BEAM, "float32"))
+
+
+def test_a_source_of_nothing_but_padding_is_judged_too():
+    config, weights = lively()
+    truth = load_reference(config, weights)
+    source_ids = np.full((1, 3), config.pad_id)
+    found = Decoded.by(lambda on_step: BEAM.search(ref, truth, source_ids, on_step))
+    assert follow(Judge(truth, None, source_ids[0]), 0, found, BEAM) == []

@@ -226,6 +226,21 @@ def test_jax_taps_under_jit(port):
     assert_close(port.to_numpy(logits), port.to_numpy(expected["logits"]))
 
 
+@pytest.mark.only("torch")
+def test_torch_search_leaves_modes_alone(port):
+    """A model in training with a frozen part searches without dropout, and is what it was."""
+    model = build(port)
+    model.train()
+    model.encoder.eval()
+    expected = port.package.greedy_search(build(port), SOURCE, max_length=3)
+    found = port.package.greedy_search(model, SOURCE, max_length=3)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    assert model.training
+    assert model.decoder.training
+    assert not model.encoder.training
+    assert not model.encoder.layers[0].training
+
+
 @pytest.mark.only("jax")
 def test_jax_decodes_under_jit(port):
     """A cache passes through a compiled step, which is compiled once; or through the body of a loop."""

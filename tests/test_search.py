@@ -18,6 +18,7 @@ from transformer_parity.cases import preset_case
 TOLERANCE = 1e-12  # float64
 SEARCHES = ("greedy_search", "beam_search")
 COMPILED = (  # what takes many steps
+    "test_cached_equals_uncached_step_by_step",
     "test_beam_search_is_the_textbooks",
     "test_a_sentence_does_not_depend_on_its_batch",
     "test_the_maximum_length_follows_each_source",
@@ -276,7 +277,7 @@ def test_cached_equals_uncached_step_by_step(backend, preset):
     case = preset_case(preset)
     assert (case.inputs["source_ids"] == case.config.pad_id).any()
     weights = random_weights(case.config)
-    check_steps(backend, case.config, weights, case.inputs["source_ids"], case.inputs["target_ids"])
+    check_steps(backend, case.config, weights, case.inputs["source_ids"], case.inputs["target_ids"][:, :3])
 
 
 VARIANTS = {
@@ -582,8 +583,9 @@ def test_a_model_without_an_end(backend):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
-def test_a_model_that_computes_nan(backend):
-    config, weights = lively()
+@pytest.mark.parametrize("size", [13, 300])
+def test_a_model_that_computes_nan(backend, size):
+    config, weights = lively(size=size)
     weights["decoder.final_norm.scale"][:] = 1e30
     weights["output_proj.kernel"][:] = 1e30
     model = load(backend, config, weights, "float32")

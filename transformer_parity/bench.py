@@ -16,7 +16,7 @@ import reference_numpy as ref
 from reference_numpy.config import TransformerConfig
 from reference_numpy.search_plan import SearchResult
 from transformer_parity.compare import AGREES, DIVERGES, FAILED
-from transformer_parity.decoding import Decoded, Judge, SearchOptions, differing, follow, score, score_budget, summary
+from transformer_parity.decoding import Decoded, SearchOptions, differing, explain, score, score_budget, summary
 from transformer_parity.hard_inputs import padded_ids
 from transformer_parity.policy import relative_error
 
@@ -222,15 +222,11 @@ class Reference:
     def _look_up(self, found: Decoded, show: Callable[[], Decoded]) -> tuple[str, ndarray, float]:
         """Follow the search where it found something else, and score its tokens."""
         work, ids = self.work, found.result.nbest_ids
-        rows = differing(ids, self._expected, work.config.pad_id)
-        if rows and work.beam_size is not None:
+        if differing(ids, self._expected, work.config.pad_id) and work.beam_size is not None:
             found = show()
             if not np.array_equal(found.result.nbest_ids, ids):
                 raise DisagreementError("it finds something else when its steps are looked at")
-        doubts = []
-        for row in rows:
-            source = work.source_ids[row, work.source_ids[row] != work.config.pad_id]
-            doubts += follow(Judge(self._truth, self._rounded, source), row, found, work.search)
+        doubts = explain(self._truth, self._rounded, work.source_ids, found, self._expected, work.search)
         if not all(doubt.is_near_tie for doubt in doubts):
             raise DisagreementError(summary(doubts))
         known = score(self._truth, work.source_ids, ids, work.search)

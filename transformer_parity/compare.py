@@ -15,7 +15,7 @@ from numpy import ndarray
 
 from transformer_parity import observe
 from transformer_parity.cases import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
-from transformer_parity.decoding import Decoded, Doubt, Judge, differing, follow, score, score_budget, summary
+from transformer_parity.decoding import Decoded, explain, score, score_budget, summary
 from transformer_parity.policy import budget, relative_error
 from transformer_parity.ports import PORTS, LoadedPackage, LoadedPort, Port
 
@@ -247,12 +247,10 @@ def _compare_decoding(
     if problem := problem or _structure(scores, expected.nbest_scores, dtype):
         yield judge("fast", TOKENS, math.inf, 0.0, "", problem)
         return
-    doubts: list[Doubt] = []
-    for row in differing(ids, expected.nbest_ids, case.config.pad_id):
-        source = source_ids[row, source_ids[row] != case.config.pad_id]
-        doubts += follow(Judge(exact, rounded, source), row, found, options)
+    doubts = explain(exact, rounded, source_ids, found, expected.nbest_ids, options)
     worst = max(doubts, key=lambda doubt: (not doubt.is_near_tie, doubt.margin), default=None)
-    yield judge("fast", TOKENS, worst.margin if worst else 0.0, worst.noise if worst else 0.0, summary(doubts))
+    problem = summary(doubts) if worst and worst.margin == math.inf else ""  # which no rounding explains
+    yield judge("fast", TOKENS, worst.margin if worst else 0.0, worst.noise if worst else 0.0, summary(doubts), problem)
     known = score(exact, source_ids, ids, options)
     usual_scores = None if rounded is None else score(rounded, source_ids, ids, options)
     yield judge("fast", SCORES, relative_error(scores, known), score_budget(known, usual_scores))

@@ -86,8 +86,9 @@ class Doubt:
     Attributes:
         sentence: The row of the batch.
         step: After how many tokens; 0 where finished hypotheses were ranked.
-        margin: By how many nats the reference prefers its own choice.
-        noise: How many nats rounding may amount to here.
+        margin: By how much the reference prefers its own choice: log-probability in nats, or score where hypotheses
+            are ranked.
+        noise: How much rounding may amount to here, likewise.
         what: The decision in words.
     """
 
@@ -160,7 +161,7 @@ class Judge:
     Args:
         truth: The reference in float64.
         rounded: The reference in the working dtype; None where that is float64.
-        source: The ids of the sentence, without padding.
+        source: The ids of the sentence, padded.
     """
 
     truth: Transformer
@@ -188,8 +189,11 @@ class Judge:
 
 
 def tokens_of(ids: Iterable[int], config: TransformerConfig) -> Tokens:
-    """Return a hypothesis without its padding."""
-    return tuple(int(token) for token in ids if token != config.pad_id)
+    """Return a hypothesis without the padding behind it; padding inside would be a mistake, and stays."""
+    tokens = [int(token) for token in ids]
+    while tokens and tokens[-1] == config.pad_id:
+        tokens.pop()
+    return tuple(tokens)
 
 
 def score(model: Transformer, source_ids: ndarray, nbest_ids: ndarray, options: SearchOptions) -> ndarray:
@@ -237,13 +241,38 @@ def summary(doubts: Sequence[Doubt]) -> str:
 def follow(judge: Judge, sentence: int, found: Decoded, options: SearchOptions) -> list[Doubt]:
     """Return every decision of a port's search of one sentence that the reference would have taken otherwise."""
     config = judge.truth.config
-    limit = options.limit(len(judge.source), config)
+    limit = options.limit(int((judge.source != config.pad_id).sum()), config)
     returned = [tokens_of(ids, config) for ids in found.result.nbest_ids[sentence]]
     if options.beam_size is None:
         return _follow_greedy(judge, sentence, returned[0], limit)
     alive = [[tokens_of(ids, config) for ids in step[sentence]] for step in found.shown]
     alive = [[tokens for tokens in step if tokens] for step in alive]
     return _BeamFollower(judge, sentence, options, limit).follow(alive, [tokens for tokens in returned if tokens])
+
+
+def explain(
+    truth: Transformer,
+    rounded: Transformer | None,
+    source_ids: ndarray,
+    found: Decoded,
+    expected: ndarray,
+    options: SearchOptions,
+) -> list[Doubt]:
+    """Return, for every sentence of which a port does not return what the reference does, why it does not.
+
+    Args:
+        truth: The reference in float64.
+        rounded: The reference in the working dtype; None where that is float64.
+        source_ids: What was searched, [B, S].
+        found: What the port found.
+        expected: The hypotheses of the reference in float64, [B, N, L].
+        options: How was searched.
+    """
+    doubts = []
+    for row in differing(found.result.nbest_ids, expected, truth.config.pad_id):
+        of_row = follow(Judge(truth, rounded, source_ids[row]), row, found, options)
+        doubts += of_row or [Doubt(row, 0, math.inf, 0.0, "it returns something else, and no decision explains it")]
+    return doubts
 
 
 def _follow_greedy(judge: Judge, sentence: int, tokens: Tokens, limit: int) -> list[Doubt]:
@@ -272,12 +301,12 @@ class _BeamFollower:
         self.beam_size = options.beam_size or 1
         self.doubts: list[Doubt] = []
         self.finished: dict[Tokens, float] = {}  # the score of each hypothesis that the port may have finished
-        self.certain: set[Tokens] = set()  # those that it has finished whichever way rounding went
+        self.inside: dict[Tokens, float] = {}  # by how many nats it is within the beam; below zero: only by rounding
         self.noise = 0.0  # the largest so far
 
     def follow(self, alive: Sequence[Sequence[Tokens]], returned: Sequence[Tokens]) -> list[Doubt]:
         beam: Sequence[Tokens] = [()]
-        for n, kept in enumerate(alive, 1):
+        for n, kept in enumerate([*alive, []], 1):  # behind the last step, nothing goes on
             if not beam or not all(doubt.is_near_tie for doubt in self.doubts):
                 break
             ways = self.judge.continuations(beam)
@@ -294,8 +323,10 @@ class _BeamFollower:
             self._compare_ranking(returned)
         return self.doubts
 
-    def _doubt(self, step: int, margin: float, what: str) -> None:
-        self.doubts.append(Doubt(self.sentence, step, margin, self.noise, what))
+    def _doubt(self, step: int, margin: float, what: str, length: int = 0) -> None:
+        """Note a decision; about scores, if the length of the hypothesis is given."""
+        noise = self.noise / (self.options.penalty(length) if length else 1.0)
+        self.doubts.append(Doubt(self.sentence, step, margin, noise, what))
 
     def _finish(self, best: Sequence[tuple[Tokens, float]], n: int) -> None:
         """Note what ends here, if it is within the beam for certain or by rounding."""
@@ -304,8 +335,7 @@ class _BeamFollower:
         for tokens, total in best:
             if (tokens[-1] == self.eos_id or n == self.limit) and total >= last_in - self.noise:
                 self.finished[tokens] = total / self.options.penalty(n)
-                if total > first_out + self.noise:
-                    self.certain.add(tokens)
+                self.inside[tokens] = total - first_out if total > first_out else total - last_in
 
     def _compare_beam(self, ways: Continuations, going_on: dict[Tokens, float], kept: Sequence[Tokens], n: int) -> None:
         dropped = [tokens for tokens in going_on if tokens not in kept]
@@ -324,20 +354,32 @@ class _BeamFollower:
         worst = scores[wanted - 1] if len(scores) >= wanted else -math.inf
         attainable = max(going_on.values(), default=-math.inf) / self.options.penalty(self.limit)
         if attainable > worst:
-            self._doubt(n, attainable - worst, "the search stops, though a better hypothesis may come")
+            self._doubt(n, attainable - worst, "the search stops, though a better hypothesis may come", self.limit)
 
     def _compare_ranking(self, returned: Sequence[Tokens]) -> None:
+        if len(set(returned)) < len(returned):
+            self._doubt(0, math.inf, "a hypothesis is returned twice")
         if unknown := [tokens for tokens in returned if tokens not in self.finished]:
             self._doubt(0, math.inf, f"{_shortened(unknown[0])} is returned, and never was in the beam")
+        if any(doubt.margin == math.inf for doubt in self.doubts):
             return
+        for tokens in returned:
+            if self.inside[tokens] < 0.0:
+                what = f"{_shortened(tokens)} ends, though not within the beam"
+                self._doubt(len(tokens), -self.inside[tokens], what)
         scores = [self.finished[tokens] for tokens in returned]
-        missing = [self.finished[tokens] for tokens in self.certain if tokens not in returned]
         worst = min(scores, default=-math.inf) if len(scores) == self.options.num_hypotheses else -math.inf
-        if missing and max(missing) > worst:
-            self._doubt(0, max(missing) - worst, "a better hypothesis was found, and is not returned")
-        for first, second in pairwise(scores):
+        for tokens in self.finished.keys() - set(returned):
+            better = self.finished[tokens] - worst
+            if self.inside[tokens] >= 0.0 and better > 0.0:
+                # It may have been left out because of its rank among the finished, or by the edge of the beam.
+                noise = self.noise / self.options.penalty(len(tokens))
+                margin = better if better <= noise else self.inside[tokens]
+                what = f"{_shortened(tokens)} was found to be better, and is not returned"
+                self._doubt(len(tokens), margin, what, len(tokens) if better <= noise else 0)
+        for tokens, (first, second) in zip(returned, pairwise(scores), strict=False):
             if second > first:
-                self._doubt(0, second - first, "the hypotheses are not in the order of their scores")
+                self._doubt(0, second - first, "the hypotheses are not in the order of their scores", len(tokens))
 
 
 def _shortened(tokens: Tokens) -> str:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from numpy import ndarray
 
 from reference_numpy.checkpoint import Checkpoint
 from reference_numpy.config import TransformerConfig
 from reference_numpy.training_config import StepResult, TrainingConfig
 from transformer_parity.batches import Batch
+from transformer_parity.decoding import SearchOptions
 from transformer_parity.ports import PORTS
 from transformer_parity.text import Vocabulary
+from transformer_parity.translator import Translator
 
-TOGETHER = 128  # sentences that are translated at a time
-STRIDE = 16  # lengths are rounded up to this, so that compilers see few different shapes
+GREEDY = SearchOptions()
 
 
 class Learner:
@@ -50,9 +51,14 @@ class Learner:
         sums = [self.trainer.evaluate(batch.source_ids, batch.target_ids, batch.labels) for batch in batches]
         return sum(float(loss) for loss, _ in sums) / max(sum(int(tokens) for _, tokens in sums), 1)
 
-    def translate(self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int) -> list[str]:
-        """Translate lines, in order, always taking the likeliest next token."""
-        return translate(self.loaded, self.model.config, lines, vocabulary, max_length)
+    def translate(
+        self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int, search: SearchOptions = GREEDY
+    ) -> list[str]:
+        """Translate lines, in order; one that is longer than the model's positions is left empty."""
+        config = self.model.config
+        search = replace(search, max_length=min(max_length, config.max_positions or max_length))
+        translator = Translator(config, vocabulary, search, window=len(lines))
+        return [translation.text for translation in translator.translate(self.loaded, lines)]
 
     def set_weights(self, weights: Mapping[str, ndarray]) -> None:
         """Put other weights into the model."""
@@ -68,52 +74,3 @@ class Learner:
             progress,
             vocabulary.model,
         )
-
-
-def translate(
-    loaded: Any, config: TransformerConfig, lines: Sequence[str], vocabulary: Vocabulary, max_length: int
-) -> list[str]:
-    """Translate lines with a loaded port, in order, always taking the likeliest next token.
-
-    Where the model's positions are limited, longer lines are cut off, and so are longer translations.
-    """
-    numbered = [vocabulary.ids(line, config)[: config.max_positions] for line in lines]
-    by_length = sorted(range(len(lines)), key=lambda i: len(numbered[i]))
-    found = [""] * len(lines)
-    for start in range(0, len(lines), TOGETHER):
-        chosen = by_length[start : start + TOGETHER]
-        width = _rounded_up(max(len(numbered[i]) for i in chosen), config.max_positions)
-        source_ids = np.full((TOGETHER, width), config.pad_id)
-        for row, i in enumerate(chosen):
-            source_ids[row, : len(numbered[i])] = numbered[i]
-        for i, ids in zip(chosen, greedy(loaded, config, source_ids, len(chosen), max_length), strict=False):
-            found[i] = vocabulary.text(ids, config)
-    return found
-
-
-def greedy(loaded: Any, config: TransformerConfig, source_ids: ndarray, rows: int, max_length: int) -> list[list[int]]:
-    """Return the likeliest next tokens, one after another, of the first rows of a batch."""
-    memory = loaded.run("encode", {"source_ids": source_ids}, taps=False).output
-    max_length = min(max_length, config.max_positions or max_length)
-    ids = np.full((len(source_ids), max_length + 1), config.pad_id)
-    ids[:, 0] = config.bos_id
-    unfinished = np.arange(len(source_ids)) < rows
-    for step in range(max_length):
-        width = _rounded_up(step + 1, config.max_positions)
-        inputs = {"target_ids": _widened(ids, width, config.pad_id), "memory": memory, "source_ids": source_ids}
-        logits = loaded.run("decode", inputs, taps=False).output[:, step]
-        ids[:, step + 1] = np.where(unfinished, logits.argmax(-1), config.pad_id)
-        unfinished &= ids[:, step + 1] != config.eos_id
-        if not unfinished.any():
-            break
-    return [row[1:].tolist() for row in ids[:rows]]
-
-
-def _rounded_up(length: int, limit: int | None) -> int:
-    rounded = -(-length // STRIDE) * STRIDE
-    return rounded if limit is None else min(rounded, limit)
-
-
-def _widened(ids: ndarray, width: int, pad_id: int) -> ndarray:
-    missing = max(width - ids.shape[1], 0)
-    return np.pad(ids, ((0, 0), (0, missing)), constant_values=pad_id)[:, :width]

@@ -188,7 +188,7 @@ def _run(racer: Racer, judge: Verify) -> Reply:
     time.sleep(PAUSE)
     reply = racer.ask("run")
     if racer.entry.has_result:
-        racer.entry.near_ties = judge(reply.answer, lambda: racer.ask("show").answer)
+        racer.entry.near_ties = judge(reply.answer, lambda: racer.ask("show").answer) or racer.entry.near_ties
     return reply
 
 

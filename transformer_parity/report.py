@@ -111,7 +111,7 @@ def print_problems(console: Console, findings: Sequence[Finding], limit: int = 8
 
 def is_near_tie(finding: Finding) -> bool:
     """Whether a search decided differently where rounding may turn the decision."""
-    return finding.verdict == AGREES and finding.tap == TOKENS and finding.error > 0.0
+    return finding.verdict == AGREES and finding.tap == TOKENS and bool(finding.detail)
 
 
 def print_near_ties(console: Console, findings: Sequence[Finding]) -> None:

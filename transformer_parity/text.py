@@ -146,6 +146,13 @@ class Vocabulary:
         unknown = self._processor.unk_id()
         return self._processor.decode([pieces.get(token, unknown) for token in tokens if token not in silent])
 
+    def names(self, ids: Iterable[int], config: TransformerConfig) -> list[str]:
+        """Spell out each id: a subword, or ``</s>``, ``<s>`` or ``<pad>`` where the config uses it for itself."""
+        pieces = _pieces(config, self.size)
+        special = {config.pad_id: "<pad>", config.bos_id: "<s>", config.eos_id: "</s>"}
+        unknown = self._processor.unk_id()
+        return [special.get(token) or self._processor.id_to_piece(pieces.get(token, unknown)) for token in ids]
+
 
 @lru_cache
 def _free_ids(config: TransformerConfig) -> tuple[int, ...]:
@@ -171,12 +178,17 @@ def pick(pairs: Pairs, count: int) -> Pairs:
 def batch(pairs: Pairs, vocabulary: Vocabulary, config: TransformerConfig) -> dict[str, ndarray]:
     """Return the ids of a batch of sentence pairs, padded: what the decoder reads starts with ``bos_id``."""
     return {
-        "source_ids": _pad([vocabulary.ids(source, config) for source, _ in pairs], config),
-        "target_ids": _pad([vocabulary.ids(target, config, start=True, end=False) for _, target in pairs], config),
+        "source_ids": pad([vocabulary.ids(source, config) for source, _ in pairs], config),
+        "target_ids": pad([vocabulary.ids(target, config, start=True, end=False) for _, target in pairs], config),
     }
 
 
-def _pad(sentences: Sequence[Sequence[int]], config: TransformerConfig) -> ndarray:
+def pad(sentences: Sequence[Sequence[int]], config: TransformerConfig) -> ndarray:
+    """Return a batch of numbered sentences, padded to the longest of them.
+
+    Raises:
+        ValueError: A sentence is longer than the model's positions.
+    """
     width = max(map(len, sentences))
     if config.max_positions is not None and width > config.max_positions:
         raise ValueError(f"a sentence is {width} tokens long, and the model has {config.max_positions} positions")

@@ -172,13 +172,14 @@ def beam_search(
 @contextmanager
 def _inference(model: Transformer) -> Iterator[None]:
     """Switch gradients and dropout off, and leave the model as it was."""
-    was_training = model.training
+    was_training = {module: module.training for module in model.modules()}  # a part may be frozen
     try:
         with torch.inference_mode():
             model.eval()
             yield
     finally:
-        model.train(was_training)
+        for module, mode in was_training.items():
+            module.training = mode
 
 
 def _wide_dtype(model):

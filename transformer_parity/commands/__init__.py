@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable
 
+from transformer_parity.decoding import SearchOptions
 from transformer_parity.ports import PORTS
 
 
@@ -23,8 +25,8 @@ def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def add_backends(parser: argparse.ArgumentParser, default: list[str]) -> None:
-    """Add the option that chooses backends."""
+def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, otherwise: str = "") -> None:
+    """Add the option that chooses backends; without a default, say what happens otherwise."""
     parser.add_argument(
         "--backend",
         "--backends",
@@ -32,8 +34,38 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str]) -> None:
         type=one_or_more(PORTS),
         default=default,
         metavar=",".join(PORTS),
-        help=f"which packages (default: {','.join(default)})",
+        help=f"which packages (default: {otherwise or ','.join(default or ())})",
     )
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose between greedy and beam search."""
+    parser.add_argument(
+        "--beam",
+        type=positive,
+        metavar="K",
+        help="beam search, keeping K hypotheses; the paper has 4 (default: greedy search, the likeliest next token)",
+    )
+    parser.add_argument(
+        "--length-penalty",
+        type=not_negative,
+        metavar="ALPHA",
+        help="with --beam: how much longer hypotheses are favoured; 0 not at all (default: 0.6, as in the paper)",
+    )
+
+
+def search_options(options: argparse.Namespace, max_length: int | None, num_hypotheses: int = 1) -> SearchOptions:
+    """Return the search that was asked for.
+
+    Raises:
+        ValueError: The options contradict each other.
+    """
+    if options.beam is None:
+        if options.length_penalty is not None:
+            raise ValueError("--length-penalty is about beam search: add --beam 4")
+        return SearchOptions(max_length=max_length)
+    penalty = SearchOptions.length_penalty if options.length_penalty is None else options.length_penalty
+    return SearchOptions(options.beam, penalty, max_length, num_hypotheses)
 
 
 def positive(text: str) -> int:
@@ -44,4 +76,15 @@ def positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer: got {text!r}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """Return an argparse value: a number, zero or above."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0: got {text!r}")
     return value

@@ -7,28 +7,24 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from numpy import ndarray
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from reference_numpy.checks import check_integer
-from reference_numpy.config import TransformerConfig
-from reference_numpy.files import open_file, read_vocabulary, read_weights
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity import corpora
 from transformer_parity.batches import Batches, number
-from transformer_parity.commands import add_backends, positive
+from transformer_parity.commands import add_backends, add_search, positive, search_options
 from transformer_parity.corpora import Corpus
+from transformer_parity.decoding import SearchOptions
 from transformer_parity.learner import Learner
 from transformer_parity.ports import PORTS, MissingFrameworkError, quiet_frameworks
 from transformer_parity.run import longest_translation
 from transformer_parity.text import Vocabulary
+from transformer_parity.translator import Trained, read_trained
 
 SEED = 19171  # of the held-out dates: others than those a run was validated on
 TOKENS = 2048  # of a batch
@@ -37,6 +33,7 @@ EXAMPLES = """\
 examples:
   parity evaluate runs/dates-jax/model.safetensors --task dates --sentences 5000 --backend numpy,torch,jax,tf
   parity evaluate runs/text-torch/checkpoint-*.safetensors --text test.en test.de
+  parity evaluate model.safetensors --text test.en test.de --beam 4    as in the paper
 
 exit code: 0 evaluated, 3 not
 """
@@ -47,8 +44,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="how well trained weights do on held-out sentences",
-        description="Translate held-out sentences greedily with weights that `parity train` wrote, and report the loss "
-        "per target token and BLEU (sacrebleu, cased, detokenised) or, for dates, the share of exact matches.",
+        description="Translate held-out sentences with weights that `parity train` wrote, and report the loss per "
+        "target token and BLEU (sacrebleu, cased, detokenised) or, for dates, the share of exact matches. A sentence "
+        "that is longer than the model's positions counts as translated into nothing.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -58,6 +56,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="two line-aligned files")
     add_backends(parser, ["torch"])
     parser.add_argument("--sentences", type=positive, metavar="N", help="the first N only (default: all; 1000 dates)")
+    add_search(parser)
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="(default: cpu)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
     parser.set_defaults(run=run)
@@ -66,17 +65,18 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Evaluate, and return the exit code."""
     try:
+        search = search_options(options, None)
         for name in options.backends:
             PORTS[name].check_installed()
         with quiet_frameworks() as terminal:
             console = Console(file=terminal)
             results = []
             for path in options.weights:
-                trained = _read(path)
+                trained = read_trained(path)
                 corpus = _held_out(trained.vocabulary, options)
                 for backend in options.backends:
                     with console.status(f"{backend}: {path}"):
-                        results.append(_evaluate(trained, corpus, backend, options.device))
+                        results.append(_evaluate(trained, corpus, backend, options.device, search))
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     except (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -86,51 +86,28 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """What there is to evaluate: a weight file, or a checkpoint but for its optimizer state."""
-
-    path: Path
-    step: int | None  # None in a weight file
-    config: TransformerConfig
-    weights: Mapping[str, ndarray]
-    vocabulary: Vocabulary
-
-
-def _read(path: Path) -> _Trained:
-    """Read a weight file or a checkpoint, whose moments are left unread."""
-    with open_file(path, "weight file") as (description, file):
-        config, weights = read_weights(description, file)
-        model = read_vocabulary(file)
-        step = None
-        if "training" in description:
-            step = description["training"]["step"]
-            check_integer("step", step, minimum=0)
-    if model is None:
-        raise ValueError(f"{path} holds no vocabulary: parity train writes one, save_weights only when given it")
-    return _Trained(path, step, config, weights, Vocabulary(model))
-
-
 def _held_out(vocabulary: Vocabulary, options: argparse.Namespace) -> Corpus:
     if options.task:
         return corpora.held_out_dates(SEED, vocabulary, options.sentences or 1000)
     return corpora.held_out(options.text, vocabulary, options.sentences)
 
 
-def _evaluate(trained: _Trained, corpus: Corpus, backend: str, device: str) -> dict[str, Any]:
+def _evaluate(trained: Trained, corpus: Corpus, backend: str, device: str, search: SearchOptions) -> dict[str, Any]:
     config = trained.config
     learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, "float32", device, "highest")
     batches = Batches(number(corpus.held_out, corpus.vocabulary, config), config, TOKENS)
     loss = learner.validate(batches.once())
     sources = [source for source, _ in corpus.held_out]
     start = time.perf_counter()
-    lines = learner.translate(sources, corpus.vocabulary, longest_translation(batches))
+    lines = learner.translate(sources, corpus.vocabulary, longest_translation(batches), search)
     seconds = time.perf_counter() - start
     return {
         "file": str(trained.path),
         "step": trained.step,
         "backend": backend,
         "sentences": len(lines),
+        "beam": search.beam_size,
+        "length_penalty": search.length_penalty if search.beam_size else None,
         "loss": loss,
         "perplexity": math.exp(loss),
         corpus.metric: corpus.score(lines, [target for _, target in corpus.held_out]),
@@ -141,8 +118,9 @@ def _evaluate(trained: _Trained, corpus: Corpus, backend: str, device: str) -> d
 def _print(results: list[dict[str, Any]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     metric = "BLEU" if "BLEU" in results[0] else "exact match"
+    search = f"beam {results[0]['beam']}" if results[0]["beam"] else "greedy"
     table.add_column("weights", overflow="fold")
-    for column in ("step", "backend", "sentences", "loss", "perplexity", metric, "translated in"):
+    for column in ("step", "backend", "sentences", "loss", "perplexity", f"{metric}, {search}", "translated in"):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         table.add_row(

@@ -34,6 +34,8 @@ ALLOWED, FORBIDDEN = "#4a90c8", "#e9edf2"
 # The same picture on every machine: text as shapes, ids from a fixed salt.
 STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "parity"}
 MOST_COLUMNS = 8  # of heads beside each other
+WIDEST = 16.0  # inches of heads beside each other, where sentences may be of any length
+CELL = 0.2  # inches of a token there: room for its letters, in sentences of up to 200
 TAPS = {
     "encoder": "encoder.layers.{}.self_attention.weights",
     "decoder": "decoder.layers.{}.self_attention.weights",
@@ -281,6 +283,30 @@ def draw_attention(options: argparse.Namespace) -> Figure:
     figure.suptitle(f"{block} layer {options.layer}, {options.dtype}\n{model}", fontsize=11)
     figure.supylabel("query", fontsize=9)
     figure.supxlabel(f"key\n\n{agreement(seen)}", fontsize=9)
+    return figure
+
+
+def draw_heads(heads: ndarray, queries: Sequence[str], keys: Sequence[str], title: str) -> Figure:
+    """Draw the mean of the heads and each of them, on one scale."""
+    from matplotlib.figure import Figure
+
+    panels = {"mean of the heads": heads.mean(0)} | {f"head {number}": head for number, head in enumerate(heads)}
+    width, height = (min(max(1.6, CELL * len(tokens)), 200 * CELL) for tokens in (keys, queries))
+    columns = min(len(panels), max(1, int(WIDEST / width)))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(2.0 + columns * (width + 0.1), 1.8 + rows * (height + 0.3)), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for number, axes in enumerate(grid.flat):
+        if number >= len(panels):
+            axes.remove()
+    for number, ((name, weights), axes) in enumerate(zip(panels.items(), grid.flat, strict=False)):
+        image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=heads.max(), aspect="auto", interpolation="nearest")
+        axes.set_title(name, fontweight="bold" if number == 0 else "normal")
+        _label(axes, queries if number % columns == 0 else [], keys if number + columns >= len(panels) else [])
+    figure.colorbar(image, ax=figure.axes, label="attention weight", aspect=4 * figure.get_figheight())
+    figure.suptitle(title, fontsize=11)
+    figure.supylabel("says", fontsize=9)
+    figure.supxlabel("while it attends to", fontsize=9)
     return figure
 
 

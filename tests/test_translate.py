@@ -1,0 +1,521 @@
+"""``parity translate``: every line answered, in order, by the right model; and what is said where backends differ."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from test_decoding import twins
+from test_search import lively
+
+import reference_numpy as ref
+from transformer_parity import translator
+from transformer_parity.__main__ import main
+from transformer_parity.commands import show, translate
+from transformer_parity.decoding import Doubt, SearchOptions
+from transformer_parity.ports import PORTS
+from transformer_parity.text import Vocabulary
+from transformer_parity.translator import Comparison, Hypothesis, Line, Translator, read_trained
+
+LETTERS = "abcdefghi"
+LONG = "paper_learned"  # a preset with learned positions
+LIMIT = 12  # tokens of most translations here: not all of these models know when to stop
+COMMAND = [sys.executable, "-m", "transformer_parity", "translate"]
+
+
+def save(path, config, weights):
+    """Save a model that translates letters into letters."""
+    vocabulary = Vocabulary.train([LETTERS], kind="char")
+    ref.save_weights(path, config, weights, vocabulary=vocabulary.model)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("model") / "model.safetensors", *lively())
+
+
+@pytest.fixture
+def _small_batches(monkeypatch):
+    monkeypatch.setattr(translate, "WINDOW", 8)
+    monkeypatch.setattr(translator, "MOST_SENTENCES", 3)
+
+
+def random_lines(count, seed=0, longest=9):
+    rng = np.random.default_rng(seed)
+    return ["".join(rng.choice(list(LETTERS), rng.integers(1, longest + 1))) for _ in range(count)]
+
+
+def parity(capfd, model, lines, *options, file=None):
+    """Translate lines, and return the exit code, what was written and what was said."""
+    path = file or model.with_name("lines")
+    path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    usual = ["--dtype", "float64", "--max-length", str(min(LIMIT, read_trained(model).config.max_positions or LIMIT))]
+    code = main(["translate", "--weights", str(model), *usual, *map(str, options), str(path)])
+    captured = capfd.readouterr()
+    return code, captured.out.split("\n")[:-1], captured.err
+
+
+def one_by_one(model, lines, **options):
+    """Translate each line alone, with the reference."""
+    return [answers[0] for answers in all_hypotheses(model, lines, **options)]
+
+
+def all_hypotheses(model, lines, **options):
+    """Translate each line alone, with the reference; a blank line into nothing."""
+    trained = read_trained(model)
+    options = {"max_length": min(LIMIT, trained.config.max_positions or LIMIT)} | options
+    loaded = ref.Transformer.from_weights(trained.config, trained.weights, "float64")
+    answers = []
+    for line in lines:
+        source_ids = np.array([trained.vocabulary.ids(line, trained.config)])
+        found = SearchOptions(**options).search(ref, loaded, source_ids)
+        texts = [trained.vocabulary.text(ids, trained.config) for ids in found.nbest_ids[0]]
+        answers.append(texts if line.strip() else [""])
+    return answers
+
+
+def spelled(pieces):
+    """Return what subwords say, as the text of a translation has it."""
+    return "".join(pieces).replace("</s>", "").replace("<s>", "").replace("<unk>", " ⁇ ")
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_every_line_is_answered_in_order(model, capfd):
+    lines = random_lines(43)
+    for number in (0, 7, 8, 20, 21, *range(24, 32), 42):  # where windows begin and end, and a whole one
+        lines[number] = " " * (number % 3)
+    expected = one_by_one(model, lines)
+    assert len(set(expected)) > 20
+    assert parity(capfd, model, lines, "--backend", "numpy") == (0, expected, "")
+
+
+def test_every_backend_says_the_same(model, capfd, backend):
+    lines = random_lines(20, seed=1)
+    for options, asked in (({}, ()), ({"beam_size": 4}, ("--beam", 4))):
+        expected = one_by_one(model, lines, **options)
+        assert parity(capfd, model, lines, "--backend", backend.name, *asked) == (0, expected, "")
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_lines_are_searched_when_they_are_due(model):
+    """The first batch is the one with the first line, and no line waits for a batch that it is not in."""
+    trained = read_trained(model)
+    port = PORTS["numpy"].load(trained.config, trained.weights, "float64", "cpu", "highest")
+    batches = []
+
+    class Spy:
+        def search(self, source_ids, options):
+            batches.append([trained.vocabulary.text(ids, trained.config) for ids in source_ids])
+            return port.search(source_ids, options)
+
+    lines = ["aaaa", "b", "ccccc", "d", "eeee", "ff", "gggggg", "h", "iiii"]
+    options = SearchOptions(max_length=5)
+    found = Translator(trained.config, trained.vocabulary, options, window=8).translate(Spy(), iter(lines))
+    searched = []
+    for line in lines:
+        assert next(found).line.text == line
+        searched.append(len(batches))
+    assert batches == [["ff", "aaaa", "eeee"], ["b", "d", "h"], ["ccccc", "gggggg"], ["iiii"]]
+    assert searched == [1, 2, 3, 3, 3, 3, 3, 3, 4]
+
+
+def test_a_batch_is_bounded_also_in_positions(model, monkeypatch):
+    trained = read_trained(model)
+    sizes = []
+
+    class Spy:
+        def search(self, source_ids, options):
+            sizes.append(source_ids.shape)
+            return options.search(ref, loaded, source_ids)
+
+    loaded = ref.Transformer.from_weights(trained.config, trained.weights, "float64")
+    monkeypatch.setattr(translator, "MOST_SENTENCES", 64)
+    monkeypatch.setattr(translator, "MOST_POSITIONS", 60)
+    lines = ["a", "bb", "a" * 9, *["a" * 4] * 5, "a" * 40]
+    options = SearchOptions(beam_size=2, max_length=3)
+    assert len(list(Translator(trained.config, trained.vocabulary, options).translate(Spy(), lines))) == 9
+    assert sorted(sizes) == [(1, 41), (2, 10), (6, 5)]
+
+
+def test_what_separates_lines_is_the_newline_alone(model, capfd, monkeypatch):
+    text = "ab\r\nc\x0bd\x0c\u2028e\x85f\n\n \ngh"  # the last line has none
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert main(["translate", "--weights", str(model), "--backend", "numpy", "--dtype", "float64"]) == 0
+    lines = ["ab", "c\x0bd\x0c\u2028e\x85f", "", " ", "gh"]
+    expected = one_by_one(model, lines, max_length=None)
+    assert capfd.readouterr().out.split("\n") == [*expected, ""]
+
+
+def test_a_translation_is_one_line(tmp_path, capfd):
+    """Whatever the subwords are; some programs take this character for the end of a line."""
+    config, weights = lively()
+    vocabulary = Vocabulary.train(["abcdefgh\x85"], kind="char")
+    ref.save_weights(tmp_path / "model", config, weights, vocabulary=vocabulary.model)
+    _, said, _ = parity(capfd, tmp_path / "model", ["ab", "cd"], "--backend", "numpy", "--json")
+    assert any("\x85" in json.loads(line)["hypotheses"][0]["pieces"] for line in said)
+    _, said, _ = parity(capfd, tmp_path / "model", ["ab", "cd"], "--backend", "numpy")
+    assert [line.splitlines() for line in said] == [[line] for line in said]
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_scores_and_hypotheses(model, capfd):
+    lines = [*random_lines(9, seed=2), ""]
+    plain = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3)[1]
+    scored = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--scores")[1]
+    assert [line.split("\t")[1] for line in scored] == plain
+    many = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 2)[1]
+    assert len(many) == 2 * len(lines)
+    assert [line.split("\t")[0] for line in many] == [str(n) for n in range(1, 11) for _ in range(2)]
+    assert [line.partition("\t")[2] for line in many[::2]] == scored
+    assert many[-2:] == ["10\t-inf\t", "10\t-inf\t"]
+    for best, second in zip(many[:-2:2], many[1:-2:2], strict=True):
+        assert best.split("\t")[1:] != second.split("\t")[1:]
+        assert float(best.split("\t")[1]) >= float(second.split("\t")[1])
+    expected = all_hypotheses(model, lines[:-1], beam_size=3, num_hypotheses=2)
+    assert [line.split("\t")[2] for line in many[:-2]] == [text for answers in expected for text in answers]
+
+
+def test_json_has_it_all(model, capfd):
+    lines = [*random_lines(5, seed=3), "", " Ä\t? "]
+    code, found, _ = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 3, "--json")
+    plain = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--scores")[1]
+    found = [json.loads(line) for line in found]
+    assert code == 0
+    assert [(answer["line"], answer["source"]) for answer in found] == list(enumerate(lines, 1))
+    config, vocabulary = read_trained(model).config, read_trained(model).vocabulary
+    assert found[5]["hypotheses"] == []
+    for answer, line in zip(found, plain, strict=True):
+        assert len(answer["hypotheses"]) == (3 if answer["source"] else 0)
+        for best in answer["hypotheses"][:1]:
+            assert f"{best['score']:.4f}\t{best['text']}" == line
+        for said in answer["hypotheses"]:
+            assert said["text"] == vocabulary.text(said["ids"], config)
+            assert said["text"] == spelled(said["pieces"])
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A model with six positions."""
+    config, weights = lively(LONG, max_length=6)
+    return save(tmp_path_factory.mktemp("short") / "model.safetensors", config, weights)
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_a_line_that_is_too_long_is_left_empty_and_named(short, capfd):
+    lines = ["abcde", "abcdef", "a", "abcdefghi", "", "bc"]  # with the end symbol, six and seven tokens
+    code, found, said = parity(capfd, short, lines, "--backend", "numpy")
+    assert code == 3
+    first, third, last = one_by_one(short, [lines[0], lines[2], lines[5]])
+    assert found == [first, "", third, "", "", last]
+    assert said.splitlines() == [
+        f"parity translate: line {number} is left empty: it is {length} tokens long, and the model has 6 positions"
+        for number, length in ((2, 7), (4, 10))
+    ]
+    assert parity(capfd, short, lines[:1], "--backend", "numpy") == (0, [first], "")
+
+
+def start(model, *options, **streams):
+    """Start the command in a process of its own, which is killed if it hangs."""
+    options = ["--weights", model, "--backend", "numpy", "--max-length", LIMIT, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    process = subprocess.Popen([*COMMAND, *map(str, options)], env=environment, **streams)
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.daemon = True
+    watchdog.start()
+    return process
+
+
+@pytest.fixture(scope="module")
+def many_lines(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lines") / "lines"
+    path.write_text("".join(f"{line}\n" for line in random_lines(3000)), "utf-8")
+    return path
+
+
+def test_what_is_written_before_ctrl_c_is_a_prefix(model, many_lines):
+    with start(model, many_lines) as process:
+        whole = process.stdout.read()
+    assert process.returncode == 0
+    assert whole.count(b"\n") == 3000
+    with start(model, many_lines) as process:
+        written = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        written += process.stdout.read()
+        said = process.stderr.read().decode()
+    assert process.returncode == 3
+    assert whole.startswith(written)
+    assert written.endswith(b"\n")
+    answered = written.count(b"\n")
+    assert 0 < answered < 3000
+    assert said == f"parity translate: interrupted: stopped after line {answered}\n"
+
+
+def test_ctrl_c_waits_for_a_line_to_be_written_whole(capfd, monkeypatch):
+    output = translate._Output()
+
+    class Interrupted(io.BytesIO):
+        def flush(self):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stream = Interrupted()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stream))
+    with pytest.raises(KeyboardInterrupt):
+        output.write(["one", "two"])
+    assert (stream.getvalue(), output.answered) == (b"one\ntwo\n", 1)
+    assert str(output) == "stopped after line 1"
+
+
+def test_a_reader_that_has_had_enough_is_no_error(model, many_lines):
+    with start(model, many_lines) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 3
+
+
+def test_at_a_terminal_each_line_is_answered_at_once(model):
+    ours, theirs = pty.openpty()
+    with start(model, stdin=theirs) as process:
+        for _ in range(3):
+            os.write(ours, b"abc\n")
+            assert process.stdout.readline()
+        os.write(ours, b"\x04")
+        assert process.stdout.read() == b""
+        assert process.stderr.read() == b"One sentence a line; Ctrl-D ends.\n"
+    assert process.returncode == 0
+    os.close(ours)
+    os.close(theirs)
+
+
+# --- Several backends ---
+
+BOTH = pytest.mark.parametrize("asked", [(), ("--beam", 3)], ids=["greedy", "beam"])
+
+
+@BOTH
+def test_backends_agree(asked, model, capfd, backends):
+    names = ",".join(backend.name for backend in backends)
+    lines = [*random_lines(19, seed=5), ""]
+    code, report, said = parity(capfd, model, lines, "--compare", "--backends", names, *asked)
+    assert (code, said) == (0, "")
+    (verdict,) = report
+    counted = "in float64, 19 lines: 19 same, 0 near-ties, 0 divergences; "
+    assert verdict.startswith(f"AGREE  {names.replace(',', ', ')} {counted}")
+
+
+@pytest.mark.parametrize(("asked", "mistake"), [((), {"max_length": 2}), (("--beam", 3), {"length_penalty": 6.0})])
+def test_a_backend_that_diverges_is_told(asked, mistake, model, capfd, monkeypatch, port):
+    right = PORTS[port.name].loaded.search
+
+    def wrong(self, source_ids, options, on_step=None):
+        return right(self, source_ids, replace(options, **mistake), on_step)
+
+    monkeypatch.setattr(PORTS[port.name].loaded, "search", wrong)
+    lines = random_lines(12, seed=6)
+    options = ("--compare", "--backends", f"numpy,{port.name}", *asked)
+    beam = {"beam_size": 3} if asked else {}
+    expected, mistaken = one_by_one(model, lines, **beam), one_by_one(model, lines, **{**beam, **mistake})
+    code, report, _ = parity(capfd, model, lines, *options)
+    assert code == 1
+    differ = [number for number, line in enumerate(lines, 1) if expected[number - 1] != mistaken[number - 1]]
+    assert len(differ) > 2
+    for number in differ:
+        at = report.index(f"line {number}: divergence")
+        texts = {"source": lines[number - 1], "numpy": expected[number - 1], port.name: mistaken[number - 1]}
+        assert report[at + 1 : at + 4] == [f"  {who:6}  {text}" for who, text in texts.items()]
+        assert report[at + 4].startswith(f"  {port.name} in sentence {number}")
+    assert report[-1].startswith(f"DIVERGE  numpy, {port.name} in float64, 12 lines: ")
+    code, report, _ = parity(capfd, model, lines, *options, "--json")
+    assert code == 1
+    *found, verdict = map(json.loads, report)
+    assert (verdict["verdict"], verdict["divergence"]) == ("diverge", len(found))
+    assert {answer["verdict"] for answer in found} == {"divergence"}
+    assert {doubt["backend"] for answer in found for doubt in answer["doubts"]} == {port.name}
+
+
+def test_a_near_tie_is_no_divergence(tmp_path, capfd, monkeypatch, port):
+    """Token 7 is what token 5 is, but likelier by a billionth of a nat, which float32 cannot see."""
+    model = save(tmp_path / "model.safetensors", *twins(1e-9))
+    search = PORTS[port.name].loaded.search
+
+    def compare(dtype, instead):
+        """Compare with a port that says one of the two in place of the other."""
+
+        def swap(ids):
+            return np.where(ids == 12 - instead, instead, ids)
+
+        def other(self, source_ids, options, on_step=None):
+            result = search(self, source_ids, options, on_step and (lambda ids: on_step(swap(ids))))
+            return replace(result, nbest_ids=swap(result.nbest_ids))
+
+        monkeypatch.setattr(PORTS[port.name].loaded, "search", other)
+        options = ("--compare", "--backends", f"numpy,{port.name}", "--dtype", dtype)
+        return parity(capfd, model, random_lines(9, seed=7), *options)
+
+    code, report, _ = compare("float32", instead=7)
+    assert code == 0, report
+    assert report[0].endswith(": near-tie")
+    doubt = r"5 where the reference says 7, margin 1\.0e-09, rounding noise \d"
+    line = report[0].removeprefix("line ").partition(":")[0]
+    assert re.match(rf"  numpy in \d near-ties?; sentence {line}, token \d+: {doubt}", report[4])
+    assert report[-1].startswith(f"AGREE  numpy, {port.name} in float32, 9 lines: ")
+    assert " 0 near-ties, 0 divergences" not in report[-1]
+    code, report, _ = compare("float64", instead=5)  # where no rounding is that large
+    assert code == 1
+    assert report[0].endswith(": divergence")
+
+
+def test_one_divergence_among_near_ties_is_a_divergence():
+    line = Line(1, "a", (3, 2), None)
+    said = dict.fromkeys(("numpy", "torch"), Hypothesis("b", -1.0, (4, 2), ("b", "</s>")))
+    near, wrong = Doubt(1, 1, 1e-7, 1e-6, "near"), Doubt(1, 1, 1e-5, 1e-6, "wrong")
+    for doubts in ([], [near]):
+        assert Comparison(line, said, {"numpy": [], "torch": doubts}).verdict == "near-tie"
+    for doubts in ([wrong], [near, wrong]):
+        assert Comparison(line, said, {"numpy": [], "torch": doubts}).verdict == "divergence"
+    assert Comparison(line, {}, {}).verdict == "same"
+
+
+def test_what_was_not_compared_is_no_agreement(model, short, capfd, port):
+    options = ("--compare", "--backends", f"numpy,{port.name}")
+    code, report, _ = parity(capfd, model, ["", " "], *options)
+    assert code == 3
+    assert report[0].startswith("INCOMPLETE")
+    code, report, said = parity(capfd, short, ["a", "abcdefg"], *options)
+    assert code == 3
+    assert report[0].startswith(f"INCOMPLETE  numpy, {port.name} in float64, 1 line: 1 same, ")
+    assert ", 1 too long; " in report[0]
+    assert "line 2 is left empty" in said
+
+
+# --- The picture ---
+
+
+def test_the_picture_shows_what_each_token_attends_to(model, tmp_path, capfd, monkeypatch, backend):
+    drawn = []
+    draw = translate.draw_heads
+    monkeypatch.setattr(translate, "draw_heads", lambda *given: drawn.append(given) or draw(*given))
+    picture = tmp_path / "picture.png"
+    lines = ["", "abcde", "fghi"]
+    code, found, said = parity(capfd, model, lines, "--backend", backend.name, "--attention", picture)
+    assert (code, len(found), said) == (0, 3, "")
+    image = imread(picture)[..., :3]
+    assert (image < 0.5).any(-1).mean() > 0.01
+    ((heads, queries, keys, _),) = drawn
+    trained = read_trained(model)
+    config = trained.config
+    assert keys == [*"abcde", "</s>"]
+    assert spelled(queries) == found[1]
+    source_ids = np.array([trained.vocabulary.ids("abcde", config)])
+    loaded = ref.Transformer.from_weights(config, trained.weights, "float64")
+    said_ids = ref.greedy_search(loaded, source_ids).ids
+    seen = ref.Recorder("decoder.layers.2.cross_attention.weights")
+    loaded(source_ids, np.concatenate([[[config.bos_id]], said_ids[:, :-1]], 1), tap=seen)
+    np.testing.assert_allclose(heads, next(iter(seen.values()))[0], rtol=1e-10)
+    assert heads.shape == (config.num_heads, len(queries), len(keys))
+
+
+def test_all_panels_are_drawn_on_one_scale():
+    heads = np.random.default_rng(0).random((9, 4, 30))
+    figure = show.draw_heads(heads, list("abcd"), list("x" * 30), "title")
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == ["mean of the heads", *(f"head {n}" for n in range(9))]
+    images = [axes.images[0] for axes in panels]
+    assert {image.get_clim() for image in images} == {(0, heads.max())}
+    np.testing.assert_array_equal(images[0].get_array(), heads.mean(0))
+    np.testing.assert_array_equal(images[9].get_array(), heads[8])
+    size = show.draw_heads(np.ones((1, 500, 300)), ["q"] * 500, ["k"] * 300, "title").get_size_inches()
+    assert max(size) < 90
+
+
+# --- What cannot work ---
+
+REFUSED = {
+    "no such weights": (["--weights", "{folder}/none"], "there is no weight file"),
+    "no vocabulary": (["--weights", "{folder}/bare"], "bare holds no vocabulary"),
+    "no weight file": (["--weights", "{folder}/text"], "text is not a usable weight file"),
+    "no such text": (["{folder}/none"], "No such file"),
+    "a folder": (["{folder}"], "directory"),
+    "not UTF-8": (["{folder}/latin"], "latin is not UTF-8 text: line 601: "),
+    "not gzipped": (["{folder}/text.gz"], "text.gz is not gzipped text"),
+    "unknown backend": (["--backend", "theano"], "unknown theano: choose from numpy"),
+    "two backends": (["--backend", "numpy,torch"], "one backend translates"),
+    "one to compare": (["--compare", "--backend", "numpy"], "--compare needs at least two backends"),
+    "compared in bfloat16": (["--compare", "--dtype", "bfloat16"], "leave out bfloat16 and fast"),
+    "scores of a comparison": (["--compare", "--scores", "--attention", "x.png"], "leave out --scores, --attention"),
+    "n-best without a beam": (["--nbest", "2"], "--nbest 2 needs a beam that is as wide"),
+    "n-best beyond the beam": (["--nbest", "5", "--beam", "4"], "add --beam 5"),
+    "a penalty without a beam": (["--length-penalty", "1"], "--length-penalty is about beam search"),
+    "a negative penalty": (["--beam", "2", "--length-penalty", "-1"], "must be a number of at least 0: got '-1'"),
+    "a picture of another kind": (["--attention", "x.gif"], "--attention must end in .png or .svg: got x.gif"),
+    "bfloat16 in numpy": (["--backend", "numpy", "--dtype", "bfloat16"], "dtype must be one of float64, float32"),
+    "nothing to draw": (["--backend", "numpy", "--attention", "{folder}/x.png", "{folder}/empty"], "nothing to draw"),
+    "more than the positions": (
+        ["--weights", "{short}", "--max-length", "7"],
+        "--max-length must be at most 6, the model's positions: got 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_work_is_refused_in_a_line(why, model, short, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("ab\ncd\n")
+    (tmp_path / "text.gz").write_text("ab\ncd\n")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "latin").write_bytes(600 * b"ab\n" + b"\xe4\n")  # behind what is translated at a time
+    ref.save_weights(tmp_path / "bare", *lively())
+    arguments, message = REFUSED[why]
+    arguments = [argument.format(folder=tmp_path, short=short) for argument in arguments]
+    given = ["--weights", str(model)] * ("--weights" not in arguments)
+    given += ["--backend", "numpy"] * (not {"--backend", "--compare"} & {*arguments})
+    text = ["text"] * (not arguments[-1].startswith(str(tmp_path)) or "--weights" in arguments)
+    try:
+        code = main(["translate", *given, *arguments, *text])
+    except SystemExit as leaving:  # argparse's way out
+        code = leaving.code
+    captured = capfd.readouterr()
+    assert (code, captured.out) == (3, "")
+    assert message in captured.err.splitlines()[-1]
+    assert captured.err.startswith(("parity translate: error: ", "usage: "))
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_a_text_that_breaks_off_is_translated_up_to_there(model, capfd, monkeypatch):
+    """From a pipe, nobody can know beforehand."""
+    text = "".join(f"{line}\n" for line in random_lines(16)).encode() + b"\xff\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    assert main(["translate", "--weights", str(model), "--backend", "numpy", "--max-length", str(LIMIT)]) == 3
+    captured = capfd.readouterr()
+    assert captured.out.split("\n")[:-1] == one_by_one(model, random_lines(16))
+    assert "line 17: " in captured.err
+    assert captured.err.endswith("(stopped after line 16)\n")
+
+
+def test_evaluate_searches_with_a_beam(model, tmp_path, capfd):
+    lines = random_lines(12, seed=8)
+    expected = one_by_one(model, lines, beam_size=3, length_penalty=2.0)
+    (tmp_path / "source").write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    (tmp_path / "target").write_text("".join(f"{answer}\n" for answer in expected), "utf-8")
+    text = ["--text", str(tmp_path / "source"), str(tmp_path / "target"), "--json", str(tmp_path / "json")]
+    scores = {}
+    for asked in ((), ("--beam", "3", "--length-penalty", "2")):
+        assert main(["evaluate", str(model), "--backend", "numpy", *text, *asked]) == 0
+        (found,) = json.loads((tmp_path / "json").read_text("utf-8"))
+        scores[found["beam"]] = found["BLEU"]
+        assert found["length_penalty"] == (2.0 if asked else None)
+        assert ("BLEU, beam 3" if asked else "BLEU, greedy") in capfd.readouterr().out
+    assert scores[3] > scores[None] + 1
