@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -154,7 +153,9 @@ class Comparison:
         if not self.said:
             return SAME
         doubts = chain.from_iterable(self.doubts.values())
-        return NEAR_TIE if all(doubt.is_near_tie for doubt in doubts) else DIVERGENCE
+        undoubted = {hypothesis.ids for backend, hypothesis in self.said.items() if not self.doubts[backend]}
+        explained = len(undoubted) <= 1 and all(doubt.is_near_tie for doubt in doubts)
+        return NEAR_TIE if explained else DIVERGENCE
 
 
 class Translator:
@@ -201,7 +202,7 @@ class Translator:
 
         Args:
             ports: By backend.
-            judge: Returns the judge of a sentence, given its ids.
+            judge: Returns the judge of a sentence, given its ids, padded.
             lines: What to translate.
             progress: Told how many sentences a backend has just translated.
         """
@@ -223,11 +224,7 @@ class Translator:
             judging = judge(source_ids)
             results = {backend: decoded.result for backend, decoded in found.items()}
             said = {name: self._hypothesis(result.ids[row], result.scores[row]) for name, result in results.items()}
-            doubts = {name: follow(judging, row, decoded, self.options) for name, decoded in found.items()}
-            if not any(doubts.values()):
-                what = "they say different things, and no decision explains it"
-                doubts = {name: [Doubt(row, 0, math.inf, 0.0, what)] for name in found}
-            return said, doubts
+            return said, {name: follow(judging, row, decoded, self.options) for name, decoded in found.items()}
 
         for line, outcome in self._in_order(lines, search):
             said, doubts = outcome or ({}, {})
