@@ -1,6 +1,6 @@
 """What is tested: chosen on the command line, never discovered at run time.
 
-    pytest --backends numpy,torch,jax,tf --devices cpu,gpu
+    pytest --backends numpy,torch,jax,tf --devices cpu,gpu --browser chromium
 
 A backend or device that is asked for and missing stops the run. One that is not asked for is named in the header and
 in the summary. A skipped test fails the run: a test that did not run has not passed.
@@ -10,11 +10,12 @@ Fixtures for every test file:
     port      likewise, without NumPy
     backends  all requested backends, a list; ``ports`` likewise, without NumPy
     device    each requested device in turn ("cpu", "gpu"); NumPy never meets "gpu"
+    browser   the Chromium that opens reports; its tests are left out where there is none
 
 A test of one framework is marked ``@pytest.mark.only("jax")``; ``port`` is then that one.
 
 ``tiny_config`` and ``random_weights`` are functions; take them as fixtures or import them from here. Likewise
-``assert_same_bits`` and ``interpreted``, to be imported.
+``assert_same_bits``, to be imported.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in models this small, threads mostly wait for each other
 
 import importlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import shutil
+import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -40,9 +42,13 @@ from numpy import ndarray
 
 from reference_numpy import PRESETS, TransformerConfig, init_weights
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup: what the tests start could not be interrupted
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # In the order of import: TensorFlow before torch crashes in some builds.
 PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}
 DEVICES = ("cpu", "gpu")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TINY = {"d_model": 24, "num_heads": 3, "d_ff": 40, "num_encoder_layers": 2, "num_decoder_layers": 3, "max_length": 29}
 
 
@@ -144,26 +150,6 @@ def assert_same_bits(got: Mapping[str, ndarray], expected: Mapping[str, ndarray]
         assert got[name].tobytes() == array.tobytes(), name
 
 
-@contextmanager
-def interpreted(name: str) -> Iterator[None]:
-    """Run one operation at a time: compiling takes longer, and for every mistake anew."""
-    if name == "jax":
-        import jax
-
-        with jax.disable_jit():
-            yield
-    elif name == "tf":
-        import tensorflow as tf
-
-        tf.config.run_functions_eagerly(True)
-        try:
-            yield
-        finally:
-            tf.config.run_functions_eagerly(False)
-    else:
-        yield
-
-
 @pytest.fixture(name="tiny_config", scope="session")
 def _tiny_config():
     return tiny_config
@@ -184,13 +170,21 @@ def ports(backends):
     return [backend for backend in backends if backend.name != "numpy"]
 
 
+@pytest.fixture(scope="session")
+def browser(pytestconfig):
+    return pytestconfig.browser
+
+
 def pytest_addoption(parser):
     parser.addoption("--backends", default=",".join(PACKAGES), help="which to test (default: %(default)s)")
     parser.addoption("--devices", default="cpu", help="cpu, gpu or both (default: %(default)s)")
+    found = next(filter(shutil.which, BROWSERS), "none")
+    parser.addoption("--browser", default=found, help="a Chromium to open reports, or none (default: %(default)s)")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "only(name, ...): for these backends; left out where none is asked for")
+    config.browser = _find_browser(config.getoption("--browser"))
     names = _choices(config, "--backends", tuple(PACKAGES))
     config.requested_devices = _choices(config, "--devices", DEVICES)
     config.requested_backends = [_import(name) for name in names]
@@ -202,6 +196,8 @@ def pytest_configure(config):
     config.not_tested += [
         f"NOT TESTED: {device} (left out of --devices)" for device in DEVICES if device not in config.requested_devices
     ]
+    if config.browser is None:
+        config.not_tested.append(f"NOT TESTED: reports in a browser (ask with --browser; known: {', '.join(BROWSERS)})")
 
 
 def _choices(config, option, known):
@@ -209,6 +205,13 @@ def _choices(config, option, known):
     if unknown := [name for name in chosen if name not in known]:
         raise pytest.UsageError(f"{option} takes {', '.join(known)}: got {', '.join(unknown)}")
     return [name for name in known if name in chosen]
+
+
+def _find_browser(name):
+    path = shutil.which(name)
+    if path is None and name != "none":
+        raise pytest.UsageError(f"--browser asks for {name}, which is not there; leave it out with --browser none")
+    return path
 
 
 def _import(name):
@@ -253,10 +256,12 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the tests of frameworks that were not asked for: they are named, and not skipped."""
+    """Leave out the tests of frameworks, or of a browser, that were not asked for: they are named, and not skipped."""
     requested = {backend.name for backend in config.requested_backends}
 
     def is_wanted(item):
+        if "browser" in item.fixturenames and config.browser is None:
+            return False
         marker = item.get_closest_marker("only")
         needed = set(marker.args) if marker else set(PACKAGES) - {"numpy"} if "port" in item.fixturenames else requested
         return bool(needed & requested)

@@ -11,6 +11,6 @@ WORKER = Path(__file__).with_name("shapes_worker.py")
 
 def test_annotations_hold(backend):
     command = [sys.executable, str(WORKER), backend.name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.splitlines() == ["done"]
