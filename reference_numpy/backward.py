@@ -291,6 +291,7 @@ def transformer_backward(
     target_ids: Int[ndarray, "B T"],
     of_logits: Float[ndarray, "B T V"],
     seen: Mapping[str, ndarray],
+    found: Recorder | None = None,
 ) -> tuple[dict[str, ndarray], dict[str, ndarray]]:
     """Return the gradient at every parameter and at every tap, in the order of their names.
 
@@ -303,6 +304,7 @@ def transformer_backward(
         target_ids: The target sentences of the forward pass.
         of_logits: The gradient of the loss at the logits.
         seen: The Recorder that was the tap of the forward pass and kept everything; with dropout, what stayed too.
+        found: Receives each named gradient and returns the one to go on with; None goes on with what was computed.
 
     Raises:
         ValueError: A tap is missing.
@@ -311,7 +313,7 @@ def transformer_backward(
     taps = tap_shapes(model.config, batch, source_length, target_length)
     if missing := [name for name in taps if name not in seen]:
         raise ValueError(f"seen must hold every tap: {len(missing)} are missing, the first is {missing[0]}")
-    found = Recorder()
+    found = Recorder() if found is None else found
     trace = Trace(seen, found)
     rate = model.dropout.rate
     source, target = (

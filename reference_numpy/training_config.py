@@ -111,4 +111,4 @@ class Gradients:
 
     loss: float
     parameters: dict[str, ndarray]  # by canonical name
-    taps: dict[str, ndarray]  # in the order the taps fire
+    taps: dict[str, ndarray] = dataclasses.field(default_factory=dict)  # in the order the taps fire

@@ -8,12 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 import third_party
-from conftest import interpreted, random_weights, tiny_config
+from conftest import random_weights, tiny_config
 
 import reference_numpy
 from reference_numpy import PRESETS, Recorder, length_penalty
 from reference_numpy.functional import log_softmax
 from transformer_parity.cases import preset_case
+from transformer_parity.catalogue.interpreting import interpreted
 
 TOLERANCE = 1e-12  # float64
 SEARCHES = ("greedy_search", "beam_search")

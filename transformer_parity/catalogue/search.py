@@ -6,9 +6,8 @@ them alone, and shows in the tokens or in the scores.
 
 from __future__ import annotations
 
-from mutants import Mistake, instead, together
-
 from transformer_parity.cases import DECODE, deck
+from transformer_parity.catalogue.planting import Edits, Mistake, instead, together
 from transformer_parity.compare import SCORES, TOKENS
 
 LOGITS = "logits"
@@ -17,25 +16,29 @@ GREEDY, BEAM = "decode/ends_apart_greedy", "decode/ends_apart_beam"
 MARIAN = "decode/marian_greedy"  # starts with padding
 
 
-def cached(name: str, edits, case: str = GREEDY, at: str = LOGITS) -> Mistake:
+def cached(name: str, edits: Edits, case: str = GREEDY, at: str = LOGITS) -> Mistake:
+    """Return a mistake in the cache."""
     return Mistake(name, at, edits, case=case, path="cached" if at == LOGITS else "fast")
 
 
-def greedy(name: str, at: str, edits) -> Mistake:
+def greedy(name: str, at: str, edits: Edits) -> Mistake:
+    """Return a mistake in greedy search."""
     return Mistake(name, at, edits, case=GREEDY, path="fast")
 
 
-def beam(name: str, at: str, edits) -> Mistake:
+def beam(name: str, at: str, edits: Edits) -> Mistake:
+    """Return a mistake in beam search."""
     return Mistake(name, at, edits, case=BEAM, path="fast")
 
 
 HOLDS_TOKEN = "(target_ids != self.config.pad_id) | (n == 0)"
 REORDERED = {
+    "numpy": "steps.reorder((sentence * beam_size + parent[sentence, rank]).reshape(-1))",
     "torch": "cache.reorder((sentence * beam_size + parent[sentence, rank]).flatten())",
     "jax": "cache.reorder((sentence * beam_size + parent[sentence, rank]).reshape(-1))",
     "tf": "cache.reorder(tf.reshape(tf.range(batch)[:, None] * beam_size + parent, [-1]))",
 }
-NONE = {"torch": "-torch.inf", "jax": "-jnp.inf", "tf": "none"}
+NONE = {"numpy": "-np.inf", "torch": "-torch.inf", "jax": "-jnp.inf", "tf": "none"}
 PENALISED = "best / penalties[n]"
 
 CATALOGUE = [
@@ -57,10 +60,12 @@ CATALOGUE = [
         instead(
             "attention",
             {
+                "numpy": "self.key[:, :, new], self.value[:, :, new] = key, value",
                 "torch": "self.key[:, :, new], self.value[:, :, new] = key, value",
                 "jax": "self.value = jax.lax.dynamic_update_slice_in_dim(self.value, value, self.length, axis=2)",
                 "tf": "self.value = keras.ops.slice_update(self.value, start, value)",
             },
+            numpy="self.key[:, :, new], self.value = key, value + 0 * self.value",
             torch="self.key[:, :, new], self.value = key, value + 0 * self.value",
             jax="self.value = value + 0 * self.value",
             tf="self.value = value + 0 * self.value",
@@ -71,10 +76,12 @@ CATALOGUE = [
         instead(
             "attention",
             {
+                "numpy": "query.reshape(len(memory.key), -1, shape[-1])",
                 "torch": "query.reshape(len(memory.key), -1, shape[-1])",
                 "jax": "query.reshape(len(memory.key), -1, shape[-1])",
                 "tf": "tf.reshape(query, [keras.ops.shape(memory.key)[0], -1, query.shape[2]])",
             },
+            numpy="query.reshape(-1, len(memory.key), shape[-1]).swapaxes(0, 1)",
             torch="query.reshape(-1, len(memory.key), shape[-1]).swapaxes(0, 1)",
             jax="query.reshape(-1, len(memory.key), shape[-1]).swapaxes(0, 1)",
             tf="tf.transpose(tf.reshape(query, [-1, keras.ops.shape(memory.key)[0], query.shape[2]]), [1, 0, 2])",
@@ -85,19 +92,21 @@ CATALOGUE = [
     greedy(
         "goes on after the end symbol",
         TOKENS,
-        instead("search", "(tokens != config.eos_id) & (n < limits)", "(n < limits)"),
+        instead("search", "(tokens != config.eos_id) & ", ""),
     ),
-    greedy("stops a token early", TOKENS, instead("search", "& (n < limits)", "& (n < limits - 1)")),
+    greedy("stops a token early", TOKENS, instead("search", "& (n < ", "& (n + 1 < ")),
     greedy(
         "scores what comes after the end",
         SCORES,
         instead(
             "search",
             {
+                "numpy": "scores[unfinished, 0] += log_probabilities[unfinished, tokens[unfinished]]",
                 "torch": "best.where(unfinished, 0.0)",
                 "jax": "jnp.where(unfinished[:, None], scores + best, scores)",
                 "tf": "tf.where(state.unfinished[:, None], state.scores + best, state.scores)",
             },
+            numpy="scores[:, 0] += log_probabilities.max(-1)",
             torch="best",
             jax="scores + best",
             tf="state.scores + best",
@@ -109,10 +118,12 @@ CATALOGUE = [
         instead(
             "search",
             {
+                "numpy": "log_softmax(logits)",
                 "torch": "logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))",
                 "jax": "jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))",
                 "tf": "tf.nn.log_softmax(tf.cast(logits, _wide(logits.dtype)))",
             },
+            numpy="logits.copy()",
             torch="logits.clone()",
             jax="logits",
             tf="logits",
@@ -125,10 +136,12 @@ CATALOGUE = [
         instead(
             "search",
             {
+                "numpy": "parent[sentence, rank])",
                 "torch": "parent[sentence, rank])",
                 "jax": "parent[sentence, rank])",
                 "tf": "(tf.gather(x, rank, batch_dims=1) for x in (candidates, token, parent))",
             },
+            numpy="parent[:, :beam_size])",
             torch="parent[:, :beam_size])",
             jax="parent[:, :beam_size])",
             tf="(*(tf.gather(x, rank, batch_dims=1) for x in (candidates, token)), parent[:, :beam_size])",
@@ -146,7 +159,12 @@ CATALOGUE = [
         TOKENS,
         instead(
             "search",
-            {"torch": "penalties[limits]", "jax": "penalties[limits]", "tf": "tf.gather(penalties, limits)"},
+            {
+                "numpy": "penalties[plan.limits]",
+                "torch": "penalties[limits]",
+                "jax": "penalties[limits]",
+                "tf": "tf.gather(penalties, limits)",
+            },
             "penalties[n]",
         ),
     ),
@@ -156,6 +174,7 @@ CATALOGUE = [
         instead(
             "search",
             {
+                "numpy": "np.where(ends, -np.inf, best)",
                 "torch": "best.where(~ends, -torch.inf)",
                 "jax": "jnp.where(ends, -jnp.inf, best)",
                 "tf": "tf.where(ends, none, best)",
@@ -163,7 +182,7 @@ CATALOGUE = [
             "best",
         ),
     ),
-    beam("stops a token early", TOKENS, instead("search", "(limits == n)", "(limits == n + 1)")),
+    beam("stops a token early", TOKENS, instead("search", "limits == n)", "limits == n + 1)")),
     beam(
         "hypotheses outside the beam may end",
         TOKENS,
@@ -171,6 +190,7 @@ CATALOGUE = [
             instead(
                 "search",
                 {
+                    "numpy": "-np.inf)[:, :beam_size]",
                     "torch": "-torch.inf)[:, :beam_size]",
                     "jax": "-jnp.inf)[:, :beam_size]",
                     "tf": "none)[:, :beam_size]",

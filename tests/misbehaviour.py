@@ -1,0 +1,258 @@
+"""Mistakes of dropout, modes and seeds, as data: no numbers show them, but a check of ``test_dropout`` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformer_parity.catalogue.forward import ATTENDED
+from transformer_parity.catalogue.planting import Edits, instead
+from transformer_parity.catalogue.training import ENCODER, in_training
+
+
+@dataclass(frozen=True)
+class Misbehaviour:
+    """A mistake that no comparison of numbers can show, since dropout is drawn differently in every framework."""
+
+    name: str
+    check: tuple[str, ...]  # of test_dropout, and its arguments
+    complaint: str  # what it must say
+    edits: Edits
+
+
+SITE, MASKS, INFERENCE, SEED = ("check_sites", "post"), ("check_masks",), ("check_inference",), ("check_seed",)
+KEPT_ONE = "* 0.0 + 1.0"
+SOURCE_DROPOUT = 'self.dropout(tap("source_embedding.output", x)'
+UNSCALED = {
+    "torch": ("nn.Dropout", "forward(self, x)", "forward(x)", "1.0 - self.p if self.training else 1.0"),
+    "jax": ("nnx.Dropout", "__call__(self, x)", "__call__(x)", "1.0 if self.deterministic else 1.0 - self.rate"),
+    "tf": (
+        "keras.layers.Dropout",
+        "call(self, x, training=False)",
+        "call(x, training)",
+        "1.0 - self.rate if training else 1.0",
+    ),
+}
+ROUNDED = 'x.astype("bfloat16").astype(x.dtype)'
+
+MISBEHAVIOUR = [
+    Misbehaviour(
+        "embedding dropout missing",
+        (*SITE, "embedding"),
+        f"{ENCODER}.self_attention.query is",
+        {
+            "torch": [("transformer", f"{SOURCE_DROPOUT})", 'tap("source_embedding.output", x)')],
+            "jax": [("transformer", f"{SOURCE_DROPOUT})", 'tap("source_embedding.output", x)')],
+            "tf": [("transformer", f"{SOURCE_DROPOUT}, training=training)", 'tap("source_embedding.output", x)')],
+        },
+    ),
+    Misbehaviour(
+        "residual dropout missing",
+        (*SITE, "residual"),
+        f"{ENCODER}.self_attention_norm.output is",
+        instead("encoder", ATTENDED, ATTENDED.replace("self.dropout(attended)", "attended")),
+    ),
+    Misbehaviour(
+        "residual dropout behind the norm",
+        (*SITE, "residual"),
+        f"{ENCODER}.self_attention_norm.output is",
+        instead("encoder", ATTENDED, "self.dropout(self.self_attention_norm(x + attended))"),
+    ),
+    Misbehaviour(
+        "feed-forward dropout missing",
+        (*SITE, "feed_forward"),
+        f"{ENCODER}.feed_forward.output is",
+        instead("feed_forward", "self.dropout(inner)", "inner"),
+    ),
+    Misbehaviour(
+        "feed-forward dropout at another rate",
+        (*SITE, "feed_forward"),
+        f"{ENCODER}.feed_forward.output is",
+        instead("feed_forward", "config.dropout.feed_forward", "config.dropout.residual"),
+    ),
+    Misbehaviour(
+        "attention dropout missing",
+        (*SITE, "attention"),
+        f"{ENCODER}.self_attention.context is",
+        instead("attention", "weights = dropout(weights)", "pass"),
+    ),
+    Misbehaviour(
+        "fused attention without dropout",
+        (*SITE, "attention"),
+        "loss without taps is",
+        {"torch": [("attention", "dropout.p if dropout is not None and dropout.training else 0.0", "0.0")]},
+    ),
+    Misbehaviour(
+        "dropout not scaled",
+        MASKS,
+        "source_embedding.output: not scaled",
+        instead(
+            "layers",
+            {port: f"Dropout = {base}\n" for port, (base, *_) in UNSCALED.items()},
+            **{
+                port: f"class Dropout({base}):\n    def {head}:\n        return super().{call} * ({factor})\n"
+                for port, (base, head, call, factor) in UNSCALED.items()
+            },
+        ),
+    ),
+    Misbehaviour(
+        "one mask for all heads",
+        MASKS,
+        f"heads of {ENCODER}.self_attention.weights",
+        instead("attention", "dropout(weights)", f"weights * dropout(weights[:, :1] {KEPT_ONE})"),
+    ),
+    Misbehaviour(
+        "one mask for all sentences",
+        MASKS,
+        f"sentences of {ENCODER}.self_attention.weights",
+        instead("attention", "dropout(weights)", f"weights * dropout(weights[:1] {KEPT_ONE})"),
+    ),
+    Misbehaviour(
+        "one mask for all positions",
+        MASKS,
+        f"positions of {ENCODER}.feed_forward.inner",
+        instead("feed_forward", "self.dropout(inner)", f"inner * self.dropout(inner[:, :1] {KEPT_ONE})"),
+    ),
+    Misbehaviour(
+        "one mask for all layers",
+        MASKS,
+        f"{ENCODER}.self_attention.weights and encoder.layers.1.self_attention.weights",
+        in_training(
+            None,  # has one generator for all, which goes on by itself
+            ("module.rngs = stream", 'module.rngs = nnx.RngStream(key, tag="dropout")'),
+            ("tf.unstack(random_bits)", "[random_bits[0]] * len(self._dropout)"),
+        ),
+    ),
+    Misbehaviour(
+        "gradients with dropout",
+        INFERENCE,
+        "loss of gradients before a step is",
+        in_training(
+            ("_loss(model.eval(), batch, seen)", "_loss(model.train(), batch, seen)"),
+            (
+                "return total / jnp.maximum(tokens, 1)",
+                "model = structure.build(parameters)\n"
+                "        for _, module in nnx.iter_modules(model):\n"
+                "            if isinstance(module, nnx.Dropout):\n"
+                '                module.rngs = nnx.RngStream(jax.random.key(0), tag="dropout")\n'
+                "        model.train()\n"
+                "        total, tokens = _loss(model, batch, lambda name, value: value + zeros[name])\n"
+                "        return total / jnp.maximum(tokens, 1)",
+            ),
+            ("tap=seen)", "tap=seen, training=True)"),
+        ),
+    ),
+    Misbehaviour(
+        "evaluation with dropout",
+        INFERENCE,
+        "evaluation before a step is",
+        in_training(
+            ("_logits(self.model.eval(),", "_logits(self.model.train(),"),
+            (
+                "model.config = model.config.replace(label_smoothing=0.0)",
+                "model.config = model.config.replace(label_smoothing=0.0)\n"
+                "        for _, module in nnx.iter_modules(model):\n"
+                "            if isinstance(module, nnx.Dropout):\n"
+                '                module.rngs = nnx.RngStream(jax.random.key(0), tag="dropout")\n'
+                "        model.train()",
+            ),
+            ("self.model(source_ids, target_ids)", "self.model(source_ids, target_ids, training=True)"),
+        ),
+    ),
+    Misbehaviour(
+        "evaluation with label smoothing",
+        INFERENCE,
+        "evaluation before a step is",
+        instead("training", ".replace(label_smoothing=0.0)", ""),
+    ),
+    Misbehaviour(
+        "still in training mode after a step",
+        INFERENCE,
+        "the model after a step is",
+        in_training(
+            ("        model.eval()\n        generator", "        generator"),
+            ("        self.step = step\n", "        self.step = step\n        self.model.train()\n"),
+            None,  # Keras has no mode: training is an argument of the call
+        ),
+    ),
+    Misbehaviour(
+        "seed ignored",
+        SEED,
+        "the seed is ignored",
+        in_training(
+            ("(self.model, self.seed, self.step)", "(self.model, 0, self.step)"),
+            ("[self.seed, self.step]", "[0, self.step]"),
+            ("[self.seed, self.step]", "[0, self.step]"),
+        ),
+    ),
+    Misbehaviour(
+        "the same dropout at every step",
+        SEED,
+        "the same dropout at every step",
+        in_training(
+            ("(self.model, self.seed, self.step)", "(self.model, self.seed, 0)"),
+            ("[self.seed, self.step]", "[self.seed, 0]"),
+            ("[self.seed, self.step]", "[self.seed, 0]"),
+        ),
+    ),
+    Misbehaviour(
+        "dropout that goes on where it was",
+        SEED,
+        "not reproducible",
+        {
+            "torch": [
+                ("training", "generator.manual_seed(int(np", "(int(np"),
+                ("training", "generator.set_state(state)", "pass"),
+            ],
+            "jax": [("training", "[self.seed, self.step]", "np.random.randint(1 << 30)")],
+            "tf": [("training", "[self.seed, self.step]", "np.random.randint(1 << 30)")],
+        },
+    ),
+    Misbehaviour(
+        "the same dropout in every slice",
+        ("check_slices",),
+        "both slices have the same dropout",
+        in_training(
+            (
+                "[self._backward(part, tokens) for part",
+                "[torch.manual_seed(0) and self._backward(x, tokens) for x",
+            ),
+            ("jax.random.fold_in(key, number)", "jax.random.fold_in(key, 0)"),
+            ("tf.unstack(random_bits)", "tf.unstack(random_bits * 0)"),
+        ),
+    ),
+    Misbehaviour(
+        "NumPy's own generator seeded",
+        ("check_callers_numbers",),
+        "the caller's random numbers are not what they were",
+        instead(
+            "training",
+            "        check_accumulation(settings",
+            "        np.random.seed(1)\n        check_accumulation(settings",
+        ),
+    ),
+    Misbehaviour(
+        "torch's own generator left where it is",
+        ("check_callers_numbers",),
+        "the caller's random numbers are not what they were",
+        in_training(("        generator.set_state(state)", "        pass"), None, None),
+    ),
+    Misbehaviour(
+        "weights in bfloat16",
+        ("check_mixed_precision",),
+        "weight: 100% of the values fit in bfloat16",
+        in_training(
+            (
+                "        self.optimizer.step()\n",
+                "        self.optimizer.step()\n"
+                "        for p in self.model.parameters():\n"
+                "            p.data = p.data.bfloat16().to(p.dtype)\n",
+            ),
+            ("name: new[i] for", f"name: (lambda x: {ROUNDED})(new[i]) for"),
+            (
+                "(tf.sqrt(v / correction2) + settings.epsilon))",
+                "(tf.sqrt(v / correction2) + settings.epsilon))\n"
+                "            parameter.assign(tf.cast(tf.cast(parameter, tf.bfloat16), parameter.dtype))",
+            ),
+        ),
+    ),
+]

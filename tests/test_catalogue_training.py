@@ -1,0 +1,88 @@
+"""A mistake in the NumPy reference computes what the same mistake computes in a port: in training and in search."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from transformer_parity import observe
+from transformer_parity.catalogue import search, training
+from transformer_parity.catalogue.planting import planted
+from transformer_parity.compare import observe_training
+from transformer_parity.policy import relative_error
+from transformer_parity.ports import PORTS
+
+ALIKE = 1e-9  # what rounding leaves between two backends in float64 is far less, what a mistake changes is far more
+
+
+def of_both(mistakes):
+    return [pytest.param(mistake, id=mistake.name) for mistake in mistakes if {"numpy", "torch"} <= set(mistake.edits)]
+
+
+TRAINING = of_both(mistake for part in training.CATALOGUE.values() for mistake in part)
+
+
+def load(port, case):
+    return port.load(case.config, case.load_weights(), "float64", "cpu", "highest")
+
+
+def trained(port, case):
+    """Return what a gradient, or two steps of training, show."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observe, "SNAPSHOTS", (1, 2))
+        return observe_training(case, load(port, case), case.inputs, "float64")
+
+
+@cache
+def well_trained(case):
+    return trained(PORTS["numpy"], training.CASES.get(case, training.GRADIENTS))
+
+
+@pytest.mark.only("torch")
+@pytest.mark.parametrize("mistake", TRAINING)
+def test_mistake_of_training_is_the_same_in_numpy(mistake, tmp_path):
+    seen = {}
+    for backend in ("numpy", "torch"):
+        with planted(mistake, backend, tmp_path) as port:
+            seen[backend] = trained(port, training.CASES.get(mistake.case, training.GRADIENTS))
+    assert seen["numpy"].keys() == seen["torch"].keys()
+    apart = {name: observe.error(name, seen["torch"], seen["numpy"]) for name in seen["numpy"]}
+    assert {name: error for name, error in apart.items() if not error <= ALIKE} == {}
+    right = well_trained(mistake.case)
+    assert max(observe.error(name, seen["numpy"], right) for name in right) > ALIKE
+
+
+def decoded(port, case):
+    """Return the logits of one position after another where the case asks for them; tokens and scores."""
+    loaded, source_ids = load(port, case), case.inputs["source_ids"]
+    stepwise = case.search.beam_size is None
+    logits = loaded.decode_stepwise(source_ids, case.inputs["target_ids"]) if stepwise else np.zeros(0)
+    found = loaded.search(source_ids, case.search)
+    return found.nbest_ids, logits, found.nbest_scores
+
+
+def differ(one, other):
+    (ids, *numbers), (other_ids, *other_numbers) = one, other
+    if not np.array_equal(ids, other_ids):
+        return True
+    return any(
+        a.shape != b.shape or not relative_error(a, b) <= ALIKE for a, b in zip(numbers, other_numbers, strict=True)
+    )
+
+
+@pytest.mark.only("torch")
+@pytest.mark.parametrize("mistake", of_both(search.CATALOGUE))
+def test_mistake_of_search_is_the_same_in_numpy(mistake, tmp_path):
+    case, seen = search.CASES[mistake.case], {}
+    for backend in ("numpy", "torch"):
+        with planted(mistake, backend, tmp_path) as port:
+            seen[backend] = decoded(port, case)
+    assert not differ(seen["torch"], seen["numpy"])
+    assert differ(seen["numpy"], decoded(PORTS["numpy"], case))
+
+
+def test_every_mistake_is_one_of_numpy_too():
+    mistakes = [*search.CATALOGUE, *(mistake for part in training.CATALOGUE.values() for mistake in part)]
+    assert [mistake.name for mistake in mistakes if "numpy" not in mistake.edits] == []

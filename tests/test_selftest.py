@@ -1,0 +1,66 @@
+"""Every known mistake, planted in every port: caught, located and named. What `parity selftest` prints as a table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from transformer_parity import selftest
+from transformer_parity.__main__ import main
+from transformer_parity.catalogue.planting import ALL, Mistake, instead
+from transformer_parity.compare import DIVERGES, Finding
+
+EVERY = [
+    pytest.param(name, part, mistake, id=f"{name}-{part}-{mistake.name}-{mistake.case}", marks=pytest.mark.only(name))
+    for name in ALL
+    for part, mistakes in selftest.parts().items()
+    for mistake in mistakes
+    if name in mistake.edits
+]
+
+
+@pytest.mark.parametrize(("name", "part", "mistake"), EVERY)
+def test_mistake_is_caught_located_and_named(name, part, mistake, tmp_path):
+    trial = selftest.try_out(name, part, mistake, tmp_path)
+    assert trial.caught, "not caught"
+    assert trial.located, trial.said
+    assert trial.named is not False, trial.said
+
+
+def test_there_are_no_two_of_a_name_and_most_have_one():
+    mistakes = [(mistake.name, mistake.case) for part in selftest.parts().values() for mistake in part]
+    assert len(set(mistakes)) == len(mistakes) > 140
+    nameless = [m.name for part in selftest.parts().values() for m in part if not selftest.has_a_name(m)]
+    assert len(nameless) < 50, nameless
+
+
+def finding(tap, verdict=DIVERGES, detail=""):
+    return Finding("torch", "float64", "", "", "taps", tap, 1.0, 0.0, verdict, detail)
+
+
+def test_a_mistake_in_the_wrong_place_is_not_located():
+    mistake = Mistake("a mistake", "logits")
+    assert selftest.where_it_is([finding("logits"), finding("output")], mistake)
+    assert not selftest.where_it_is([finding("encoder.output"), finding("logits")], mistake)
+    announced = Mistake("another", "", announced="missing logits")
+    assert selftest.where_it_is([finding("names", detail="missing logits")], announced)
+    assert not selftest.where_it_is([finding("names", detail="missing logits"), finding("output")], announced)
+    assert not selftest.where_it_is([finding("names", detail="unexpected logits")], announced)
+
+
+@pytest.mark.only("torch")
+def test_what_is_no_mistake_is_not_caught(tmp_path):
+    nothing = Mistake("nothing", "logits", instead("attention", "1.0 / math.sqrt(d_k)", "d_k**-0.5"))
+    trial = selftest.try_out("torch", "attention", nothing, tmp_path)
+    assert (trial.caught, trial.located, trial.named) == (False, False, None)
+
+
+@pytest.mark.only("torch")
+def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
+    path = tmp_path / "selftest.json"
+    assert main(["selftest", "--backends", "torch", "--part", "feed-forward", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "feed-forward" in printed
+    assert "PASS  3 of 3 mistakes planted: 3 caught, 3 located, 3 of 3 named" in printed
+    assert [trial["named"] for trial in json.loads(path.read_text())["trials"]] == [True, True, True]
