@@ -8,7 +8,22 @@ import sys
 import traceback
 from typing import NoReturn
 
-from transformer_parity.commands import bench, check, curve, evaluate, info, show, source, train, translate, why
+from transformer_parity.commands import (
+    bench,
+    check,
+    compare,
+    curve,
+    evaluate,
+    golden,
+    info,
+    init_port,
+    selftest,
+    show,
+    source,
+    train,
+    translate,
+    why,
+)
 
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
 
@@ -30,7 +45,22 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="Start with `parity check`. Every command explains itself with --help.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (check, train, curve, evaluate, translate, bench, info, source, show, why):
+    for command in (
+        check,
+        init_port,
+        golden,
+        compare,
+        selftest,
+        train,
+        curve,
+        evaluate,
+        translate,
+        bench,
+        info,
+        source,
+        show,
+        why,
+    ):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     try:

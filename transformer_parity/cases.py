@@ -7,7 +7,7 @@ d_model 24, d_ff 40.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,30 +191,63 @@ def _components() -> Iterator[Case]:
     yield Case("embedding/m_minus_1", "embedding", marian, "source_position", {"x": long})
 
 
-def _full_models() -> Iterator[Case]:
-    config = tiny(dropout=EVERYWHERE)
+def _batches(config: TransformerConfig) -> dict[str, dict[str, ndarray]]:
+    """Return the batches that a full model is run on, the hardest first."""
     ids = _ids(config)
     empty_source = ids["source_ids"].copy()
     empty_source[1] = config.pad_id
     late_start = ids["target_ids"].copy()
     late_start[1, 0] = config.pad_id
-    for name, inputs in {
+    return {
+        "padded": ids,
         "source_as_long_as_target": _ids(config, TARGET, TARGET),
         "one_token": {name: array[:, :1] for name, array in ids.items()},
         "one_sentence": {name: array[:1] for name, array in ids.items()},
-    }.items():
-        yield Case(f"full/{name}", "full model", config, "", inputs, fast=False)
-    for name, inputs in {
-        "padded": ids,
         "source_all_padding": {**ids, "source_ids": empty_source},
         "starts_with_padding": {**ids, "target_ids": late_start},
-        "given_masks": {
-            **ids,
-            "source_mask": _rng("source").random((BATCH, SOURCE)) < 0.5,
-            "target_mask": _rng("target").random((BATCH, TARGET)) < 0.5,
-        },
-    }.items():
-        yield Case(f"full/{name}", "full model", config, "", inputs)
+    }
+
+
+def port_deck(config: TransformerConfig) -> list[Case]:
+    """Return the cases for a port with conventions of its own: the whole model, from logits to searches.
+
+    Fully masked rows are left to the ports that define them: elsewhere a sentence that is all padding does not occur.
+    """
+    names = ("padded", "source_as_long_as_target", "one_token", "one_sentence")
+    batches = {name: inputs for name, inputs in _batches(config).items() if name in names}
+    cases = [Case(f"full/{name}", "full model", config, "", inputs) for name, inputs in batches.items()]
+    gradient = {"padded": batches["padded"], "one_token": batches["one_token"]}
+    return [
+        *cases,
+        *(
+            Case(
+                f"gradients/{name}",
+                "gradients",
+                config,
+                "",
+                _with_labels(inputs, config),
+                dtypes=("float64",),
+                rung=GRADIENTS,
+            )
+            for name, inputs in gradient.items()
+        ),
+        _step_case("port", config, TrainingConfig(**_SHORT)),
+        *_search_cases("port", config, ("float64",), num_hypotheses=1),
+    ]
+
+
+def _full_models() -> Iterator[Case]:
+    config = tiny(dropout=EVERYWHERE)
+    ids = _ids(config)
+    batches = _batches(config)
+    batches["given_masks"] = {
+        **ids,
+        "source_mask": _rng("source").random((BATCH, SOURCE)) < 0.5,
+        "target_mask": _rng("target").random((BATCH, TARGET)) < 0.5,
+    }
+    same_attention = ("source_as_long_as_target", "one_token", "one_sentence")
+    for name, inputs in batches.items():
+        yield Case(f"full/{name}", "full model", config, "", inputs, fast=name not in same_attention)
     for name, changed in {
         "untied": tiny(tie_embeddings="none", target_vocab_size=41, output_bias=True, feed_forward_bias=False),
         "tied_target": tiny(tie_embeddings="target_output", target_vocab_size=41),
@@ -256,16 +289,20 @@ def _steps() -> Iterator[Case]:
     """Yield runs of twenty steps, by the compiled step that training uses."""
     paper = tiny(attention_bias=True, activation="gelu")
     pre = tiny("annotated", label_smoothing=0.2)
-    # At a learning rate of at most 1.4e-3: a larger one would amplify rounding.
-    short: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}
-    for name, config, settings in (
-        ("paper", paper, TrainingConfig(**short)),
-        ("pre", pre, TrainingConfig(**short, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2)),
-    ):
-        config = config.replace(dropout=DropoutRates(embedding=0.0, residual=0.0))
-        inputs = _with_labels(_ids(config), config)
-        dtypes = ("float64", "float32") if name == "paper" else ("float64",)
-        yield Case(f"steps/{name}", "optimizer steps", config, "", inputs, dtypes=dtypes, rung=STEPS, settings=settings)
+    yield replace(_step_case("paper", paper, TrainingConfig(**_SHORT)), dtypes=("float64", "float32"))
+    clipped = TrainingConfig(**_SHORT, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2)
+    yield _step_case("pre", pre, clipped)
+
+
+# At a learning rate of at most 1.4e-3: a larger one would amplify rounding.
+_SHORT: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}
+
+
+def _step_case(name: str, config: TransformerConfig, settings: TrainingConfig) -> Case:
+    config = config.replace(dropout=DropoutRates(embedding=0.0, residual=0.0))
+    inputs = _with_labels(_ids(config), config)
+    dtypes = ("float64",)
+    return Case(f"steps/{name}", "optimizer steps", config, "", inputs, dtypes=dtypes, rung=STEPS, settings=settings)
 
 
 def search_cases(preset: str) -> Iterator[Case]:
@@ -288,14 +325,19 @@ def _searches() -> Iterator[Case]:
 
 
 def _search_cases(
-    name: str, config: TransformerConfig, dtypes: tuple[str, ...], seed: int = 0, length_penalty: float = 0.6
+    name: str,
+    config: TransformerConfig,
+    dtypes: tuple[str, ...],
+    seed: int = 0,
+    length_penalty: float = 0.6,
+    num_hypotheses: int = 3,
 ) -> Iterator[Case]:
     ids = _ids(config)
     target_ids = ids["target_ids"][:, :STEPWISE].copy()
     target_ids[:, 0] = config.bos_id
     for kind, search in {
         "greedy": SearchOptions(max_length=LONGEST),
-        "beam": SearchOptions(4, length_penalty, LONGEST, num_hypotheses=3),
+        "beam": SearchOptions(4, length_penalty, LONGEST, num_hypotheses),
     }.items():
         yield Case(
             f"decode/{name}_{kind}",

@@ -13,13 +13,15 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.search_plan import SearchResult
 from transformer_parity import observe
 from transformer_parity.cases import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
-from transformer_parity.decoding import Decoded, explain, score, score_budget, summary
+from transformer_parity.decoding import Decoded, SearchOptions, explain, score, score_budget, summary
 from transformer_parity.policy import budget, relative_error
-from transformer_parity.ports import PORTS, LoadedPackage, LoadedPort, Port
+from transformer_parity.ports import PORTS, LoadedPackage, LoadedPort, MissingAbilityError, Port
 
 AGREES, DIVERGES, IMPRECISE, FAILED = "agrees", "diverges", "imprecise", "failed"
+SKIPPED = "skipped"  # the port does not offer it: counted, and never a pass
 OUTPUT = "output"  # the name under which a block's return value is compared when no tap is on
 ROUND_TRIP = "round trip"
 TOKENS, SCORES = "tokens", "scores"  # of a search
@@ -52,6 +54,9 @@ class Finding:
         return {**asdict(self), "share": self.share}
 
 
+Kept = dict[tuple[str, str], dict[str, ndarray]]  # by case and dtype: what the port showed, in the order of computation
+
+
 @dataclass(frozen=True)
 class Setting:
     """How ports are run."""
@@ -71,7 +76,11 @@ class Expected:
 
 
 def compare(
-    cases: Iterable[Case], port: Port, setting: Setting, progress: Callable[[str], None] = lambda text: None
+    cases: Iterable[Case],
+    port: Port,
+    setting: Setting,
+    progress: Callable[[str], None] = lambda text: None,
+    kept: Kept | None = None,
 ) -> Iterator[Finding]:
     """Run every case on a port in every dtype and yield each comparison as it is made.
 
@@ -80,6 +89,7 @@ def compare(
         port: What to run it on.
         setting: Dtypes, device and precision.
         progress: Told what is about to run.
+        kept: Receives all that the port showed in each case in which something failed.
     """
     for _, group in groupby(cases, key=_model):
         same_model = list(group)
@@ -87,7 +97,7 @@ def compare(
         for dtype in setting.dtypes:
             runs = [case for case in same_model if dtype in case.dtypes]
             if runs:
-                yield from _compare_group(runs, port, dtype, setting, _given(weights, dtype), progress)
+                yield from _compare_group(runs, port, dtype, setting, given(weights, dtype), progress, kept)
 
 
 def _model(case: Case) -> tuple[Any, ...]:
@@ -102,37 +112,48 @@ def _compare_group(
     setting: Setting,
     weights: Mapping[str, ndarray],
     progress: Callable[[str], None],
+    kept: Kept | None,
 ) -> Iterator[Finding]:
     """Load one model and run all cases that use it."""
     config = cases[0].config
 
     def failed(case: Case, error: Exception) -> Finding:  # a finding, not a crash of the comparison
+        if isinstance(error, MissingAbilityError):
+            return _skipped(port.name, dtype, case, "run", str(error))
         message = f"{type(error).__name__}: {error}"
         return Finding(port.name, dtype, case.component, case.name, "run", OUTPUT, math.inf, 0.0, FAILED, message)
 
+    left_out = getattr(port, "left_out", {})
+    yield from (_skipped(port.name, dtype, case, "run", left_out[case.name]) for case in cases if case.name in left_out)
+    cases = [case for case in cases if case.name not in left_out]
+    if not cases:
+        return
     progress(f"{dtype} {cases[0].name}")
     truth = PORTS["numpy"].load(config, weights, "float64", "cpu", "highest")
     same_dtype = PORTS["numpy"].load(config, weights, "float32", "cpu", "highest") if dtype == "float32" else None
     try:
         loaded = port.load(config, weights, dtype, setting.device, setting.precision)
-        problem = _round_trip(loaded, weights, dtype)
+        yield _round_trip(port.name, cases[0], loaded, weights, dtype)
     except Exception as error:
         yield from (failed(case, error) for case in cases)
         return
-    distance, verdict = (math.inf, DIVERGES) if problem else (0.0, AGREES)
-    yield Finding(port.name, dtype, "weights", cases[0].name, "load", ROUND_TRIP, distance, 0.0, verdict, problem)
 
     for case in cases:
         progress(f"{dtype} {case.name}")
-        inputs = _given(case.inputs, dtype)
+        inputs = given(case.inputs, dtype)
+        shown: dict[str, ndarray] = {}
         try:
             if case.rung == ACTIVATIONS:
                 expected = _expect(case.block, inputs, truth, same_dtype)
-                yield from _compare_case(case, loaded, inputs, expected, port.name, dtype, setting)
+                findings = _compare_case(case, loaded, inputs, expected, port.name, dtype, setting, shown)
             elif case.rung == DECODE:
-                yield from _compare_decoding(case, loaded, inputs, truth, same_dtype, port.name, dtype)
+                findings = _compare_decoding(case, loaded, inputs, truth, same_dtype, port.name, dtype, shown)
             else:
-                yield from _compare_training(case, loaded, inputs, truth, same_dtype, port.name, dtype)
+                findings = _compare_training(case, loaded, inputs, truth, same_dtype, port.name, dtype, shown)
+            for finding in findings:
+                if kept is not None and finding.verdict not in (AGREES, SKIPPED):
+                    kept[case.name, dtype] = shown
+                yield finding
         except Exception as error:
             yield failed(case, error)
 
@@ -158,21 +179,26 @@ def _compare_case(
     backend: str,
     dtype: str,
     setting: Setting,
+    shown: dict[str, ndarray],
 ) -> Iterator[Finding]:
     """Compare every tap, then the output on the fast path."""
 
     def judge(path: str, tap: str, actual: ndarray, truth: ndarray) -> Finding:
         allowed = budget(tap, dtype, expected.yardstick.get(tap, 0.0), setting.precision, setting.device)
-        problem = _structure(actual, truth, dtype)
+        problem = structure_problem(actual, truth, dtype)
         error = math.inf if problem else relative_error(actual, truth)
         verdict = AGREES if error <= allowed else DIVERGES if problem or dtype == "float64" else IMPRECISE
         return Finding(backend, dtype, case.component, case.name, path, tap, error, allowed, verdict, problem)
 
     result = loaded.run(case.block, inputs, taps=True)
-    if list(result.taps) != list(expected.taps):
-        problem = _name_problem(result.taps, expected.taps)
+    shown.update(result.taps, **{OUTPUT: result.output})
+    promised = {tap: truth for tap, truth in expected.taps.items() if loaded.shows(tap)}
+    if list(result.taps) != list(promised):
+        problem = name_problem(result.taps, promised)
         yield Finding(backend, dtype, case.component, case.name, "taps", "names", math.inf, 0.0, DIVERGES, problem)
-    for tap, truth in expected.taps.items():
+    if hidden := len(expected.taps) - len(promised):
+        yield _skipped(backend, dtype, case, "taps", f"{hidden} of {len(expected.taps)} taps are not shown")
+    for tap, truth in promised.items():
         if tap in result.taps:
             yield judge("taps", tap, result.taps[tap], truth)
     yield judge("taps", OUTPUT, result.output, expected.output)
@@ -188,25 +214,35 @@ def _compare_training(
     same_dtype: LoadedPort | None,
     backend: str,
     dtype: str,
+    shown: dict[str, ndarray],
 ) -> Iterator[Finding]:
     """Compare loss and gradients, or losses, weights and moments after some steps."""
-    expected = _observe(case, truth, inputs, dtype)
+    expected = observe_training(case, truth, inputs, dtype)
     if not all(np.isfinite(value).all() for value in expected.values()):
         raise ValueError("the reference itself is not finite here")
-    rounded = {} if same_dtype is None or case.rung == STEPS else _observe(case, same_dtype, inputs, dtype)
+    rounded = {} if same_dtype is None or case.rung == STEPS else observe_training(case, same_dtype, inputs, dtype)
     yardstick = {name: observe.error(name, rounded, expected) for name in rounded}
-    actual = _observe(case, loaded, inputs, dtype)
+    actual = observe_training(case, loaded, inputs, dtype)
+    shown.update(actual)
     path = "fast" if case.rung == STEPS else "taps"
 
     def found(name: str, error: float, allowed: float, problem: str = "") -> Finding:
         verdict = AGREES if error <= allowed else DIVERGES if problem or dtype == "float64" else IMPRECISE
         return Finding(backend, dtype, case.component, case.name, path, name, error, allowed, verdict, problem)
 
+    if actual.keys() & {name for name in expected if name.startswith("at ")}:
+        promised = {name for name in expected if not name.startswith("at ") or loaded.shows(name.removeprefix("at "))}
+        expected = {name: value for name, value in expected.items() if name in promised}
+    for what, starts in observe.OPTIONAL.items():
+        names = [name for name in expected if starts(name)]
+        if names and not any(name in actual for name in names):  # all or nothing
+            yield _skipped(backend, dtype, case, path, f"{len(names)} {what} are not shown")
+            expected = {name: value for name, value in expected.items() if name not in names}
     if sorted(actual) != sorted(expected):
-        yield found("names", math.inf, 0.0, _name_problem(sorted(actual), sorted(expected)))
+        yield found("names", math.inf, 0.0, name_problem(sorted(actual), sorted(expected)))
     for name, value in expected.items():
         if name in actual:
-            problem = _structure(actual[name], value, dtype if value.ndim else "float64")
+            problem = structure_problem(actual[name], value, dtype if value.ndim else "float64")
             error = math.inf if problem else observe.error(name, actual, expected)
             whole = yardstick.get(observe.WHOLE, 0.0)
             yield found(name, error, observe.budget(name, dtype, yardstick.get(name, 0.0), whole), problem)
@@ -220,6 +256,7 @@ def _compare_decoding(
     same_dtype: LoadedPackage | None,
     backend: str,
     dtype: str,
+    shown: dict[str, ndarray],
 ) -> Iterator[Finding]:
     """Compare the cache, then the tokens that a search finds, then the scores of what it found."""
     options, source_ids = case.search, inputs["source_ids"]
@@ -232,42 +269,56 @@ def _compare_decoding(
         return Finding(backend, dtype, case.component, case.name, path, tap, error, allowed, verdict, problem or detail)
 
     if options.beam_size is None:  # one position after another must yield what all at once do
-        logits = loaded.decode_stepwise(source_ids, inputs["target_ids"])
-        whole = exact(source_ids, inputs["target_ids"])
-        usual = 0.0 if rounded is None else relative_error(rounded(source_ids, inputs["target_ids"]), whole)
-        problem = _structure(logits, whole, dtype)
-        error = math.inf if problem else relative_error(logits, whole)
-        yield judge("cached", "logits", error, budget("logits", dtype, usual), "", problem)
+        try:
+            shown["logits"] = logits = loaded.decode_stepwise(source_ids, inputs["target_ids"])
+            whole = exact(source_ids, inputs["target_ids"])
+            usual = 0.0 if rounded is None else relative_error(rounded(source_ids, inputs["target_ids"]), whole)
+            problem = structure_problem(logits, whole, dtype)
+            error = math.inf if problem else relative_error(logits, whole)
+            yield judge("cached", "logits", error, budget("logits", dtype, usual), "", problem)
+        except MissingAbilityError as missing:
+            yield _skipped(backend, dtype, case, "cached", str(missing))
 
     expected = truth.search(source_ids, options)
     found = Decoded.by(partial(loaded.search, source_ids, options))
     ids, scores = found.result.nbest_ids, found.result.nbest_scores
+    shown.update(searched(found.result, options))
+    has_scores = not np.isnan(scores).all()
     shape = (*expected.nbest_ids.shape[:2], *ids.shape[2:])
     problem = "" if ids.shape == shape else f"shape must be {list(shape)}: got {list(ids.shape)}"
-    if problem := problem or _structure(scores, expected.nbest_scores, dtype):
+    if problem := problem or (structure_problem(scores, expected.nbest_scores, dtype) if has_scores else ""):
         yield judge("fast", TOKENS, math.inf, 0.0, "", problem)
         return
     doubts = explain(exact, rounded, source_ids, found, expected.nbest_ids, options)
     worst = max(doubts, key=lambda doubt: (not doubt.is_near_tie, doubt.margin), default=None)
     problem = summary(doubts) if worst and worst.margin == math.inf else ""  # which no rounding explains
     yield judge("fast", TOKENS, worst.margin if worst else 0.0, worst.noise if worst else 0.0, summary(doubts), problem)
+    if not has_scores:
+        yield _skipped(backend, dtype, case, "fast", "scores are not shown")
+        return
     known = score(exact, source_ids, ids, options)
     usual_scores = None if rounded is None else score(rounded, source_ids, ids, options)
     yield judge("fast", SCORES, relative_error(scores, known), score_budget(known, usual_scores))
 
 
-def _observe(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
+def searched(result: SearchResult, options: SearchOptions) -> dict[str, ndarray]:
+    """Return what a search found as tensors of fixed shapes; padding is 0, and any token above."""
+    ids = result.nbest_ids
+    tokens = np.zeros((*ids.shape[:2], max(options.max_length or 0, ids.shape[2])))
+    tokens[..., : ids.shape[2]] = ids + 1
+    return {TOKENS: tokens} if np.isnan(result.nbest_scores).all() else {TOKENS: tokens, SCORES: result.nbest_scores}
+
+
+def observe_training(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
+    """Return what a case of gradients or optimizer steps shows of a model."""
     if case.rung == GRADIENTS:
         return observe.gradients(loaded, inputs)
     if case.settings is None:
         raise ValueError(f"case {case.name} has no training settings")
-    # Another batch each time, of the same shape: the sentences change places with one another's targets.
-    source_ids = inputs["source_ids"]
-    batches = [{**inputs, "source_ids": np.roll(source_ids, shift, axis=0)} for shift in range(len(source_ids))]
-    return observe.steps(loaded, batches, case.settings, observe.last_step(dtype))
+    return observe.steps(loaded, observe.shifted(inputs), case.settings, observe.last_step(dtype))
 
 
-def _given(arrays: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
+def given(arrays: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
     """Return what a port is given: arrays it cannot write to, rounded to bfloat16 beforehand where that is the dtype.
 
     Both sides start from the same numbers, and a port that changes its caller's arrays is found out.
@@ -280,7 +331,7 @@ def _given(arrays: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
     return given
 
 
-def _structure(actual: ndarray, truth: ndarray, dtype: str) -> str:
+def structure_problem(actual: ndarray, truth: ndarray, dtype: str) -> str:
     """Say what is wrong with a tensor before any number is compared; empty if nothing is."""
     if actual.shape != truth.shape:
         return f"shape must be {list(truth.shape)}: got {list(actual.shape)}"
@@ -291,11 +342,19 @@ def _structure(actual: ndarray, truth: ndarray, dtype: str) -> str:
     return ""
 
 
-def _round_trip(loaded: LoadedPort, weights: Mapping[str, ndarray], dtype: str) -> str:
-    """Say which weights do not come back bit by bit; empty if all do."""
-    back = loaded.export()
+def _round_trip(backend: str, case: Case, loaded: LoadedPort, weights: Mapping[str, ndarray], dtype: str) -> Finding:
+    """Compare the weights that come back with those that were given, bit by bit."""
+    try:
+        problem = _weights_problem(loaded.export(), weights, dtype)
+    except MissingAbilityError as missing:
+        return _skipped(backend, dtype, case, "load", str(missing))
+    distance, verdict = (math.inf, DIVERGES) if problem else (0.0, AGREES)
+    return Finding(backend, dtype, "weights", case.name, "load", ROUND_TRIP, distance, 0.0, verdict, problem)
+
+
+def _weights_problem(back: Mapping[str, ndarray], weights: Mapping[str, ndarray], dtype: str) -> str:
     if sorted(back) != sorted(weights):
-        return _name_problem(back, weights)
+        return name_problem(back, weights)
     for name, array in weights.items():
         wanted = array.astype(dtype)
         if back[name].dtype != wanted.dtype or back[name].tobytes() != wanted.tobytes():
@@ -303,7 +362,12 @@ def _round_trip(loaded: LoadedPort, weights: Mapping[str, ndarray], dtype: str) 
     return ""
 
 
-def _name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
+def _skipped(backend: str, dtype: str, case: Case, path: str, why: str) -> Finding:
+    return Finding(backend, dtype, case.component, case.name, path, "", 0.0, 0.0, SKIPPED, why)
+
+
+def name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
+    """Say in what two different lists of names differ."""
     actual, expected = list(actual), list(expected)
     if missing := [name for name in expected if name not in actual]:
         return f"missing {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

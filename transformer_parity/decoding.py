@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy import search
 from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import log_softmax
 from reference_numpy.search_plan import EXTRA_LENGTH, SearchResult, length_penalty
@@ -245,6 +246,8 @@ def follow(judge: Judge, sentence: int, found: Decoded, options: SearchOptions) 
     returned = [tokens_of(ids, config) for ids in found.result.nbest_ids[sentence]]
     if options.beam_size is None:
         return _follow_greedy(judge, sentence, returned[0], limit)
+    if np.isnan(found.result.scores).all():  # a port that is not asked for more than what came out of its beam
+        return _weigh(judge, sentence, returned[0], options, limit)
     alive = [[tokens_of(ids, config) for ids in step[sentence]] for step in found.shown]
     alive = [[tokens for tokens in step if tokens] for step in alive]
     return _BeamFollower(judge, sentence, options, limit).follow(alive, [tokens for tokens in returned if tokens])
@@ -287,6 +290,24 @@ def _follow_greedy(judge: Judge, sentence: int, tokens: Tokens, limit: int) -> l
     if eos_id in tokens[:-1] or not (len(tokens) == limit or (tokens[-1:] == (eos_id,) and len(tokens) < limit)):
         doubts.append(Doubt(sentence, len(tokens), math.inf, 0.0, "the hypothesis does not end where it should"))
     return doubts
+
+
+def _weigh(judge: Judge, sentence: int, tokens: Tokens, options: SearchOptions, limit: int) -> list[Doubt]:
+    """Compare the score of a hypothesis with that of the one which the reference returns."""
+    truth, eos_id = judge.truth, judge.truth.config.eos_id
+    if eos_id in tokens[:-1] or not tokens or (tokens[-1] != eos_id and len(tokens) != limit):
+        return [Doubt(sentence, len(tokens), math.inf, 0.0, "the hypothesis does not end where it should")]
+    best = options.search(search, truth, judge.source[None]).ids[0]
+    candidates = [tokens, tokens_of(best, truth.config)]
+    ids = np.full((1, 2, max(map(len, candidates))), truth.config.pad_id)
+    for row, candidate in zip(ids[0], candidates, strict=True):
+        row[: len(candidate)] = candidate
+    exact = score(truth, judge.source[None], ids, options)
+    usual = None if judge.rounded is None else score(judge.rounded, judge.source[None], ids, options)
+    noise = score_budget(exact, usual) * float(np.abs(exact).max())
+    margin = float(exact[0, 1] - exact[0, 0])
+    what = "less" if margin > 0.0 else "more, so that it was not found by such a beam"
+    return [Doubt(sentence, 0, abs(margin), noise, f"{_shortened(tokens)} is returned, and scores {what}")]
 
 
 class _BeamFollower:

@@ -45,14 +45,20 @@ class LoadedPort(Protocol):
     def export(self) -> dict[str, ndarray]:
         """Return every parameter by its canonical name."""
 
-    def run(self, block: str, inputs: Mapping[str, ndarray], *, taps: bool) -> Result:
+    def run(
+        self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
+    ) -> Result:
         """Run one block in inference mode.
 
         Args:
             block: The path of the block; empty for the whole model.
             inputs: Arrays by the name of the block's argument. Floats arrive in float64, ids as integers.
             taps: True records every tap; False runs the way a user runs it for speed, and records none.
+            given: What to go on with behind a tap, by its name, in place of what was computed and recorded.
         """
+
+    def shows(self, tap: str) -> bool:
+        """Whether the port promises to show a tap, where the model has it."""
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss of a batch (source_ids, target_ids, labels) and its gradients, in inference mode."""
@@ -80,6 +86,10 @@ class Port(Protocol):
         """Build a model that holds a copy of the weights."""
 
 
+class MissingAbilityError(Exception):
+    """Something that this port does not offer: it is skipped and counted, and never passes."""
+
+
 class MissingFrameworkError(Exception):
     """A framework that was asked for is not installed; the message has the install line."""
 
@@ -96,12 +106,21 @@ class LoadedPackage:
         """Return every parameter by its canonical name."""
         return self.model.export_weights()
 
-    def run(self, block: str, inputs: Mapping[str, ndarray], *, taps: bool) -> Result:
+    def run(
+        self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
+    ) -> Result:
         """Run one block in inference mode; with taps off, the way a user runs it for speed."""
-        rounded = {name: x.astype(self.dtype) if x.dtype == np.float64 else x for name, x in inputs.items()}
-        arrays = {name: self.to_array(x) for name, x in rounded.items()}
-        output, seen = self.run_tapped(block, arrays) if taps else (self.run_fast(block, arrays), {})
+        arrays, instead = self._to_arrays(inputs), self._to_arrays(given or {})
+        output, seen = self.run_tapped(block, arrays, instead) if taps else (self.run_fast(block, arrays), {})
         return Result(self.to_numpy(output), {name: self.to_numpy(value) for name, value in seen.items()})
+
+    def shows(self, tap: str) -> bool:
+        """Whether the port promises to show a tap: ours show all."""
+        return True
+
+    def _to_arrays(self, arrays: Mapping[str, ndarray]) -> dict[str, Any]:
+        rounded = {name: x.astype(self.dtype) if x.dtype == np.float64 else x for name, x in arrays.items()}
+        return {name: self.to_array(x) for name, x in rounded.items()}
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss of a batch and its gradients."""
@@ -119,9 +138,9 @@ class LoadedPackage:
         """Return what trains this model."""
         return self.package.Trainer(self.model, settings, seed)
 
-    def run_tapped(self, block: str, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Run a block of the model with every tap recorded."""
-        return _call_tapped(self.find(self.model, block), arrays)
+        return _call_tapped(self.find(self.model, block), arrays, given)
 
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         """Run a block of the model the way a user runs it for speed."""
@@ -142,10 +161,26 @@ class LoadedPackage:
         return np.asarray(array)
 
 
-def _call_tapped(function: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+class Replay(Recorder):
+    """A tap that keeps what it is shown, and goes on with something else where that is given."""
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Keep the value, and return it or what is given in its place."""
+        return self.replace.get(name, self._keep(name, value))
+
+    def _keep(self, name: str, value: Any) -> Any:
+        if name in self:
+            raise ValueError(f"tap {name} fired twice")
+        self[name] = value
+        return value
+
+
+def _call_tapped(
+    function: Callable[..., Any], arrays: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Call a block with every tap recorded; norms and embeddings have none."""
     written = getattr(function, "forward", None) or getattr(function, "call", None) or function
-    recorder = Recorder()
+    recorder = Replay(replace=given)
     tap = {"tap": recorder} if "tap" in inspect.signature(written).parameters else {}
     return function(**arrays, **tap), OrderedDict(recorder)  # of a plain dict, jax.jit would sort the keys
 
@@ -174,11 +209,11 @@ class _LoadedTorch(LoadedPackage):
             return array.contiguous().view(torch.int16).numpy().view("bfloat16")
         return array.numpy()
 
-    def run_tapped(self, block: str, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         import torch
 
         with torch.inference_mode():
-            return super().run_tapped(block, arrays)
+            return super().run_tapped(block, arrays, given)
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
         import torch
@@ -199,15 +234,15 @@ class _LoadedJax(LoadedPackage):
 
         return jax.device_put(array.copy(), self.model.device)
 
-    def run_tapped(self, block: str, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         from flax import nnx
 
-        return self._jitted(tapped=True)(*nnx.split(self.model), block, arrays)
+        return self._jitted(tapped=True)(*nnx.split(self.model), block, arrays, given)
 
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         from flax import nnx
 
-        return self._jitted(tapped=False)(*nnx.split(self.model), block, arrays)
+        return self._jitted(tapped=False)(*nnx.split(self.model), block, arrays, {})
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
         import jax
@@ -226,9 +261,9 @@ class _LoadedJax(LoadedPackage):
         import jax
         from flax import nnx
 
-        def run(graphdef: Any, state: Any, block: str, arrays: dict[str, Any]) -> Any:
+        def run(graphdef: Any, state: Any, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> Any:
             function = self.find(nnx.merge(graphdef, state), block)
-            return _call_tapped(function, arrays) if tapped else function(**arrays)
+            return _call_tapped(function, arrays, given) if tapped else function(**arrays)
 
         key = (self.package.__name__, tapped)
         if key not in _JITTED:
@@ -255,11 +290,11 @@ class _LoadedTf(LoadedPackage):
     def to_numpy(self, array: Any) -> ndarray:
         return array.numpy()
 
-    def run_tapped(self, block: str, arrays: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         import tensorflow as tf
 
         with tf.device(self.model.device):
-            return super().run_tapped(block, arrays)
+            return super().run_tapped(block, arrays, given)
 
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         import tensorflow as tf

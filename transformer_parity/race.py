@@ -20,7 +20,7 @@ from transformer_parity.bench import DisagreementError, Entry
 from transformer_parity.compare import AGREES, DIVERGES, FAILED
 from transformer_parity.workers import PATIENCE, THREAD_SWITCHES
 
-SWITCHES = (*THREAD_SWITCHES, "VECLIB_MAXIMUM_THREADS", "PJRT_NPROC")  # the last: XLA's, behind JAX
+SWITCHES = (*THREAD_SWITCHES, "VECLIB_MAXIMUM_THREADS")
 PAUSE = 0.25  # seconds between two runs: threads that are out of work go on spinning for up to 0.2 (Intel's OpenMP)
 
 

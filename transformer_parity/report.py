@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, OUTPUT, TOKENS, Finding
+from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, OUTPUT, SKIPPED, TOKENS, Finding
 from transformer_parity.policy import POLICY
 
 EXIT_CODES = {AGREES: 0, DIVERGES: 1, IMPRECISE: 2, FAILED: 3}
-SEVERITY = (AGREES, IMPRECISE, FAILED, DIVERGES)
-WORDS = {AGREES: "ok", IMPRECISE: "IMPRECISE", DIVERGES: "DIVERGES", FAILED: "FAILED"}
-STYLES = {AGREES: "green", IMPRECISE: "yellow", DIVERGES: "bold red", FAILED: "bold magenta"}
+SEVERITY = (SKIPPED, AGREES, IMPRECISE, FAILED, DIVERGES)
+WORDS = {SKIPPED: "skip", AGREES: "ok", IMPRECISE: "IMPRECISE", DIVERGES: "DIVERGES", FAILED: "FAILED"}
+STYLES = {SKIPPED: "dim", AGREES: "green", IMPRECISE: "yellow", DIVERGES: "bold red", FAILED: "bold magenta"}
 SENTENCES = "sentences"  # the component of real text
 _FLOAT32 = POLICY["float32"]
 TITLES = {
@@ -36,19 +36,21 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def overall(findings: Iterable[Finding]) -> str:
-    """Return the worst verdict; nothing compared is a failure.
+    """Return the worst verdict; nothing compared, or everything skipped, is a failure.
 
     A loss of precision is only precision where float64 was compared too: without it, any mistake looks like one.
     """
     findings = list(findings)
     verdict = max((finding.verdict for finding in findings), key=SEVERITY.index, default=FAILED)
-    return FAILED if verdict == IMPRECISE and undecided(findings) else verdict
+    if verdict == SKIPPED or (verdict == IMPRECISE and undecided(findings)):
+        return FAILED
+    return verdict
 
 
 def undecided(findings: Iterable[Finding]) -> list[str]:
     """Return the backends that lost precision and were not compared in float64."""
     findings = list(findings)
-    decided = {finding.backend for finding in findings if finding.dtype == "float64"}
+    decided = {finding.backend for finding in findings if finding.dtype == "float64" and finding.verdict != SKIPPED}
     return sorted({finding.backend for finding in findings if finding.verdict == IMPRECISE} - decided)
 
 
@@ -95,7 +97,7 @@ def print_problems(console: Console, findings: Sequence[Finding], limit: int = 8
     """Print, per backend and case, the first tap that failed: what comes later may only have inherited it."""
     first: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
-        if finding.verdict != AGREES:
+        if finding.verdict not in (AGREES, SKIPPED):
             first.setdefault((finding.backend, finding.dtype, finding.case), finding)
     for finding in list(first.values())[:limit]:
         detail = finding.detail or (
@@ -120,14 +122,27 @@ def print_near_ties(console: Console, findings: Sequence[Finding]) -> None:
         console.print(f"NEAR-TIE  {finding.backend} {finding.dtype} {finding.case}: {finding.detail}")
 
 
+def print_skips(console: Console, findings: Sequence[Finding]) -> None:
+    """Print what was not compared because a port does not offer it: once, with how often."""
+    why: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        if finding.verdict == SKIPPED:
+            why.setdefault((finding.backend, finding.detail), []).append(finding)
+    for (backend, detail), group in why.items():
+        where = ", ".join(dict.fromkeys(finding.case for finding in group))
+        console.print(Text("SKIPPED  ", STYLES[SKIPPED]) + Text(f" {backend}: {detail} ({where})", "default"))
+
+
 def verdict_line(findings: Sequence[Finding], backends: Sequence[str], seconds: float) -> Text:
     """Return the last line: one word, then what it stands on."""
     verdict = overall(findings)
+    skipped = [finding for finding in findings if finding.verdict == SKIPPED]
     cases = len({finding.case for finding in findings if finding.case})
     counted = ", ".join(
         f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
-        for number, word in ((len(backends), "port"), (cases, "case"), (len(findings), "comparison"))
+        for number, word in ((len(backends), "port"), (cases, "case"), (len(findings) - len(skipped), "comparison"))
     )
+    counted += f", {len(skipped)} skipped" if skipped else ""
     if verdict == AGREES:
         finding = worst(findings)
         counted += f"; the largest uses {_percent(finding.share)} of its budget ({finding.backend} {finding.dtype}"
@@ -135,7 +150,7 @@ def verdict_line(findings: Sequence[Finding], backends: Sequence[str], seconds: 
         if near_ties := sum(map(is_near_tie, findings)):
             counted += f"; {near_ties} searches with near-ties"
     else:
-        failing = [finding for finding in findings if finding.verdict != AGREES]
+        failing = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
         counted += f"; {len(failing):,} failed"
     word = {AGREES: "AGREE", DIVERGES: "DIVERGE", IMPRECISE: "IMPRECISE", FAILED: "INCOMPLETE"}[verdict]
     return Text(word, STYLES[verdict]) + Text(f"  {counted}; {seconds:.0f} s.", "default")
@@ -169,8 +184,8 @@ def _cell(findings: Sequence[Finding], share: bool = True) -> Text:
     if not findings:
         return Text("-", "dim")
     finding = worst(findings)
-    if finding.verdict == FAILED:
-        return Text(WORDS[FAILED], STYLES[FAILED])
+    if finding.verdict in (FAILED, SKIPPED):
+        return Text(WORDS[finding.verdict], STYLES[finding.verdict])
     error = "exact" if finding.error == 0.0 else f"{finding.error:.1e}"
     if share:
         error += f" {_percent(finding.share):>6} {WORDS[finding.verdict]}"

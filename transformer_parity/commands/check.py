@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -18,27 +16,31 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 import reference_numpy as ref
 from reference_numpy.config import PRESETS, TransformerConfig
+from transformer_parity.audit import Fate
 from transformer_parity.cases import ACTIVATIONS, RUNGS, STEPS, Case, deck, gradient_case, preset_case, search_cases
-from transformer_parity.commands import add_backends, one_or_more
+from transformer_parity.commands import add_backends, one_or_more, positive
 from transformer_parity.commands.info import describe_machine
-from transformer_parity.compare import AGREES, FAILED, Finding, Setting
+from transformer_parity.compare import FAILED, Finding, Setting
+from transformer_parity.html_report import write_html
+from transformer_parity.inquiries import print_audit, print_inquiry, to_row
+from transformer_parity.investigate import Inquiry
+from transformer_parity.junit import write_junit
 from transformer_parity.policy import EPS
 from transformer_parity.ports import PORTS, MissingFrameworkError
 from transformer_parity.report import (
     EXIT_CODES,
     SENTENCES,
     exit_code,
-    is_near_tie,
-    overall,
     print_depth,
     print_near_ties,
     print_problems,
+    print_skips,
     print_summary,
-    summarise,
     verdict_line,
 )
+from transformer_parity.result import build, write_json
 from transformer_parity.text import SPECIAL, VOCAB_SIZE, Vocabulary, batch, pick, read_pairs
-from transformer_parity.workers import Message, failure, run_all
+from transformer_parity.workers import SILENCE, Message, failure, port_cases, run_all
 
 EXAMPLES = """
 examples:
@@ -48,6 +50,8 @@ examples:
   parity check --text train.en.gz train.de.gz        your own sentences
   parity check --weights model.safetensors           your own weights
   parity check --device gpu --precision fast         what TF32 costs
+  parity check --port my_package.my_module:MyPort    a port of yours; `parity init-port` writes one to start from
+  parity check --port mine:Port --html report.html   and a page to look at
 
 exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
 """
@@ -63,7 +67,24 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_backends(parser, list(PORTS))
+    add_backends(parser, None, "all four, or none beside --port")
+    parser.add_argument(
+        "--port",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="a port of yours (see `parity init-port`), or the name under which one is registered; may be repeated",
+    )
+    parser.add_argument(
+        "--isolate",
+        action="append",
+        default=[],
+        metavar="PORT=PYTHON",
+        help="every port runs in a process of its own; this one by another interpreter: ../other/.venv/bin/python",
+    )
+    parser.add_argument(
+        "--timeout", type=positive, default=int(SILENCE), metavar="SECONDS", help="end a port that is silent so long"
+    )
     parser.add_argument("--dtype", type=one_or_more(EPS), default=list(EPS), metavar=",".join(EPS), help="default: all")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
     parser.add_argument(
@@ -92,39 +113,123 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--sentences", type=int, default=16, metavar="N", help="pairs to run, default: 16")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write it for a CI server")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as one page with pictures")
+    parser.add_argument(
+        "--failures",
+        type=Path,
+        default=Path("parity-failures"),
+        metavar="DIR",
+        help="where what a guilty block was given is saved (default: parity-failures)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit code."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    if options.backends is None:
+        options.backends = [] if options.port else list(PORTS)
     ports = [name for name in options.backends if name != "numpy"]
     try:
-        if not ports:
+        if not ports and not options.port:
             raise ValueError("numpy is the reference: name at least one port to compare with it")
         _check_options(options)
         for name in ports:
             PORTS[name].check_installed()
         setting = Setting(options.dtype, options.device, options.precision)
-        cases = _choose_cases(options, console)
+        cases = _choose_cases(options, console) if ports else []
+        interpreters = _interpreters(options)
     except (MissingFrameworkError, OSError, ValueError) as error:
         print(f"parity check: error: {error}", file=sys.stderr)
         return EXIT_CODES[FAILED]
 
     started = time.monotonic()
-    findings, environment = _compare(ports, cases, setting, console)
+    # Only in its own process is known what a port of the user's is.
+    plugins = dict.fromkeys(options.port, partial(port_cases, rungs=tuple(options.rung)))
+    messages = run_all(
+        [*ports, *plugins],
+        {**dict.fromkeys(ports, cases), **plugins},
+        setting,
+        interpreters=interpreters,
+        timeout=options.timeout,
+        failures=options.failures.absolute(),
+        attention=options.html is not None,
+    )
+    outcome = Outcome({"numpy": ref.describe()})
+    _listen(messages, [*ports, *plugins], cases, setting, console, outcome)
     seconds = time.monotonic() - started
+    return _report(options, outcome, [*ports, *options.port], setting, cases, seconds, console)
+
+
+@dataclass
+class Outcome:
+    """All that the workers said."""
+
+    environment: dict[str, dict[str, str]]
+    findings: list[Finding] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)  # by which findings call what was asked for
+    audits: dict[str, tuple[Fate, ...]] = field(default_factory=dict)
+    inquiries: list[Inquiry] = field(default_factory=list)
+
+
+def _report(
+    options: argparse.Namespace,
+    outcome: Outcome,
+    asked: Sequence[str],
+    setting: Setting,
+    cases: Sequence[Case],
+    seconds: float,
+    console: Console,
+) -> int:
+    """Print what was found, write the files that were asked for, and return the exit code."""
+    findings = outcome.findings
+    ports = [outcome.names.get(name, name.rpartition(":")[2]) for name in asked]
+    for name, fates in outcome.audits.items():
+        print_audit(console, name, fates)
     print_summary(console, findings, ports)
     print_depth(console, findings, ports)
     print_near_ties(console, findings)
     print_problems(console, findings)
+    for inquiry in outcome.inquiries:
+        print_inquiry(console, inquiry)
+    print_skips(console, findings)
     for what in _left_out(options):
         console.print(f"NOT TESTED: {what}")
     console.print(verdict_line(findings, ports, seconds))
-    code = exit_code(findings)
-    if options.json is not None:
-        _write_json(options, code, findings, environment, setting)
-    return code
+    result = build(
+        findings,
+        ports,
+        setting,
+        outcome.environment,
+        describe_machine(),
+        cases=cases,
+        weights=options.weights,
+        text=options.text or (),
+        not_tested=_left_out(options),
+        blames=[inquiry.blame for inquiry in outcome.inquiries if inquiry.blame],
+        diagnoses=[to_row(inquiry) for inquiry in outcome.inquiries if inquiry.diagnosis],
+        audits=[
+            {"backend": name, "weights": [fate.to_dict() for fate in fates]} for name, fates in outcome.audits.items()
+        ],
+        attention=[row for inquiry in outcome.inquiries for row in inquiry.attention],
+    )
+    for path, write in ((options.json, write_json), (options.junit, write_junit), (options.html, write_html)):
+        if path is not None:
+            write(path, result)
+    return exit_code(findings)
+
+
+def _interpreters(options: argparse.Namespace) -> dict[str, str]:
+    """Return the interpreter of each port that has one of its own."""
+    found = {}
+    for text in options.isolate:
+        name, equals, python = text.rpartition("=")
+        if not equals or name not in (*options.port, *options.backends):
+            asked = ", ".join((*options.port, *options.backends))
+            raise ValueError(f"--isolate must be PORT=PYTHON, with one of {asked}: got {text!r}")
+        found[name] = python
+    return found
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -137,11 +242,13 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError("optimizer steps are compared on models of their own: leave out --preset")
     if options.weights and options.preset:
         raise ValueError("--weights brings its own config: leave out --preset")
-    if options.json is not None:
-        if not options.json.parent.is_dir():
-            raise ValueError(f"there is no folder {options.json.parent}")
-        if options.json.is_dir():
-            raise ValueError(f"{options.json} is a folder")
+    if not options.backends and (options.preset or options.weights or options.text or options.only == "text"):
+        raise ValueError("a port says itself what it is compared on: leave out --preset, --weights, --text and --only")
+    for path in (options.json, options.junit, options.html):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise ValueError(f"{path} is a folder")
 
 
 def _choose_cases(options: argparse.Namespace, console: Console) -> list[Case]:
@@ -183,10 +290,14 @@ def _sentence_cases(options: argparse.Namespace) -> list[Case]:
 
 def _left_out(options: argparse.Namespace) -> list[str]:
     """Return what this run did not look at, and how to ask for it."""
-    left_out = [f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *options.backends)]
+    left_out = []
+    if options.backends:
+        left_out += [f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *options.backends)]
     left_out += [f"{dtype} (left out of --dtype)" for dtype in EPS if dtype not in options.dtype]
     if options.weights or options.only == "text":
         left_out.append("the deck (left out by --weights or --only text)")
+    elif not options.backends:
+        left_out.append("sentences, fully masked rows and parts of the model alone (ask for them with --backends)")
     elif options.preset:
         left_out.append("the rest of the deck (left out by --preset)")
     left_out += [f"{rung} (left out of --rung)" for rung in RUNGS if rung not in options.rung]
@@ -196,16 +307,19 @@ def _left_out(options: argparse.Namespace) -> list[str]:
     return [*left_out, f"{other} (ask for it with --device {other})"]
 
 
-def _compare(
-    ports: Sequence[str], cases: list[Case], setting: Setting, console: Console
-) -> tuple[list[Finding], dict[str, dict[str, str]]]:
-    """Run the workers with a progress bar for each, until they are done or somebody presses Ctrl-C.
+def _listen(
+    messages: Iterator[Message],
+    asked: Sequence[str],
+    cases: Sequence[Case],
+    setting: Setting,
+    console: Console,
+    outcome: Outcome,
+) -> None:
+    """Collect what the workers say, with a progress bar for each, until they are done or somebody presses Ctrl-C.
 
     An interruption is a finding too: what was compared until then is kept, and it is no agreement.
     """
     steps = sum(len([dtype for dtype in setting.dtypes if dtype in case.dtypes]) for case in cases)
-    findings: list[Finding] = []
-    environment: dict[str, dict[str, str]] = {"numpy": ref.describe()}
     columns = (
         SpinnerColumn(),
         "{task.fields[backend]:6}",
@@ -213,22 +327,38 @@ def _compare(
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
+    done: set[str] = set()
     with Progress(*columns, console=console, transient=True) as progress:
-        bars = {name: progress.add_task("waiting", total=steps, backend=name) for name in ports}
+        titles = {name: name.rpartition(":")[2] for name in asked}
+        bars = {name: progress.add_task("waiting", total=steps, backend=titles[name]) for name in asked}
         logged: set[tuple[str, str]] = set()
         try:
-            for message in run_all(ports, cases, setting):
-                findings += message.findings
+            for message in messages:
+                _keep(message, outcome)
                 if not console.is_terminal:
                     _log_progress(message, logged)
-                if message.environment:
-                    environment[message.backend] = message.environment
+                if message.steps:
+                    progress.update(bars[message.backend], total=message.steps)
+                if message.done:
+                    done.add(message.backend)
                 doing = "done" if message.done else message.doing
                 progress.update(bars[message.backend], description=doing, advance=1 if message.findings else 0)
         except KeyboardInterrupt:
-            unfinished = [name for name in ports if name not in environment]
-            findings += [failure(name, "interrupted before everything was compared") for name in unfinished]
-    return findings, environment
+            unfinished = [outcome.names.get(name, titles[name]) for name in asked if name not in done]
+            outcome.findings += [failure(name, "interrupted before everything was compared") for name in unfinished]
+
+
+def _keep(message: Message, outcome: Outcome) -> None:
+    outcome.findings += message.findings
+    if message.name:
+        outcome.names[message.backend] = message.name
+    name = outcome.names.get(message.backend, message.backend)
+    if message.audit:
+        outcome.audits[name] = message.audit
+    if message.inquiry is not None:
+        outcome.inquiries.append(message.inquiry)
+    if message.environment:
+        outcome.environment[name] = message.environment
 
 
 def _log_progress(message: Message, logged: set[tuple[str, str]]) -> None:
@@ -236,46 +366,4 @@ def _log_progress(message: Message, logged: set[tuple[str, str]]) -> None:
     for finding in message.findings:
         if (message.backend, finding.component) not in logged:
             logged.add((message.backend, finding.component))
-            print(f"{message.backend}: {finding.component}", file=sys.stderr, flush=True)
-
-
-def _write_json(
-    options: argparse.Namespace,
-    code: int,
-    findings: Sequence[Finding],
-    environment: dict[str, dict[str, str]],
-    setting: Setting,
-) -> None:
-    content = {
-        "format": 1,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "exit_code": code,
-        "verdict": overall(findings),
-        "backends": [name for name in options.backends if name != "numpy"],
-        "setting": asdict(setting),
-        "weights": options.weights and str(options.weights),
-        "text": [str(path) for path in options.text or ("shipped",)],
-        "not_tested": _left_out(options),
-        "machine": describe_machine(),
-        "environment": environment,
-        "comparisons": len(findings),
-        "summary": summarise(findings),
-        "near_ties": [finding.to_dict() for finding in findings if is_near_tie(finding)],
-        "failures": [finding.to_dict() for finding in findings if finding.verdict != AGREES],
-        "sentences": [finding.to_dict() for finding in findings if finding.component == SENTENCES],
-    }
-    temporary = options.json.with_name(f".{options.json.name}.tmp")
-    try:
-        temporary.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", "utf-8")
-        temporary.replace(options.json)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _finite(value: object) -> object:
-    """Write an infinite error as a string: JSON has no number for it, nor for NaN."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            print(f"{finding.backend}: {finding.component}", file=sys.stderr, flush=True)

@@ -17,6 +17,8 @@ from rich.table import Table
 
 from reference_numpy import PRESETS, TransformerConfig, count_parameters
 from reference_numpy.config import IMPLEMENTATIONS
+from reference_numpy.names import parameter_shapes, tap_shapes
+from transformer_parity.cases import BATCH, SOURCE, TARGET, tiny
 from transformer_parity.ports import PORTS, PackagePort, quiet_frameworks
 
 DISTRIBUTION = "transformer-parity"
@@ -48,6 +50,7 @@ examples:
   parity info                  everything, as tables
   parity info --vocab 8000     the presets' sizes at another vocabulary
   parity info --json           the same for programs; put it into a bug report
+  parity info --names marian   every parameter and every tap of a preset, with its shape
 """
 
 
@@ -68,11 +71,22 @@ def add_parser(commands: Any) -> None:
         help="the vocabulary at which parameters are counted (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--names",
+        nargs="?",
+        const="paper_base",
+        choices=PRESETS,
+        metavar="PRESET",
+        help="print the canonical names of parameters and taps instead, with the shapes they have in the deck",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what there is to know and return the exit code."""
+    if options.names is not None:
+        print_names(options.names, as_json=options.json)
+        return 0
     try:
         presets = describe_presets(options.vocab)
     except ValueError as error:
@@ -93,6 +107,23 @@ def run(options: argparse.Namespace) -> int:
     _print_backends(console, backends)
     _print_presets(console, presets, options.vocab)
     return 0
+
+
+def print_names(preset: str, *, as_json: bool) -> None:
+    """Print every parameter and every tap of a preset, at the sizes of the deck: B 4, S 9, T 7, two layers a side."""
+    config = tiny(preset, d_k=None, d_v=None)
+    names = {"parameters": parameter_shapes(config), "taps": tap_shapes(config, BATCH, SOURCE, TARGET)}
+    if as_json:
+        print(json.dumps({kind: {name: list(shape) for name, shape in of.items()} for kind, of in names.items()}))
+        return
+    console = Console(highlight=False)
+    for kind, shapes in names.items():
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(kind, no_wrap=True)
+        table.add_column("shape", no_wrap=True)
+        for name, shape in shapes.items():
+            table.add_row(name, str(list(shape)))
+        console.print(table)
 
 
 def describe_machine() -> dict[str, Any]:

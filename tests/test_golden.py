@@ -1,0 +1,670 @@
+"""Golden vectors: written whole or not at all, read with every byte checked, compared without any framework."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import reference_numpy as ref
+from transformer_parity import vectors
+from transformer_parity.__main__ import main
+from transformer_parity.cases import RUNGS
+from transformer_parity.commands import golden
+from transformer_parity.commands.compare import compare_folders
+from transformer_parity.compare import AGREES, SKIPPED
+from transformer_parity.hard_inputs import hard_weights
+from transformer_parity.plugin import Port
+from transformer_parity.policy import POLICY
+from transformer_parity.vectors import LeftOut
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "golden.md"
+PADDED, STEPS, GREEDY = "full/padded", "steps/port", "decode/port_greedy"
+
+
+class Forward(Port):
+    """A port that offers the least, and leaves a case out."""
+
+    overrides = MappingProxyType({"norm_order": "pre", "final_norm": True})
+    taps = ("encoder.*",)
+    left_out = MappingProxyType({"full/one_token": "it is not made for that"})
+
+    def load(self, config, weights, dtype):
+        self.model = ref.Transformer.from_weights(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        shown = lambda name, value: tap(name, value) if name.startswith("encoder.") else value  # noqa: E731
+        return self.model(source_ids, target_ids, tap=shown)
+
+
+class Full(Port):
+    """A port that offers all that can be asked of one, but half of the gradients at taps."""
+
+    taps = ("*.output",)
+    is_used = False
+
+    def load(self, config, weights, dtype):
+        self.model = ref.Transformer.from_weights(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        self.is_used = True
+        seen = ref.Recorder("**.output")
+        logits = self.model(source_ids, target_ids, tap=seen)
+        for name, value in seen.items():
+            tap(name, value)
+        return logits
+
+    def export_weights(self):
+        return self.model.export_weights()
+
+    def gradients(self, source_ids, target_ids, labels):
+        found = ref.gradients(self.model, source_ids, target_ids, labels)
+        return replace(found, taps={name: x for name, x in found.taps.items() if name.endswith(".output")})
+
+    def start_training(self, settings):
+        if self.is_used:
+            raise RuntimeError("steps must have a model of their own")
+        self.trainer = ref.Trainer(self.model, settings, 0)
+
+    def train_step(self, source_ids, target_ids, labels):
+        return float(self.trainer.train_step(source_ids, target_ids, labels).loss)
+
+    def generate(self, source_ids, max_length, beam_size, length_penalty):
+        if beam_size == 1:
+            return ref.greedy_search(self.model, source_ids, max_length).ids
+        return ref.beam_search(self.model, source_ids, beam_size, length_penalty, max_length).ids
+
+
+class Failing(Forward):
+    """A port that breaks in the middle."""
+
+    def forward(self, source_ids, target_ids, tap):
+        if len(source_ids) == 1:
+            raise KeyError("head")
+        return super().forward(source_ids, target_ids, tap)
+
+
+class Empty(Port):
+    """A port that computes in no dtype that is asked for."""
+
+    dtypes = ()
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    path = tmp_path_factory.mktemp("golden") / "truth"
+    assert main(["golden", "--out", str(path)]) == 0
+    return path
+
+
+@pytest.fixture
+def copy(truth, tmp_path):
+    return shutil.copytree(truth, tmp_path / "copy")
+
+
+def compare(truth, judged, *options):
+    return main(["compare", str(truth), str(judged), *map(str, options)])
+
+
+def manifest_of(folder):
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def edit_manifest(folder, change):
+    manifest = manifest_of(folder)
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def edit(folder, case, dtype, change, *, describe=True):
+    """Change the tensors of one file, and the manifest with it: its hash, and unless denied what it says of tensors."""
+
+    def rewrite(manifest):
+        entry = next(entry for entry in manifest["cases"] if entry["name"] == case)
+        record = entry["inputs"] if dtype == "inputs" else entry["outputs"][dtype]
+        found = safetensors.numpy.load((folder / record["file"]).read_bytes())
+        tensors = {tensor["name"]: found[tensor["name"]].copy() for tensor in record["tensors"]}
+        change(tensors)
+        tensors = {name: np.array(array, order="C") for name, array in tensors.items()}
+        content = safetensors.numpy.save(tensors)
+        (folder / record["file"]).write_bytes(content)
+        record["sha256"] = hashlib.sha256(content).hexdigest()
+        if describe:
+            record["tensors"] = [
+                {"name": name, "dtype": x.dtype.name, "shape": list(x.shape)} for name, x in tensors.items()
+            ]
+
+    edit_manifest(folder, rewrite)
+
+
+def test_a_folder_agrees_with_itself_exactly(truth, capsys):
+    folder = vectors.read(truth)
+    findings = list(compare_folders(folder, folder))
+    assert {finding.verdict for finding in findings} == {AGREES}
+    assert {finding.error for finding in findings if finding.dtype == "float64"} == {0.0}
+    assert 0.2 < max(finding.share for finding in findings) < 0.25  # float32: its own error, of which four are allowed
+    held = [name for case in folder.cases for dtype in case.dtypes for name in folder.tensors(case, dtype)]
+    whole = sum(case.rung == "gradients" for case in folder.cases)
+    assert len(findings) == len(held) + whole > 1400
+    assert compare(truth, truth) == 0
+    assert "AGREE  1 port, 9 cases, 1,417 comparisons;" in capsys.readouterr().out
+
+
+def test_what_is_written_is_what_the_reference_computes(truth):
+    folder = vectors.read(truth)
+    assert {case.rung for case in folder.cases} == set(RUNGS)
+    assert (folder.producer, folder.left_out) == ("numpy", ())
+    assert folder.dtypes == ("float64", "float32")
+    padded = next(case for case in folder.cases if case.name == PADDED)
+    model = ref.Transformer.from_weights(folder.config, padded.load_weights(), "float32")
+    seen = ref.Recorder()
+    logits = model(**padded.inputs, tap=seen)
+    tensors = folder.tensors(padded, "float32")
+    assert list(tensors) == [*seen, "output"]  # in the order of computation
+    assert all(tensors[name].tobytes() == value.tobytes() for name, value in seen.items())
+    np.testing.assert_array_equal(tensors["output"], logits)
+    assert not any(array.flags.writeable for array in tensors.values())
+    config, weights = ref.load_weights(truth / "weights.safetensors")
+    assert config == folder.config
+    assert weights.keys() == folder.weights.keys()
+    gradients = next(case for case in folder.cases if case.rung == "gradients")
+    assert folder.tensors(gradients, "float64")["loss"].shape == ()
+    with pytest.raises(ValueError, match="holds no float32 tensors of gradients/padded"):
+        folder.tensors(gradients, "float32")
+    steps = next(case for case in manifest_of(truth)["cases"] if case["name"] == STEPS)
+    settings = next(case.settings for case in folder.cases if case.name == STEPS)
+    assert steps["learning_rates"] == [settings.learning_rate(step, folder.config.d_model) for step in range(1, 21)]
+
+
+def test_every_tensor_is_in_the_manifest(truth):
+    manifest = manifest_of(truth)
+    records = [manifest["weights"]]
+    for case in manifest["cases"]:
+        records += [case["inputs"], *case["outputs"].values()]
+    assert {record["file"] for record in records} == {
+        file.relative_to(truth).as_posix() for file in truth.rglob("*.safetensors")
+    }
+    for record in records:
+        content = (truth / record["file"]).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == record["sha256"]
+        tensors = safetensors.numpy.load(content)
+        assert sorted(tensors) == sorted(tensor["name"] for tensor in record["tensors"])
+        for tensor in record["tensors"]:
+            found = tensors[tensor["name"]]
+            assert (found.dtype.name, list(found.shape)) == (tensor["dtype"], tensor["shape"])
+
+
+@pytest.mark.only("torch")
+def test_another_package_agrees(truth, tmp_path, capsys, port):
+    path, result = tmp_path / port.name, tmp_path / "result.json"
+    assert main(["golden", "--backend", port.name, "--out", str(path)]) == 0
+    assert compare(truth, path, "--json", result) == 0, capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "AGREE  1 port, 9 cases, 1,417 comparisons;" in printed
+    content = json.loads(result.read_text())
+    assert (content["verdict"], content["exit_code"], content["failures"]) == (AGREES, 0, [])
+    assert {row["dtype"] for row in content["summary"]} == {"float64", "float32"}
+    assert any(row["worst"]["error"] > 0.0 for row in content["summary"] if row["dtype"] == "float64")
+
+
+def scaled(name, factor):
+    def change(tensors):
+        tensors[name] = tensors[name] * np.asarray(factor, tensors[name].dtype)
+
+    return change
+
+
+def spoiled(name, value):
+    def change(tensors):
+        tensors[name].flat[0] = value
+
+    return change
+
+
+def put(name, make):
+    def change(tensors):
+        tensors[name] = make(tensors[name])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "name", "change", "code", "says"),
+    [
+        (PADDED, "float64", "encoder.output", scaled("encoder.output", 1 + 1e-9), 1, "times its budget of 1.0e-12"),
+        (PADDED, "float32", "encoder.output", scaled("encoder.output", 1 + 1e-4), 2, "times its budget"),
+        (PADDED, "float64", "output", spoiled("output", np.nan), 1, "1 of 1036 values are NaN or infinite"),
+        (PADDED, "float32", "logits", spoiled("logits", np.inf), 1, "1 of 1036 values are NaN or infinite"),
+        (PADDED, "float64", "names", lambda tensors: tensors.pop("encoder.output"), 1, "missing encoder.output"),
+        (PADDED, "float64", "names", lambda t: t.update(extra=t["output"]), 1, "unexpected extra"),
+        (
+            PADDED,
+            "float64",
+            "encoder.output",
+            put("encoder.output", lambda x: x[:, :8].copy()),
+            1,
+            "shape must be [4, 9, 24]: got [4, 8, 24]",
+        ),
+        (
+            PADDED,
+            "float64",
+            "encoder.output",
+            put("encoder.output", lambda x: x.astype("float32")),
+            1,
+            "dtype must be float64: got float32",
+        ),
+        ("gradients/padded", "float64", "loss", scaled("loss", 1 + 1e-11), 1, "times its budget of 1.0e-13"),
+        (
+            "gradients/padded",
+            "float64",
+            "the whole gradient",
+            scaled("of source_embedding.table", 1.001),
+            1,
+            "times its budget of 1.0e-11",
+        ),
+        (STEPS, "float64", "step 20 loss", scaled("step 20 loss", 1 + 1e-6), 1, "times its budget of 1.0e-10"),
+        (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, ::-1] + 1), 1, "where the reference says"),
+        (GREEDY, "float64", "tokens", put("tokens", lambda x: x + 99), 1, "tokens must be in 0 to 36"),
+        (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, :, :0]), 1, "must be of 1 to 12 tokens: got 0"),
+        (GREEDY, "float64", "tokens", put("tokens", lambda x: x.astype("int32")), 1, "dtype must be int64"),
+        (GREEDY, "float64", "scores", scaled("scores", 1 + 1e-9), 1, "times its budget of 1.0e-12"),
+        ("decode/port_beam", "float64", "tokens", put("tokens", lambda x: x[:, :, :-1].copy()), 1, "does not end"),
+    ],
+)
+def test_a_changed_tensor_is_named(truth, copy, capsys, tmp_path, case, dtype, name, change, code, says):
+    edit(copy, case, dtype, change)
+    result = tmp_path / "result.json"
+    assert compare(truth, copy, "--json", result) == code
+    printed = capsys.readouterr().out
+    assert f"numpy {dtype} {case} {name}: " in printed
+    assert says in printed
+    failures = json.loads(result.read_text())["failures"]
+    assert {(failure["dtype"], failure["case"]) for failure in failures} == {(dtype, case)}
+    assert name in {failure["tap"] for failure in failures}
+
+
+def truncate(folder):
+    file = folder / PADDED / "float64.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def flip(folder):
+    file = folder / STEPS / "float64.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def set_field(*path, value):
+    def change(folder):
+        def assign(manifest):
+            entry = manifest
+            for key in path[:-1]:
+                entry = entry[key]
+            entry[path[-1]] = value
+
+        edit_manifest(folder, assign)
+
+    return change
+
+
+def other_weights(folder):
+    config, weights = ref.load_weights(folder / "weights.safetensors")
+    weights["source_embedding.table"][0, 0] += 1.0
+    ref.save_weights(folder / "weights.safetensors", config, weights)
+    digest = hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()
+    set_field("weights", "sha256", value=digest)(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda f: (f / PADDED / "float64.safetensors").unlink(), ["lacks full/padded/float64.safetensors"]),
+        (truncate, ["full/padded/float64.safetensors is truncated or was altered: SHA-256 must be"]),
+        (flip, ["steps/port/float64.safetensors is truncated or was altered"]),
+        (set_field("version", value=2), ["format version must be 1: got 2"]),
+        (set_field("version", value=True), ["format version must be 1: got True"]),
+        (set_field("format", value="other"), ["must have the format 'transformer-parity golden vectors'"]),
+        (set_field("cases", 0, "rung", value="logits"), ["must have a rung of activations, gradients"]),
+        (set_field("cases", 0, "inputs", "file", value="../a.safetensors"), ["must lie inside the folder"]),
+        (set_field("cases", 8, "search", "num_hypotheses", value=3), ["num_hypotheses of case", "must be 1: got 3"]),
+        (set_field("left_out", value=None), ["manifest.json must hold 'left_out', a list: got None"]),
+        (set_field("dtypes", value=["float64"]), ["has outputs in float32, which is not among"]),
+        (set_field("config", "d_ff", value=41), ["of another config", "d_ff 40 and 41"]),
+        (lambda f: (f / "manifest.json").write_text("{"), ["manifest.json is no JSON"]),
+        (lambda f: (f / "manifest.json").write_text("[]"), ["must have the format"]),
+        (lambda f: (f / "manifest.json").unlink(), ["holds no golden vectors: there is no manifest.json"]),
+        (shutil.rmtree, ["there is no folder"]),
+        (
+            lambda f: edit(f, PADDED, "float64", put("logits", lambda x: x[..., :36].copy()), describe=False),
+            ["full/padded/float64.safetensors", "logits must be float64 [4, 7, 37]: got float64 [4, 7, 36]"],
+        ),
+        (
+            lambda f: edit(f, PADDED, "float32", lambda tensors: tensors.pop("logits"), describe=False),
+            ["full/padded/float32.safetensors", "missing logits"],
+        ),
+        (other_weights, ["are not about the same: weights: source_embedding.table"]),
+        (
+            lambda f: edit(f, PADDED, "inputs", spoiled("source_ids", 5)),
+            ["are not about the same: inputs of full/padded: source_ids"],
+        ),
+        (
+            set_field("cases", 8, "search", "beam_size", value=5),
+            ["are not about the same: search of decode/port_beam", "beam_size=4", "beam_size=5"],
+        ),
+    ],
+)
+def test_what_cannot_be_trusted_is_refused(truth, copy, capsys, damage, says):
+    damage(copy)
+    assert compare(truth, copy) == 3
+    captured = capsys.readouterr()
+    assert captured.err.startswith("parity compare: error: ")
+    for words in says:
+        assert words in captured.err
+    assert "AGREE" not in captured.out
+
+
+def drop(folder, keep):
+    def choose(manifest):
+        manifest["cases"] = [case for case in manifest["cases"] if keep(case["name"])]
+
+    edit_manifest(folder, choose)
+
+
+def test_a_missing_case_is_skipped_only_if_its_manifest_says_so(truth, copy, capsys):
+    drop(copy, lambda name: name != STEPS)
+    assert compare(truth, copy) == 3
+    printed = capsys.readouterr().out
+    assert "FAILED    numpy float64 steps/port: the case is missing, and nothing says that it is left out" in printed
+    assert "INCOMPLETE" in printed
+    set_field("left_out", value=[{"case": "steps/*", "reason": "no optimizer yet"}])(copy)
+    assert compare(truth, copy) == 0
+    printed = capsys.readouterr().out
+    assert "SKIPPED   float64: no optimizer yet" in printed
+    assert "1 skipped" in printed
+    assert compare(copy, truth) == 0  # the other way round it is the truth that leaves it out
+    assert "the truth leaves it out: no optimizer yet" in capsys.readouterr().out
+    set_field("left_out", value=[])(copy)
+    assert compare(copy, truth) == 3
+    assert "there is no such case in the truth" in capsys.readouterr().out
+
+
+def test_missing_tensors_are_skipped_only_if_the_manifest_says_so(truth, copy, capsys):
+    def without_scores(tensors):
+        for name in [name for name in tensors if name.endswith(".scores")]:
+            del tensors[name]
+
+    edit(copy, PADDED, "float64", without_scores)
+    assert compare(truth, copy) == 1
+    assert "missing encoder.layers.0.self_attention.scores" in capsys.readouterr().out
+    entry = {"case": "full/*", "dtype": "float64", "tensors": ["*.scores"], "reason": "fused"}
+    set_field("left_out", value=[entry])(copy)
+    assert compare(truth, copy) == 0
+    assert "SKIPPED   float64: 6 tensors: fused" in capsys.readouterr().out
+    assert compare(truth, truth) == 0
+
+
+def test_nothing_compared_is_never_a_pass(truth, copy, capsys):
+    drop(copy, lambda name: False)
+    set_field("left_out", value=[{"case": "*", "reason": "later"}])(copy)
+    assert compare(truth, copy) == 3
+    assert "INCOMPLETE" in capsys.readouterr().out
+    set_field("left_out", value=[])(copy)
+    assert compare(truth, copy) == 3
+
+
+def test_order_counts_among_taps(truth, copy, capsys):
+    def reverse(tensors):
+        for name in reversed(list(tensors)):
+            tensors[name] = tensors.pop(name)
+
+    edit(copy, "gradients/padded", "float64", reverse)
+    assert compare(truth, copy) == 0
+    edit(copy, PADDED, "float64", reverse)
+    assert compare(truth, copy) == 1
+    assert "output fired where source_embedding.output was due" in capsys.readouterr().out
+
+
+def test_a_truth_that_is_not_finite_judges_nothing(truth, copy, capsys):
+    edit(copy, PADDED, "float64", spoiled("logits", np.nan))
+    assert compare(copy, truth) == 3
+    assert "the truth itself is not finite: logits" in capsys.readouterr().out
+    edit(copy, PADDED, "float64", lambda tensors: tensors.pop("logits"))
+    assert compare(copy, truth) == 1
+    printed = capsys.readouterr().out
+    assert "DIVERGES  numpy float64 full/padded names: unexpected logits" in printed
+    assert "FAILED    numpy float32 full/padded: the truth holds something else in float64: logits" in printed
+
+
+def test_one_dtype_alone(truth, tmp_path, capsys):
+    half, other = tmp_path / "float64", tmp_path / "float32"
+    assert main(["golden", "--dtype", "float64", "--out", str(half)]) == 0
+    assert main(["golden", "--dtype", "float32", "--out", str(other)]) == 0
+    assert compare(truth, half) == 0
+    assert "NOT TESTED: float32 (B holds none)" in capsys.readouterr().out
+    assert compare(truth, other) == 0
+    assert "NOT TESTED: float64 (B holds none)" in capsys.readouterr().out
+    for judge in (half, other):
+        assert compare(judge, truth) == 3
+    printed = capsys.readouterr().err
+    assert f"{half} holds no float32" in printed
+    assert f"{other} holds no float64" in printed
+
+
+def test_several_presets(tmp_path, capsys):
+    out = tmp_path / "both"
+    assert main(["golden", "--preset", "paper_learned,annotated", "--dtype", "float64", "--out", str(out)]) == 0
+    assert sorted(vectors.find(out)) == ["annotated", "paper_learned"]
+    assert compare(out, out) == 0
+    assert "AGREE  1 port, 18 cases" in capsys.readouterr().out
+    assert compare(out, out / "annotated") == 3
+    assert "both must hold the same models" in capsys.readouterr().err
+    assert compare(out / "annotated", out / "paper_learned") == 3
+    assert "config: norm_order pre and post" in capsys.readouterr().err
+    assert main(["golden", "--preset", "paper_learned", "--dtype", "float64", "--out", str(out), "--force"]) == 0
+    assert sorted(vectors.find(out)) == [""]
+
+
+def test_a_port_of_your_own(tmp_path, capsys):
+    right, mine = tmp_path / "right", tmp_path / "mine"
+    assert main(["golden", "--for", "test_golden:Forward", "--out", str(right)]) == 0
+    assert main(["golden", "--port", "test_golden:Forward", "--out", str(mine)]) == 0
+    assert "left out: full/one_token: it is not made for that" in capsys.readouterr().out
+    folder = vectors.read(mine)
+    assert (folder.producer, folder.config.norm_order) == ("Forward", "pre")
+    assert {case.rung for case in folder.cases} == {"activations"}
+    assert LeftOut(STEPS, "it has no train_step()", dtype="float64") in folder.left_out
+    findings = list(compare_folders(vectors.read(right), folder))
+    assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
+    assert {finding.tap.partition(".")[0] for finding in findings if finding.verdict == AGREES} == {"encoder", "output"}
+    assert compare(right, mine) == 0
+
+
+def test_a_port_with_every_ability(truth, tmp_path, capsys):
+    mine = tmp_path / "mine"
+    assert main(["golden", "--port", "test_golden:Full", "--out", str(mine)]) == 0
+    findings = list(compare_folders(vectors.read(truth), vectors.read(mine)))
+    assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
+    assert {finding.case for finding in findings if finding.verdict == AGREES} == {
+        case["name"] for case in manifest_of(truth)["cases"]
+    }
+    seen = {finding.tap for finding in findings if finding.verdict == AGREES}
+    assert {"at encoder.output", "of source_embedding.table", "step 20 weight source_embedding.table"} <= seen
+    reasons = {finding.detail.partition(": ")[2] for finding in findings if finding.verdict == SKIPPED}
+    assert reasons == {
+        "these taps are not shown",
+        "gradients at these taps are not shown",
+        "norms of the gradient are not shown",
+        "moments are not shown",
+        "scores are not shown",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--port", "test_golden:Failing"], "Failing, float64 full/one_sentence: KeyError: 'head'"),
+        (["--port", "test_golden:Empty"], "Empty offers nothing that could be written: Empty computes in"),
+        (["--port", "test_golden:Nothing"], "cannot be imported"),
+        (["--port", "test_golden:Forward", "--backend", "torch"], "leave out --backend and --device"),
+        (["--device", "gpu"], "device must be"),
+    ],
+)
+def test_what_fails_leaves_nothing(tmp_path, capsys, options, says):
+    assert main(["golden", *options, "--out", str(tmp_path / "out")]) == 3
+    assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("disk full")])
+def test_an_interruption_leaves_nothing_and_keeps_the_old(truth, tmp_path, monkeypatch, stop):
+    def write(folder, *rest):
+        (folder / "weights.safetensors").write_bytes(b"half")
+        raise stop
+
+    monkeypatch.setattr(golden.vectors, "write", write)
+    assert main(["golden", "--out", str(tmp_path / "new")]) == 3
+    assert list(tmp_path.iterdir()) == []
+    old = shutil.copytree(truth, tmp_path / "old")
+    assert main(["golden", "--force", "--out", str(old)]) == 3
+    assert list(tmp_path.iterdir()) == [old]
+    assert compare(truth, old) == 0
+
+
+def test_only_golden_vectors_are_replaced_and_only_on_demand(copy, tmp_path, capsys):
+    write = ["golden", "--dtype", "float64", "--out"]
+    assert main([*write, str(copy)]) == 3
+    assert "holds golden vectors already: --force replaces them" in capsys.readouterr().err
+    assert vectors.read(copy).dtypes == ("float64", "float32")
+    assert main([*write, str(copy), "--force"]) == 0
+    assert vectors.read(copy).dtypes == ("float64",)
+    (copy / "notes.txt").write_text("mine")
+    for path in (copy, tmp_path):
+        assert main([*write, str(path), "--force"]) == 3
+        assert "holds other things than golden vectors: it is left alone" in capsys.readouterr().err
+    assert (copy / "notes.txt").read_text() == "mine"
+    assert main([*write, str(copy / "notes.txt")]) == 3
+    assert main([*write, str(tmp_path / "no" / "folder")]) == 3
+    assert "there is no folder" in capsys.readouterr().err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert compare(copy, empty) == 3
+    assert "holds no golden vectors" in capsys.readouterr().err
+    assert main([*write, str(empty)]) == 0
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["copy", "empty"]
+
+
+def test_the_documented_writer_writes_what_can_be_compared(truth, tmp_path, monkeypatch, capsys):
+    def my_port(weights, inputs, dtype):
+        model = ref.load_transformer(weights, dtype)
+        seen = ref.Recorder()
+        output = model(**inputs, tap=seen)
+        shown = {name: x for name, x in seen.items() if not name.endswith((".scores", ".weights"))}
+        return {name: np.array(x, order="C") for name, x in {**shown, "output": output}.items()}
+
+    program = re.search(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(truth, "truth")
+    exec(compile(program, str(DOCUMENT), "exec"), {"my_port": my_port})
+    assert compare("truth", "mine") == 0
+    printed = capsys.readouterr().out
+    assert "SKIPPED   float64: inference only (3 cases)" in printed
+    assert "SKIPPED   float32: 12 tensors: fused into one kernel (4 cases)" in printed
+    assert "AGREE  1 port, 9 cases," in printed
+
+
+def test_the_document_names_every_entry_and_the_budgets(truth):
+    text = DOCUMENT.read_text("utf-8")
+    manifest = manifest_of(truth)
+    tables = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    file = manifest["weights"]
+    entries = {*manifest, *file, *vectors.LeftOut.__dataclass_fields__, *RUNGS}
+    for case in manifest["cases"]:
+        entries |= case.keys()
+    assert tables == entries
+    assert {name for case in manifest["cases"] for name in case.get("search", ())} <= set(re.findall(r"`(\w+)`", text))
+    gradients, steps = POLICY["gradients"]["float64"], POLICY["steps"]["float64"]
+    budgets = (
+        f"a tap may be {POLICY['float64']['tap']:.0e}, of a loss {gradients['loss']:.0e}, of a gradient "
+        f"{gradients['tensor']:.0e} and of all gradients together {gradients['whole']:.0e}, of anything after twenty "
+        f"steps {steps['tensor']:.0e}."
+    )
+    assert budgets in " ".join(text.split())
+    assert f"within {POLICY['decode']['float64']['score']:.0e} in float64" in text
+    assert (POLICY["float32"]["ratio"], POLICY["float32"]["floor_in_eps"], steps["loss"]) == (4.0, 4.0, 1e-10)
+
+
+def test_no_framework_is_needed(truth):
+    program = (
+        "import sys; from transformer_parity import vectors; from transformer_parity.__main__ import main; "
+        f"code = main(['compare', {str(truth)!r}, {str(truth)!r}]); "
+        "found = {'torch', 'jax', 'flax', 'tensorflow', 'keras'} & set(sys.modules); "
+        "sys.exit(f'{code} {found}' if code or found else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_an_entry_of_left_out_covers():
+    assert LeftOut("full/*", "why").covers("full/padded", "float32")
+    assert LeftOut("full/*", "why").covers("full/padded", "float32", "logits")
+    assert LeftOut("full/*", "why", ("at *",)).covers("full/padded", "float32", "at logits")
+    assert not LeftOut("full/*", "why", ("at *",)).covers("full/padded", "float32", "logits")
+    assert not LeftOut("full/*", "why", ("at *",)).covers("full/padded", "float32")  # not the whole case
+    assert not LeftOut("full/*", "why", dtype="float64").covers("full/padded", "float32")
+    assert not LeftOut("full/*", "why").covers("gradients/padded", "float64")
+
+
+def test_a_search_in_float32_is_judged_by_the_reference(truth, copy, capsys):
+    def add(manifest):
+        outputs = manifest["cases"][7]["outputs"]
+        outputs["float32"] = {**outputs["float64"], "file": "decode/port_greedy/float32.safetensors"}
+        shutil.copy(copy / outputs["float64"]["file"], copy / outputs["float32"]["file"])
+
+    edit_manifest(copy, add)
+    edit(copy, GREEDY, "float32", put("scores", lambda x: x.astype("float32")))
+    assert compare(truth, copy) == 0
+    edit(copy, GREEDY, "float32", scaled("scores", 1.001))
+    assert compare(truth, copy) == 2
+    edit(copy, GREEDY, "float32", put("tokens", lambda x: x[:, :, :-1].copy()))
+    assert compare(truth, copy) == 1  # which no rounding explains
+    assert "the hypothesis does not end where it should" in capsys.readouterr().out
+
+
+def test_what_the_truth_cannot_judge_is_no_agreement(truth, copy, capsys):
+    def add(manifest):
+        case = next(case for case in manifest["cases"] if case["name"] == STEPS)
+        case["outputs"]["float32"] = case["outputs"]["float64"]
+
+    edit_manifest(copy, add)
+    assert compare(truth, copy) == 3
+    assert "steps/port: the truth holds no float32 tensors to judge it by" in capsys.readouterr().out
+
+
+def test_a_near_tie_of_a_search_is_no_divergence(tmp_path, monkeypatch, capsys):
+    deck = golden._deck
+
+    def undecided(config):  # all tokens but the special ones are the same to the model
+        cases = [case for case in deck(config) if case.name == GREEDY]
+        weights = hard_weights(config)
+        weights["source_embedding.table"][3:] = weights["source_embedding.table"][3]
+        ref.save_weights(tmp_path / "weights", cases[0].config, weights)
+        return [replace(case, weights_file=tmp_path / "weights") for case in cases]
+
+    monkeypatch.setattr(golden, "_deck", undecided)
+    right, mine = tmp_path / "right", tmp_path / "mine"
+    for path in (right, mine):
+        assert main(["golden", "--dtype", "float64", "--out", str(path)]) == 0
+    edit(mine, GREEDY, "float64", put("tokens", lambda x: np.where(x == 3, 4, x)))
+    assert compare(right, mine) == 0
+    printed = capsys.readouterr().out
+    assert f"NEAR-TIE  numpy float64 {GREEDY}: " in printed
+    assert "4 where the reference says 3, margin 0.0e+00" in printed

@@ -1,0 +1,92 @@
+"""`parity init-port`: what it writes runs and agrees as it stands, in every framework."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from transformer_parity.__main__ import main
+from transformer_parity.cases import port_deck
+from transformer_parity.commands.init_port import FRAMEWORKS
+from transformer_parity.compare import AGREES, SKIPPED, Setting, compare
+from transformer_parity.plugin import PluginPort, Port
+from transformer_parity.ports import PORTS
+
+NOT_ASKED = {  # of any port
+    "20 norms of the gradient are not shown",
+    "366 moments are not shown",
+    "a cache is not asked of a port",
+    "scores are not shown",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Go to an empty folder, and forget afterwards what was imported from there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "framework",
+    [pytest.param(name, marks=pytest.mark.only(name if name in PORTS else "numpy")) for name in FRAMEWORKS],
+)
+def test_skeleton_agrees(framework, folder, capsys):
+    module = f"{framework}_model"
+    assert main(["init-port", "--framework", framework, "--out", f"{module}.py"]) == 0
+    printed = capsys.readouterr().out
+    assert f"  parity check --port {module}:MyPort\n  pytest --parity-port={module}:MyPort\n" in printed
+    port = PluginPort(f"{module}:MyPort")
+    deck = port_deck(port.config())
+    findings = list(compare(deck, port, Setting(("float64",))))
+    skipped = [finding for finding in findings if finding.verdict == SKIPPED]
+    assert [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)] == []
+    assert {finding.detail for finding in skipped} == NOT_ASKED
+    assert {finding.case for finding in findings if finding.verdict == AGREES} == {case.name for case in deck}
+
+
+def test_skeleton_shows_every_method(folder):
+    for framework in FRAMEWORKS:
+        assert main(["init-port", "--framework", framework, "--out", f"{framework}_all.py"]) == 0
+        text = (folder / f"{framework}_all.py").read_text()
+        for name in vars(Port):
+            if not name.startswith("_") and name != "name":
+                assert f"    def {name}(" in text or f"    {name}" in text, (framework, name)
+        assert "my_port" not in text
+
+
+def test_a_file_that_exists_is_left_alone(folder, capsys):
+    (folder / "my_port.py").write_text("mine")
+    assert main(["init-port", "--framework", "other"]) == 3
+    assert "my_port.py exists: choose another name with --out, or write over it with --force" in capsys.readouterr().err
+    assert (folder / "my_port.py").read_text() == "mine"
+    assert main(["init-port", "--framework", "other", "--force"]) == 0
+    assert "class MyPort(Port)" in (folder / "my_port.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("my-port.py", "--out must be a module that Python can import, such as my_port.py: got my-port.py"),
+        ("port", "--out must be a module that Python can import, such as my_port.py: got port"),
+        ("absent/port.py", "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(out, message, folder, capsys):
+    assert main(["init-port", "--framework", "other", "--out", out]) == 3
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(folder.iterdir()) == []
+
+
+def test_another_folder_is_named(folder, capsys):
+    (folder / "ports").mkdir()
+    assert main(["init-port", "--framework", "torch", "--out", "ports/mine.py"]) == 0
+    assert "  cd ports\n  parity check --port mine:MyPort\n" in capsys.readouterr().out

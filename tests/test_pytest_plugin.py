@@ -1,0 +1,268 @@
+"""`pytest --parity-port`: the deck as tests of a port, with expected failures, skips and errors that say why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from transformer_parity.cases import port_deck, tiny
+from transformer_parity.compare import DIVERGES, SKIPPED, Setting, compare
+
+pytest_plugins = ["pytester"]
+
+PORT = """
+import numpy as np
+from reference_numpy import Transformer
+from transformer_parity.plugin import Port
+
+class MyPort(Port):
+    dtypes = ("float64",)
+    {attributes}
+
+    def load(self, config, weights, dtype):
+        self.model = Transformer.from_weights(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        logits = self.model(source_ids, target_ids)
+        {forward}
+        return logits
+"""
+EXPORT = """
+    def export_weights(self):
+        return self.model.export_weights()
+"""
+ROUNDED = "logits = logits + 1e-7"
+FULL = ["full/padded", "full/source_as_long_as_target", "full/one_token", "full/one_sentence"]
+
+
+@pytest.fixture
+def write(pytester):
+    """Return a function that writes a port into the folder of the inner pytest."""
+
+    def write(forward="pass", attributes="pass", more=EXPORT, name="mine"):
+        pytester.makepyfile(**{name: PORT.format(forward=forward, attributes=attributes) + more})
+
+    return write
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Return a function that runs an inner pytest, as a process of its own."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*options, port="mine:MyPort"):
+        return pytester.runpytest_subprocess(f"--parity-port={port}", "-p", "no:cacheprovider", *options)
+
+    return run
+
+
+def outcomes(result) -> dict[str, int]:
+    return result.parseoutcomes()
+
+
+def test_one_test_per_case_and_dtype_and_skips_that_say_why(write, run):
+    write(attributes="dtypes = ('float64', 'float32')")
+    result = run("-v", "-rs")
+    assert result.ret == 0
+    assert outcomes(result) == {"passed": 10, "skipped": 5}
+    names = [
+        f"parity::MyPort-{dtype}-{case} PASSED*" for dtype in ("float64", "float32") for case in ["weights", *FULL]
+    ]
+    result.stdout.fnmatch_lines_random([*names, "*collected 15 items*", "parity::MyPort-float64-steps/port SKIPPED*"])
+    for reason in (
+        "it has no gradients()",
+        "it has no train_step()",
+        "a cache is not asked of a port; it has no generate",
+    ):
+        assert reason in result.stdout.str()
+
+
+def test_beside_other_tests_and_chosen_by_k(write, run, pytester):
+    write()
+    pytester.makepyfile(test_own="def test_own(): pass")
+    assert outcomes(run()) == {"passed": 6, "skipped": 5}
+    assert outcomes(run("-k", "test_own")) == {"passed": 1, "deselected": 10}
+    assert outcomes(run("-k", "MyPort and full/one")) == {"passed": 2, "deselected": 9}
+    nothing = run("-k", "no_such_test")
+    assert nothing.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_without_the_option_nothing_happens(pytester):
+    pytester.makepyfile(test_own="def test_own(): pass")
+    result = pytester.runpytest_subprocess()
+    assert outcomes(result) == {"passed": 1}
+
+
+def test_pytest_starts_without_importing_anything_heavy():
+    code = "import sys, transformer_parity.pytest_plugin; print({'numpy', 'rich', 'torch'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_a_failure_is_one_line(write, run):
+    write(ROUNDED)
+    result = run("-k", "padded")
+    assert result.ret == 1
+    lines = result.stdout.str().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("____") and "full/padded" in line)
+    first, second = lines[start + 1 : start + 3]
+    assert first.startswith("DIVERGES MyPort float64 full/padded output: error ")
+    assert "times its budget of 1.0e-12" in first
+    assert second == "2 of 3 comparisons fail."
+    assert "Traceback" not in result.stdout.str()
+
+
+def test_what_is_planted_is_what_compare_finds(write, run, pytester):
+    """The tests that fail are the cases that diverge, and no others."""
+    write("logits = np.where(np.arange(logits.shape[1])[:, None] > 0, logits * 1.5, logits)")
+    result = run("--junitxml=result.xml")
+    failed = {
+        test.get("name")
+        for test in ElementTree.parse(pytester.path / "result.xml").iter("testcase")
+        if test.find("failure") is not None
+    }
+    sys.path.insert(0, str(pytester.path))
+    from transformer_parity.plugin import PluginPort
+
+    port = PluginPort("mine:MyPort")
+    findings = list(compare(port_deck(tiny(d_k=None, d_v=None)), port, Setting(("float64",))))
+    assert failed == {f"MyPort-float64-{finding.case}" for finding in findings if finding.verdict == DIVERGES}
+    assert len(failed) == 3  # all but that of a single token
+    assert {finding.case for finding in findings if finding.verdict == SKIPPED} >= {"steps/port"}
+    assert result.ret == 1
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (
+            "logits = logits[:, :, :-1]",
+            "DIVERGES MyPort float64 full/padded output: shape must be [4, 7, 37]: got [4, 7, 36]",
+        ),
+        ("logits[0, 0, :3] = np.nan", "output: 3 of 1036 values are NaN or infinite"),
+        ("logits = logits.astype(np.float32)", "output: dtype must be float64: got float32"),
+        (
+            "return logits.tolist()",
+            "FAILED MyPort float64 full/padded output: TypeError: a port must return NumPy arrays",
+        ),
+        ("tap('logit', logits)", "ValueError: there is no tap 'logit'"),
+        ("source_ids += 1", "ValueError: output array is read-only"),
+        ("raise SystemError('no memory')", "SystemError: no memory"),
+    ],
+)
+def test_what_goes_wrong_is_said(forward, message, write, run):
+    write(forward)
+    result = run("-k", "full/padded")
+    assert outcomes(result)["failed"] == 1
+    assert message in result.stdout.str()
+
+
+def test_a_port_that_cannot_load_fails_everywhere(write, run):
+    write(more=EXPORT + "\n    def load(self, config, weights, dtype):\n        raise OSError('no such file')\n")
+    result = run()
+    assert outcomes(result) == {"failed": 10}
+    assert result.stdout.str().count("FAILED MyPort float64 full/padded output: OSError: no such file") >= 2
+
+
+def test_weights_that_come_back_changed(write, run):
+    body = "return {name: array + 1 for name, array in self.model.export_weights().items()}"
+    write(more=f"\n    def export_weights(self):\n        {body}\n")
+    result = run()
+    assert outcomes(result) == {"failed": 1, "passed": 4, "skipped": 5}
+    assert "full/padded round trip: " in result.stdout.str()
+    assert "does not come back as it was given" in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("absent:MyPort", "port 'absent:MyPort' cannot be imported: No module named 'absent'"),
+        ("mine:Other", "port 'mine:Other' cannot be imported: module 'mine' has no attribute 'Other'"),
+        ("unknown", "a port must be module:class"),
+        ("broken:MyPort", "port 'broken:MyPort' cannot be imported: ZeroDivisionError: division by zero"),
+        ("odd:MyPort", "port MyPort has no valid config: norm_order must be one of post, pre: got 'middle'"),
+        ("half:MyPort", "port MyPort must have dtypes among float64, float32, bfloat16: got ('float16',)"),
+    ],
+)
+def test_a_port_that_cannot_be_collected_is_an_error(reference, message, write, run, pytester):
+    write()
+    write(name="odd", attributes="overrides = {'norm_order': 'middle'}")
+    write(name="half", attributes="dtypes = ('float16',)")
+    pytester.makepyfile(broken="1 / 0", test_own="def test_own(): pass")
+    result = run(port=reference)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert message in result.stdout.str()
+    assert "Traceback" not in result.stdout.str()
+
+
+def test_two_ports(write, run):
+    write()
+    write(ROUNDED, name="other")
+    result = run("--parity-port=other:MyPort", "--parity-port=mine:MyPort", "-k", "full/one_token", "-v")
+    assert outcomes(result) == {"passed": 1, "failed": 1, "deselected": 18}
+    result.stdout.fnmatch_lines(["parity::mine:MyPort-float64-full/one_token PASSED*", "parity::other:MyPort-*FAILED*"])
+
+
+def test_expected_failures(write, run, pytester):
+    write(ROUNDED)
+    file = pytester.path / "expected.toml"
+    file.write_text('"*-full/*" = "one part in ten million too much"\n')
+    result = run("--parity-expected-failures=expected.toml", "-rx")
+    assert result.ret == 0
+    assert outcomes(result) == {"passed": 1, "xfailed": 4, "skipped": 5}
+    assert "one part in ten million too much" in result.stdout.str()
+
+    file.write_text('"MyPort-float64-weights" = "they are rounded"\n"*-full/*" = "too much"')
+    result = run("--parity-expected-failures=expected.toml")
+    assert outcomes(result) == {"failed": 1, "xfailed": 4, "skipped": 5}
+    assert "[XPASS(strict)] they are rounded" in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('"*-full/*" = ""', "expected failures are \"test\" = \"reason\": got '*-full/*' = ''"),
+        ('"*-full/*" = 3', "got '*-full/*' = 3"),
+        ("nonsense", "expected failures cannot be read from"),
+        (None, "expected failures cannot be read from"),
+        ('"*-full/*" = "r"\n"*-fool/*" = "r"', "expected to fail, but no tests: *-fool/*"),
+    ],
+)
+def test_expected_failures_that_are_wrong(content, message, write, run, pytester):
+    write(ROUNDED)
+    if content is not None:
+        (pytester.path / "expected.toml").write_text(content)
+    result = run("--parity-expected-failures=expected.toml")
+    assert result.ret in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERRUPTED)
+    assert message in result.stdout.str() + result.stderr.str()
+
+
+def test_expected_failures_need_a_port(pytester):
+    result = pytester.runpytest_subprocess("--parity-expected-failures=expected.toml")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "add --parity-port" in result.stderr.str()
+
+
+def test_all_skipped_is_no_pass(write, run):
+    write()
+    result = run("-k", "steps or gradients")
+    assert outcomes(result) == {"skipped": 3, "deselected": 7}
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert "FAILED: no case of a port was compared, and a skip is not a pass" in result.stdout.str()
+
+
+@pytest.mark.parametrize("forward", ["pass", ROUNDED])
+def test_several_processes(forward, write, run, pytester):
+    write(forward)
+    pytester.makepyfile(test_own="def test_own(): pass")
+    result = run("-n", "2")
+    counted = {"passed": 6, "skipped": 5} if forward == "pass" else {"passed": 2, "failed": 4, "skipped": 5}
+    assert outcomes(result) == counted
+    assert result.ret == (forward != "pass")
+    if forward == "pass":
+        assert run("-n", "2", "-k", "steps").ret == pytest.ExitCode.TESTS_FAILED
+        broken = run("-n", "2", port="absent:MyPort")
+        assert broken.ret != 0
+        assert "No module named 'absent'" in broken.stdout.str()

@@ -1,0 +1,510 @@
+"""The result as a dict, and the reports made from it: JSON and its schema, the page, JUnit, the tree in a terminal."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import re
+import struct
+import subprocess
+import zlib
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from reference_numpy.names import parameter_shapes, tap_shapes
+from transformer_parity.audit import Fate
+from transformer_parity.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
+from transformer_parity.cases import deck, tiny
+from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, OUTPUT, SKIPPED, Finding, Setting
+from transformer_parity.diagnosis import Diagnosis
+from transformer_parity.html_report import html, picture, write_html
+from transformer_parity.junit import junit, write_junit
+from transformer_parity.result import build, write_json
+from transformer_parity.tree import LINES, print_blame
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "result.schema.json").read_text("utf-8"))
+TAPS = [*tap_shapes(tiny(), 4, 9, 7), OUTPUT]
+GUILTY = "encoder.layers.0.self_attention.scores"
+CASES = [case for case in deck() if case.name in ("full/padded", "full/untied", "gradients/padded")]
+MACHINE = {"transformer-parity": "0.1.0", "python": "3.11.7", "platform": "somewhere", "cpus": 2}
+SETTING = Setting(("float64", "float32"))
+ENVIRONMENT = {name: {"version": f"1.0 of {name}", "threads": "1"} for name in ("numpy", "torch", "jax")}
+SIMPLE = Finding("torch", "float64", "full model", "full/padded", "taps", "logits", 1e-15, 1e-12, AGREES)
+NASTY = "<script>alert('&')</script> \x1b[31mred\x1b[0m"
+
+
+def run_of(backend: str, dtype: str, case: str = "full/padded", guilty: str = "") -> list[Finding]:
+    """Return what a run of a full model finds; behind the guilty tap everything is wrong."""
+    budget = {"float64": 1e-12, "float32": 1e-6}[dtype]
+    verdict = {"float64": DIVERGES, "float32": IMPRECISE}[dtype]
+    findings = []
+    for tap in TAPS:
+        wrong = bool(guilty) and TAPS.index(tap) >= TAPS.index(guilty)
+        error, said = (0.25, verdict) if wrong else (budget / 4, AGREES)
+        findings.append(Finding(backend, dtype, "full model", case, "taps", tap, error, budget, said))
+    return findings
+
+
+def blame_of(guilty: set[str], dtype: str = "float64", names: list[str] = TAPS) -> Blame:
+    marks, wrong = [], False
+    for name in names:
+        wrong = wrong or name in guilty
+        verdict = INTRODUCED if name in guilty else INHERITED if wrong else FINE
+        error = 0.0 if verdict == FINE else 0.25
+        marks.append(Mark(name, error, error if name in guilty else 0.0, 1e-12, verdict))
+    return Blame("torch", dtype, "full/padded", "activations", "port", tuple(marks))
+
+
+def result_of(findings: list[Finding], **options) -> dict:
+    return build(findings, ["torch", "jax"], SETTING, ENVIRONMENT, MACHINE, **options)
+
+
+@pytest.fixture(scope="module")
+def result():
+    findings = [finding for dtype in ("float64", "float32") for finding in run_of("torch", dtype, guilty=GUILTY)]
+    findings += run_of("torch", "float64", "full/untied", guilty="logits")
+    findings += [finding for dtype in ("float64", "float32") for finding in run_of("jax", dtype)]
+    findings += run_of("jax", "float64", "full/untied")
+    infinite = replace(SIMPLE, component="gradients", case="gradients/padded", error=math.inf, verdict=DIVERGES)
+    findings += [
+        Finding("jax", "float64", "weights", "gradients/padded", "load", "round trip", 0.0, 0.0, AGREES),
+        replace(infinite, tap="of target_embedding.table", detail=NASTY),
+        replace(infinite, backend="jax", error=1e-15, verdict=AGREES),
+        replace(SIMPLE, backend="jax", component="decoding", case="decode/beam", verdict=SKIPPED, detail="no search"),
+    ]
+    weights = np.array([[[0.25, 0.75], [1.0, 0.0]]])
+    attention = {"backend": "torch", "dtype": "float64", "case": "full/padded", "introduced": False}
+    attention |= {"tap": "encoder.layers.0.self_attention.weights", "expected": weights, "actual": weights[:, ::-1]}
+    place = {"backend": "torch", "dtype": "float64", "case": "full/padded", "rung": "activations"}
+    fates = [Fate("a.kernel", "transposed", NASTY).to_dict(), Fate("b", "used").to_dict()]
+    diagnosis = Diagnosis("torch does not scale the scores", "exact", ("scores not scaled",))
+    return result_of(
+        findings,
+        cases=CASES,
+        not_tested=["gpu (ask for it with --device gpu)"],
+        blames=[blame_of({GUILTY}), blame_of({GUILTY}, "float32")],
+        diagnoses=[{**place, **diagnosis.to_dict()}],
+        audits=[{"backend": "torch", "weights": fates}],
+        attention=[attention],
+    )
+
+
+# The dict, JSON and the schema
+
+
+def violations(value, schema, path="$"):
+    """Yield what is wrong with a value by JSON Schema; by the few keywords of ours, and an error for any other."""
+    if "$ref" in schema:
+        schema = {**schema, **SCHEMA["$defs"][schema["$ref"].removeprefix("#/$defs/")]}
+    types = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+    for keyword, rule in schema.items():
+        if keyword == "type":
+            names = rule if isinstance(rule, list) else [rule]
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            fits = {"number": is_number, "integer": is_number and isinstance(value, int)}
+            if not any(fits[name] if name in fits else isinstance(value, types[name]) for name in names):
+                yield f"{path} must be {rule}: got {value!r}"
+        elif keyword == "properties":
+            for name in rule.keys() & value.keys():
+                yield from violations(value[name], rule[name], f"{path}.{name}")
+        elif keyword == "required":
+            yield from (f"{path} lacks {name}" for name in rule if name not in value)
+        elif keyword == "additionalProperties":
+            for name in value.keys() - schema.get("properties", {}).keys():
+                yield from violations(value[name], rule, f"{path}.{name}") if rule else [f"{path} has {name}"]
+        elif keyword == "items":
+            for i, entry in enumerate(value):
+                yield from violations(entry, rule, f"{path}[{i}]")
+        elif keyword == "anyOf":
+            if all(list(violations(value, option, path)) for option in rule):
+                yield f"{path} is none of the allowed: got {value!r}"
+        elif keyword in ("enum", "const"):
+            if value not in (rule if keyword == "enum" else [rule]):
+                yield f"{path} must be {rule}: got {value!r}"
+        elif keyword == "minimum":
+            if value < rule:
+                yield f"{path} must be at least {rule}: got {value!r}"
+        elif keyword == "pattern":
+            if not re.search(rule, value):
+                yield f"{path} must match {rule}: got {value!r}"
+        elif keyword not in ("$schema", "$defs", "$ref", "title", "description"):
+            raise ValueError(f"this test does not know the keyword {keyword}")
+
+
+def test_result_fits_the_schema(result, tmp_path):
+    write_json(tmp_path / "result.json", result)
+    read = json.loads((tmp_path / "result.json").read_text("utf-8"))
+    assert read == result  # plain values, and none of them lost
+    assert list(violations(read, SCHEMA)) == []
+    assert list(violations(result_of([]), SCHEMA)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda result: result.pop("taps"), "$ lacks taps"),
+        (lambda result: result.update(extra=1), "$ has extra"),
+        (lambda result: result.update(format=1), "$.format must be 2"),
+        (lambda result: result["failures"][0].update(error="far"), "$.failures[0].error is none"),
+        (lambda result: result["blames"][0]["marks"][3].update(verdict="bad"), "$.blames[0].marks[3].verdict must be"),
+        (lambda result: result["fingerprint"].update(sha256="?"), "$.fingerprint.sha256 must match"),
+    ],
+)
+def test_schema_refuses(result, change, message):
+    broken = json.loads(json.dumps(result))
+    change(broken)
+    assert [found for found in violations(broken, SCHEMA) if found.startswith(message)]
+
+
+def test_result_counts_skips_apart(result):
+    assert (result["verdict"], result["exit_code"]) == (DIVERGES, 1)
+    assert result["skipped"] == len(result["skips"]) == 1
+    wrong = len(TAPS) - TAPS.index(GUILTY)
+    assert len(result["failures"]) == 2 * wrong + 2 + 1  # full/padded twice; logits and output; the gradient
+    assert result["comparisons"] == 6 * len(TAPS) + 3
+    assert {failure["error"] for failure in result["failures"]} == {0.25, "inf"}
+    alone = result_of([replace(SIMPLE, verdict=SKIPPED)])
+    assert (alone["verdict"], alone["comparisons"], alone["skipped"]) == (FAILED, 0, 1)
+
+
+def test_cases_have_their_rung_and_their_first_failure(result):
+    rows = {(row["backend"], row["dtype"], row["case"]): row for row in result["cases"]}
+    assert rows["torch", "float64", "full/padded"]["finding"]["tap"] == GUILTY
+    assert rows["torch", "float32", "full/padded"]["verdict"] == IMPRECISE
+    assert rows["jax", "float64", "gradients/padded"]["rung"] == "gradients"  # and not of the round trip before it
+    assert rows["jax", "float64", "decode/beam"]["skips"] == ["no search"]
+
+
+def test_taps_are_of_the_main_case_and_of_what_failed(result):
+    order = [(row["backend"], row["dtype"], row["case"]) for row in result["taps"]]
+    assert ("jax", "float64", "full/untied") in order  # beside the port that failed there
+    assert [row["tap"] for row in result["taps"]][: len(TAPS)] == TAPS
+    agreeing = result_of([*run_of("jax", "float64"), *run_of("jax", "float64", "full/untied")])
+    assert {row["case"] for row in agreeing["taps"]} == {"full/padded"}
+    preset = result_of(
+        [replace(finding, component="presets", case="preset/t5") for finding in run_of("jax", "float64")]
+    )
+    assert {row["case"] for row in preset["taps"]} == {"preset/t5"}
+
+
+def test_fingerprint_is_of_what_matters(tmp_path):
+    def fingerprint(finding=SIMPLE, setting=SETTING, environment=ENVIRONMENT, cases=CASES, weights=None):
+        made = build([finding], ["torch"], setting, environment, MACHINE, cases=cases, weights=weights)
+        return made["fingerprint"]["sha256"]
+
+    usual = fingerprint()
+    assert usual == fingerprint(replace(SIMPLE, error=0.0))  # what came out is not what went in
+    (tmp_path / "one").write_bytes(b"1")
+    (tmp_path / "two").write_bytes(b"2")
+    other = {name: ids[::-1] for name, ids in CASES[0].inputs.items()}
+    changed = [
+        fingerprint(setting=replace(SETTING, precision="fast")),
+        fingerprint(environment={**ENVIRONMENT, "torch": {"version": "2"}}),
+        fingerprint(environment={**ENVIRONMENT, "torch": {**ENVIRONMENT["torch"], "threads": "2"}}),
+        fingerprint(cases=[replace(CASES[0], config=tiny(d_ff=41)), *CASES[1:]]),
+        fingerprint(cases=[replace(CASES[0], inputs=other), *CASES[1:]]),
+        fingerprint(cases=[replace(CASES[0], seed=1), *CASES[1:]]),
+        fingerprint(weights=tmp_path / "one"),
+        fingerprint(weights=tmp_path / "two"),
+    ]
+    assert len({usual, *changed}) == 1 + len(changed)
+
+
+@pytest.mark.parametrize("step", ["write_text", "replace"])
+@pytest.mark.parametrize("write", [write_json, write_html, write_junit])
+def test_a_report_is_written_whole_or_not_at_all(write, step, result, tmp_path, monkeypatch):
+    path = tmp_path / "report"
+    write(path, result)
+    old = path.read_bytes()
+
+    def full(self, *args):
+        open(self, "wb").close()  # what a full disk leaves
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, step, full)
+    with pytest.raises(OSError, match="no space left"):
+        write(path, result)
+    assert path.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# The page
+
+
+class Page(HTMLParser):
+    """Counts elements by name and class, and keeps text and addresses."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements, self.addresses, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.elements.append((tag, (attributes.get("class") or "").split(), attributes))
+        self.addresses += [attributes[name] for name in ("src", "href", "srcset", "action") if name in attributes]
+
+    def handle_data(self, data):
+        self.text += data
+
+    def count(self, tag, kind=None):
+        return sum(name == tag and (kind is None or kind in kinds) for name, kinds, _ in self.elements)
+
+
+def rows_of(result) -> int:
+    cases = {row["case"] for row in result["taps"]}
+    return sum(len({row["tap"] for row in result["taps"] if row["case"] == case}) for case in cases)
+
+
+def check_page(page: Page, result: dict) -> None:
+    """Fail unless everything of the result is there."""
+    assert page.count("tr", "fails") + page.count("tr", "fine") == rows_of(result) == 2 * len(TAPS)
+    assert page.count("tr", "fails") == len(TAPS) - TAPS.index(GUILTY) + 2
+    assert page.count("em", "introduced") == 2  # float64 and float32
+    assert page.count("path", "guilty") == 2
+    assert page.count("li", "introduced") == 2 * 3  # the layer, its attention, the scores; in both trees
+    assert page.count("article", "port") == 2
+    assert page.count("img") == 3  # one head: reference, port, difference
+    assert page.count("h2") == 8
+    for words in (
+        "Diverge",
+        "torch does not scale the scores",
+        "jax: no search",
+        "gpu (ask for it with --device gpu)",
+        "1 of 2 weights is not used as it should be",
+        result["fingerprint"]["sha256"],
+    ):
+        assert words in " ".join(page.text.split()), words
+
+
+def test_page_holds_everything_without_a_script(result):
+    page = Page(html(result))
+    check_page(page, result)
+    assert page.count("script") == 0
+    assert "object at 0x" not in page.text
+
+
+def test_page_needs_no_network(result):
+    text = html(result)
+    assert all(address.startswith("data:") for address in Page(text).addresses)
+    assert re.findall(r"url\(|@import|https?://", text) == []
+
+
+def test_page_escapes_what_ports_say(result):
+    text = html(result)
+    assert text.count("&lt;script&gt;alert(") == 1  # the audit's detail
+    assert "<script" not in text
+
+
+def test_page_of_nothing_compared():
+    page = Page(html(result_of([])))
+    assert "Incomplete" in page.text
+    assert page.count("tr") == 0
+    for words in ("No tap of a whole model was compared.", "The weights were not audited.", "Nothing was skipped."):
+        assert words in page.text
+
+
+def test_page_of_agreement(result):
+    text = html(result_of([*run_of("jax", "float64"), *run_of("torch", "float64")]))
+    page = Page(text)
+    assert page.count("tr", "fine") == len(TAPS)
+    assert page.count("tr", "fails") == 0
+    assert "Nothing differs, so that nothing is to blame." in page.text
+    assert f"All {len(TAPS)} rows are within budget." in page.text
+
+
+def test_page_from_the_file_is_the_same(result, tmp_path):
+    write_json(tmp_path / "result.json", result)
+    assert html(json.loads((tmp_path / "result.json").read_text("utf-8"))) == html(result)
+
+
+@pytest.mark.parametrize(
+    ("share", "step"),
+    [(0.0, 0), (0.01, 1), (0.011, 2), (0.5, 3), (1.0, 3), (1.01, 4), (1e6, 6), (1e12, 7), (math.nan, 7)],
+)
+def test_colour_is_the_share_on_a_logarithmic_scale(share, step):
+    verdict = AGREES if share <= 1.0 else DIVERGES
+    page = Page(html(result_of([replace(SIMPLE, error=share, budget=1.0, verdict=verdict)])))
+    cells = [kinds for tag, kinds, _ in page.elements if tag == "td" and kinds]
+    assert cells == [[f"s{step}"]]
+
+
+def test_map_is_a_picture_of_its_numbers():
+    content = base64.b64decode(picture(np.array([[0.0, 1.0, -1.0], [math.nan, 0.5, 2.0]])).partition(",")[2])
+    kinds, place = {}, 8
+    while place < len(content):
+        size, kind = struct.unpack(">I4s", content[place : place + 8])
+        body = content[place + 8 : place + 8 + size]
+        (checksum,) = struct.unpack(">I", content[place + 8 + size : place + 12 + size])
+        assert checksum == zlib.crc32(kind + body)
+        kinds[kind] = body
+        place += 12 + size
+    assert list(kinds) == [b"IHDR", b"IDAT", b"IEND"]
+    width, height = struct.unpack(">2I", kinds[b"IHDR"][:8])
+    lines = np.frombuffer(zlib.decompress(kinds[b"IDAT"]), np.uint8).reshape(height, 1 + 3 * width)
+    pixels = lines[:, 1:].reshape(height, width, 3).astype(int)
+    white, blue, orange, black, middle, beyond = pixels.reshape(-1, 3)
+    assert white.min() > 240
+    assert blue[2] > blue[0] + 100
+    assert orange[0] > orange[2] + 100
+    assert black.max() == 0
+    assert np.abs(middle - (white + blue) / 2).max() <= 1
+    assert (beyond == blue).all()
+
+
+PROBE = """
+<script>
+const rows = () => [...document.querySelectorAll("#matrix .scroll")][0]
+  .querySelectorAll("tbody tr").values().filter(row => row.offsetHeight > 0).toArray().length;
+const said = {all: rows(), wide: document.documentElement.scrollWidth - document.documentElement.clientWidth};
+document.querySelector(".only").click();
+said.failing = rows();
+said.images = [...document.images].filter(image => image.naturalWidth > 0).length;
+parent.postMessage(JSON.stringify(said), "*");
+</script>
+"""
+FRAME = """<body><iframe src="page.html" style="width: 400px; height: 4000px; border: 0"></iframe><pre></pre>
+<script>addEventListener("message", event => document.querySelector("pre").textContent = event.data)</script></body>"""
+
+
+def open_page(browser: str, path: Path) -> tuple[str, str]:
+    """Return the DOM after rendering, and what the browser's console was told."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={path.parent / 'profile'}"]
+    command = [browser, *options, "--timeout=20000", "--virtual-time-budget=3000", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def test_page_in_a_browser(browser, result, tmp_path):
+    write_html(tmp_path / "page.html", result)
+    text, console = open_page(browser, tmp_path / "page.html")
+    assert console == ""
+    check_page(Page(text), result)
+
+
+def test_page_on_a_phone_and_its_filter(browser, result, tmp_path):
+    (tmp_path / "page.html").write_text(html(result).replace("</body>", f"{PROBE}</body>"), "utf-8")
+    (tmp_path / "frame.html").write_text(FRAME, "utf-8")
+    text, _ = open_page(browser, tmp_path / "frame.html")
+    said = json.loads(re.search(r"<pre>(.*)</pre>", text)[1])
+    failing = len(TAPS) - TAPS.index(GUILTY)
+    assert said == {"all": len(TAPS), "wide": 0, "failing": failing, "images": 3}
+
+
+def test_an_error_in_the_browser_would_be_seen(browser, tmp_path):
+    (tmp_path / "page.html").write_text("<script>console.error('broken')</script>", "utf-8")
+    assert "broken" in open_page(browser, tmp_path / "page.html")[1]
+
+
+# JUnit
+
+
+def suites_of(result) -> dict[str, ElementTree.Element]:
+    root = ElementTree.fromstring(junit(result))
+    assert root.tag == "testsuites"
+    suites = {suite.get("name"): suite for suite in root}
+    for counted, cases in [(suite, list(suite.iter("testcase"))) for suite in (root, *suites.values())]:
+        assert int(counted.get("tests")) == len(cases) > 0
+        for attribute, child in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            assert int(counted.get(attribute)) == sum(case.find(child) is not None for case in cases)
+        for case in cases:
+            assert case.get("name")
+            assert case.get("classname")
+            assert len(list(case)) <= 2
+        names = [(case.get("classname"), case.get("name")) for case in cases]
+        assert len(set(names)) == len(names)
+    return suites
+
+
+def test_junit_has_a_test_case_per_case_and_dtype(result):
+    suites = suites_of(result)
+    assert list(suites) == ["torch", "jax"]
+    assert [int(suites["torch"].get(name)) for name in ("tests", "failures", "skipped")] == [4, 4, 0]
+    assert [int(suites["jax"].get(name)) for name in ("tests", "failures", "skipped")] == [5, 0, 1]
+    cases = {case.get("name"): case for case in suites["torch"].iter("testcase")}
+    first = cases["full/padded (float64)"].find("failure")
+    assert first.get("message").startswith(f"{GUILTY}: error 0.25, budget 1e-12")
+    assert first.text.startswith("torch does not scale the scores [exact]\n")
+    assert first.get("type") == DIVERGES
+    assert cases["full/padded (float32)"].find("failure").get("type") == IMPRECISE
+    assert "full/padded (float64): torch does not" in cases["full/untied (float64)"].find("failure").text
+    gradient = cases["gradients/padded (float64)"]
+    assert gradient.get("classname") == "torch.gradients"
+    assert "<script>alert('&')</script> [31mred[0m" in gradient.find("failure").get("message")
+    assert next(suites["jax"].iter("skipped")).get("message") == "no search"
+
+
+def test_junit_of_nothing_compared_fails():
+    for findings in ([], [replace(SIMPLE, verdict=SKIPPED, detail="not offered")]):
+        suites = suites_of(result_of(findings))
+        assert suites
+        assert all(int(suite.get("failures")) == 1 for suite in suites.values())
+
+
+def test_junit_names_a_port_that_died():
+    suites = suites_of(result_of([Finding("torch", "", "process", "", "run", "", math.inf, 0.0, FAILED, "died")]))
+    (case,) = suites["torch"].iter("testcase")
+    assert case.get("name") == "the port as a whole"
+    assert case.find("failure").get("message") == "died"
+
+
+# The tree in a terminal
+
+
+def drawn(blame: Blame, diagnosis: Diagnosis | None = None) -> list[str]:
+    console = Console(file=io.StringIO(), width=140, color_system=None)
+    print_blame(console, blame, diagnosis)
+    return console.file.getvalue().splitlines()
+
+
+def test_tree_folds_what_is_fine():
+    lines = drawn(blame_of({"decoder.layers.0.feed_forward.inner"}), Diagnosis("a sentence", "likely"))
+    assert lines[0] == "torch float64 full/padded: a sentence [likely]"
+    assert [line for line in lines if "encoder.layers.0 to 1  fine, 24 tensors" in line]
+    guilty = [line for line in lines if "<-" in line]
+    assert [line.strip("│├└─ ") for line in guilty] == ["inner  error 2.5e-01, budget 1e-12  <- introduced here"]
+    assert any(line.endswith("decoder.layers.1  inherited, 20 of 20, error up to 2.5e-01") for line in lines)
+    assert len(lines) <= LINES
+
+
+def test_tree_says_the_same_only_once():
+    scores = {tap for tap in TAPS if tap.endswith(".scores")}
+    lines = drawn(blame_of(scores))
+    assert sum("<- introduced here, and the same in 5 other places" in line for line in lines) == 1
+    too = [line for line in lines if "<- introduced here too: self_attention.scores" in line]
+    assert [line.strip("│├└─ ").partition("  ")[0] for line in too] == ["encoder.layers.1", "decoder.layers.0 to 1"]
+    assert len(lines) <= LINES
+
+
+def test_tree_of_gradients():
+    config = tiny(attention_bias=True)
+    names = [f"at {tap}" for tap in reversed(TAPS[:-1])]
+    names += [f"of {name}" for name in reversed(parameter_shapes(config))]
+    guilty = "of decoder.layers.0.cross_attention.key_proj.bias"
+    lines = drawn(blame_of({guilty}, names=names))
+    assert any("gradients at the taps, from the logits backwards  fine, 69 tensors" in line for line in lines)
+    assert [line.strip("│├└─ ").partition("  ")[0] for line in lines if "<-" in line] == ["key_proj.bias"]
+    assert any("decoder.layers.0" in line and "fine" not in line for line in lines)
+    assert len(lines) <= LINES
+
+
+def test_tree_stays_short_whatever_fails():
+    config = tiny(num_encoder_layers=6, num_decoder_layers=6)
+    taps = [*tap_shapes(config, 4, 9, 7), OUTPUT]
+    for guilty in (set(taps), set(taps[::3]), {tap for tap in taps if ".layers.3." in tap}, {taps[0]}):
+        lines = drawn(blame_of(guilty, names=taps))
+        assert len(lines) <= LINES + 1, "\n".join(lines)  # the title has two lines
+        assert any("<- introduced here" in line for line in lines)
+
+
+def test_tree_of_nothing_wrong():
+    assert drawn(blame_of(set()))[-1] == f"fine: all {len(TAPS)} tensors"

@@ -1,0 +1,230 @@
+"""Every port in a process of its own: crashes, silence, prints and other interpreters are findings, and no more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import venv
+from functools import partial
+
+import pytest
+
+import reference_numpy
+from transformer_parity import start_worker, workers
+from transformer_parity.cases import ACTIVATIONS, Case, deck, tiny
+from transformer_parity.compare import AGREES, FAILED, SKIPPED, Finding, Setting
+from transformer_parity.workers import port_cases, run_all
+
+FLOAT64 = Setting(("float64",))
+FORWARD = partial(port_cases, rungs=[ACTIVATIONS])
+
+PORT = """
+import os, signal, sys, time
+from reference_numpy import Transformer
+from transformer_parity.plugin import Port
+
+class Mine(Port):
+    dtypes = ("float64",)
+
+    def load(self, config, weights, dtype):
+        self.model = Transformer.from_weights(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        {forward}
+        return self.model(source_ids, target_ids)
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Return a function that writes a port into the current folder and returns what it is called."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(forward="pass", head=""):
+        (tmp_path / "mine.py").write_text(head + PORT.format(forward=forward))
+        return "mine:Mine"
+
+    return write
+
+
+def compare(*names: str, cases=FORWARD, setting=FLOAT64, **options) -> list[Finding]:
+    messages = list(run_all(names, cases, setting, **options))
+    assert [message.backend for message in messages if message.done] != []
+    return [finding for message in messages for finding in message.findings]
+
+
+def only_problem(findings: list[Finding]) -> str:
+    """Return the text of the only finding that is a failure."""
+    (problem,) = [finding for finding in findings if finding.verdict == FAILED]
+    assert problem.backend == "Mine"
+    return problem.detail
+
+
+def test_a_plug_in_port_beside_a_built_in_one(write):
+    name = write()
+    full = [case for case in deck() if case.name == "full/padded"]
+    messages = list(run_all([name, "torch"], {name: FORWARD, "torch": full}, FLOAT64))
+    findings = [finding for message in messages for finding in message.findings]
+    assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
+    cases = {backend: {found.case for found in findings if found.backend == backend} for backend in ("Mine", "torch")}
+    assert len(cases["Mine"]) == 4
+    assert cases["torch"] == {"full/padded"}
+    said = [message for message in messages if message.backend == name]
+    assert ("Mine", 4) in {(message.name, message.steps) for message in said}
+    assert said[-1].done
+    assert said[-1].environment["port"] == name
+    assert "numpy" in said[-1].environment
+
+
+def test_cases_may_be_given_outright(write):
+    config = tiny(d_v=8)
+    (case, *_) = port_cases_of(config)
+    findings = compare(write(), cases=[case])
+    assert {finding.case for finding in findings} == {case.name}
+
+
+def port_cases_of(config) -> list[Case]:
+    class Stub:
+        def config(self):
+            return config
+
+    return FORWARD(Stub())
+
+
+@pytest.mark.parametrize(
+    ("forward", "problem"),
+    [
+        ("sys.exit(4)", "it called sys.exit(4) at float64 full/padded"),
+        ("os._exit(5)", "the process ended with exit code 5 at float64 full/padded: it printed nothing"),
+        (
+            "print('the last', end=''), os._exit(6)",
+            "the process ended with exit code 6 at float64 full/padded: the last",
+        ),
+        (
+            "print('so it goes', file=sys.stderr); os.kill(os.getpid(), signal.SIGSEGV)",
+            "the process ended with exit code -11 (SIGSEGV) at float64 full/padded: so it goes",
+        ),
+    ],
+    ids=["sys.exit", "os._exit", "prints", "segfault"],
+)
+def test_a_port_that_ends_its_process(forward, problem, write, capfd):
+    assert only_problem(compare(write(forward))) == problem
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_port_that_raises_fails_case_by_case(write):
+    findings = [finding for finding in compare(write("raise OSError('no disk')")) if finding.verdict == FAILED]
+    assert [finding.case for finding in findings] == [case.name for case in port_cases_of(tiny())]
+    assert {finding.detail for finding in findings} == {"OSError: no disk"}
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        ("import absent", "ValueError: port 'mine:Mine' cannot be imported: No module named 'absent' at importing"),
+        ("1 / 0", "ZeroDivisionError: division by zero (mine.py, line 1) at importing"),
+        ("so it goes", "SyntaxError: invalid syntax (mine.py, line 1) at importing"),
+        ("raise SystemExit", "it called sys.exit(None) at importing"),
+    ],
+)
+def test_a_module_that_cannot_be_imported(head, problem, write):
+    assert only_problem(compare(write(head=head))) == problem
+
+
+def test_conventions_that_make_no_sense(write):
+    name = write()
+    with open("mine.py", "a") as file:
+        file.write("    overrides = {'norm_order': 'middle'}\n")
+    problem = "ValueError: norm_order must be one of post, pre: got 'middle' at importing"
+    assert only_problem(compare(name)) == problem
+
+
+def test_silence_ends_a_port_and_no_other(write):
+    name = write("time.sleep(60) if source_ids.shape[0] == 1 else None; print('thinking')")
+    started = time.monotonic()
+    findings = compare(name, "numpy", cases={name: FORWARD, "numpy": deck()[:1]}, timeout=5.0)
+    assert 5.0 < time.monotonic() - started < 30.0
+    assert only_problem(findings) == "no answer for 5 s at float64 full/one_sentence: thinking"
+    assert {finding.verdict for finding in findings if finding.backend == "numpy"} == {AGREES}
+    assert len({finding.case for finding in findings if finding.backend == "Mine" and finding.case}) == 3
+
+
+def test_one_that_speaks_in_time_is_not_ended(write):
+    findings = compare(write("time.sleep(0.7)"), timeout=5.0)
+    assert FAILED not in {finding.verdict for finding in findings}
+    assert compare(write(), timeout=None) == findings
+
+
+def test_closing_the_iterator_ends_the_process(write, tmp_path):
+    name = write(f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)")
+    messages = run_all([name], FORWARD, FLOAT64)
+    for message in messages:
+        if message.doing == "float64 full/padded":
+            break
+    messages.close()
+    pid = tmp_path / "pid"
+    if pid.exists() and pid.read_text():  # it may have been ended before it came that far
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
+
+
+def test_ctrl_c_is_not_heard_by_a_port(write):
+    findings = compare(write("os.kill(os.getpid(), signal.SIGINT)"))
+    assert FAILED not in {finding.verdict for finding in findings}
+
+
+def test_standard_input_is_at_its_end(write):
+    (problem, *_) = [found.detail for found in compare(write("input()")) if found.verdict == FAILED]
+    assert problem == "EOFError: EOF when reading a line"
+
+
+def test_threads_are_shared_out(write, monkeypatch):
+    for switch in workers.THREAD_SWITCHES:
+        monkeypatch.delenv(switch, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    switches = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC")
+    findings = compare(write(f"raise ValueError([os.environ[name] for name in {switches}])"))
+    (problem, *_) = [found.detail for found in findings if found.verdict == FAILED]
+    assert problem == f"ValueError: {['7', str(os.cpu_count()), str(os.cpu_count())]}"
+    assert "PJRT_NPROC" not in os.environ
+
+
+@pytest.fixture(scope="module")
+def other_python(tmp_path_factory):
+    """Return the interpreter of a new environment that has nothing, and the folder of its packages."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=os.name != "nt")
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return str(python), subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+
+
+def test_another_interpreter(write, other_python):
+    python, packages = other_python
+    name = write("raise OSError(sys.executable)")
+    options = {"interpreters": {name: python}}
+    problem = only_problem(compare(name, **options))
+    assert problem == "the process ended with exit code 1 at starting: ModuleNotFoundError: No module named 'numpy'"
+
+    for needed in ("numpy", "ml_dtypes", "safetensors"):  # and no rich, matplotlib, sacrebleu, sentencepiece
+        folder = os.path.dirname(__import__(needed).__path__[0])
+        for entry in (needed, f"{needed}.libs"):
+            if os.path.exists(os.path.join(folder, entry)) and not os.path.exists(os.path.join(packages, entry)):
+                os.symlink(os.path.join(folder, entry), os.path.join(packages, entry))
+    details = {finding.detail for finding in compare(name, **options) if finding.verdict == FAILED}
+    assert details == {f"OSError: {python}"}
+    findings = compare(write(), "numpy", cases={name: port_cases, "numpy": deck()[:1]}, **options)
+    assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
+
+
+def test_nothing_but_our_packages_is_found_beside_them():
+    assert start_worker.Ours.find_spec("reference_numpy").origin == reference_numpy.__file__
+    assert start_worker.Ours.find_spec("numpy") is None
+
+
+def test_an_interpreter_that_cannot_be_started(write):
+    name = write()
+    assert only_problem(compare(name, interpreters={name: "/absent/python"})) == (
+        "the interpreter /absent/python cannot be started: No such file or directory"
+    )

@@ -1,0 +1,171 @@
+"""The weight audit: what became of every weight that a port was given, found out from the outside.
+
+Each weight in turn is disturbed, and the port loaded and run again: where its numbers change first is where the weight
+is used. No name or layout inside of the port has to be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.blame import distance
+from transformer_parity.cases import Case
+from transformer_parity.compare import OUTPUT
+from transformer_parity.hypotheses import Hypothesis
+from transformer_parity.ports import LoadedPort, Port
+
+USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN = (
+    "used",
+    "unused",
+    "transposed",
+    "misplaced",
+    "replaced",
+    "initial",
+    "hidden",
+)
+WRONG = (UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL)
+SAME = 1e-9  # relative: two runs of which one is right
+Weights = Mapping[str, ndarray]
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of one weight.
+
+    Attributes:
+        name: Its canonical name.
+        verdict: ``used`` where it belongs; ``unused``; ``transposed``; ``misplaced``, used somewhere else;
+            ``replaced`` by another weight; left at its ``initial`` value; or ``hidden``: it changes nothing that the
+            port shows, and would not in the reference either.
+        detail: Where it is used, or what is in its place.
+    """
+
+    name: str
+    verdict: str
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return asdict(self)
+
+
+def audit(
+    port: Port,
+    case: Case,
+    dtype: str,
+    device: str = "cpu",
+    precision: str = "highest",
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Fate]:
+    """Return what became of every weight of a port.
+
+    Args:
+        port: What to audit.
+        case: A full model, and what it is run on.
+        dtype: The dtype to run it in.
+        device: Where to.
+        precision: How.
+        progress: Told which weight is disturbed.
+    """
+    weights = dict(case.load_weights())
+
+    def run(given: Weights) -> dict[str, ndarray]:
+        return _shown(port.load(case.config, given, dtype, device, precision), case)
+
+    def run_reference(given: Weights) -> dict[str, ndarray]:
+        """Let the reference go on from what the port has at each tap, so that only one block is compared at a time."""
+        found = _shown(Hypothesis(()).load(case.config, given), case, taps)
+        return {name: value for name, value in found.items() if name in usual}
+
+    usual = run(weights)
+    taps = {name: np.asarray(value, np.float64) for name, value in usual.items() if name != OUTPUT}
+    expected = run_reference(weights)
+    fates = []
+    for name, weight in weights.items():
+        progress(f"weight {name}")
+        disturbed = {**weights, name: _disturbed(weight)}
+        here = first_change(usual, run(disturbed))
+        there = first_change(expected, run_reference(disturbed))
+        if here == there:
+            fates.append(_fate_in_place(name, weights, here, usual, expected, run_reference))
+        elif not here:
+            fates.append(_fate_of_the_unused(name, weights, there, usual, run_reference))
+        else:
+            where = f"it acts first at {here}, and should at {there}" if there else f"it acts at {here}"
+            fates.append(Fate(name, MISPLACED, where))
+    return fates
+
+
+def first_change(before: Mapping[str, ndarray], after: Mapping[str, ndarray]) -> str:
+    """Return the first tensor that is not the same bit by bit; empty if all are."""
+    return next((name for name in before if before[name].tobytes() != after[name].tobytes()), "")
+
+
+def summary(fates: Iterable[Fate]) -> str:
+    """Return one line: how many weights there are, and what is wrong with which."""
+    fates = list(fates)
+    counts = {verdict: sum(fate.verdict == verdict for fate in fates) for verdict in (USED, HIDDEN, *WRONG)}
+    return f"{len(fates)} weights: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+
+
+def _shown(loaded: LoadedPort, case: Case, given: Weights | None = None) -> dict[str, ndarray]:
+    with np.errstate(all="ignore"):  # what a mistake left may overflow
+        result = loaded.run(case.block, case.inputs, taps=True, given=given)
+    return {**result.taps, OUTPUT: result.output}
+
+
+def _disturbed(weight: ndarray) -> ndarray:
+    noise = np.random.default_rng(weight.size).normal(size=weight.shape)
+    return (weight + (0.1 * (np.abs(weight).max() or 1.0) * noise)).astype(weight.dtype)
+
+
+def _fate_in_place(
+    name: str,
+    weights: Weights,
+    tap: str,
+    usual: Mapping[str, ndarray],
+    expected: Mapping[str, ndarray],
+    run_reference: Callable[[Weights], dict[str, ndarray]],
+) -> Fate:
+    """Judge a weight that is used where it belongs: it may be turned round."""
+    weight = weights[name]
+    if not tap:
+        return Fate(name, HIDDEN, "it changes nothing that is shown")
+    square = weight.ndim == 2 and weight.shape[0] == weight.shape[1]
+    if square and distance(tap, usual, expected) > SAME:
+        turned = run_reference({**weights, name: np.ascontiguousarray(weight.T)})
+        if distance(tap, usual, turned) <= SAME:
+            return Fate(name, TRANSPOSED, f"as {tap} shows")
+    return Fate(name, USED, tap)
+
+
+def _fate_of_the_unused(
+    name: str,
+    weights: Weights,
+    tap: str,
+    usual: Mapping[str, ndarray],
+    run_reference: Callable[[Weights], dict[str, ndarray]],
+) -> Fate:
+    """Find out what is in the place of a weight that nothing depends on."""
+    weight = weights[name]
+    candidates: dict[str, ndarray] = {}
+    if weight.ndim == 1:
+        candidates["zero"] = np.zeros_like(weight)
+        candidates["one"] = np.ones_like(weight)
+    kind = name.rpartition(".")[2]
+    candidates |= {
+        other: value
+        for other, value in weights.items()
+        if other != name and other.rpartition(".")[2] == kind and value.shape == weight.shape
+    }
+    for other, value in candidates.items():
+        if distance(tap, usual, run_reference({**weights, name: value})) <= SAME:
+            if other in ("zero", "one"):
+                return Fate(name, INITIAL, f"in its place is {other}")
+            return Fate(name, REPLACED, f"in its place is {other}")
+    return Fate(name, UNUSED, f"it should act first at {tap}")

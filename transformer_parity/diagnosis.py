@@ -1,0 +1,248 @@
+"""Diagnosis: from a port's numbers to a sentence about what it does.
+
+Two engines. The first tries hypotheses: the reference is run under each known mistake and each published convention,
+and under several at once where each makes more of the port's numbers right; one that reproduces all of them is what the
+port does. The second reads the signature of the error (see ``signatures``), and only says what it looks like. Where
+neither finds anything, the answer is "unknown".
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity import observe
+from transformer_parity.blame import distance
+from transformer_parity.cases import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.catalogue.planting import Mistake
+from transformer_parity.compare import OUTPUT, searched
+from transformer_parity.decoding import SearchOptions
+from transformer_parity.hypotheses import Hypothesis, hypotheses
+
+Arrays = Mapping[str, ndarray]
+EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
+# What a hypothesis that is right may leave: rounding. The weakest mistake leaves 1.8e-10 in activations (an epsilon
+# rounded to float32) and 8e-9 in weights (1e-6 added to a norm before clipping).
+REPRODUCES = {ACTIVATIONS: 1e-12, DECODE: 1e-12, GRADIENTS: 1e-10, STEPS: 1e-10}
+DEPTH = 3  # mistakes at once
+PROMISING = 6  # hypotheses that are tried together with every other
+OBSERVATIONS = 400  # of hypotheses, kept in memory: some hundred kilobytes each
+PATIENCE = 60.0  # seconds for pairs, where no tap shows the way
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a port does, as far as its numbers say.
+
+    Attributes:
+        sentence: In words.
+        confidence: ``exact`` where a hypothesis reproduces every number, ``likely`` where the error has a signature, or
+            ``unknown``.
+        hypotheses: Those that reproduce every number; several where no number here tells them apart.
+        error: The largest relative error that the first of them leaves; infinite if there is none.
+        runner_up: The next best, which leaves ``next_error``.
+        next_error: What it leaves.
+        signatures: What the error looks like.
+    """
+
+    sentence: str
+    confidence: str
+    hypotheses: tuple[str, ...] = ()
+    error: float = math.inf
+    runner_up: str = ""
+    next_error: float = math.inf
+    signatures: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What became of one hypothesis."""
+
+    hypothesis: Hypothesis
+    errors: tuple[float, ...]  # of every tensor, in the order of computation
+    tolerance: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors)
+
+    @property
+    def matched(self) -> int:
+        """How many tensors are right before the first that is not."""
+        return next((i for i, error in enumerate(self.errors) if not error <= self.tolerance), len(self.errors))
+
+    @property
+    def is_exact(self) -> bool:
+        return self.matched == len(self.errors)
+
+
+def tensors(loaded: Any, case: Case) -> dict[str, ndarray]:
+    """Return all that a case shows of a port in float64, in the order of computation."""
+    if case.rung == ACTIVATIONS:
+        result = loaded.run(case.block, case.inputs, taps=True)
+        return {**result.taps, OUTPUT: result.output}
+    if case.rung == GRADIENTS:
+        return observe.gradients(loaded, case.inputs)
+    if case.rung == DECODE:
+        options = case.search or SearchOptions()
+        found = searched(loaded.search(case.inputs["source_ids"], options), options)
+        if options.beam_size is None:
+            found = {"logits": loaded.decode_stepwise(case.inputs["source_ids"], case.inputs["target_ids"]), **found}
+        return found
+    if case.settings is None:
+        raise ValueError(f"case {case.name} has no training settings")
+    return observe.steps(loaded, observe.shifted(case.inputs), case.settings, observe.last_step("float64"))
+
+
+def diagnose(
+    case: Case,
+    actual: Arrays,
+    port: str,
+    progress: Callable[[str], None] = lambda text: None,
+    known: Sequence[Mistake] | None = None,
+) -> Diagnosis:
+    """Look for the hypothesis that reproduces every tensor of a port.
+
+    Args:
+        case: What was run.
+        actual: What the port showed in float64, in the order of computation (see ``tensors``).
+        port: What to call it.
+        progress: Told what is tried.
+        known: The mistakes and conventions to try; None is all that are known.
+    """
+    known = hypotheses(case.config, case.rung) if known is None else known
+    trials = _Trials(case, actual, REPRODUCES[case.rung])
+    start = trials.run(Hypothesis(()))
+    if start is None or start.is_exact:
+        return Diagnosis(f"{port} does as the reference does here", UNKNOWN)
+    progress(f"{len(known)} hypotheses")
+    singles = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
+    exact = [attempt for attempt in singles if attempt.is_exact]
+    tried = list(singles)
+    if not exact:
+        for attempts in _together(trials, start, singles, known, progress):
+            tried += attempts
+            if exact := _simplest([attempt for attempt in attempts if attempt.is_exact]):
+                break
+    return _sentence(port, exact, tried, start)
+
+
+class _Trials:
+    """Runs a case under hypotheses, and compares with what a port has shown."""
+
+    def __init__(self, case: Case, actual: Arrays, tolerance: float) -> None:
+        self.case = case
+        self.actual = actual
+        self.tolerance = tolerance
+
+    def run(self, hypothesis: Hypothesis) -> _Attempt | None:
+        """Return how well a hypothesis does; None where it cannot be, or describes no model."""
+        found = _observed(hypothesis, self.case)
+        if found is None:
+            return None
+        names = [name for name in self.actual if name != observe.WHOLE]
+        return _Attempt(hypothesis, tuple(distance(name, self.actual, found) for name in names), self.tolerance)
+
+
+def _observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
+    """Return what the reference computes under a hypothesis; None where it cannot be, or describes no model.
+
+    Kept for the next port that fails in the same case.
+    """
+    key = (case.name, repr(case.config), repr(case.settings), observe.SNAPSHOTS, hypothesis.content)
+    if key not in _OBSERVED:
+        if len(_OBSERVED) >= OBSERVATIONS:
+            _OBSERVED.popitem(last=False)
+        try:
+            with np.errstate(all="ignore"):
+                _OBSERVED[key] = tensors(hypothesis.load(case.config, case.load_weights()), case)
+        except Exception:  # the mistake does not go with this model
+            _OBSERVED[key] = None
+    _OBSERVED.move_to_end(key)
+    return _OBSERVED[key]
+
+
+_OBSERVED: OrderedDict[Any, Arrays | None] = OrderedDict()
+
+
+def _together(
+    trials: _Trials,
+    start: _Attempt,
+    singles: Sequence[_Attempt],
+    known: Sequence[Mistake],
+    progress: Callable[[str], None],
+) -> Iterator[list[_Attempt]]:
+    """Yield what becomes of several hypotheses at once, each of which makes more tensors right than those before."""
+    frontier = _promising(singles, start.matched)
+    deadline = time.monotonic() + PATIENCE
+    if not frontier and len(start.errors) <= 2:  # no tap shows the way: every pair, the closest first
+        frontier = sorted(singles, key=lambda attempt: attempt.worst)
+    for _ in range(DEPTH - 1):
+        grown: list[_Attempt] = []
+        for attempt in frontier:
+            progress(f"{attempt.hypothesis.name} and another")
+            attempts = [
+                found
+                for mistake in known
+                if not _clash(attempt.hypothesis.parts, mistake)
+                and time.monotonic() < deadline
+                and (found := trials.run(Hypothesis((*attempt.hypothesis.parts, mistake))))
+            ]
+            grown += [found for found in attempts if found.matched > attempt.matched or len(start.errors) <= 2]
+            if any(found.is_exact for found in attempts):
+                break
+        yield grown
+        frontier = _promising(grown, start.matched + 1)
+
+
+def _promising(attempts: Sequence[_Attempt], matched: int) -> list[_Attempt]:
+    """Return the attempts that make more tensors right than that, the best first, one for each set of errors."""
+    best: dict[tuple[float, ...], _Attempt] = {}
+    for attempt in sorted(attempts, key=lambda attempt: (-attempt.matched, len(attempt.hypothesis.parts))):
+        if attempt.matched > matched:
+            best.setdefault(attempt.errors, attempt)
+    return list(best.values())[:PROMISING]
+
+
+def _clash(parts: Sequence[Mistake], other: Mistake) -> bool:
+    """Whether two say something about the same field, or are the same."""
+    return any(part is other or part.config.keys() & other.config.keys() for part in parts)
+
+
+def _simplest(exact: Sequence[_Attempt]) -> list[_Attempt]:
+    """Return those with the fewest parts, each set of parts once."""
+    fewest = min((len(attempt.hypothesis.parts) for attempt in exact), default=0)
+    found: dict[frozenset[str], _Attempt] = {}
+    for attempt in exact:
+        if len(attempt.hypothesis.parts) == fewest:
+            found.setdefault(frozenset(part.name for part in attempt.hypothesis.parts), attempt)
+    return list(found.values())
+
+
+def _sentence(port: str, exact: Sequence[_Attempt], tried: Sequence[_Attempt], start: _Attempt) -> Diagnosis:
+    others = [attempt for attempt in tried if not attempt.is_exact]
+    runner_up = min(others, key=lambda attempt: attempt.worst, default=None)
+    next_name, next_error = (runner_up.hypothesis.name, runner_up.worst) if runner_up else ("", math.inf)
+    if exact:
+        names = tuple(attempt.hypothesis.name for attempt in exact)
+        error = exact[0].worst
+        also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
+        sentence = f"{port} behaves exactly like the reference with {names[0]}{also} (error {error:.0e}"
+        sentence += f", next best {next_error:.0e}: {next_name})" if runner_up else ")"
+        return Diagnosis(sentence, EXACT, names, error, next_name, next_error)
+    sentence = "unknown: no known mistake or convention, nor several of them together, reproduces these numbers"
+    further = max(others, key=lambda attempt: attempt.matched, default=None)
+    if further is not None and further.matched > start.matched:
+        sentence += f". With {further.hypothesis.name}, {further.matched - start.matched} more tensors are right"
+    return Diagnosis(sentence, UNKNOWN, (), math.inf, next_name, next_error)

@@ -1,0 +1,218 @@
+"""Hypotheses: what a port might be doing instead, each as a reference that does just that.
+
+A hypothesis is a set of mistakes from the catalogue, or of published conventions, planted in the NumPy reference. The
+one that reproduces a port's numbers, all of them, says what the port does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import CHOICES, IMPLEMENTATIONS, TransformerConfig
+from reference_numpy.names import parameter_shapes
+from transformer_parity.catalogue import forward, precision, search, structure, training
+from transformer_parity.catalogue.planting import Edit, Mistake
+from transformer_parity.ports import LoadedPackage
+
+EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-12)  # defaults of published layer norms
+# What a preset says about the mathematics; its sizes, rates, ids and tied tables are not in doubt.
+MATHEMATICS = (
+    "norm_order",
+    "final_norm",
+    "layer_norm_epsilon",
+    "layer_norm_kind",
+    "position_layout",
+    "position_timescale",
+    "position_offset",
+    "scale_embedding",
+    "activation",
+    "label_smoothing_kind",
+)
+LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """Some mistakes or conventions at once."""
+
+    parts: tuple[Mistake, ...]
+
+    @property
+    def name(self) -> str:
+        """Say it in words."""
+        return " and ".join(part.name for part in self.parts)
+
+    @property
+    def content(self) -> Any:
+        """Return what tells it from all others."""
+        return tuple(map(content, self.parts))
+
+    def load(self, config: TransformerConfig, weights: Mapping[str, ndarray]) -> LoadedPackage:
+        """Return a float64 reference that does as the hypothesis says.
+
+        Raises:
+            ValueError: The parts contradict each other, or describe no model.
+        """
+        for part in self.parts:
+            config = config.replace(**part.config)
+            weights = part.convert(weights)
+        package = _variant(tuple(edit for part in self.parts for edit in part.edits.get("numpy", ())))
+        model = package.Transformer.from_weights(config, _fitted(weights, config), "float64")
+        return LoadedPackage(package, model, "float64")
+
+
+def hypotheses(config: TransformerConfig, rung: str) -> list[Mistake]:
+    """Return every known mistake and every convention that a port of this config may follow instead.
+
+    Args:
+        config: What the port should do.
+        rung: ``activations``, ``gradients``, ``steps`` or ``decode``: mistakes of training cannot show in activations.
+    """
+    found = [*conventions(config, rung)]
+    parts = [*forward.CATALOGUE.values(), precision.FULLY_MASKED, precision.PRECISION, structure.WEIGHTS]
+    parts += [structure.EDGES, structure.STRUCTURE]
+    if rung in ("gradients", "steps"):
+        parts += training.CATALOGUE.values()
+    if rung == "decode":
+        parts.append(search.CATALOGUE)
+    seen = {content(mistake) for mistake in found}
+    for mistake in (mistake for part in parts for mistake in part):
+        what = content(mistake)
+        if "numpy" in mistake.edits and what not in seen and _changes(mistake, config):
+            seen.add(what)
+            found.append(mistake)
+    return found
+
+
+def conventions(config: TransformerConfig, rung: str) -> list[Mistake]:
+    """Return every other value of each field of the config that is a convention, and every preset's own set of them."""
+    fields: list[dict[str, Any]] = []
+    for name, choices in CHOICES.items():
+        if name in ("tie_embeddings", "position_encoding"):  # which are a matter of parameters
+            continue
+        if name in LOSS_FIELDS and rung not in ("gradients", "steps"):
+            continue
+        fields += [{name: choice} for choice in choices if choice != getattr(config, name)]
+    fields += [{name: not getattr(config, name)} for name in ("final_norm", "scale_embedding")]
+    fields += [{"layer_norm_epsilon": value} for value in EPSILONS if value != config.layer_norm_epsilon]
+    offsets = sorted({0, 1, 2, config.pad_id + 1} - {config.position_offset})
+    fields += [{"position_offset": offset} for offset in offsets]
+    named = [Mistake(_words(entry), "", config=entry) for entry in fields]
+    for preset, values in {"paper": {}, **IMPLEMENTATIONS}.items():
+        defaults = {entry.name: entry.default for entry in TransformerConfig.__dataclass_fields__.values()}
+        wanted = {name: values.get(name, defaults[name]) for name in MATHEMATICS}
+        entry = {
+            name: value
+            for name, value in wanted.items()
+            if value != getattr(config, name) and (rung in ("gradients", "steps") or name not in LOSS_FIELDS)
+        }
+        if len(entry) > 1:
+            named.append(Mistake(f"{_words(entry)} (the conventions of {preset})", "", config=entry))
+    return named
+
+
+def _words(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
+
+
+def _changes(mistake: Mistake, config: TransformerConfig) -> bool:
+    """Whether a mistake that is a config, or none at all, is anything else than what is asked for."""
+    return bool(
+        mistake.edits["numpy"]
+        or mistake.convert is not dict
+        or any(getattr(config, name) != value for name, value in mistake.config.items())
+    )
+
+
+def content(mistake: Mistake) -> Any:
+    """Return what a mistake changes in the reference, whatever it is called."""
+    return (repr(sorted(mistake.config.items())), tuple(mistake.edits.get("numpy", ())), mistake.convert)
+
+
+def _fitted(weights: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
+    """Return the weights of another config: what is new does nothing, what is gone is dropped."""
+    shapes = parameter_shapes(config)
+    fitted = {}
+    for name, shape in shapes.items():
+        if name in weights:
+            fitted[name] = weights[name]
+        elif name.endswith((".scale", ".bias")):
+            fitted[name] = np.full(shape, float(name.endswith(".scale")), np.float32)
+        else:
+            raise ValueError(f"nobody knows what {name} would be")
+    return fitted
+
+
+@cache
+def _variant(edits: tuple[Edit, ...]) -> ModuleType:
+    """Return the reference, or a copy of it with some edits: only what depends on an edited module is copied.
+
+    Raises:
+        ValueError: A text that is to be replaced does not stand there once: another edit has changed it.
+    """
+    original = importlib.import_module("reference_numpy")
+    if not edits:
+        return original
+    texts = dict(_sources())
+    for module, old, new in edits:
+        if (found := texts[module].count(old)) != 1:
+            raise ValueError(f"reference_numpy.{module} must hold {old!r} once: found {found} times")
+        texts[module] = texts[module].replace(old, new)
+    changed = {module for module, _, _ in edits} | {"__init__"}
+    while more := {module for module in texts if module not in changed and _imports(module) & changed}:
+        changed |= more
+    package = f"hypothetical_reference_{len(_FINDER.packages)}"
+    pattern = re.compile(rf"\breference_numpy(?=\.(?:{'|'.join(sorted(changed))})\b)")
+    _FINDER.packages[package] = {module: pattern.sub(package, texts[module]) for module in changed}
+    variant = importlib.import_module(package)
+    for module in texts.keys() - changed:  # to be found there, as in the original
+        setattr(variant, module, importlib.import_module(f"reference_numpy.{module}"))
+    return variant
+
+
+@cache
+def _sources() -> Mapping[str, str]:
+    spec = find_spec("reference_numpy")
+    if spec is None or spec.origin is None:
+        raise ImportError("the source of reference_numpy is not there")
+    return {file.stem: file.read_text("utf-8") for file in Path(spec.origin).parent.glob("*.py")}
+
+
+@cache
+def _imports(module: str) -> frozenset[str]:
+    return frozenset(re.findall(r"^from reference_numpy\.(\w+) import", _sources()[module], re.MULTILINE))
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Imports packages from memory."""
+
+    def __init__(self) -> None:
+        self.packages: dict[str, dict[str, str]] = {}
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        package, _, module = fullname.partition(".")
+        if package not in self.packages or (module and module not in self.packages[package]):
+            return None
+        return spec_from_loader(fullname, self, is_package=not module)
+
+    def exec_module(self, module: ModuleType) -> None:
+        package, _, name = module.__name__.partition(".")
+        exec(compile(self.packages[package][name or "__init__"], f"<{module.__name__}>", "exec"), vars(module))
+
+
+_FINDER = _Finder()
+sys.meta_path.append(_FINDER)

@@ -1,0 +1,193 @@
+"""What happens when something fails: blame, diagnosis, and the guilty block's inputs on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity import reproduce
+from transformer_parity.blame import INTRODUCED, Blame, Evidence, blame
+from transformer_parity.cases import ACTIVATIONS, GRADIENTS, RUNGS, Case
+from transformer_parity.compare import DIVERGES, FAILED, IMPRECISE, Finding, Kept, Setting, given
+from transformer_parity.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis, diagnose
+from transformer_parity.policy import POLICY
+from transformer_parity.ports import PORTS, Port
+from transformer_parity.signatures import growth, signatures
+
+MAPS = 6  # attention layers that are shown
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """What came out of one failing case.
+
+    Attributes:
+        backend: The port.
+        dtype: The working dtype.
+        case: The name of the case.
+        rung: What it compares.
+        blame: Which block introduced the difference; None where nothing can be replayed.
+        diagnosis: What the port does; None where nothing is wrong, and only its attention was asked for.
+        attention: The weights of the first sentence, layer by layer (see ``attention_maps``).
+        folder: Where the guilty block's inputs are; None if they were not saved.
+    """
+
+    backend: str
+    dtype: str
+    case: str
+    rung: str
+    blame: Blame | None
+    diagnosis: Diagnosis | None
+    attention: tuple[dict[str, Any], ...] = ()
+    folder: Path | None = None
+
+
+def investigate(
+    findings: Sequence[Finding],
+    kept: Kept,
+    cases: Sequence[Case],
+    port: Port,
+    setting: Setting,
+    reference: str,
+    folder: Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[Inquiry]:
+    """Look into the first failure of each rung, of the whole model where there is one.
+
+    Once activations differ, what follows from them is of no interest: gradients, steps and searches are looked into
+    only where activations agree; precision only where float64 agrees.
+
+    Args:
+        findings: All of one port.
+        kept: What it showed where it failed.
+        cases: What was compared.
+        port: The port.
+        setting: How it was run.
+        reference: By what the port can be loaded again: the name of a backend, or ``module:class``.
+        folder: Where to save what a guilty block was given; None saves nothing.
+        progress: Told what is going on.
+    """
+    known = {case.name: case for case in cases}
+    for finding in _first_failures(findings, known):
+        case = known[finding.case]
+        progress(f"looking into {finding.dtype} {case.name}")
+        shown = kept.get((case.name, finding.dtype), {})
+        yield _look_into(case, finding, shown, port, setting, reference, folder, progress)
+
+
+def _first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
+    failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
+    for dtype in ("float64", "float32"):
+        for rungs in ((ACTIVATIONS,), tuple(rung for rung in RUNGS if rung != ACTIVATIONS)):
+            chosen = []
+            for rung in rungs:
+                of_rung = [f for f in failures if f.dtype == dtype and cases[f.case].rung == rung]
+                # Where all of the model is run, blame can tell its blocks apart.
+                of_rung.sort(key=lambda f: (f.verdict == FAILED, cases[f.case].block != ""))
+                chosen += of_rung[:1]
+            if chosen:
+                return chosen if rungs != (ACTIVATIONS,) or dtype == "float32" else chosen[:1]
+    return []
+
+
+def _look_into(
+    case: Case,
+    finding: Finding,
+    shown: Mapping[str, ndarray],
+    port: Port,
+    setting: Setting,
+    reference: str,
+    folder: Path | None,
+    progress: Callable[[str], None],
+) -> Inquiry:
+    dtype, weights = finding.dtype, given(case.load_weights(), finding.dtype)
+    unknown = Diagnosis(f"unknown: {finding.detail}" if finding.detail else "unknown", UNKNOWN)
+    inquiry = Inquiry(port.name, dtype, case.name, case.rung, None, unknown)
+    if finding.path == "fast" and case.rung == ACTIVATIONS:
+        sentence = "the taps agree, and the path without taps does not: look at the fused attention, and at compilation"
+        return replace(inquiry, diagnosis=Diagnosis(sentence, LIKELY))
+    if not shown:
+        return inquiry
+    evidence = _blame(case, port, setting, dtype) if case.rung in (ACTIVATIONS, GRADIENTS) else None
+    found = unknown
+    if dtype == "float64":
+        found = diagnose(case, shown, port.name, progress)
+    if evidence is not None:
+        found = _with_signatures(found, evidence, case, weights, dtype)
+    saved = None
+    if folder is not None and evidence is not None and evidence.blame.introduced:
+        progress("saving the guilty block's inputs")
+        saved = reproduce.save(evidence, case, given(case.inputs, dtype), weights, reference, folder)
+    if evidence is None:
+        return replace(inquiry, diagnosis=found)
+    maps = attention_maps(evidence) if case.rung == ACTIVATIONS else ()
+    return replace(inquiry, blame=evidence.blame, diagnosis=found, attention=maps, folder=saved)
+
+
+def _with_signatures(
+    found: Diagnosis, evidence: Evidence, case: Case, weights: Mapping[str, ndarray], dtype: str
+) -> Diagnosis:
+    """Add what the error of the first guilty block looks like; that is the diagnosis where no hypothesis fits."""
+    guilty = evidence.blame.introduced
+    if not guilty:
+        return found
+    name = guilty[0]
+    far = 1e-9 if dtype == "float64" else 1e-5
+    looks = []
+    if name in evidence.alone and name in evidence.wanted:
+        looks = signatures(evidence.alone[name], evidence.wanted[name], case.config, weights, far)
+    if case.rung == ACTIVATIONS:
+        depth = [(mark.name, mark.free) for mark in evidence.blame.marks if mark.name.endswith(".output")]
+        looks += [words] if (words := growth(depth, POLICY["float64"]["tap"])) and found.confidence != EXACT else []
+    if found.confidence == EXACT or not looks:
+        return replace(found, signatures=tuple(looks))
+    sentence = f"no known mistake fits; at {name}, {looks[0]}"
+    if dtype == "float32":
+        sentence = f"float64 agrees, so that only precision is lost; at {name}, {looks[0]}"
+    return replace(found, sentence=sentence, confidence=LIKELY, signatures=tuple(looks))
+
+
+def attention_maps(evidence: Evidence, limit: int = MAPS) -> tuple[dict[str, Any], ...]:
+    """Return the attention weights [H, L, M] of the first sentence, of the reference and of the port.
+
+    If there are more layers than ``limit``, those in which a difference was introduced come first. Rounded to six
+    decimals: a picture shows no more.
+    """
+    marked = [mark for mark in evidence.blame.marks if mark.name.endswith(".weights") and mark.name in evidence.actual]
+    marked = [mark for mark in marked if evidence.actual[mark.name].ndim == 4]
+    guilty = {name.rpartition(".")[0] for name in evidence.blame.introduced}
+    chosen = sorted(marked, key=lambda mark: mark.name.rpartition(".")[0] not in guilty)[:limit]
+    return tuple(
+        {
+            "backend": evidence.blame.backend,
+            "dtype": evidence.blame.dtype,
+            "case": evidence.blame.case,
+            "tap": mark.name,
+            "introduced": mark.verdict == INTRODUCED,
+            "expected": np.asarray(evidence.expected[mark.name][0], np.float64).round(6),
+            "actual": np.asarray(evidence.actual[mark.name][0], np.float64).round(6),
+        }
+        for mark in marked
+        if mark in chosen
+    )
+
+
+def look(case: Case, port: Port, setting: Setting) -> Inquiry:
+    """Return the attention of a port that agrees, for the picture."""
+    dtype = next(dtype for dtype in setting.dtypes if dtype in case.dtypes)
+    evidence = _blame(case, port, setting, dtype)
+    return Inquiry(port.name, dtype, case.name, case.rung, None, None, attention_maps(evidence))
+
+
+def _blame(case: Case, port: Port, setting: Setting, dtype: str) -> Evidence:
+    weights = given(case.load_weights(), dtype)
+    load = PORTS["numpy"].load
+    truth = load(case.config, weights, "float64", "cpu", "highest")
+    rounded = load(case.config, weights, "float32", "cpu", "highest") if dtype == "float32" else None
+    loaded = port.load(case.config, weights, dtype, setting.device, setting.precision)
+    return blame(case, given(case.inputs, dtype), loaded, truth, rounded, port.name, dtype)
