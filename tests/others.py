@@ -1,0 +1,220 @@
+"""Ports written by others, and by us with a mistake: what the diagnosis has to tell apart with no hint.
+
+A port declares what is a matter of parameters: sizes, ids, biases, tables. Its conventions it leaves at the paper's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from reference_numpy import target_padding_mask
+from reference_numpy.taps import no_tap
+from transformer_parity.plugin import Port
+from transformer_parity.ports import PORTS
+
+
+class TorchTransformer(Port):
+    """torch.nn.Transformer as it comes, under the paper's embeddings."""
+
+    dtypes = ("float64",)
+    overrides = {"attention_bias": True}
+    options: dict[str, object] = {}
+
+    def load(self, config, weights, dtype):
+        import torch
+        from third_party import tensor, torch_stacks
+
+        sizes = (config.d_model, config.num_heads, config.num_encoder_layers, config.num_decoder_layers, config.d_ff)
+        self.model = torch.nn.Transformer(*sizes, batch_first=True, dtype=torch.float64, **self.options).eval()
+        missing, unexpected = self.model.load_state_dict(torch_stacks(weights), strict=False)
+        final = {f"{stack}.norm.{kind}" for stack in ("encoder", "decoder") for kind in ("weight", "bias")}
+        if set(missing) != final or unexpected:
+            raise ValueError(f"missing {missing}, unexpected {unexpected}")
+        self.table, self.config = tensor(weights["source_embedding.table"]), config
+
+    def forward(self, source_ids, target_ids, tap):
+        import torch
+
+        source, target = torch.tensor(source_ids), torch.tensor(target_ids)
+        padding, future = source == self.config.pad_id, torch.ones(2 * target.shape[1:], dtype=torch.bool).triu(1)
+        with torch.no_grad():
+            return (
+                self.model(
+                    self.embed(source),
+                    self.embed(target),
+                    tgt_mask=future,  # True = may not attend
+                    src_key_padding_mask=padding,
+                    memory_key_padding_mask=padding,
+                    tgt_key_padding_mask=target == self.config.pad_id,
+                )
+                @ self.table.T
+            ).numpy()
+
+    def embed(self, ids):
+        from third_party import paper_positions
+
+        d_model = self.config.d_model
+        return self.table[ids] * math.sqrt(d_model) + paper_positions(ids.shape[1], d_model)
+
+
+class TorchPreNorm(TorchTransformer):
+    """The same, with the norms in front."""
+
+    options = {"norm_first": True}
+
+
+class TorchGelu(TorchTransformer):
+    """The same, with the norms in front and another activation."""
+
+    options = {"norm_first": True, "activation": "gelu"}
+
+
+class KerasHub(Port):
+    """keras_hub's layers as they come."""
+
+    dtypes = ("float64",)
+    overrides = {
+        "d_model": 32,  # Keras rounds 1 / sqrt(d_k) to float32: of powers of four, here 16, nothing is lost
+        "num_heads": 2,
+        "attention_bias": True,
+        "output_bias": True,
+        "position_encoding": "learned",
+        "tie_embeddings": "none",
+    }
+    options: dict[str, object] = {}
+
+    def load(self, config, weights, dtype):
+        self.config, self.weights = config, weights
+
+    def forward(self, source_ids, target_ids, tap):
+        import keras
+        import keras_hub
+        from third_party import assign_keras, keras_hub_layer, under
+
+        config, weights = self.config, self.weights
+
+        def embed(side, vocab_size, ids):
+            sizes = (vocab_size, config.max_length, config.d_model)
+            layer = keras_hub.layers.TokenAndPositionEmbedding(*sizes, dtype="float64")
+            layer.build(ids.shape)
+            tables = {"token": weights[f"{side}_embedding.table"], "position": weights[f"{side}_position.table"]}
+            assign_keras(layer, {f"{name}_embedding/embeddings": table for name, table in tables.items()})
+            return layer(ids)
+
+        def layer(kind, path, *inputs, **masks):
+            one = kind(config.d_ff, config.num_heads, dtype="float64", **self.options)
+            one.build(*(x.shape for x in inputs))
+            assign_keras(one, keras_hub_layer(weights, path, config.num_heads))
+            return one(*inputs, **masks)
+
+        source_mask, target_mask = source_ids != config.pad_id, target_ids != config.pad_id
+        x = embed("source", config.source_vocab_size, source_ids)
+        for i in range(config.num_encoder_layers):
+            x = layer(keras_hub.layers.TransformerEncoder, f"encoder.layers.{i}", x, padding_mask=source_mask)
+        y = embed("target", config.target_vocab_size, target_ids)
+        masks = {"decoder_padding_mask": target_mask, "encoder_padding_mask": source_mask}
+        for i in range(config.num_decoder_layers):
+            y = layer(keras_hub.layers.TransformerDecoder, f"decoder.layers.{i}", y, x, **masks)
+        dense = keras.layers.Dense(config.target_vocab_size, dtype="float64")
+        dense.build(y.shape)
+        assign_keras(dense, under(weights, "output_proj."))
+        return dense(y).numpy()
+
+
+class KerasHubPreNorm(KerasHub):
+    """The same, with the norms in front, and none behind the stacks."""
+
+    options = {"normalize_first": True}
+
+
+class KerasHubOddHeads(KerasHub):
+    """The same at the deck's own sizes, where Keras rounds 1 / sqrt(d_k)."""
+
+    overrides = {name: value for name, value in KerasHub.overrides.items() if name not in ("d_model", "num_heads")}
+
+
+class Marian(Port):
+    """Hugging Face's MarianMTModel; its table of positions, which is of float32, made anew in float64."""
+
+    dtypes = ("float64",)
+    overrides = {"attention_bias": True, "output_bias": True, "pad_id": 1, "bos_id": 1, "eos_id": 0}
+
+    def load(self, config, weights, dtype):
+        from third_party import marian_model
+
+        self.model, self.config = marian_model(config, weights), config
+
+    def forward(self, source_ids, target_ids, tap):
+        import torch
+
+        pad_id = self.config.pad_id
+        with torch.no_grad():
+            return self.model(
+                input_ids=torch.tensor(source_ids),
+                attention_mask=torch.tensor(source_ids != pad_id),
+                decoder_input_ids=torch.tensor(target_ids),
+                decoder_attention_mask=torch.tensor(target_padding_mask(target_ids, pad_id)),
+            ).logits.numpy()
+
+
+class MarianAsItComes(Marian):
+    """The same with its own table of positions."""
+
+    def load(self, config, weights, dtype):
+        from transformer_parity.contestants import marian_model
+
+        self.model, self.config = marian_model(config, weights).double(), config
+
+
+class Packaged(Port):
+    """One of our four packages, or a copy of it with a mistake in it."""
+
+    taps = ("*",)
+    backend, package = "torch", "transformer_torch"
+
+    def load(self, config, weights, dtype):
+        port = replace(PORTS[self.backend], package=self.package)
+        self.loaded = port.load(config, weights, dtype, "cpu", "highest")
+
+    def forward(self, source_ids, target_ids, tap):
+        to_array, to_numpy = self.loaded.to_array, self.loaded.to_numpy
+
+        def show(name, value):
+            return to_array(tap(name, to_numpy(value)))
+
+        logits = self.loaded.model(to_array(source_ids), to_array(target_ids), tap=no_tap if tap is no_tap else show)
+        return to_numpy(logits)
+
+
+class Numpy(Packaged):
+    """The reference itself."""
+
+    backend, package = "numpy", "reference_numpy"
+
+
+class Jax(Packaged):
+    """Ours in JAX."""
+
+    backend, package = "jax", "transformer_jax"
+
+
+class Tf(Packaged):
+    """Ours in TensorFlow."""
+
+    backend, package = "tf", "transformer_tf"
+
+
+class Mistaken(Packaged):
+    """Ours in PyTorch, with what has been planted."""
+
+    package = "mistaken_torch"
+
+
+class MistakenInside(Mistaken):
+    """The same, and only the logits are shown."""
+
+    taps = ()
+
+    def forward(self, source_ids, target_ids, tap):
+        return super().forward(source_ids, target_ids, no_tap)
