@@ -191,7 +191,8 @@ def _backward(case, inputs, loaded, truth, backend, dtype):
 
 def _replay_backward(case, inputs, actual, truth, backend, dtype):
     """Let the reference's backward pass go on from the port's gradient at every tap."""
-    expected = {name: value for name, value in observe.gradients(truth, inputs).items() if name in actual}
+    everything = observe.gradients(truth, inputs)
+    expected = {name: value for name, value in everything.items() if name in actual}
     model, seen = truth.model, Recorder()
     source_ids, target_ids, labels = (inputs[name] for name in ("source_ids", "target_ids", "labels"))
     logits = model(source_ids, target_ids, tap=seen)
@@ -207,7 +208,7 @@ def _replay_backward(case, inputs, actual, truth, backend, dtype):
         transformer_backward(model, source_ids, target_ids, of_logits, seen, found)
     wanted = {name: found.get(name.partition(" ")[2], value) for name, value in expected.items()}
     names = {name: value for name, value in expected.items() if name not in (observe.LOSS, observe.WHOLE)}
-    wanted[observe.WHOLE] = expected[observe.WHOLE]  # what is zero is measured by it
+    wanted[observe.WHOLE] = everything[observe.WHOLE]  # what is zero is measured by it
     marks = _marks(names, actual, expected, actual, wanted, lambda name: POLICY["gradients"]["float64"]["tensor"])
     replayed = "reference" if given else "nothing"
     return Evidence(Blame(backend, dtype, case.name, case.rung, replayed, marks), actual, expected, actual, wanted)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity import reproduce
-from transformer_parity.blame import INTRODUCED, Blame, Evidence, blame
+from transformer_parity.blame import INTRODUCED, Arrays, Blame, Evidence, blame, blame_files
 from transformer_parity.cases import ACTIVATIONS, GRADIENTS, RUNGS, Case
 from transformer_parity.compare import DIVERGES, FAILED, IMPRECISE, Finding, Kept, Setting, given
 from transformer_parity.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis, diagnose
@@ -78,6 +78,27 @@ def investigate(
         progress(f"looking into {finding.dtype} {case.name}")
         shown = kept.get((case.name, finding.dtype), {})
         yield _look_into(case, finding, shown, port, setting, reference, folder, progress)
+
+
+def investigate_files(
+    findings: Sequence[Finding], cases: Sequence[Case], shown: Callable[[Case], Arrays], backend: str
+) -> Iterator[Inquiry]:
+    """Look likewise into tensors that somebody wrote down, in float64; ``shown`` returns those of a case."""
+    known = {case.name: case for case in cases}
+    for finding in _first_failures(findings, known):
+        case = known[finding.case]
+        actual = shown(case) if finding.dtype == "float64" else {}
+        if not actual:
+            continue
+        evidence = None
+        if case.rung in (ACTIVATIONS, GRADIENTS):
+            truth = PORTS["numpy"].load(case.config, case.load_weights(), "float64", "cpu", "highest")
+            evidence = blame_files(case, actual, truth, backend)
+        found = diagnose(case, actual, backend)
+        if evidence is not None:
+            found = _with_signatures(found, evidence, case, case.load_weights(), "float64")
+        marks = evidence.blame if evidence is not None else None
+        yield Inquiry(backend, "float64", case.name, case.rung, marks, found)
 
 
 def _first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:

@@ -145,7 +145,8 @@ class LoadedPlugin:
         """Run the whole model: a part of it alone, or with other masks, is not asked of a port."""
         if block or not inputs.keys() <= {"source_ids", "target_ids"}:
             raise MissingAbilityError("only the whole model is run, with masks derived from the ids")
-        shown = _Shown(tap_shapes(self.config, 1, 1, 1), given)
+        names = tap_shapes(self.config, 1, 1, 1)
+        shown = _Shown({name: self.shows(name) for name in names}, given)
         logits = self._ability("forward")(inputs["source_ids"], inputs["target_ids"], shown if taps else no_tap)
         return Result(_array(logits), dict(shown))
 
@@ -193,16 +194,16 @@ class _PluginTrainer:
 
 
 class _Shown(Replay):
-    """The tap that a port is given: it keeps copies, and refuses names that nobody knows."""
+    """The tap that a port is given: it keeps copies of what was promised, and refuses names that nobody knows."""
 
-    def __init__(self, known: Mapping[str, Any], given: Mapping[str, ndarray] | None) -> None:
+    def __init__(self, promised: Mapping[str, bool], given: Mapping[str, ndarray] | None) -> None:
         super().__init__(replace=given)
-        self.known = known
+        self.promised = promised
 
     def __call__(self, name: str, value: Any) -> ndarray:
-        if name not in self.known:
+        if name not in self.promised:
             raise ValueError(f"there is no tap {name!r}: see `parity info --names`")
-        return super().__call__(name, _array(value))
+        return super().__call__(name, _array(value)) if self.promised[name] else value
 
 
 def find(reference: str) -> type[Port]:

@@ -34,6 +34,8 @@ from transformer_parity.compare import (
     structure_problem,
 )
 from transformer_parity.decoding import Decoded, explain, score, score_budget, summary
+from transformer_parity.inquiries import print_inquiry, to_row
+from transformer_parity.investigate import Inquiry, investigate_files
 from transformer_parity.policy import budget, relative_error
 from transformer_parity.report import (
     EXIT_CODES,
@@ -85,12 +87,15 @@ def run(options: argparse.Namespace) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     started = time.monotonic()
     findings: list[Finding] = []
+    inquiries: list[Inquiry] = []
     try:
         if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
             raise ValueError(f"--json {options.json} is no file that could be written")
         pairs = _pairs(options.truth, options.judged)
         for name, (truth, judged) in pairs.items():
-            findings += _labelled(name, compare_folders(truth, judged))
+            of_model = list(compare_folders(truth, judged))
+            findings += _labelled(name, of_model)
+            inquiries += _investigate(of_model, judged)
     except (OSError, ValueError) as error:
         print(f"parity compare: error: {error}", file=sys.stderr)
         return EXIT_CODES[FAILED]
@@ -101,13 +106,18 @@ def run(options: argparse.Namespace) -> int:
     print_near_ties(console, findings)
     _print_skipped(console, findings)
     print_problems(console, findings)
+    for inquiry in inquiries:
+        print_inquiry(console, inquiry)
     not_tested = _not_tested(pairs)
     for what in not_tested:
         console.print(f"NOT TESTED: {what}")
     console.print(verdict_line(findings, backends, seconds))
     code = exit_code(findings)
     if options.json is not None:
-        write_json(options.json, plain(_result(options, pairs, findings, not_tested)))
+        result = _result(options, pairs, findings, not_tested)
+        result["blames"] = [inquiry.blame.to_dict() for inquiry in inquiries if inquiry.blame]
+        result["diagnoses"] = [to_row(inquiry) for inquiry in inquiries]
+        write_json(options.json, plain(result))
     return code
 
 
@@ -120,7 +130,17 @@ def _pairs(truth: Path, judged: Path) -> dict[str, tuple[Folder, Folder]]:
     return {name: (vectors.read(ours[name]), vectors.read(theirs[name])) for name in ours}
 
 
-def _labelled(name: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+def _investigate(findings: Sequence[Finding], judged: Folder) -> list[Inquiry]:
+    """Blame and diagnose by the tensors that were written down, where there are enough of them."""
+
+    def shown(case: Case) -> dict[str, ndarray]:
+        return judged.tensors(case, "float64") if judged.holds(case, "float64") else {}
+
+    whole = [finding for finding in findings if finding.tap and finding.tap != "names"]
+    return list(investigate_files(whole, judged.cases, shown, judged.producer))
+
+
+def _labelled(name: str, findings: Sequence[Finding]) -> Iterator[Finding]:
     """Put the name of the model, if there are several, before that of the case."""
     for finding in findings:
         yield replace(finding, case=f"{name}/{finding.case}") if name else finding
