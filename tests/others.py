@@ -211,10 +211,10 @@ class Mistaken(Packaged):
     package = "mistaken_torch"
 
 
-class MistakenInside(Mistaken):
+class MistakenUnseen(Mistaken):
     """The same, and only the logits are shown."""
 
     taps = ()
 
     def forward(self, source_ids, target_ids, tap):
-        return super().forward(source_ids, target_ids, no_tap)
+        return super().forward(source_ids, target_ids, lambda name, value: value)  # and no fused kernel

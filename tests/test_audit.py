@@ -1,0 +1,93 @@
+"""What became of each weight, found out from the outside: of the reference with mistakes in it, and of a plug-in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import reference_numpy
+from transformer_parity.audit import HIDDEN, INITIAL, MISPLACED, REPLACED, TRANSPOSED, UNUSED, USED, audit, summary
+from transformer_parity.cases import deck, port_deck
+from transformer_parity.catalogue import forward, structure
+from transformer_parity.catalogue.planting import planted
+from transformer_parity.plugin import PluginPort, Port
+from transformer_parity.ports import PORTS
+
+CASES = {case.name: case for case in deck()}
+MISTAKES = [mistake for part in (*forward.CATALOGUE.values(), structure.WEIGHTS) for mistake in part]
+ATTENTION, CROSS = "encoder.layers.0.self_attention", "decoder.layers.0.cross_attention"
+
+
+def fates(mistake: str, folder) -> dict[str, tuple[str, str]]:
+    """Return what is wrong with which weight."""
+    planned = next(known for known in MISTAKES if known.name == mistake)
+    with planted(planned, "numpy", folder) as port:
+        found = audit(port, CASES[planned.case], "float64")
+    return {fate.name: (fate.verdict, fate.detail) for fate in found if fate.verdict not in (USED, HIDDEN)}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "name", "verdict", "detail"),
+    [
+        ("W_o transposed", f"{ATTENTION}.output_proj.kernel", TRANSPOSED, f"as {ATTENTION}.output shows"),
+        ("a square matrix transposed", f"{ATTENTION}.query_proj.kernel", TRANSPOSED, f"as {ATTENTION}.query shows"),
+        ("value bias missing", f"{ATTENTION}.value_proj.bias", INITIAL, "in its place is zero"),
+        ("key bias missing", f"{ATTENTION}.key_proj.bias", INITIAL, "in its place is zero"),
+        ("output bias missing", "output_proj.bias", INITIAL, "in its place is zero"),
+        (
+            "one layer many times",
+            "encoder.layers.1.feed_forward.inner_proj.kernel",
+            REPLACED,
+            "in its place is encoder.layers.0.feed_forward.inner_proj.kernel",
+        ),
+        (
+            "W_q and W_k of cross-attention swapped",
+            f"{CROSS}.query_proj.kernel",
+            MISPLACED,
+            f"it acts first at {CROSS}.key, and should at {CROSS}.query",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_weight(mistake, name, verdict, detail, tmp_path):
+    assert fates(mistake, tmp_path)[name] == (verdict, detail)
+
+
+def test_of_swapped_weights_both_are_misplaced_and_no_other(tmp_path):
+    found = fates("W_q and W_k of cross-attention swapped", tmp_path)
+    assert found.keys() == {f"{CROSS}.query_proj.kernel", f"{CROSS}.key_proj.kernel"}
+
+
+def test_a_mistake_that_is_not_in_the_weights_leaves_them_used(tmp_path):
+    assert fates("epsilon 1e-3", tmp_path) == {}
+
+
+def test_every_weight_of_the_reference_is_used():
+    found = audit(PORTS["numpy"], CASES["preset/torch"], "float64")
+    assert {fate.verdict for fate in found} == {USED}
+    assert next(fate for fate in found if fate.name == f"{ATTENTION}.key_proj.kernel").detail == f"{ATTENTION}.key"
+
+
+class Blind(Port):
+    """Shows logits only, and has a kernel that nobody gave it."""
+
+    overrides = {"attention_bias": True}
+
+    def load(self, config, weights, dtype):
+        self.model = reference_numpy.Transformer.from_weights(config, weights, dtype)
+        kernel = self.model.encoder.layers[1].feed_forward.output_proj.kernel
+        kernel[...] = np.random.default_rng(0).normal(size=kernel.shape)
+
+    def forward(self, source_ids, target_ids, tap):
+        return self.model(source_ids, target_ids)
+
+
+def test_without_taps_a_key_bias_stays_hidden_and_what_is_unused_is_found():
+    port = PluginPort(f"{__name__}:Blind")
+    found = {fate.name: fate for fate in audit(port, port_deck(port.config())[0], "float64")}
+    hidden = {name for name, fate in found.items() if fate.verdict == HIDDEN}
+    assert hidden == {name for name in found if name.endswith("key_proj.bias")} != set()
+    lost = "encoder.layers.1.feed_forward.output_proj.kernel"
+    assert (found[lost].verdict, found[lost].detail) == (UNUSED, "it should act first at output")
+    assert {fate.verdict for name, fate in found.items() if name not in {lost, *hidden}} == {USED}
+    words = summary(found.values())
+    assert words == f"{len(found)} weights: {len(found) - 7} used, 6 hidden, 1 unused"

@@ -1,0 +1,260 @@
+"""Blame, diagnosis and reproduction, on the reference itself with mistakes in it: no framework is needed."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from transformer_parity import hypotheses as hypotheses_module
+from transformer_parity import observe, reproduce
+from transformer_parity.blame import FINE, INHERITED, INTRODUCED, blame, blame_files, distance
+from transformer_parity.cases import deck, gradient_case, port_deck, tiny
+from transformer_parity.catalogue import forward, training
+from transformer_parity.catalogue.planting import Mistake, instead, planted, together
+from transformer_parity.compare import Setting, compare
+from transformer_parity.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose, tensors
+from transformer_parity.hypotheses import Hypothesis, content, hypotheses
+from transformer_parity.investigate import investigate
+from transformer_parity.ports import PORTS
+
+CASE = next(case for case in deck() if case.name == "full/padded")
+GRADIENTS = gradient_case("paper_base")
+ALL = [mistake for part in (*forward.CATALOGUE.values(), *training.CATALOGUE.values()) for mistake in part]
+SCALE, NORM = "encoder.layers.0.self_attention.scores", "encoder.layers.0.self_attention_norm.output"
+
+
+def named(name: str) -> Mistake:
+    return next(mistake for mistake in ALL if mistake.name == name)
+
+
+def numpy(case=CASE, dtype="float64"):
+    return PORTS["numpy"].load(case.config, case.load_weights(), dtype, "cpu", "highest")
+
+
+class Only:
+    """A port that shows some of its taps, or goes on with its own values behind them."""
+
+    def __init__(self, loaded, taps=None, goes_on=True):
+        self.loaded, self.taps, self.goes_on = loaded, taps, goes_on
+
+    def run(self, block, inputs, *, taps, given=None):
+        result = self.loaded.run(block, inputs, taps=taps, given=given if self.goes_on else None)
+        return replace(result, taps={n: v for n, v in result.taps.items() if self.taps is None or n in self.taps})
+
+    def __getattr__(self, name):
+        return getattr(self.loaded, name)
+
+
+@pytest.fixture
+def plant(tmp_path):
+    """Return a function that plants a mistake in the reference and loads it for a case."""
+    with ExitStack() as stack:
+
+        def load(mistake, case=CASE, dtype="float64"):
+            folder = tmp_path / "planted"
+            folder.mkdir()
+            port = stack.enter_context(planted(mistake, "numpy", folder))
+            return port.load(case.config, case.load_weights(), dtype, "cpu", "highest")
+
+        yield load
+
+
+def looked_into(case, loaded, dtype="float64"):
+    rounded = numpy(case, "float32") if dtype == "float32" else None
+    return blame(case, case.inputs, loaded, numpy(case), rounded, "it", dtype)
+
+
+@pytest.mark.parametrize(("goes_on", "replayed"), [(True, "port"), (False, "reference")])
+def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(plant, goes_on, replayed):
+    found = looked_into(CASE, Only(plant(named("scores over d_k")), goes_on=goes_on)).blame
+    assert found.replayed == replayed
+    assert len(found.introduced) == 6
+    assert all(name.endswith(".scores") for name in found.introduced)
+    marks = {mark.name: mark for mark in found.marks}
+    assert marks["encoder.layers.0.self_attention.query"].verdict == FINE
+    inherited = marks["encoder.layers.1.self_attention.query"]
+    assert (inherited.verdict, inherited.alone < 1e-13 < inherited.free) == (INHERITED, True)
+    assert marks["encoder.layers.1.self_attention.scores"].verdict == INTRODUCED
+
+
+def test_of_two_mistakes_both_are_introduced(plant):
+    both = together(named("scores over d_k").edits, named("unbiased variance").edits)
+    introduced = looked_into(CASE, plant(Mistake("both", "", both))).blame.introduced
+    assert {name.rpartition(".")[2] for name in introduced} == {"scores", "output"}
+    assert {SCALE, NORM} <= set(introduced)
+
+
+def test_blocks_between_two_taps_are_blamed_together(plant):
+    shown = ("encoder.layers.0.output", "encoder.layers.1.output", "encoder.output", "decoder.output")
+    found = looked_into(CASE, Only(plant(named("a final norm nobody asked for")), shown)).blame
+    assert found.introduced == ["encoder.output"]
+
+
+def test_without_taps_the_whole_model_is_to_blame(plant):
+    found = looked_into(CASE, Only(plant(named("scores over d_k")), ())).blame
+    assert (found.replayed, found.introduced) == ("nothing", ["output"])
+
+
+def test_nan_is_introduced_where_it_starts_and_inherited_behind(plant):
+    nan = Mistake(
+        "nan",
+        "",
+        {
+            "numpy": [
+                ("attention", "weights @ value)", "weights @ value * np.where(weights.shape[-1] == 9, 1, np.nan))")
+            ]
+        },
+    )
+    loaded = Only(plant(nan), goes_on=False)  # nine positions: only the decoder's self-attention has others
+    with np.errstate(all="ignore"):
+        found = looked_into(CASE, loaded).blame
+    assert found.introduced == ["decoder.layers.0.self_attention.context"]
+    assert all(mark.verdict == INHERITED for mark in found.marks[-3:])
+
+
+def test_lost_precision_is_blamed_in_float32(plant):
+    rounded = instead("attention", "weights @ value", "(weights.astype(np.float16) @ value).astype(value.dtype)")
+    found = looked_into(CASE, plant(Mistake("half", "", rounded), dtype="float32"), "float32").blame
+    assert {name.rpartition(".")[2] for name in found.introduced} == {"context"}
+
+
+def test_gradients_are_blamed_backwards(plant):
+    assert looked_into(GRADIENTS, numpy(GRADIENTS)).blame.introduced == []
+    loaded = plant(named("softmax hands its gradient straight through"), GRADIENTS)
+    found = looked_into(GRADIENTS, loaded).blame
+    assert found.replayed == "reference"
+    assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
+    assert found.introduced[0] == "at decoder.layers.1.cross_attention.scores"
+    assert any(mark.verdict == INHERITED for mark in found.marks)
+
+
+def test_what_was_written_down_is_blamed_likewise(plant):
+    loaded = plant(named("scores over d_k"))
+    actual = tensors(loaded, CASE)
+    assert blame_files(CASE, actual, numpy(), "it").blame.introduced == looked_into(CASE, loaded).blame.introduced
+
+
+def test_distance_minds_shapes_and_what_is_not_finite():
+    one, nan = np.ones(3), np.array([1.0, math.nan, 1.0])
+    for actual, expected, far in ((one, one, 0.0), (nan, nan, 0.0), (nan, one, math.inf), (one, one[:2], math.inf)):
+        assert distance("x", {"x": actual}, {"x": expected}) == far
+    assert distance("x", {}, {"x": one}) == math.inf
+
+
+@pytest.mark.parametrize(
+    "name", ["scores over d_k", "no causal mask", "epsilon outside the root", "one layer many times", "W_o transposed"]
+)
+def test_a_known_mistake_is_named(plant, name):
+    mistake = named(name)
+    case = next(case for case in deck() if case.name == mistake.case)
+    found = diagnose(case, tensors(plant(mistake, case), case), "it")
+    assert (found.confidence, found.hypotheses) == (EXACT, (name,))
+    assert found.error < 1e-12 < 1e-6 < found.next_error
+    assert found.sentence.startswith(f"it behaves exactly like the reference with {name} (error ")
+
+
+def test_a_convention_is_named():
+    case = port_deck(tiny(d_v=8))[0]
+    other = replace(case, config=case.config.replace(position_layout="split", position_timescale="m_minus_1"))
+    found = diagnose(case, tensors(numpy(other), case), "it")
+    assert found.confidence == EXACT
+    assert found.hypotheses == (
+        "position_layout='split', position_timescale='m_minus_1' (the conventions of t2t_2017)",
+        *found.hypotheses[1:],
+    )
+
+
+def test_two_mistakes_are_named_together(plant):
+    both = together(named("scores over d_k").edits, named("epsilon outside the root").edits)
+    found = diagnose(CASE, tensors(plant(Mistake("both", "", both)), CASE), "it")
+    assert found.confidence == EXACT
+    assert found.hypotheses == ("scores over d_k and epsilon outside the root",)
+
+
+def test_what_nobody_knows_is_unknown_or_looks_like_something(plant):
+    odd = Mistake("odd", "", instead("attention", "1.0 / math.sqrt(d_k)", "1.0 / (math.sqrt(d_k) + 0.3)"))
+    loaded = plant(odd)
+    assert diagnose(CASE, tensors(loaded, CASE), "it").confidence == UNKNOWN
+
+    class Port:
+        name = "it"
+
+        def load(self, *arguments):
+            return loaded
+
+    kept = {}
+    setting = Setting(("float64",))
+    findings = list(compare([replace(CASE, fast=False)], Port(), setting, kept=kept))
+    (inquiry,) = investigate(findings, kept, [CASE], Port(), setting, "it")
+    assert inquiry.diagnosis.confidence == LIKELY
+    assert f"at {SCALE}, everything is 0.904105 times what it should be" in inquiry.diagnosis.sentence
+    assert len(inquiry.attention) == 6
+
+
+def test_a_correct_port_is_given_no_diagnosis():
+    found = diagnose(CASE, tensors(numpy(), CASE), "it")
+    assert (found.confidence, found.hypotheses) == (UNKNOWN, ())
+    assert "does as the reference does" in found.sentence
+
+
+def test_every_hypothesis_is_something_else_than_what_is_asked_for():
+    for rung in ("activations", "gradients", "steps", "decode"):
+        known = hypotheses(CASE.config, rung)
+        contents = [repr(content(mistake)) for mistake in known]
+        assert len(set(contents)) == len(contents) > 80
+        for mistake in known:
+            changed = {name for name, value in mistake.config.items() if value != getattr(CASE.config, name)}
+            assert changed or mistake.edits["numpy"] or mistake.convert is not dict, mistake.name
+
+
+def test_a_hypothesis_leaves_the_reference_alone():
+    before = tensors(numpy(), CASE)
+    loaded = Hypothesis((named("scores over d_k"),)).load(CASE.config, CASE.load_weights())
+    assert loaded.package.__name__.startswith("hypothetical_reference_")
+    assert not np.array_equal(tensors(loaded, CASE)[SCALE], before[SCALE])
+    assert np.array_equal(tensors(numpy(), CASE)[SCALE], before[SCALE])
+    with pytest.raises(ValueError, match="must hold 'no such line' once: found 0 times"):
+        hypotheses_module._variant((("attention", "no such line", ""),))
+
+
+def test_the_guilty_block_can_be_run_alone(plant, tmp_path, monkeypatch):
+    loaded = plant(named("scores over d_k"))
+    evidence = looked_into(CASE, loaded)
+    folder = reproduce.save(evidence, CASE, CASE.inputs, CASE.load_weights(), "numpy", tmp_path / "failures")
+    assert sorted(file.name for file in folder.iterdir()) == ["about.json", "block.safetensors", "model.safetensors"]
+    block = reproduce.load(folder)
+    parent = "inputs/encoder.layers.0.self_attention"
+    assert {name for name in block if name.startswith("inputs/")} == {f"{parent}.query", f"{parent}.key"}
+    right = block[f"{parent}.query"] @ block[f"{parent}.key"].swapaxes(-1, -2) / math.sqrt(8)
+    np.testing.assert_allclose(block["expected"], right, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(block["actual"], right / math.sqrt(8), rtol=1e-12, atol=1e-14)
+
+    lines = []
+    assert reproduce.rerun(folder, lines.append) == 0.0  # by the reference, which has been mended
+    assert lines[0].startswith(f"{SCALE}: error 0.0e+00, was ")
+    monkeypatch.setattr(reproduce.PORTS["numpy"].__class__, "load", lambda *arguments: loaded)
+    assert reproduce.rerun(folder, lines.append) > 0.5
+    again = reproduce.save(evidence, CASE, CASE.inputs, CASE.load_weights(), "numpy", tmp_path / "failures")
+    assert again == folder
+    assert [path.name for path in (tmp_path / "failures").iterdir()] == [folder.name]
+
+
+def test_a_guilty_gradient_is_saved_with_what_it_comes_from(plant, tmp_path):
+    evidence = looked_into(GRADIENTS, plant(named("softmax hands its gradient straight through"), GRADIENTS))
+    folder = reproduce.save(evidence, GRADIENTS, GRADIENTS.inputs, GRADIENTS.load_weights(), "numpy", Path(tmp_path))
+    parent = "decoder.layers.1.cross_attention"
+    read = {name for name in load_file(folder / "block.safetensors") if name.startswith("inputs/")}
+    assert read == {f"inputs/at {parent}.weights", f"inputs/{parent}.weights"}
+    assert "rerun(" in reproduce.snippet(folder)
+
+
+def test_gradients_that_should_be_nothing_are_measured_by_the_whole():
+    expected = {"at a": np.zeros(2), observe.WHOLE: np.array([3.0, 4.0])}
+    assert observe.error("at a", {"at a": np.array([5e-12, 0.0])}, expected) == pytest.approx(1e-12)
+    assert observe.error("at a", {"at a": np.zeros(2)}, expected) == 0.0

@@ -1,0 +1,144 @@
+"""`parity check --port`: what ports written by others do differently is found and named, with no hint from them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import others
+import pytest
+
+from reference_numpy import PRESETS
+from transformer_parity.cases import port_deck, preset_case
+from transformer_parity.catalogue import forward
+from transformer_parity.catalogue.planting import Edits, Mistake, planted, together
+from transformer_parity.compare import AGREES, DIVERGES, SKIPPED, Setting, compare
+from transformer_parity.diagnosis import EXACT, LIKELY, UNKNOWN
+from transformer_parity.investigate import investigate
+from transformer_parity.plugin import PluginPort
+
+SETTING = Setting(("float64",))
+KNOWN = {mistake.name: mistake for part in forward.CATALOGUE.values() for mistake in part}
+PRE, FINAL, EPSILON = "norm_order='pre'", "final_norm=True", "layer_norm_epsilon=1e-05"
+UNSCALED, SPLIT, SWISH = "scale_embedding=False", "position_layout='split'", "activation='swish'"
+SEEDS = range(20)
+
+# What nobody has published, in our own port.
+UNHEARD_OF: dict[str, Edits] = {
+    "ELU for ReLU": {
+        "torch": [
+            ("feed_forward", "self.activation(self.inner_proj(x))", "nn.functional.elu(self.inner_proj(x))"),
+        ]
+    },
+    "the first head subtracts": {
+        "torch": [
+            ("attention", "weights @ value", "weights @ value * value.new_tensor([-1.0, 1.0, 1.0])[:, None, None]")
+        ]
+    },
+}
+
+
+def look_into(kind, cases=None):
+    """Compare a port of ``others`` as `parity check` does, and return findings and inquiries."""
+    port = PluginPort(f"others:{kind.__name__}")
+    cases, kept = port_deck(port.config())[:2] if cases is None else cases, {}
+    findings = list(compare(cases, port, SETTING, kept=kept))
+    return findings, list(investigate(findings, kept, cases, port, SETTING, port.reference))
+
+
+def diagnosis_of(kind):
+    """Return what is said of a port that differs."""
+    findings, (inquiry,) = look_into(kind)
+    assert DIVERGES in {finding.verdict for finding in findings}
+    return inquiry.diagnosis
+
+
+def assert_recognised(diagnosis, names):
+    """Fail unless one hypothesis reproduces everything, and no other comes near."""
+    assert diagnosis.confidence == EXACT
+    assert len(diagnosis.hypotheses) == 1
+    assert diagnosis.hypotheses[0] in diagnosis.sentence
+    rest = re.sub(r" \(the conventions of \w+\)", "", diagnosis.hypotheses[0])
+    for name in names:
+        assert name in rest
+        rest = rest.replace(name, "", 1)
+    assert set(re.findall(r"\w+", rest)) <= {"and"}
+    assert diagnosis.next_error > 1e4 * diagnosis.error
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")  # three heads, or pre-norm: no fast path
+@pytest.mark.parametrize(
+    ("kind", "conventions"),
+    [
+        (others.TorchTransformer, [FINAL, EPSILON]),
+        (others.TorchPreNorm, [PRE, FINAL, EPSILON]),
+        (others.Marian, [EPSILON, SPLIT, SWISH]),
+    ],
+)
+@pytest.mark.only("torch")
+def test_conventions_of_torch_and_hugging_face(kind, conventions):
+    assert_recognised(diagnosis_of(kind), conventions)
+
+
+@pytest.mark.parametrize(
+    ("kind", "conventions"),
+    [
+        (others.KerasHub, [EPSILON, UNSCALED]),
+        (others.KerasHubPreNorm, [PRE, EPSILON, UNSCALED]),
+        (others.KerasHubOddHeads, [EPSILON, UNSCALED, "scale in float32"]),
+    ],
+)
+@pytest.mark.only("tf")
+def test_conventions_of_keras_hub(kind, conventions):
+    assert_recognised(diagnosis_of(kind), conventions)
+
+
+@pytest.mark.parametrize("kind", [others.Mistaken, others.MistakenUnseen])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("scores over d_k", "unbiased variance"),
+        ("heads split as (d, h)", "exponent doubled"),
+        ("cross-attention without padding mask", "sine and cosine swapped"),
+    ],
+    ids=" and ".join,
+)
+@pytest.mark.only("torch")
+def test_two_mistakes_at_once(kind, names, tmp_path):
+    both = Mistake("", "", together(*(KNOWN[name].edits for name in names)))
+    with planted(both, "torch", tmp_path):
+        assert_recognised(diagnosis_of(kind), names)
+
+
+@pytest.mark.parametrize("name", UNHEARD_OF)
+@pytest.mark.only("torch")
+def test_a_mistake_that_nobody_knows(name, tmp_path):
+    with planted(Mistake("", "", UNHEARD_OF[name]), "torch", tmp_path):
+        diagnosis = diagnosis_of(others.Mistaken)
+    assert diagnosis.confidence in (LIKELY, UNKNOWN)
+    assert diagnosis.hypotheses == ()
+    assert diagnosis.next_error > 1e-3
+    assert "exactly" not in diagnosis.sentence
+
+
+def correct_ports() -> list:
+    """Return ports that do as the reference does, and a case each, as parameters of a test."""
+    cases = {preset: preset_case(preset) for preset in PRESETS}
+    seeds = {f"paper_base, seed {seed}": replace(cases["paper_base"], seed=seed) for seed in SEEDS}
+    few = {name: case for name, case in {**cases, **seeds}.items() if name in ("paper_base", "marian")}
+    chosen = {"torch": (others.Packaged, {**cases, **seeds}), "numpy": (others.Numpy, few)}
+    chosen |= {"jax": (others.Jax, few), "tf": (others.Tf, few)}
+    return [
+        pytest.param(kind, case, marks=pytest.mark.only(name), id=f"{name}-{words}")
+        for name, (kind, cases) in chosen.items()
+        for words, case in cases.items()
+    ]
+
+
+@pytest.mark.parametrize(("kind", "case"), correct_ports())
+def test_no_alarm_where_nothing_is_wrong(kind, case):
+    findings, inquiries = look_into(kind, [case])
+    agreed = {finding.tap for finding in findings if finding.verdict == AGREES}
+    assert {"encoder.output", "decoder.output", "logits", "output"} <= agreed
+    assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
+    assert inquiries == []
