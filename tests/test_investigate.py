@@ -159,6 +159,25 @@ def test_a_known_mistake_is_named(plant, name):
     assert found.sentence.startswith(f"it behaves exactly like the reference with {name} (error ")
 
 
+@pytest.mark.parametrize(
+    ("convert", "name"),
+    [
+        (
+            {"query": "key", "key": "query"},
+            "query, key, value of all attention blocks taken from key, query, value",
+        ),
+        (("query", "key", "value"), "query, key, value kernels of all attention blocks transposed"),
+    ],
+)
+def test_weights_that_a_converter_mixes_up_are_named(convert, name):
+    case = port_deck(tiny(d_v=8))[0]
+    mixed = hypotheses_module._reordered if isinstance(convert, dict) else hypotheses_module._turned
+    weights = mixed(convert, case.load_weights())
+    loaded = PORTS["numpy"].load(case.config, weights, "float64", "cpu", "highest")
+    found = diagnose(case, tensors(loaded, case), "it")
+    assert (found.confidence, found.hypotheses) == (EXACT, (name,))
+
+
 def test_a_convention_is_named():
     case = port_deck(tiny(d_v=8))[0]
     other = replace(case, config=case.config.replace(position_layout="split", position_timescale="m_minus_1"))

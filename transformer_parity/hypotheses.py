@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
+from itertools import permutations
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,7 +83,7 @@ def hypotheses(config: TransformerConfig, rung: str) -> list[Mistake]:
         config: What the port should do.
         rung: ``activations``, ``gradients``, ``steps`` or ``decode``: mistakes of training cannot show in activations.
     """
-    found = [*conventions(config, rung)]
+    found = [*conventions(config, rung), *mixed_up_weights(config.d_k == config.d_v)]
     parts = [*forward.CATALOGUE.values(), precision.FULLY_MASKED, precision.PRECISION, structure.WEIGHTS]
     parts += [structure.EDGES, structure.STRUCTURE]
     if rung in ("gradients", "steps"):
@@ -123,6 +124,40 @@ def conventions(config: TransformerConfig, rung: str) -> list[Mistake]:
         if len(entry) > 1:
             named.append(Mistake(f"{_words(entry)} (the conventions of {preset})", "", config=entry))
     return named
+
+
+@cache
+def mixed_up_weights(as_wide: bool) -> list[Mistake]:
+    """Return what converters do to the kernels of every attention block: turn some, or take them for each other.
+
+    Args:
+        as_wide: Whether values are as wide as queries and keys, so that they can be taken for each other.
+    """
+    every = ("query", "key", "value", "output")
+    families = [*((name,) for name in every[:3]), every[:3], every]  # the output's alone is in the catalogue
+    found = [
+        Mistake(f"{', '.join(names)} kernels of all attention blocks transposed", "", convert=partial(_turned, names))
+        for names in families
+    ]
+    for order in permutations(every[:3]):
+        if order != every[:3] and (as_wide or order[2] == "value"):
+            words = f"{', '.join(every[:3])} of all attention blocks taken from {', '.join(order)}"
+            found.append(Mistake(words, "", convert=partial(_reordered, dict(zip(every, order, strict=False)))))
+    return found
+
+
+def _turned(names: Sequence[str], weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
+    ends = tuple(f"_attention.{name}_proj.kernel" for name in names)
+    return {name: np.ascontiguousarray(value.T) if name.endswith(ends) else value for name, value in weights.items()}
+
+
+def _reordered(order: Mapping[str, str], weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
+    def source(name: str) -> str:
+        parent, found, rest = name.partition("_attention.")
+        kind = rest.partition("_proj")[0]
+        return f"{parent}{found}{order.get(kind, kind)}{rest.removeprefix(kind)}" if found else name
+
+    return {name: weights[source(name)] for name in weights}
 
 
 def _words(fields: Mapping[str, Any]) -> str:
