@@ -46,6 +46,12 @@ class Inquiry:
     attention: tuple[dict[str, Any], ...] = ()
     folder: Path | None = None
 
+    def of(self, name: str) -> Inquiry:
+        """Return the same with another name for the port."""
+        blame = None if self.blame is None else replace(self.blame, backend=name)
+        attention = tuple({**row, "backend": name} for row in self.attention)
+        return replace(self, backend=name, blame=blame, attention=attention)
+
 
 def investigate(
     findings: Sequence[Finding],

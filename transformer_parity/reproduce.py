@@ -73,7 +73,7 @@ def save(evidence: Evidence, case: Case, inputs: Arrays, weights: Arrays, port: 
     }
     if mark.name in evidence.alone:
         arrays["actual"] = evidence.alone[mark.name]
-    target = folder / re.sub(r"[^\w.-]+", "-", f"{blame.backend}-{blame.dtype}-{case.name}")
+    target = folder / re.sub(r"[^\w.-]+", "-", f"{port}-{blame.dtype}-{case.name}")
     folder.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
     try:

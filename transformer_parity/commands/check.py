@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -83,7 +83,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="every port runs in a process of its own; this one by another interpreter: ../other/.venv/bin/python",
     )
     parser.add_argument(
-        "--timeout", type=positive, default=int(SILENCE), metavar="SECONDS", help="end a port that is silent so long"
+        "--timeout",
+        type=positive,
+        default=int(SILENCE),
+        metavar="SECONDS",
+        help="end a port that is silent so long (default: %(default)s)",
     )
     parser.add_argument("--dtype", type=one_or_more(EPS), default=list(EPS), metavar=",".join(EPS), help="default: all")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
@@ -349,14 +353,16 @@ def _listen(
 
 
 def _keep(message: Message, outcome: Outcome) -> None:
-    outcome.findings += message.findings
+    """Keep what a worker said; of two ports of the same name, the second is called as it was asked for."""
     if message.name:
-        outcome.names[message.backend] = message.name
-    name = outcome.names.get(message.backend, message.backend)
+        taken = {name for asked, name in outcome.names.items() if asked != message.backend}
+        outcome.names[message.backend] = message.backend if message.name in taken else message.name
+    name = outcome.names.get(message.backend, message.backend.rpartition(":")[2])
+    outcome.findings += [replace(finding, backend=name) for finding in message.findings]
     if message.audit:
         outcome.audits[name] = message.audit
     if message.inquiry is not None:
-        outcome.inquiries.append(message.inquiry)
+        outcome.inquiries.append(message.inquiry.of(name))
     if message.environment:
         outcome.environment[name] = message.environment
 
