@@ -47,8 +47,8 @@ class Diagnosis:
             ``unknown``.
         hypotheses: Those that reproduce every number; several where no number here tells them apart.
         error: The largest relative error that the first of them leaves; infinite if there is none.
-        runner_up: The next best, which leaves ``next_error``.
-        next_error: What it leaves.
+        runner_up: The next best.
+        next_error: What it leaves, at the first tensor that it does not reproduce or in the last.
         signatures: What the error looks like.
     """
 
@@ -67,24 +67,23 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What became of one hypothesis."""
+    """What became of one hypothesis.
+
+    Attributes:
+        hypothesis: What was tried.
+        matched: How many tensors are right before the first that is not.
+        of: How many there are.
+        worst: The largest relative error: of all where all are right, or else of the first wrong one and the last.
+    """
 
     hypothesis: Hypothesis
-    errors: tuple[float, ...]  # of every tensor, in the order of computation
-    tolerance: float
-
-    @property
-    def worst(self) -> float:
-        return max(self.errors)
-
-    @property
-    def matched(self) -> int:
-        """How many tensors are right before the first that is not."""
-        return next((i for i, error in enumerate(self.errors) if not error <= self.tolerance), len(self.errors))
+    matched: int
+    of: int
+    worst: float
 
     @property
     def is_exact(self) -> bool:
-        return self.matched == len(self.errors)
+        return self.matched == self.of
 
 
 def tensors(loaded: Any, case: Case) -> dict[str, ndarray]:
@@ -152,7 +151,13 @@ class _Trials:
         if found is None:
             return None
         names = [name for name in self.actual if name != observe.WHOLE]
-        return _Attempt(hypothesis, tuple(distance(name, self.actual, found) for name in names), self.tolerance)
+        worst = 0.0
+        for matched, name in enumerate(names):
+            worst = max(worst, error := distance(name, self.actual, found))
+            if not error <= self.tolerance:
+                worst = max(worst, distance(names[-1], self.actual, found))
+                return _Attempt(hypothesis, matched, len(names), worst)
+        return _Attempt(hypothesis, len(names), len(names), worst)
 
 
 def _observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
@@ -186,7 +191,7 @@ def _together(
     """Yield what becomes of several hypotheses at once, each of which makes more tensors right than those before."""
     frontier = _promising(singles, start.matched)
     deadline = time.monotonic() + PATIENCE
-    if not frontier and len(start.errors) <= 2:  # no tap shows the way: every pair, the closest first
+    if not frontier and start.of <= 2:  # no tap shows the way: every pair, the closest first
         frontier = sorted(singles, key=lambda attempt: attempt.worst)
     for _ in range(DEPTH - 1):
         grown: list[_Attempt] = []
@@ -199,7 +204,7 @@ def _together(
                 and time.monotonic() < deadline
                 and (found := trials.run(Hypothesis((*attempt.hypothesis.parts, mistake))))
             ]
-            grown += [found for found in attempts if found.matched > attempt.matched or len(start.errors) <= 2]
+            grown += [found for found in attempts if found.matched > attempt.matched or start.of <= 2]
             if any(found.is_exact for found in attempts):
                 break
         yield grown
@@ -207,11 +212,11 @@ def _together(
 
 
 def _promising(attempts: Sequence[_Attempt], matched: int) -> list[_Attempt]:
-    """Return the attempts that make more tensors right than that, the best first, one for each set of errors."""
-    best: dict[tuple[float, ...], _Attempt] = {}
+    """Return the attempts that make more tensors right than that, the best first, one for each result."""
+    best: dict[tuple[int, float], _Attempt] = {}
     for attempt in sorted(attempts, key=lambda attempt: (-attempt.matched, len(attempt.hypothesis.parts))):
         if attempt.matched > matched:
-            best.setdefault(attempt.errors, attempt)
+            best.setdefault((attempt.matched, attempt.worst), attempt)
     return list(best.values())[:PROMISING]
 
 
