@@ -72,7 +72,9 @@ def assert_recognised(diagnosis, names):
     [
         (others.TorchTransformer, [FINAL, EPSILON]),
         (others.TorchPreNorm, [PRE, FINAL, EPSILON]),
+        (others.TorchGelu, [PRE, FINAL, EPSILON, "activation='gelu'"]),
         (others.Marian, [EPSILON, SPLIT, SWISH]),
+        (others.MarianAsItComes, [EPSILON, SPLIT, SWISH, "a table of positions in float32"]),
     ],
 )
 @pytest.mark.only("torch")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache, partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from transformer_parity.catalogue.interpreting import interpreted
 
 TOLERANCE = 1e-12  # float64
 SEARCHES = ("greedy_search", "beam_search")
-COMPILED = (  # what takes many steps
+COMPILED = (  # what takes many steps; as users have it compiled
     "test_cached_equals_uncached_step_by_step",
     "test_beam_search_is_the_textbooks",
     "test_a_sentence_does_not_depend_on_its_batch",
@@ -28,11 +29,43 @@ COMPILED = (  # what takes many steps
 
 
 @pytest.fixture(autouse=True)
-def _interpreted(request):
-    """Compile in few tests only: it takes longer than all else."""
+def _quick(request):
+    """Compile as users have it in few tests only: it takes longer than all else."""
     backend = request.getfixturevalue("backend").name if "backend" in request.fixturenames else "numpy"
-    with nullcontext() if request.node.originalname in COMPILED else interpreted(backend):
+    with nullcontext() if request.node.originalname in COMPILED else quick_search(backend):
         yield
+
+
+@contextmanager
+def quick_search(backend):
+    """Search without waiting for a compiler that optimizes; TensorFlow, for any."""
+    if backend != "jax":
+        with interpreted(backend):
+            yield
+        return
+    from transformer_jax import search
+
+    with ExitStack() as stack:
+        for name, function in _quickly_compiled().items():
+            stack.enter_context(patch.object(search, name, function))
+        yield
+
+
+@cache
+def _quickly_compiled():
+    """Return the compiled functions of JAX's search, which stay compiled from test to test."""
+    import jax
+
+    from transformer_jax import runtime, search
+
+    sizes = ("kind", "capacity", "beam_size", "num_hypotheses")
+    statics = {"_start": ("structure", *sizes), "_advance": ("structure",)}
+    return {
+        name: jax.jit(
+            getattr(search, name).__wrapped__, static_argnames=names, compiler_options=runtime.quick_compilation()
+        )
+        for name, names in statics.items()
+    }
 
 
 def lively(preset="annotated", seed=13, size=13, **overrides):

@@ -36,12 +36,12 @@ def spoilt(array, where, by=1.0):
         (HEADS.swapaxes(1, 2).reshape(HEADS.shape), HEADS, "the values are right, in other places"),
         (STATES.transpose(1, 0, 2), STATES, "the axes are in the order [1, 0, 2]: the values are right"),
         (STATES[:, :1], STATES, "the shape must be [4, 7, 24]: got [4, 1, 24]"),
-        (spoilt(STATES, (1, 2)), STATES, "only sentences 1 of 4 are wrong"),
-        (spoilt(HEADS, np.s_[:, 1]), HEADS, "only heads 1 of 3 are wrong"),
+        (spoilt(STATES, (1, 2)), STATES, "sentences 1 of 4 are wrong, and no others"),
+        (spoilt(HEADS, np.s_[:, 1]), HEADS, "heads 1 of 3 are wrong, and no others"),
         (spoilt(STATES, np.s_[:, 1:, ::2]), STATES, "only the first position is right"),
         (spoilt(STATES, np.s_[:, :-1, ::2]), STATES, "only the last position is right"),
-        (spoilt(STATES, np.s_[:, 3:5, 0]), STATES, "only positions 3, 4 of 7 are wrong"),
-        (spoilt(STATES, (2, 3, 4), math.nan), STATES, "1 of 672 values are NaN or infinite; only sentences 2"),
+        (spoilt(STATES, np.s_[:, 3:5, 0]), STATES, "positions 3, 4 of 7 are wrong, and no others"),
+        (spoilt(STATES, (2, 3, 4), math.nan), STATES, "1 of 672 values are NaN or infinite; sentences 2"),
         (STATES.astype(np.float32), STATES, "as if computed in float32"),
         (STATES.astype(np.float16), STATES, "as if computed in TensorFloat32 or float16"),
     ],
@@ -61,4 +61,5 @@ def test_how_the_error_grows():
     assert "jumps at layer 2" in growth(list(zip(layers, [1e-15, 2e-15, 1e-3, 2e-3], strict=True)), 1e-12)
     assert "grows slowly" in growth(list(zip(layers, [1e-4, 2e-4, 3e-4, 4e-4], strict=True)), 1e-12)
     assert growth(list(zip(layers, [1e-15, 2e-15, 3e-15, 4e-15], strict=True)), 1e-12) == ""
+    assert growth(list(zip(layers, [0.1, 0.2, 0.3, 0.4], strict=True)), 1e-12) == ""
     assert growth([("layer 0", math.inf), ("layer 1", 1.0)], 1e-12) == ""

@@ -9,7 +9,6 @@ neither finds anything, the answer is "unknown".
 from __future__ import annotations
 
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,13 +17,14 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.config import TransformerConfig
 from transformer_parity import observe
 from transformer_parity.blame import distance
 from transformer_parity.cases import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.catalogue.planting import Mistake
 from transformer_parity.compare import OUTPUT, searched
 from transformer_parity.decoding import SearchOptions
-from transformer_parity.hypotheses import Hypothesis, hypotheses
+from transformer_parity.hypotheses import Hypothesis, hypotheses, is_convention
 
 Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
@@ -34,7 +34,8 @@ REPRODUCES = {ACTIVATIONS: 1e-12, DECODE: 1e-12, GRADIENTS: 1e-10, STEPS: 1e-10}
 DEPTH = 3  # mistakes at once
 PROMISING = 6  # hypotheses that are tried together with every other
 OBSERVATIONS = 400  # of hypotheses, kept in memory: some hundred kilobytes each
-PATIENCE = 60.0  # seconds for pairs, where no tap shows the way
+BEAM = 4  # sets of hypotheses that are changed further, where no tap shows the way
+ATTEMPTS = 1000  # at that; a second for a hundred
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,10 @@ def _together(
 ) -> Iterator[list[_Attempt]]:
     """Yield what becomes of several hypotheses at once, each of which makes more tensors right than those before."""
     frontier = _promising(singles, start.matched)
-    deadline = time.monotonic() + PATIENCE
-    if not frontier and start.of <= 2:  # no tap shows the way: every pair, the closest first
-        frontier = sorted(singles, key=lambda attempt: attempt.worst)
+    if not frontier and start.of <= 2:  # ports of others differ in conventions: they are looked at first
+        for some in ([mistake for mistake in known if is_convention(mistake)], known):
+            yield from _closer(trials, singles, some, known, progress)
+        return
     for _ in range(DEPTH - 1):
         grown: list[_Attempt] = []
         for attempt in frontier:
@@ -201,14 +203,86 @@ def _together(
                 found
                 for mistake in known
                 if not _clash(attempt.hypothesis.parts, mistake)
-                and time.monotonic() < deadline
                 and (found := trials.run(Hypothesis((*attempt.hypothesis.parts, mistake))))
             ]
-            grown += [found for found in attempts if found.matched > attempt.matched or start.of <= 2]
+            grown += [found for found in attempts if found.matched > attempt.matched]
             if any(found.is_exact for found in attempts):
                 break
         yield grown
         frontier = _promising(grown, start.matched + 1)
+
+
+def _closer(
+    trials: _Trials,
+    singles: Sequence[_Attempt],
+    some: Sequence[Mistake],
+    known: Sequence[Mistake],
+    progress: Callable[[str], None],
+) -> Iterator[list[_Attempt]]:
+    """Yield what becomes of several hypotheses at once where no tap shows the way: of the closest, every change.
+
+    Whatever else is wrong, a hypothesis that is right mostly leaves a smaller error than one that is not. A change is
+    one mistake more, or another convention, the config's own among them.
+    """
+    own = [Mistake("", "", config={name: getattr(trials.case.config, name)}) for name in _fields(known)]
+    seen = {_parts_of(attempt) for attempt in singles}
+    beam, left = sorted(singles, key=lambda attempt: attempt.worst)[:BEAM], ATTEMPTS
+    best = math.inf
+    while beam and beam[0].worst < best and left > 0:
+        best = beam[0].worst
+        grown: list[_Attempt] = []
+        for attempt in beam:
+            progress(f"{attempt.hypothesis.name} and another")
+            for mistake in (*some, *own):
+                parts = _changed(attempt.hypothesis.parts, mistake, known, trials.case.config)
+                if not parts or frozenset(part.name for part in parts) in seen or left <= 0:
+                    continue
+                seen.add(frozenset(part.name for part in parts))
+                left -= 1
+                if found := trials.run(Hypothesis(parts)):
+                    grown.append(found)
+            if exact := [found for found in grown if found.is_exact]:
+                grown += _without_idle(trials, _simplest(exact)[0])
+                break
+        yield grown
+        beam = sorted(grown, key=lambda attempt: attempt.worst)[:BEAM]
+
+
+def _without_idle(trials: _Trials, attempt: _Attempt) -> list[_Attempt]:
+    """Return an exact attempt without the parts that change nothing."""
+    for part in attempt.hypothesis.parts:
+        fewer = Hypothesis(tuple(other for other in attempt.hypothesis.parts if other is not part))
+        if (found := trials.run(fewer)) and found.is_exact:
+            return [found, *_without_idle(trials, found)]
+    return []
+
+
+def _parts_of(attempt: _Attempt) -> frozenset[str]:
+    return frozenset(part.name for part in attempt.hypothesis.parts)
+
+
+def _fields(known: Sequence[Mistake]) -> list[str]:
+    return sorted({name for mistake in known if is_convention(mistake) for name in mistake.config})
+
+
+def _changed(
+    parts: Sequence[Mistake], mistake: Mistake, known: Sequence[Mistake], config: TransformerConfig
+) -> tuple[Mistake, ...]:
+    """Return some hypotheses with one more; what it says about a convention holds, whatever they have said before."""
+    others = [part for part in parts if not is_convention(part)]
+    fields: dict[str, Any] = {}
+    for part in (*parts, mistake):
+        if is_convention(part):
+            fields |= part.config
+    if not is_convention(mistake):
+        others.append(mistake)
+    fields = {name: value for name, value in fields.items() if value != getattr(config, name)}
+    named = []
+    for one in sorted(filter(is_convention, known), key=lambda one: -len(one.config)):  # presets first
+        if one.config.items() <= fields.items():
+            named.append(one)
+            fields = {name: value for name, value in fields.items() if name not in one.config}
+    return (*others, *named)
 
 
 def _promising(attempts: Sequence[_Attempt], matched: int) -> list[_Attempt]:

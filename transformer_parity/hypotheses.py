@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
 from itertools import permutations
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -160,6 +160,11 @@ def _reordered(order: Mapping[str, str], weights: Mapping[str, ndarray]) -> dict
     return {name: weights[source(name)] for name in weights}
 
 
+def is_convention(mistake: Mistake) -> bool:
+    """Whether it is nothing but another config."""
+    return bool(mistake.config) and not mistake.edits.get("numpy") and mistake.convert is dict
+
+
 def _words(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in fields.items())
 
@@ -212,7 +217,8 @@ def _variant(edits: tuple[Edit, ...]) -> ModuleType:
         changed |= more
     package = f"hypothetical_reference_{len(_FINDER.packages)}"
     pattern = re.compile(rf"\breference_numpy(?=\.(?:{'|'.join(sorted(changed))})\b)")
-    _FINDER.packages[package] = {module: pattern.sub(package, texts[module]) for module in changed}
+    # Imports of copied modules become relative: a text need not be compiled again for another package.
+    _FINDER.packages[package] = {module: pattern.sub("", texts[module]) for module in changed}
     variant = importlib.import_module(package)
     for module in texts.keys() - changed:  # to be found there, as in the original
         setattr(variant, module, importlib.import_module(f"reference_numpy.{module}"))
@@ -232,6 +238,11 @@ def _imports(module: str) -> frozenset[str]:
     return frozenset(re.findall(r"^from reference_numpy\.(\w+) import", _sources()[module], re.MULTILINE))
 
 
+@cache
+def _compiled(text: str, module: str) -> CodeType:
+    return compile(text, f"<reference_numpy.{module} with a mistake>", "exec")
+
+
 class _Finder(MetaPathFinder, Loader):
     """Imports packages from memory."""
 
@@ -246,7 +257,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         package, _, name = module.__name__.partition(".")
-        exec(compile(self.packages[package][name or "__init__"], f"<{module.__name__}>", "exec"), vars(module))
+        exec(_compiled(self.packages[package][name or "__init__"], name or "__init__"), vars(module))
 
 
 _FINDER = _Finder()

@@ -169,7 +169,7 @@ def _with_signatures(
     if name in evidence.alone and name in evidence.wanted:
         looks = signatures(evidence.alone[name], evidence.wanted[name], case.config, weights, far)
     if case.rung == ACTIVATIONS:
-        depth = [(mark.name, mark.free) for mark in evidence.blame.marks if mark.name.endswith(".output")]
+        depth = [(mark.name, mark.free) for mark in evidence.blame.marks]
         looks += [words] if (words := growth(depth, POLICY["float64"]["tap"])) and found.confidence != EXACT else []
     if found.confidence == EXACT or not looks:
         return replace(found, signatures=tuple(looks))

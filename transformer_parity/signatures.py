@@ -16,6 +16,7 @@ from numpy import ndarray
 from reference_numpy.config import TransformerConfig
 
 FAR = 1e-9  # relative: beyond rounding in float64
+SMALL = 1e-3  # relative: what is lost to rounding, in TensorFloat32 or bfloat16 too, is no more
 BITS = {10: "TensorFloat32 or float16", 7: "bfloat16", 23: "float32", 24: "float32"}
 
 
@@ -61,7 +62,7 @@ def growth(errors: list[tuple[str, float]], budget: float) -> str:
     largest, where = max(jumps)
     if largest > 100.0:
         return f"the error jumps at {where}, {largest:.0e} times what it was before"
-    if known[-1][1] > budget:
+    if budget < known[-1][1] < SMALL:
         return f"the error grows slowly, from {known[0][1]:.0e} to {known[-1][1]:.0e}: rounding rather than a mistake"
     return ""
 
@@ -172,11 +173,11 @@ def _where(wrong: ndarray) -> Iterator[str]:
         return
     sentences = np.asarray(wrong.any(axis=tuple(range(1, wrong.ndim))))
     if not sentences.all():
-        yield f"only sentences {_listed(sentences)} of {len(sentences)} are wrong: a mask, if those are padded"
+        yield f"sentences {_listed(sentences)} of {len(sentences)} are wrong, and no others: a mask, if they are padded"
     if wrong.ndim == 4:
         heads = np.asarray(wrong.any(axis=(0, 2, 3)))
         if not heads.all():
-            yield f"only heads {_listed(heads)} of {len(heads)} are wrong"
+            yield f"heads {_listed(heads)} of {len(heads)} are wrong, and no others"
     positions = np.asarray(wrong.any(axis=tuple(axis for axis in range(wrong.ndim) if axis != wrong.ndim - 2)))
     if not positions.all():
         if not positions[0] and positions[1:].all():
@@ -184,7 +185,7 @@ def _where(wrong: ndarray) -> Iterator[str]:
         elif not positions[-1] and positions[:-1].all():
             yield "only the last position is right: what a position may see of those behind it"
         else:
-            yield f"only positions {_listed(positions)} of {len(positions)} are wrong"
+            yield f"positions {_listed(positions)} of {len(positions)} are wrong, and no others"
 
 
 def _places(wrong: ndarray, what: str) -> str:

@@ -47,6 +47,7 @@ class Mistake:
     path: str = "taps"  # fast: the taps agree
     announced: str = ""  # what is said before any tap: taps of other names or order, weights that do not come back
     detail: str = ""  # what is said of the first tap
+    own_numbers: tuple[str, ...] = ()  # ports in which it computes what no other does, so that it cannot be named
     unseen: tuple[str, ...] = ()  # dtypes, or other cases, in which the very same mistake raises no alarm
     config: Mapping[str, Any] = field(default_factory=dict)  # what the port assumes instead
     convert: Callable[[Weights], Weights] = field(default=dict, repr=False)  # its own inverse

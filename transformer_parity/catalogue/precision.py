@@ -8,6 +8,7 @@ import numpy as np
 
 from transformer_parity.cases import preset_case
 from transformer_parity.catalogue.forward import (
+    ADDED,
     ENCODER,
     GELU,
     LOWEST,
@@ -126,6 +127,19 @@ PRECISION = [
     ),
     # A float32 piece in a float64 model: wrong there, and in float32 as good as any other.
     Mistake("positions from float32 frequencies", SOURCE, FLOAT32_FREQUENCIES, unseen=("float32",)),
+    Mistake(
+        "a table of positions in float32",
+        SOURCE,
+        instead(
+            "embedding",
+            ADDED,
+            numpy=ADDED["numpy"].replace(".astype(x", ".astype('float32').astype(x"),
+            torch="encoding.float().to(x.dtype)",
+            jax='jnp.asarray(encoding.astype("float32"), x.dtype)',
+            tf="tf.cast(tf.cast(encoding, tf.float32), x.dtype)",
+        ),
+        unseen=("float32",),
+    ),
     Mistake(
         "softmax in float32",
         f"{SELF}.weights",

@@ -390,9 +390,10 @@ CATALOGUE = {
                     "            return jax.tree.map(jnp.add, sums, (mean, 0, of_mean)), None",
                 ),
                 (
-                    "return (loss, tokens), _differentiate(tape, loss,",
+                    "return (loss, tokens), _differentiate(tape, loss, [*parameters(model).values()])",
                     "count = tf.cast(tokens * self.settings.accumulation_steps, loss.dtype)\n"
-                    "        return (loss / count, tf.constant(0)), _differentiate(tape, loss / count,",
+                    "        of_sum = _differentiate(tape, loss, [*parameters(model).values()])\n"
+                    "        return (loss / count, tf.constant(0)), [g / count for g in of_sum]",
                 ),
                 (
                     "loss, tokens = loss + part_loss, tokens + part_tokens",
