@@ -28,6 +28,11 @@ def within(tap: Tap, prefix: str) -> Tap:
     return lambda name, value: tap(f"{prefix}.{name}", value)
 
 
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern names a tap: one star is one part of its name, two are any number of parts."""
+    return re.fullmatch(_as_regular_expression(pattern), name) is not None
+
+
 class Recorder(dict[str, Any]):
     """A tap that keeps the values it is shown, by name, in the order they came.
 

@@ -170,7 +170,7 @@ class MarianAsItComes(Marian):
 class Packaged(Port):
     """One of our four packages, or a copy of it with a mistake in it."""
 
-    taps = ("*",)
+    taps = ("**",)
     backend, package = "torch", "transformer_torch"
 
     def load(self, config, weights, dtype):

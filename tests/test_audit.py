@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 
 import reference_numpy
-from transformer_parity.audit import HIDDEN, INITIAL, MISPLACED, REPLACED, TRANSPOSED, UNUSED, USED, audit, summary
+from transformer_parity.audit import (
+    HIDDEN,
+    INITIAL,
+    MISPLACED,
+    RANDOM,
+    REPLACED,
+    TRANSPOSED,
+    UNUSED,
+    USED,
+    as_mistake,
+    audit,
+    summary,
+)
 from transformer_parity.cases import deck, port_deck
 from transformer_parity.catalogue import forward, structure
 from transformer_parity.catalogue.planting import planted
@@ -90,4 +102,51 @@ def test_without_taps_a_key_bias_stays_hidden_and_what_is_unused_is_found():
     assert (found[lost].verdict, found[lost].detail) == (UNUSED, "it should act first at output")
     assert {fate.verdict for name, fate in found.items() if name not in {lost, *hidden}} == {USED}
     words = summary(found.values())
-    assert words == f"{len(found)} weights: {len(found) - 7} used, 6 hidden, 1 unused"
+    assert (
+        words == f"{len(found)} weights: {len(found) - 7} used, 6 hidden (they change nothing that is shown), 1 unused"
+    )
+
+
+class Forgetful(Blind):
+    """Leaves a weight as the dice fell, anew at each load."""
+
+    taps = ("**.output",)
+
+    def load(self, config, weights, dtype):
+        super().load(config, weights, dtype)
+        self.model.encoder.layers[0].self_attention.query_proj.kernel[...] = np.random.default_rng().normal(
+            size=(24, 24)
+        )
+
+    def forward(self, source_ids, target_ids, tap):
+        return self.model(source_ids, target_ids, tap=tap)
+
+
+class Dropping(Forgetful):
+    """Still drops."""
+
+    def forward(self, source_ids, target_ids, tap):
+        return super().forward(source_ids, target_ids, tap) * np.random.default_rng().random()
+
+
+def test_a_weight_that_is_not_given_and_dropout_that_is_on_are_random():
+    port = PluginPort(f"{__name__}:Forgetful")
+    found = audit(port, port_deck(port.config())[0], "float64")
+    assert {fate.verdict for fate in found} == {RANDOM}
+    assert f"{ATTENTION}.query_proj.kernel" in {fate.name for fate in found}
+    assert "encoder.layers.0.self_attention.output shows" in found[0].detail
+    port = PluginPort(f"{__name__}:Dropping")
+    (fate,) = audit(port, port_deck(port.config())[0], "float64")
+    assert str(fate.detail) == "differ on the same input, first at output: is dropout on?"
+
+
+def test_what_is_in_the_place_of_a_weight_is_a_hypothesis(tmp_path):
+    planned = next(known for known in MISTAKES if known.name == "one layer many times")
+    with planted(planned, "numpy", tmp_path) as port:
+        suspect = as_mistake(audit(port, CASES[planned.case], "float64"))
+    weights = CASES[planned.case].load_weights()
+    changed = suspect.convert(weights)
+    for name in weights:
+        source = name.replace("encoder.layers.1.", "encoder.layers.0.")
+        assert np.array_equal(changed[name], weights[source]), name
+    assert as_mistake([]) is None

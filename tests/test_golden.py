@@ -34,7 +34,7 @@ class Forward(Port):
     """A port that offers the least, and leaves a case out."""
 
     overrides = MappingProxyType({"norm_order": "pre", "final_norm": True})
-    taps = ("encoder.*",)
+    taps = ("encoder.**",)
     left_out = MappingProxyType({"full/one_token": "it is not made for that"})
 
     def load(self, config, weights, dtype):
@@ -48,7 +48,7 @@ class Forward(Port):
 class Full(Port):
     """A port that offers all that can be asked of one, but half of the gradients at taps."""
 
-    taps = ("*.output",)
+    taps = ("**.output",)
     is_used = False
 
     def load(self, config, weights, dtype):

@@ -169,7 +169,7 @@ def test_a_port_that_cannot_be_loaded_fails_every_case():
         ("full/padded", FAILED),
         ("full/one_token", FAILED),
     ]
-    assert {finding.detail for finding in findings} == {"RuntimeError: out of memory"}
+    assert all(finding.detail.startswith("RuntimeError: out of memory (test_mutants.py, line ") for finding in findings)
 
 
 EXITS = [

@@ -32,39 +32,50 @@ COMPILED = (  # what takes many steps; as users have it compiled
 def _quick(request):
     """Compile as users have it in few tests only: it takes longer than all else."""
     backend = request.getfixturevalue("backend").name if "backend" in request.fixturenames else "numpy"
-    with nullcontext() if request.node.originalname in COMPILED else quick_search(backend):
+    with optimized_search(backend) if request.node.originalname in COMPILED else quick_search(backend):
         yield
 
 
-@contextmanager
 def quick_search(backend):
     """Search without waiting for a compiler that optimizes; TensorFlow, for any."""
-    if backend != "jax":
-        with interpreted(backend):
-            yield
-        return
+    return compiled_search(quick=True) if backend == "jax" else interpreted(backend)
+
+
+def optimized_search(backend):
+    """Search as users do, whatever XLA_FLAGS say to JAX."""
+    return compiled_search(quick=False) if backend == "jax" else nullcontext()
+
+
+@contextmanager
+def compiled_search(quick):
+    """Let JAX compile its search quickly or well."""
     from transformer_jax import search
 
     with ExitStack() as stack:
-        for name, function in _quickly_compiled().items():
+        for name, function in _compiled(quick).items():
             stack.enter_context(patch.object(search, name, function))
         yield
 
 
 @cache
-def _quickly_compiled():
+def _compiled(quick):
     """Return the compiled functions of JAX's search, which stay compiled from test to test."""
     import jax
 
     from transformer_jax import runtime, search
 
     sizes = ("kind", "capacity", "beam_size", "num_hypotheses")
-    statics = {"_start": ("structure", *sizes), "_advance": ("structure",)}
+    asked = {
+        "_start": {"static_argnames": ("structure", *sizes)},
+        "_advance": {"static_argnames": "structure", "donate_argnames": "state"},
+    }
+    # Quickly: with bfloat16 rounded as often as where one operation runs at a time. Well: XLA's own defaults.
+    options = runtime.quick_compilation()
+    exact = {"xla_allow_excess_precision": False}
+    options = {**options, **exact} if quick else dict(zip(options, (3, True), strict=False))
     return {
-        name: jax.jit(
-            getattr(search, name).__wrapped__, static_argnames=names, compiler_options=runtime.quick_compilation()
-        )
-        for name, names in statics.items()
+        name: jax.jit(getattr(search, name).__wrapped__, compiler_options=options, **names)
+        for name, names in asked.items()
     }
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import reference_numpy as ref
 from reference_numpy.files import open_file, write_file
-from transformer_parity import corpora, curves
+from transformer_parity import batches, corpora, curves
 from transformer_parity.__main__ import main
 from transformer_parity.batches import Batches
 from transformer_parity.run import LONGER, longest_translation, read_log
@@ -26,8 +26,14 @@ PAIRS = 60
 
 @pytest.fixture(autouse=True)
 def few_dates(monkeypatch):
+    make_small(monkeypatch)
+
+
+def make_small(monkeypatch):
+    """Let the dates be few, and their batches of two shapes: each is compiled for."""
     monkeypatch.setattr(corpora, "DATES_TRAINED", PAIRS)
     monkeypatch.setattr(corpora, "DATES_HELD_OUT", 6)
+    monkeypatch.setattr(batches, "MAX_SHAPES", 2)
 
 
 def train(folder, *options, task=("--task", "dates"), small=SMALL):
@@ -52,8 +58,7 @@ def finished(tmp_path_factory):
     """A run of twelve steps, to the end."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpora, "DATES_TRAINED", PAIRS)
-        patch.setattr(corpora, "DATES_HELD_OUT", 6)
+        make_small(patch)
         assert train(folder, "--backend", "numpy", "--steps", 12, "--save-every", 4, "--keep", 2, "--average", 2) == 0
     return folder
 

@@ -15,11 +15,12 @@ from numpy import ndarray
 
 from transformer_parity.blame import distance
 from transformer_parity.cases import Case
+from transformer_parity.catalogue.planting import Mistake
 from transformer_parity.compare import OUTPUT
 from transformer_parity.hypotheses import Hypothesis
 from transformer_parity.ports import LoadedPort, Port
 
-USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN = (
+USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM = (
     "used",
     "unused",
     "transposed",
@@ -27,8 +28,9 @@ USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN = (
     "replaced",
     "initial",
     "hidden",
+    "random",
 )
-WRONG = (UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL)
+WRONG = (RANDOM, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL)
 SAME = 1e-9  # relative: two runs of which one is right
 CHANGED = {"float64": 1e-11, "float32": 1e-5}  # relative: more than rounding
 Weights = Mapping[str, ndarray]
@@ -41,14 +43,17 @@ class Fate:
     Attributes:
         name: Its canonical name.
         verdict: ``used`` where it belongs; ``unused``; ``transposed``; ``misplaced``, used somewhere else;
-            ``replaced`` by another weight; left at its ``initial`` value; or ``hidden``: it changes nothing that the
-            port shows, and would not in the reference either.
+            ``replaced`` by another weight; left at its ``initial`` value; ``random``, another one at every load or
+            call; or ``hidden``: it changes nothing that the port shows, and would not in the reference either, as key
+            biases change no logits.
         detail: Where it is used, or what is in its place.
+        instead: What is in its place: another weight, ``zero`` or ``one``; its own name if it is transposed.
     """
 
     name: str
     verdict: str
     detail: str = ""
+    instead: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -83,9 +88,23 @@ def audit(
         found = _shown(Hypothesis(()).load(case.config, given), case, taps)
         return {name: value for name, value in found.items() if name in usual}
 
-    usual = run(weights)
+    loaded = port.load(case.config, weights, dtype, device, precision)
+    usual = _shown(loaded, case)
+    if first := first_change(usual, _shown(loaded, case), CHANGED[dtype]):
+        return [Fate("two calls", RANDOM, f"differ on the same input, first at {first}: is dropout on?")]
     taps = {name: np.asarray(value, np.float64) for name, value in usual.items() if name != OUTPUT}
     expected = run_reference(weights)
+    if first := first_change(usual, run(weights), CHANGED[dtype]):
+        reads = [
+            name
+            for name, weight in weights.items()
+            if first_change(expected, run_reference({**weights, name: _disturbed(weight)}), CHANGED["float64"]) == first
+        ]
+        found = f"it is another one at every load: nobody gives it, as {first} shows"
+        return [
+            Fate(name, RANDOM, f"{found}{'' if len(reads) == 1 else ' (it, or another that is read there)'}")
+            for name in reads
+        ]
     fates = []
     for name, weight in weights.items():
         progress(f"weight {name}")
@@ -96,9 +115,10 @@ def audit(
             fates.append(_fate_in_place(name, weights, here, usual, expected, run_reference))
         elif not here:
             fates.append(_fate_of_the_unused(name, weights, there, usual, run_reference))
+        elif not there:
+            fates.append(Fate(name, USED, f"it acts at {here}, and would change nothing in the reference"))
         else:
-            where = f"it acts first at {here}, and should at {there}" if there else f"it acts at {here}"
-            fates.append(Fate(name, MISPLACED, where))
+            fates.append(Fate(name, MISPLACED, f"it acts first at {here}, and should at {there}"))
     return fates
 
 
@@ -111,7 +131,31 @@ def summary(fates: Iterable[Fate]) -> str:
     """Return one line: how many weights there are, and what is wrong with which."""
     fates = list(fates)
     counts = {verdict: sum(fate.verdict == verdict for fate in fates) for verdict in (USED, HIDDEN, *WRONG)}
-    return f"{len(fates)} weights: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    words = {HIDDEN: "hidden (they change nothing that is shown)"}
+    said = [f"{count} {words.get(verdict, verdict)}" for verdict, count in counts.items() if count]
+    return f"{len(fates)} weights: {', '.join(said)}"
+
+
+def as_mistake(fates: Iterable[Fate]) -> Mistake | None:
+    """Return what is wrong with the weights, as far as it is known what is in their place, as one hypothesis."""
+    known = [fate for fate in fates if fate.instead]
+    if not known:
+        return None
+
+    def convert(weights: Weights) -> Weights:
+        changed = dict(weights)
+        for fate in known:
+            weight = weights[fate.name]
+            if fate.instead in ("zero", "one"):
+                changed[fate.name] = np.full_like(weight, float(fate.instead == "one"))
+            else:
+                changed[fate.name] = np.ascontiguousarray(
+                    weight.T if fate.instead == fate.name else weights[fate.instead]
+                )
+        return changed
+
+    words = ", ".join(f"{fate.name} {fate.verdict}" for fate in known[:3]) + (", ..." if len(known) > 3 else "")
+    return Mistake(f"the weights as the audit found them ({words})", "", convert=convert)
 
 
 def _shown(loaded: LoadedPort, case: Case, given: Weights | None = None) -> dict[str, ndarray]:
@@ -141,7 +185,7 @@ def _fate_in_place(
     if square and distance(tap, usual, expected) > SAME:
         turned = run_reference({**weights, name: np.ascontiguousarray(weight.T)})
         if distance(tap, usual, turned) <= SAME:
-            return Fate(name, TRANSPOSED, f"as {tap} shows")
+            return Fate(name, TRANSPOSED, f"as {tap} shows", name)
     return Fate(name, USED, tap)
 
 
@@ -156,7 +200,7 @@ def _fate_of_the_unused(
     for other, instead in _candidates(name, weights):
         if distance(tap, usual, run_reference(instead)) <= SAME:
             verdict = INITIAL if other in ("zero", "one") else REPLACED
-            return Fate(name, verdict, f"in its place is {other}")
+            return Fate(name, verdict, f"in its place is {other}", other)
     return Fate(name, UNUSED, f"it should act first at {tap}")
 
 

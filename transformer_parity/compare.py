@@ -17,6 +17,7 @@ from reference_numpy.search_plan import SearchResult
 from transformer_parity import observe
 from transformer_parity.cases import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.decoding import Decoded, SearchOptions, explain, score, score_budget, summary
+from transformer_parity.errors import described
 from transformer_parity.policy import budget, relative_error
 from transformer_parity.ports import PORTS, LoadedPackage, LoadedPort, MissingAbilityError, Port
 
@@ -120,7 +121,7 @@ def _compare_group(
     def failed(case: Case, error: Exception) -> Finding:  # a finding, not a crash of the comparison
         if isinstance(error, MissingAbilityError):
             return _skipped(port.name, dtype, case, "run", str(error))
-        message = f"{type(error).__name__}: {error}"
+        message = described(error)
         return Finding(port.name, dtype, case.component, case.name, "run", OUTPUT, math.inf, 0.0, FAILED, message)
 
     left_out = getattr(port, "left_out", {})

@@ -84,7 +84,13 @@ def hypotheses(config: TransformerConfig, rung: str) -> list[Mistake]:
         rung: ``activations``, ``gradients``, ``steps`` or ``decode``: mistakes of training cannot show in activations.
     """
     found = [*conventions(config, rung), *mixed_up_weights(config.d_k == config.d_v)]
-    parts = [*forward.CATALOGUE.values(), precision.FULLY_MASKED, precision.PRECISION, structure.WEIGHTS]
+    parts = [
+        *forward.CATALOGUE.values(),
+        forward.EVERYWHERE,
+        precision.FULLY_MASKED,
+        precision.PRECISION,
+        structure.WEIGHTS,
+    ]
     parts += [structure.EDGES, structure.STRUCTURE]
     if rung in ("gradients", "steps"):
         parts += training.CATALOGUE.values()

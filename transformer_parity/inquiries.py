@@ -11,6 +11,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from transformer_parity.audit import WRONG, Fate, summary
+from transformer_parity.cases import ACTIVATIONS
 from transformer_parity.diagnosis import EXACT, LIKELY
 from transformer_parity.investigate import Inquiry
 from transformer_parity.reproduce import snippet
@@ -40,6 +41,8 @@ def print_inquiry(console: Console, inquiry: Inquiry) -> None:
         print_blame(console, inquiry.blame)
     else:
         console.print(Text(f"{inquiry.backend} {inquiry.dtype} {inquiry.case}", "bold"))
+    if inquiry.blame is not None and (between := gap(inquiry)):
+        console.print(between)
     diagnosis = inquiry.diagnosis
     console.print(Text("DIAGNOSIS ", "bold") + Text(diagnosis.sentence, STYLES.get(diagnosis.confidence, "default")))
     said = diagnosis.sentence
@@ -49,6 +52,21 @@ def print_inquiry(console: Console, inquiry: Inquiry) -> None:
     if inquiry.folder is not None:
         console.print(Text("To run the guilty block alone:", "bold"))
         console.print(Syntax(snippet(_relative(inquiry.folder)), "python", background_color="default"))
+
+
+def gap(inquiry: Inquiry) -> str:
+    """Say between which two places a mistake is, where the port shows so few taps that it may be in a hidden one."""
+    blame = inquiry.blame
+    if blame is None or not blame.introduced or blame.rung != ACTIVATIONS or blame.replayed == "nothing":
+        return ""
+    names = [mark.name for mark in blame.marks]
+    guilty = blame.introduced[0]
+    parts = guilty.split(".")
+    siblings = [name for name in names if name.split(".")[:4] == parts[:4]]
+    if len(siblings) > 1 or len(parts) < 4 or guilty.endswith("_norm.output"):
+        return ""
+    before = names[names.index(guilty) - 1] if names.index(guilty) else "the input"
+    return f"It lies between {before} and {guilty}: show more taps in between to narrow it down."
 
 
 def to_row(inquiry: Inquiry) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from numpy import ndarray
 from transformer_parity import reproduce
 from transformer_parity.blame import INTRODUCED, Arrays, Blame, Evidence, blame, blame_files
 from transformer_parity.cases import ACTIVATIONS, GRADIENTS, RUNGS, Case
+from transformer_parity.catalogue.planting import Mistake
 from transformer_parity.compare import DIVERGES, FAILED, IMPRECISE, Finding, Kept, Setting, given
 from transformer_parity.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis, diagnose
+from transformer_parity.hypotheses import hypotheses
 from transformer_parity.policy import POLICY
 from transformer_parity.ports import PORTS, Port
 from transformer_parity.signatures import growth, signatures
@@ -62,6 +64,7 @@ def investigate(
     reference: str,
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    suspect: Mistake | None = None,
 ) -> Iterator[Inquiry]:
     """Look into the first failure of each rung, of the whole model where there is one.
 
@@ -77,13 +80,16 @@ def investigate(
         reference: By what the port can be loaded again: the name of a backend, or ``module:class``.
         folder: Where to save what a guilty block was given; None saves nothing.
         progress: Told what is going on.
+        suspect: A hypothesis beside those that are known.
     """
     known = {case.name: case for case in cases}
     for finding in _first_failures(findings, known):
+        if finding.verdict == FAILED:  # an exception says itself what it is
+            continue
         case = known[finding.case]
         progress(f"looking into {finding.dtype} {case.name}")
         shown = kept.get((case.name, finding.dtype), {})
-        yield _look_into(case, finding, shown, port, setting, reference, folder, progress)
+        yield _look_into(case, finding, shown, port, setting, reference, folder, progress, suspect)
 
 
 def investigate_files(
@@ -131,6 +137,7 @@ def _look_into(
     reference: str,
     folder: Path | None,
     progress: Callable[[str], None],
+    suspect: Mistake | None,
 ) -> Inquiry:
     dtype, weights = finding.dtype, given(case.load_weights(), finding.dtype)
     unknown = Diagnosis(f"unknown: {finding.detail}" if finding.detail else "unknown", UNKNOWN)
@@ -143,7 +150,8 @@ def _look_into(
     evidence = _blame(case, port, setting, dtype) if case.rung in (ACTIVATIONS, GRADIENTS) else None
     found = unknown
     if dtype == "float64":
-        found = diagnose(case, shown, port.name, progress)
+        known = [*hypotheses(case.config, case.rung), *([suspect] if suspect else [])]
+        found = diagnose(case, shown, port.name, progress, known)
     if evidence is not None:
         found = _with_signatures(found, evidence, case, weights, dtype)
     saved = None
@@ -170,7 +178,8 @@ def _with_signatures(
         looks = signatures(evidence.alone[name], evidence.wanted[name], case.config, weights, far)
     if case.rung == ACTIVATIONS:
         depth = [(mark.name, mark.free) for mark in evidence.blame.marks]
-        looks += [words] if (words := growth(depth, POLICY["float64"]["tap"])) and found.confidence != EXACT else []
+        words = growth(depth, POLICY["float64"]["tap"])
+        looks += [words] if words and f"at {name}," not in words and found.confidence != EXACT else []
     if found.confidence == EXACT or not looks:
         return replace(found, signatures=tuple(looks))
     sentence = f"no known mistake fits; at {name}, {looks[0]}"

@@ -6,8 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -17,7 +16,7 @@ from numpy import ndarray
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import tap_shapes
 from reference_numpy.search_plan import OnStep, SearchResult
-from reference_numpy.taps import Tap, no_tap
+from reference_numpy.taps import Tap, matches, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig
 from transformer_parity.decoding import SearchOptions
 from transformer_parity.ports import MissingAbilityError, Replay, Result
@@ -36,7 +35,8 @@ class Port:
         preset: The published conventions that it follows, one of ``reference_numpy.config.PRESETS``.
         overrides: Fields of ``TransformerConfig`` in which it differs from the preset, conventions and sizes.
         dtypes: Those it computes in. Without float64, a wrong convention cannot be told from rounding.
-        taps: Which intermediate values ``forward`` shows: names as in ``parity info --names``, ``*`` for anything.
+        taps: Which intermediate values ``forward`` shows: names as in ``parity info --names``; one star stands for one
+            part of a name, two stand for any number of parts.
         left_out: Cases that it is not made for, by name, and why; they are counted as skipped.
     """
 
@@ -100,13 +100,23 @@ class PluginPort:
         self.reference = reference  # module:class, or the name of an entry point
         self.kind = find(reference)
         self.name = self.kind.name or self.kind.__name__
+        for needed in ("load", "forward"):
+            if getattr(self.kind, needed) is getattr(Port, needed):
+                raise ValueError(f"port {reference!r} must have {needed}(): see `parity init-port`")
         self.left_out = self.kind.left_out
 
     def config(self) -> TransformerConfig:
         """Return the deck's sizes with the conventions of the port."""
         from transformer_parity.cases import tiny
 
-        return tiny(self.kind.preset, **{"d_k": None, "d_v": None, **self.kind.overrides})
+        known = [entry.name for entry in fields(TransformerConfig)]
+        if unknown := [name for name in self.kind.overrides if name not in known]:
+            raise ValueError(f"overrides of {self.name} has no field {unknown[0]!r}: known are {', '.join(known)}")
+        config = tiny(self.kind.preset, **{"d_k": None, "d_v": None, **self.kind.overrides})
+        for pattern in self.kind.taps:
+            if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
+                raise ValueError(f"taps of {self.name}: {pattern!r} is no tap: see `parity info --names`")
+        return config
 
     def load(
         self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str, device: str, precision: str
@@ -152,11 +162,11 @@ class LoadedPlugin:
 
     def shows(self, tap: str) -> bool:
         """Whether the port promises to show a tap."""
-        return any(fnmatchcase(tap, pattern) for pattern in self.port.taps)
+        return any(matches(pattern, tap) for pattern in self.port.taps)
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss of a batch and its gradients."""
-        found = self._ability("gradients")(**inputs)
+        found = self._ability("gradients")(inputs["source_ids"], inputs["target_ids"], inputs["labels"])
         return Gradients(float(found.loss), _arrays(found.parameters), _arrays(found.taps))
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
@@ -225,7 +235,8 @@ def find(reference: str) -> type[Port]:
         try:
             kind = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            raise ValueError(f"port {reference!r} cannot be imported: {error}") from error
+            hint = f"; leave out .py: {module.removesuffix('.py')}:{name}" if module.endswith(".py") else ""
+            raise ValueError(f"port {reference!r} cannot be imported: {error}{hint}") from error
     if not (isinstance(kind, type) and issubclass(kind, Port)):
         raise ValueError(f"port {reference!r} must be a subclass of transformer_parity.plugin.Port: got {kind!r}")
     return kind

@@ -99,16 +99,21 @@ def print_problems(console: Console, findings: Sequence[Finding], limit: int = 8
     for finding in findings:
         if finding.verdict not in (AGREES, SKIPPED):
             first.setdefault((finding.backend, finding.dtype, finding.case), finding)
-    for finding in list(first.values())[:limit]:
+    by_text: dict[tuple[str, str], list[Finding]] = {}  # an exception is the same in every case
+    for finding in first.values():
+        text = finding.detail if finding.verdict == FAILED else f"{finding.dtype} {finding.case}"
+        by_text.setdefault((finding.backend, text), []).append(finding)
+    for finding, *others in list(by_text.values())[:limit]:
         detail = finding.detail or (
             f"error {finding.error:.1e}, {finding.share:.3g} times its budget of {finding.budget:.1e}"
         )
         where = " ".join(part for part in (finding.backend, finding.dtype, _place(finding)) if part)
+        detail += f" (and in {len(others)} other cases)" if others else ""
         console.print(Text(f"{WORDS[finding.verdict]:9}", STYLES[finding.verdict]) + Text(f" {where}: {detail}"))
     if backends := undecided(findings):
         console.print(f"Whether {', '.join(backends)} lost only precision stays open: compare in float64 too.")
-    if len(first) > limit:
-        console.print(f"... and {len(first) - limit} more; --json holds them all.")
+    if len(by_text) > limit:
+        console.print(f"... and {len(by_text) - limit} more; --json holds them all.")
 
 
 def is_near_tie(finding: Finding) -> bool:

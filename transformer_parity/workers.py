@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ from queue import Empty, Queue
 from typing import Any
 
 from transformer_parity import start_worker
-from transformer_parity.audit import Fate, audit
+from transformer_parity.audit import Fate, as_mistake, audit
 from transformer_parity.cases import ACTIVATIONS, RUNGS, Case, port_deck
 from transformer_parity.compare import AGREES, FAILED, SKIPPED, Finding, Kept, Setting, compare
+from transformer_parity.errors import described
 from transformer_parity.investigate import Inquiry, investigate, look
 from transformer_parity.plugin import PluginPort
 from transformer_parity.ports import PORTS
@@ -254,25 +254,28 @@ def work() -> None:
         cases = job.cases(port) if callable(job.cases) else job.cases
         steps = sum(len([dtype for dtype in job.setting.dtypes if dtype in case.dtypes]) for case in cases)
         tell(doing=doing, name=name, steps=steps)
+        suspect = None
         main = next((case for case in cases if case.rung == ACTIVATIONS and not case.block), None)
         if main is not None and isinstance(port, PluginPort):
             dtype = next(dtype for dtype in (*job.setting.dtypes, *port.kind.dtypes) if dtype in port.kind.dtypes)
             report(f"{dtype} {main.name}")
             with suppress(Exception):  # what is wrong will show in the comparison, and be told there
-                tell(doing=doing, audit=tuple(audit(port, main, dtype, progress=report)))
+                fates = audit(port, main, dtype, progress=report)
+                suspect = as_mistake(fates)
+                tell(doing=doing, audit=tuple(fates))
         found: list[Finding] = []
         kept: Kept = {}
         for finding in compare(cases, port, job.setting, report, kept):
             made.append(finding)
             found.append(finding)
-        for inquiry in investigate(found, kept, cases, port, job.setting, job.backend, job.failures, report):
+        for inquiry in investigate(found, kept, cases, port, job.setting, job.backend, job.failures, report, suspect):
             tell(doing=doing, inquiry=inquiry)
         if job.attention and main is not None and all(f.verdict in (AGREES, SKIPPED) for f in found):
             tell(doing=doing, inquiry=look(main, port, job.setting))
     except SystemExit as error:
         made.append(failure(name, f"it called sys.exit({error.code!r}) at {doing}"))
     except Exception as error:
-        made.append(failure(name, f"{_described(error)} at {doing}"))
+        made.append(failure(name, f"{described(error)} at {doing}"))
     tell(environment=describe(), done=True)
 
 
@@ -282,14 +285,3 @@ def _import(backend: str) -> tuple[Any, Callable[[], dict[str, str]]]:
         return PORTS[backend], PORTS[backend].import_package().describe
     plugin = PluginPort(backend)
     return plugin, plugin.describe
-
-
-def _described(error: Exception) -> str:
-    """Return an error and the line of foreign code, if any, that raised it."""
-    if isinstance(error, SyntaxError):  # which says it itself
-        return f"SyntaxError: {error}"
-    folders = [start_worker.FOLDER.parent / name for name in start_worker.OURS]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    foreign = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, folders))]
-    place = f" ({Path(foreign[-1].filename).name}, line {foreign[-1].lineno})" if foreign else ""
-    return f"{type(error).__name__}: {error}{place}"

@@ -44,6 +44,7 @@ BIASED = {
 }
 GELU = {"torch": '"gelu": F.gelu', "jax": "partial(jax.nn.gelu, approximate=False)", "tf": '"gelu": gelu,'}
 POSITIONED = "self.source_position(self.source_embedding(source_ids))"
+ANSWERED = "self.target_position(self.target_embedding(target_ids))"
 SUM = "self.self_attention_norm(x + "
 ATTENDED = f"{SUM}self.dropout(attended))"
 NORMED = ' x = tap("self_attention_norm.output"'
@@ -322,6 +323,7 @@ CATALOGUE = {
             together(
                 instead("embedding", " * self.multiplier", ""),
                 instead("transformer", POSITIONED, f"{POSITIONED} * self.source_embedding.multiplier"),
+                instead("transformer", ANSWERED, f"{ANSWERED} * self.target_embedding.multiplier"),
             ),
         ),
         Mistake("no positions", SOURCE, instead("embedding", {k: f"x + {v}" for k, v in ADDED.items()}, "x")),
@@ -410,3 +412,23 @@ CATALOGUE = {
         ),
     ],
 }
+
+
+def everywhere(new: str) -> Edits:
+    """Return edits of every residual connection of the reference; ``{norm}`` and ``{y}`` are its norm and sub-layer."""
+    edits = []
+    for stack, names in (
+        ("encoder", ["self_attention", "feed_forward"]),
+        ("decoder", ["self_attention", "cross_attention", "feed_forward"]),
+    ):
+        for name in names:
+            norm, y = f"self.{name}_norm", "transformed" if name == "feed_forward" else "attended"
+            edits.append((stack, f"{norm}(x + {y})", new.format(norm=norm, y=y)))
+    return {"numpy": edits}
+
+
+EVERYWHERE = [
+    # What is planted in one place above: whole models have it in all. Only hypotheses.
+    Mistake("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
+    Mistake("no residual connections", "", everywhere("{norm}({y})")),
+]

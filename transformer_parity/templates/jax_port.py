@@ -39,8 +39,8 @@ class MyPort(Port):
     overrides: Mapping[str, Any] = {}
     # In float64, rounding is far below any mistake: without it, a wrong convention looks like a loss of precision.
     dtypes = ("float64", "float32")
-    # Names as in `parity info --names`; "*.scores" is every name that ends so. Leave out what you cannot show.
-    taps = ("*",)
+    # Names as in `parity info --names`; "**.scores" is every name that ends so. Leave out what you cannot show.
+    taps = ("**",)
     # Cases that your model is not made for, and why: {"full/one_token": "it needs two tokens"}. They count as skipped.
     left_out: Mapping[str, str] = {}
 

@@ -1,0 +1,23 @@
+"""What an exception inside a port says to the one who wrote it."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+from transformer_parity import start_worker
+
+SHOWN = 3  # lines of foreign code, the innermost last
+
+
+def described(error: Exception) -> str:
+    """Return an error, and the lines of code that led to it, but ours."""
+    message = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, SyntaxError):  # which says it itself
+        return message
+    folders = [start_worker.FOLDER.parent / name for name in start_worker.OURS]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    foreign = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, folders))]
+    own = [frame for frame in foreign if "site-packages" not in frame.filename] or foreign
+    lines = [f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}" for frame in own[-SHOWN:]]
+    return f"{message} ({'; '.join(lines)})" if lines else message
