@@ -92,7 +92,7 @@ class Failing(Forward):
         return super().forward(source_ids, target_ids, tap)
 
 
-class Empty(Port):
+class Empty(Forward):
     """A port that computes in no dtype that is asked for."""
 
     dtypes = ()

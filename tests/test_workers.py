@@ -116,7 +116,7 @@ def test_a_port_that_ends_its_process(forward, problem, write, capfd):
 def test_a_port_that_raises_fails_case_by_case(write):
     findings = [finding for finding in compare(write("raise OSError('no disk')")) if finding.verdict == FAILED]
     assert [finding.case for finding in findings] == [case.name for case in port_cases_of(tiny())]
-    assert {finding.detail for finding in findings} == {"OSError: no disk"}
+    assert {finding.detail for finding in findings} == {"OSError: no disk (mine.py, line 13, in forward)"}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_ctrl_c_is_not_heard_by_a_port(write):
 
 def test_standard_input_is_at_its_end(write):
     (problem, *_) = [found.detail for found in compare(write("input()")) if found.verdict == FAILED]
-    assert problem == "EOFError: EOF when reading a line"
+    assert problem == "EOFError: EOF when reading a line (mine.py, line 13, in forward)"
 
 
 def test_threads_are_shared_out(write, monkeypatch):
@@ -186,7 +186,8 @@ def test_threads_are_shared_out(write, monkeypatch):
     switches = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC")
     findings = compare(write(f"raise ValueError([os.environ[name] for name in {switches}])"))
     (problem, *_) = [found.detail for found in findings if found.verdict == FAILED]
-    assert problem == f"ValueError: {['7', str(os.cpu_count()), str(os.cpu_count())]}"
+    said = f"ValueError: {['7', str(os.cpu_count()), str(os.cpu_count())]}"
+    assert problem == f"{said} (mine.py, line 13, in forward)"
     assert "PJRT_NPROC" not in os.environ
 
 
@@ -213,7 +214,7 @@ def test_another_interpreter(write, other_python):
             if os.path.exists(os.path.join(folder, entry)) and not os.path.exists(os.path.join(packages, entry)):
                 os.symlink(os.path.join(folder, entry), os.path.join(packages, entry))
     details = {finding.detail for finding in compare(name, **options) if finding.verdict == FAILED}
-    assert details == {f"OSError: {python}"}
+    assert details == {f"OSError: {python} (mine.py, line 13, in forward)"}
     findings = compare(write(), "numpy", cases={name: port_cases, "numpy": deck()[:1]}, **options)
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
 

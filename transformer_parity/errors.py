@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -18,6 +19,10 @@ def described(error: Exception) -> str:
     folders = [start_worker.FOLDER.parent / name for name in start_worker.OURS]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     foreign = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, folders))]
-    own = [frame for frame in foreign if "site-packages" not in frame.filename] or foreign
-    lines = [f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}" for frame in own[-SHOWN:]]
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    own = [frame for frame in foreign if not any(map(Path(frame.filename).is_relative_to, libraries))] or foreign
+    lines = [
+        f"{Path(frame.filename).name}, line {frame.lineno}" + (f", in {frame.name}" if frame.name != "<module>" else "")
+        for frame in own[-SHOWN:]
+    ]
     return f"{message} ({'; '.join(lines)})" if lines else message
