@@ -96,6 +96,7 @@ class Empty(Forward):
     """A port that computes in no dtype that is asked for."""
 
     dtypes = ()
+    left_out = {}
 
 
 @pytest.fixture(scope="module")
