@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import reference_numpy
 from transformer_parity import hypotheses as hypotheses_module
 from transformer_parity import observe, reproduce
 from transformer_parity.blame import FINE, INHERITED, INTRODUCED, blame, blame_files, distance
 from transformer_parity.cases import deck, gradient_case, port_deck, tiny
-from transformer_parity.catalogue import forward, training
+from transformer_parity.catalogue import forward, search, training
 from transformer_parity.catalogue.planting import Mistake, instead, planted, together
-from transformer_parity.compare import Setting, compare
+from transformer_parity.compare import AGREES, SKIPPED, Setting, compare
 from transformer_parity.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose, tensors
 from transformer_parity.hypotheses import Hypothesis, content, hypotheses
 from transformer_parity.investigate import investigate
+from transformer_parity.plugin import PluginPort, Port
 from transformer_parity.ports import PORTS
 
 CASE = next(case for case in deck() if case.name == "full/padded")
@@ -277,3 +279,80 @@ def test_gradients_that_should_be_nothing_are_measured_by_the_whole():
     expected = {"at a": np.zeros(2), observe.WHOLE: np.array([3.0, 4.0])}
     assert observe.error("at a", {"at a": np.array([5e-12, 0.0])}, expected) == pytest.approx(1e-12)
     assert observe.error("at a", {"at a": np.zeros(2)}, expected) == 0.0
+
+
+class Wrapped(Port):
+    """The reference with a mistake, as a plug-in; in place, or going on at one tap only."""
+
+    taps = ("**",)
+    in_place, only = False, None
+
+    def load(self, config, weights, dtype):
+        self.model = reference_numpy.Transformer.from_weights(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        def show(name, value):
+            if name.endswith(".scores") and not self.in_place:
+                value = value * 1.25
+            seen = tap(name, value)
+            if self.only is not None and name != self.only:
+                return value
+            if self.in_place and name.endswith(".output"):
+                kept = seen.copy()
+                seen += 1.0  # what a port does with an array is its own business
+                return kept
+            return seen
+
+        return self.model(source_ids, target_ids, tap=show)
+
+
+class InPlace(Wrapped):
+    """Right."""
+
+    in_place = True
+
+
+class GoesOnOnce(Wrapped):
+    """Wrong at the scores."""
+
+    only = "encoder.output"
+
+
+def test_what_a_port_does_to_an_array_does_not_change_what_was_seen():
+    port = PluginPort(f"{__name__}:InPlace")
+    findings = list(compare(port_deck(port.config())[:2], port, Setting(("float64", "float32"))))
+    assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
+
+
+def test_a_port_that_goes_on_at_some_taps_only_is_not_run_on_wrong_inputs():
+    port = PluginPort(f"{__name__}:GoesOnOnce")
+    case = port_deck(port.config())[0]
+    loaded = port.load(case.config, case.load_weights(), "float64", "cpu", "highest")
+    found = looked_into(case, loaded).blame
+    assert found.replayed == "reference"
+    assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
+
+
+def test_a_hypothesis_has_to_hold_in_every_case(plant):
+    one, two = port_deck(tiny(d_v=8))[:2]
+    other = replace(one, config=one.config.replace(position_offset=1))
+    actual = tensors(numpy(other), one)
+    assert diagnose(one, actual, "it", others=[(two, None)]).confidence == LIKELY
+    there = tensors(numpy(replace(two, config=other.config)), two)
+    assert diagnose(one, actual, "it", others=[(two, there)]).confidence == EXACT
+
+
+def test_the_deck_for_ports_has_hypotheses_that_end_and_a_penalty_that_matters():
+    cases = [case for case in port_deck(tiny(d_v=8)) if case.rung == "decode"]
+    known = {mistake.name: mistake for mistake in search.CATALOGUE}
+    for name in (
+        "goes on after the end symbol",
+        "no length penalty",
+        "ended hypotheses go on",
+        "the cache is not reordered",
+    ):
+        seen = []
+        for case in cases:
+            loaded = Hypothesis((known[name],)).load(case.config, case.load_weights())
+            seen.append(distance("tokens", tensors(loaded, case), tensors(numpy(case), case)))
+        assert max(seen) > 0.0, name

@@ -284,17 +284,18 @@ def _compare_decoding(
     found = Decoded.by(partial(loaded.search, source_ids, options))
     ids, scores = found.result.nbest_ids, found.result.nbest_scores
     shown.update(searched(found.result, options))
-    has_scores = not np.isnan(scores).all()
     shape = (*expected.nbest_ids.shape[:2], *ids.shape[2:])
     problem = "" if ids.shape == shape else f"shape must be {list(shape)}: got {list(ids.shape)}"
-    if problem := problem or (structure_problem(scores, expected.nbest_scores, dtype) if has_scores else ""):
+    if ids.dtype.kind not in "iu":
+        problem = f"tokens must be integers: got {ids.dtype.name}"
+    if problem := problem or (structure_problem(scores, expected.nbest_scores, dtype) if scores is not None else ""):
         yield judge("fast", TOKENS, math.inf, 0.0, "", problem)
         return
     doubts = explain(exact, rounded, source_ids, found, expected.nbest_ids, options)
     worst = max(doubts, key=lambda doubt: (not doubt.is_near_tie, doubt.margin), default=None)
     problem = summary(doubts) if worst and worst.margin == math.inf else ""  # which no rounding explains
     yield judge("fast", TOKENS, worst.margin if worst else 0.0, worst.noise if worst else 0.0, summary(doubts), problem)
-    if not has_scores:
+    if scores is None:
         yield _skipped(backend, dtype, case, "fast", "scores are not shown")
         return
     known = score(exact, source_ids, ids, options)
@@ -307,7 +308,7 @@ def searched(result: SearchResult, options: SearchOptions) -> dict[str, ndarray]
     ids = result.nbest_ids
     tokens = np.zeros((*ids.shape[:2], max(options.max_length or 0, ids.shape[2])))
     tokens[..., : ids.shape[2]] = ids + 1
-    return {TOKENS: tokens} if np.isnan(result.nbest_scores).all() else {TOKENS: tokens, SCORES: result.nbest_scores}
+    return {TOKENS: tokens} if result.nbest_scores is None else {TOKENS: tokens, SCORES: result.nbest_scores}
 
 
 def observe_training(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
@@ -358,6 +359,8 @@ def _weights_problem(back: Mapping[str, ndarray], weights: Mapping[str, ndarray]
         return name_problem(back, weights)
     for name, array in weights.items():
         wanted = array.astype(dtype)
+        if back[name].shape != wanted.shape:
+            return f"{name} must come back in the shape {list(wanted.shape)}: got {list(back[name].shape)}"
         if back[name].dtype != wanted.dtype or back[name].tobytes() != wanted.tobytes():
             return f"{name} does not come back as it was given"
     return ""

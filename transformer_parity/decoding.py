@@ -246,7 +246,7 @@ def follow(judge: Judge, sentence: int, found: Decoded, options: SearchOptions) 
     returned = [tokens_of(ids, config) for ids in found.result.nbest_ids[sentence]]
     if options.beam_size is None:
         return _follow_greedy(judge, sentence, returned[0], limit)
-    if np.isnan(found.result.scores).all():  # a port that is not asked for more than what came out of its beam
+    if found.result.nbest_scores is None:  # a port that is not asked for more than what came out of its beam
         return _weigh(judge, sentence, returned[0], options, limit)
     alive = [[tokens_of(ids, config) for ids in step[sentence]] for step in found.shown]
     alive = [[tokens for tokens in step if tokens] for step in alive]

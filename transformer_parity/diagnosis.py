@@ -111,6 +111,7 @@ def diagnose(
     port: str,
     progress: Callable[[str], None] = lambda text: None,
     known: Sequence[Mistake] | None = None,
+    others: Sequence[tuple[Case, Arrays | None]] = (),
 ) -> Diagnosis:
     """Look for the hypothesis that reproduces every tensor of a port.
 
@@ -120,6 +121,8 @@ def diagnose(
         port: What to call it.
         progress: Told what is tried.
         known: The mistakes and conventions to try; None is all that are known.
+        others: Cases of the same model that an exact hypothesis has to reproduce too, with what the port showed there;
+            None where it agrees with the reference.
     """
     known = hypotheses(case.config, case.rung) if known is None else known
     trials = _Trials(case, actual, REPRODUCES[case.rung])
@@ -135,7 +138,23 @@ def diagnose(
             tried += attempts
             if exact := _simplest([attempt for attempt in attempts if attempt.is_exact]):
                 break
-    return _sentence(port, exact, tried, start)
+    if not exact or any(_is_confirmed(attempt, others) for attempt in exact):
+        return _sentence(port, [attempt for attempt in exact if _is_confirmed(attempt, others)], tried, start)
+    name = exact[0].hypothesis.name
+    return Diagnosis(f"in {case.name}, but not in every case, {port} behaves like the reference with {name}", LIKELY)
+
+
+def _is_confirmed(attempt: _Attempt, others: Sequence[tuple[Case, Arrays | None]]) -> bool:
+    """Whether a hypothesis does in other cases what the port does there."""
+    for case, shown in others:
+        found, usual = _observed(attempt.hypothesis, case), _observed(Hypothesis(()), case)
+        actual = usual if shown is None else shown
+        if found is None or actual is None:
+            return False
+        names = [name for name in actual if name != observe.WHOLE]
+        if not all(distance(name, actual, found) <= REPRODUCES[case.rung] for name in names):
+            return False
+    return True
 
 
 class _Trials:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformer_parity import reproduce
 from transformer_parity.blame import INTRODUCED, Arrays, Blame, Evidence, blame, blame_files
 from transformer_parity.cases import ACTIVATIONS, GRADIENTS, RUNGS, Case
 from transformer_parity.catalogue.planting import Mistake
-from transformer_parity.compare import DIVERGES, FAILED, IMPRECISE, Finding, Kept, Setting, given
+from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Kept, Setting, given
 from transformer_parity.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis, diagnose
 from transformer_parity.hypotheses import hypotheses
 from transformer_parity.policy import POLICY
@@ -88,8 +89,16 @@ def investigate(
             continue
         case = known[finding.case]
         progress(f"looking into {finding.dtype} {case.name}")
+        compared = {
+            other.case for other in findings if other.verdict in (AGREES, DIVERGES) and other.dtype == "float64"
+        }
+        others = [
+            (other, kept.get((name, "float64")))
+            for name, other in known.items()
+            if name in compared - {case.name} and _model(other) == _model(case)
+        ]
         shown = kept.get((case.name, finding.dtype), {})
-        yield _look_into(case, finding, shown, port, setting, reference, folder, progress, suspect)
+        yield _look_into(case, finding, shown, port, setting, reference, folder, progress, suspect, others)
 
 
 def investigate_files(
@@ -111,6 +120,11 @@ def investigate_files(
             found = _with_signatures(found, evidence, case, case.load_weights(), "float64")
         marks = evidence.blame if evidence is not None else None
         yield Inquiry(backend, "float64", case.name, case.rung, marks, found)
+
+
+def _model(case: Case) -> tuple[object, ...]:
+    """Return what two cases have in common if one hypothesis has to hold in both."""
+    return case.config, case.seed, case.weights_file, case.block, case.rung
 
 
 def _first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
@@ -138,6 +152,7 @@ def _look_into(
     folder: Path | None,
     progress: Callable[[str], None],
     suspect: Mistake | None,
+    others: Sequence[tuple[Case, Arrays | None]],
 ) -> Inquiry:
     dtype, weights = finding.dtype, given(case.load_weights(), finding.dtype)
     unknown = Diagnosis(f"unknown: {finding.detail}" if finding.detail else "unknown", UNKNOWN)
@@ -151,13 +166,14 @@ def _look_into(
     found = unknown
     if dtype == "float64":
         known = [*hypotheses(case.config, case.rung), *([suspect] if suspect else [])]
-        found = diagnose(case, shown, port.name, progress, known)
+        found = diagnose(case, shown, port.name, progress, known, others)
     if evidence is not None:
         found = _with_signatures(found, evidence, case, weights, dtype)
     saved = None
     if folder is not None and evidence is not None and evidence.blame.introduced:
         progress("saving the guilty block's inputs")
-        saved = reproduce.save(evidence, case, given(case.inputs, dtype), weights, reference, folder)
+        with suppress(Exception):  # where it cannot be saved, what was found is still to be told
+            saved = reproduce.save(evidence, case, given(case.inputs, dtype), weights, reference, folder)
     if evidence is None:
         return replace(inquiry, diagnosis=found)
     maps = attention_maps(evidence) if case.rung == ACTIVATIONS else ()

@@ -178,7 +178,7 @@ class LoadedPlugin:
         beam_size = options.beam_size or 1
         limit = options.limit(source_ids.shape[1], self.config)
         ids = _array(self._ability("generate")(source_ids, limit, beam_size, options.length_penalty))
-        return SearchResult(ids[:, None], np.full((len(source_ids), 1), np.nan))
+        return SearchResult(ids[:, None], None)  # type: ignore[arg-type]  # None: not asked for
 
     def trainer(self, settings: TrainingConfig, seed: int = 0) -> _PluginTrainer:
         """Return what trains this model."""
@@ -213,7 +213,10 @@ class _Shown(Replay):
     def __call__(self, name: str, value: Any) -> ndarray:
         if name not in self.promised:
             raise ValueError(f"there is no tap {name!r}: see `parity info --names`")
-        return super().__call__(name, _array(value)) if self.promised[name] else value
+        if not self.promised[name]:
+            return value
+        seen = super().__call__(name, _array(value))
+        return np.array(seen, value.dtype)  # what a port goes on with it may change, what was seen stays
 
 
 def find(reference: str) -> type[Port]:

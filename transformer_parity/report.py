@@ -36,12 +36,18 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def overall(findings: Iterable[Finding]) -> str:
-    """Return the worst verdict; nothing compared, or everything skipped, is a failure.
+    """Return the worst verdict of any port; one of which nothing is compared, or everything skipped, has failed.
 
     A loss of precision is only precision where float64 was compared too: without it, any mistake looks like one.
     """
-    findings = list(findings)
-    verdict = max((finding.verdict for finding in findings), key=SEVERITY.index, default=FAILED)
+    by_port: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_port.setdefault(finding.backend, []).append(finding)
+    return max((_of_port(of_port) for of_port in by_port.values()), key=SEVERITY.index, default=FAILED)
+
+
+def _of_port(findings: Sequence[Finding]) -> str:
+    verdict = max((finding.verdict for finding in findings), key=SEVERITY.index)
     if verdict == SKIPPED or (verdict == IMPRECISE and undecided(findings)):
         return FAILED
     return verdict

@@ -136,7 +136,10 @@ def _read_by_tap(guilty: Guilty, truth: LoadedPackage, inputs: Arrays, evidence:
     """Return what a block reads: the taps that make a difference to it."""
     given = {name: value for name, value in evidence.expected.items() if name != OUTPUT}
     if guilty.replayed != "port":
-        given = {name: np.asarray(evidence.actual[name], np.float64) for name in given if name in evidence.actual}
+        shown = {name: evidence.actual[name] for name in given if name in evidence.actual}
+        given = {
+            name: np.asarray(value, np.float64) for name, value in shown.items() if value.shape == given[name].shape
+        }
 
     def run(values: Arrays) -> ndarray:
         result = truth.run(guilty.block, inputs, taps=True, given=values)
@@ -154,7 +157,7 @@ def _read_by_gradient(guilty: Guilty, truth: LoadedPackage, inputs: Arrays, evid
     gradients = {
         tap.removeprefix("at "): np.asarray(value, np.float64)
         for tap, value in evidence.actual.items()
-        if tap.startswith("at ")
+        if tap.startswith("at ") and tap in evidence.expected and value.shape == evidence.expected[tap].shape
     }
 
     def run(of_taps: Arrays, values: Arrays) -> ndarray:

@@ -20,7 +20,7 @@ from transformer_parity.audit import Fate
 from transformer_parity.cases import ACTIVATIONS, RUNGS, STEPS, Case, deck, gradient_case, preset_case, search_cases
 from transformer_parity.commands import add_backends, one_or_more, positive
 from transformer_parity.commands.info import describe_machine
-from transformer_parity.compare import FAILED, Finding, Setting
+from transformer_parity.compare import FAILED, SKIPPED, Finding, Setting
 from transformer_parity.html_report import write_html
 from transformer_parity.inquiries import print_audit, print_inquiry, to_row
 from transformer_parity.investigate import Inquiry
@@ -350,6 +350,10 @@ def _listen(
         except KeyboardInterrupt:
             unfinished = [outcome.names.get(name, titles[name]) for name in asked if name not in done]
             outcome.findings += [failure(name, "interrupted before everything was compared") for name in unfinished]
+    for name in asked:
+        title = outcome.names.get(name, titles[name])
+        if all(finding.verdict == SKIPPED for finding in outcome.findings if finding.backend == title):
+            outcome.findings.append(failure(title, "nothing was compared, and a skip is no pass"))
 
 
 def _keep(message: Message, outcome: Outcome) -> None:

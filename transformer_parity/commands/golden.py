@@ -99,6 +99,9 @@ def run(options: argparse.Namespace) -> int:
             port = PluginPort(options.port) if options.port else PORTS[options.backend or "numpy"]
             configs = _configs(options)
             said = _write(options, port, configs, Console(file=terminal))
+    except SystemExit as error:
+        print(f"parity golden: error: the port called sys.exit({error.code!r})", file=sys.stderr)
+        return INCOMPLETE
     except (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"parity golden: error: {error}", file=sys.stderr)
         return INCOMPLETE
@@ -216,7 +219,7 @@ def _run(case: Case, loaded: LoadedPort, dtype: str) -> Tensors:
         found = loaded.search(inputs["source_ids"], case.search)
         if found.nbest_ids.dtype.kind not in "iu":
             raise TypeError(f"tokens must be integers: got {found.nbest_ids.dtype}")
-        scores = {} if np.isnan(found.nbest_scores).all() else {SCORES: found.nbest_scores}
+        scores = {} if found.nbest_scores is None else {SCORES: found.nbest_scores}
         return {TOKENS: found.nbest_ids.astype(np.int64), **scores}
     shown = observe_training(case, loaded, inputs, dtype)
     shown.pop(WHOLE, None)  # which is the others, one after another
