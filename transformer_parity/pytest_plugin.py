@@ -113,7 +113,7 @@ class Deck(pytest.Collector):
 
     def collect(self) -> Iterator[pytest.Item]:
         """Return one test per case and dtype."""
-        from transformer_parity.conformance import find_tests
+        from transformer_parity.conformance import DisagreementError, find_tests
 
         try:
             tests = find_tests(self.conformance.references)
@@ -127,7 +127,8 @@ class Deck(pytest.Collector):
             item = CaseItem.from_parent(self, name=test.name, comparison=test)
             reasons = [reason for pattern, reason in expected.items() if fnmatchcase(test.name, pattern)]
             if reasons:
-                item.add_marker(pytest.mark.xfail(reason="; ".join(reasons), strict=True))
+                marker = pytest.mark.xfail(reason="; ".join(reasons), strict=True, raises=DisagreementError)
+                item.add_marker(marker)
             yield item
 
 

@@ -45,7 +45,8 @@ class MyPort(Port):
         self.model.eval()  # or dropout goes on
         # One table serves all methods: canonical name -> parameter. The stand-in's attributes have the canonical names;
         # yours may read {"encoder.layers.0.feed_forward.inner_proj.kernel": model.blocks[0].fc1.weight, ...}. A tied
-        # table stands in it once.
+        # table stands in it once. Of a fused projection, name the rows: views such as blocks[0].qkv.weight[:d] can be
+        # copied into, and its gradient is cut into the same pieces.
         self.parameters = parameters(self.model)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
