@@ -185,7 +185,8 @@ def _observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
 
     Kept for the next port that fails in the same case.
     """
-    key = (case.name, repr(case.config), repr(case.settings), observe.SNAPSHOTS, hypothesis.content)
+    model = (repr(case.config), case.seed, case.weights_file)
+    key = (case.name, model, repr(case.settings), repr(case.search), observe.SNAPSHOTS, hypothesis.content)
     if key not in _OBSERVED:
         if len(_OBSERVED) >= OBSERVATIONS:
             _OBSERVED.popitem(last=False)

@@ -115,7 +115,9 @@ def investigate_files(
         if case.rung in (ACTIVATIONS, GRADIENTS):
             truth = PORTS["numpy"].load(case.config, case.load_weights(), "float64", "cpu", "highest")
             evidence = blame_files(case, actual, truth, backend)
-        found = diagnose(case, actual, backend)
+        same_model = [other for other in cases if other.name != case.name and _model(other) == _model(case)]
+        others = [(other, tensors) for other in same_model if (tensors := shown(other))]
+        found = diagnose(case, actual, backend, others=others)
         if evidence is not None:
             found = _with_signatures(found, evidence, case, case.load_weights(), "float64")
         marks = evidence.blame if evidence is not None else None
@@ -200,7 +202,7 @@ def _with_signatures(
         return replace(found, signatures=tuple(looks))
     sentence = f"no known mistake fits; at {name}, {looks[0]}"
     if dtype == "float32":
-        sentence = f"float64 agrees, so that only precision is lost; at {name}, {looks[0]}"
+        sentence = f"at {name}, {looks[0]}: if float64 agrees, only precision is lost"
     return replace(found, sentence=sentence, confidence=LIKELY, signatures=tuple(looks))
 
 
