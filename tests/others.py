@@ -162,7 +162,7 @@ class MarianAsItComes(Marian):
     """The same with its own table of positions."""
 
     def load(self, config, weights, dtype):
-        from transformer_parity.contestants import marian_model
+        from transformer_parity.peers.marian import marian_model
 
         self.model, self.config = marian_model(config, weights).double(), config
 

@@ -18,22 +18,8 @@ from torch import Tensor
 from transformers import FSMTConfig, FSMTForConditionalGeneration, GenerationConfig, MarianConfig, MarianMTModel
 
 from reference_numpy import TransformerConfig, sinusoidal_encoding, target_padding_mask
+from transformer_parity.peers.marian import HUGGING_FACE_NAMES
 
-HUGGING_FACE_NAMES = {
-    "self_attention.": "self_attn.",
-    "cross_attention.": "encoder_attn.",
-    "self_attention_norm.": "self_attn_layer_norm.",
-    "cross_attention_norm.": "encoder_attn_layer_norm.",
-    "feed_forward_norm.": "final_layer_norm.",
-    "feed_forward.inner_proj.": "fc1.",
-    "feed_forward.output_proj.": "fc2.",
-    "query_proj.": "q_proj.",
-    "key_proj.": "k_proj.",
-    "value_proj.": "v_proj.",
-    "output_proj.": "out_proj.",
-    "scale": "weight",
-    "kernel": "weight",
-}
 TORCH_NAMES = {
     "encoder": {"self_attention_norm.": "norm1.", "feed_forward_norm.": "norm2."},
     "decoder": {"self_attention_norm.": "norm1.", "cross_attention_norm.": "norm2.", "feed_forward_norm.": "norm3."},
