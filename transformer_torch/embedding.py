@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from torch import Tensor, nn
 
 from reference_numpy.config import TransformerConfig
+from transformer_torch.layers import linear
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -110,6 +111,8 @@ class LearnedPosition(nn.Module):
 class OutputProjection(nn.Module):
     """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
 
+    relaid: Tensor | None = None  # the matrix in another layout, while ``laid_out_for_few_rows`` lasts
+
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         super().__init__()
         vocab_size, of_dtype = config.target_vocab_size, {"dtype": getattr(torch, dtype)}
@@ -121,7 +124,9 @@ class OutputProjection(nn.Module):
 
     def forward(self, x: Float[Tensor, "B L d_model"], table: Float[Tensor, "V d_model"]) -> Float[Tensor, "B L V"]:
         """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
-        return F.linear(x, table if self.weight is None else self.weight, self.bias)
+        if self.relaid is not None:
+            return linear(x, self.relaid, self.bias)
+        return linear(x, table if self.weight is None else self.weight, self.bias)
 
 
 def _normal_table(rows: int, d_model: int, dtype: str) -> nn.Parameter:

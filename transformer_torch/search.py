@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 
 from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
+from transformer_torch.layers import laid_out_for_few_rows
 from transformer_torch.transformer import Transformer
 
 BLOCK = 32  # so many values are told by their largest whether to sort them
@@ -57,7 +58,7 @@ def greedy_search(
     ids = torch.full((batch, 1, plan.capacity), config.pad_id, device=device)
     scores = torch.zeros(batch, dtype=_wide_dtype(model), device=device)
     unfinished = torch.ones(batch, dtype=torch.bool, device=device)
-    with _inference(model):
+    with _inference(model), laid_out_for_few_rows(_step_weights(model), batch):
         cache = model._init_cache(source_ids, source_mask, plan.capacity, beam_size=1)
         for n in range(1, plan.capacity + 1):
             logits, cache = model._decode_step(tokens, cache)
@@ -139,7 +140,7 @@ def beam_search(
     alive[:, 0] = 0.0  # there is one to begin with: the empty one
     finished_ids = torch.full((batch, num_hypotheses, plan.capacity), config.pad_id, device=device)
     finished = torch.full((batch, num_hypotheses), -torch.inf, dtype=dtype, device=device)  # scores, best first
-    with _inference(model):
+    with _inference(model), laid_out_for_few_rows(_step_weights(model), batch * beam_size):
         cache = model._init_cache(source_ids, source_mask, plan.capacity, beam_size)
         for n in range(1, plan.capacity + 1):
             # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
@@ -180,6 +181,22 @@ def _inference(model: Transformer) -> Iterator[None]:
     finally:
         for module, mode in was_training.items():
             module.training = mode
+
+
+def _step_weights(model):
+    """Return the weight of every module that multiplies in each step: not those that project the memory."""
+    modules = [module for layer in model.decoder.layers for module in _step_modules(layer)]
+    table = model.output_proj.weight
+    return {
+        **{module: module.weight for module in modules},
+        model.output_proj: model.target_embedding.table if table is None else table,
+    }
+
+
+def _step_modules(layer):
+    of_self, of_cross, feed_forward = layer.self_attention, layer.cross_attention, layer.feed_forward
+    yield from (of_self.query_proj, of_self.key_proj, of_self.value_proj, of_self.output_proj)
+    yield from (of_cross.query_proj, of_cross.output_proj, feed_forward.inner_proj, feed_forward.output_proj)
 
 
 def _wide_dtype(model):
