@@ -54,6 +54,11 @@ class Linear(nnx.Linear):
             rngs=rngs,
         )
 
+    def __call__(self, x: Float[Array, "*axes d_in"]) -> Float[Array, "*axes d_out"]:  # type: ignore[override]
+        """Map the last axis of ``x``."""
+        # One matrix product, whatever the leading axes: of one with more axes, XLA takes the gradient a tenth slower.
+        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
 
 class LayerNorm(nnx.LayerNorm):
     """Normalise the last axis, then scale and shift it (Ba et al., 2016).
