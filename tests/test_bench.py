@@ -19,25 +19,21 @@ import pytest
 
 import reference_numpy as ref
 from reference_numpy.search_plan import SearchResult
-from transformer_parity import race
+from transformer_parity import imports, race
 from transformer_parity.__main__ import main
-from transformer_parity.bench import (
-    DecodeWork,
-    DisagreementError,
-    Entry,
-    Reference,
-    Spread,
-    fastest,
-    ratio,
-    verdict,
-)
+from transformer_parity.bench import Entry, Spread, fastest, ratio, verdict
+from transformer_parity.bench_report import exponent
 from transformer_parity.commands.bench import processors
 from transformer_parity.compare import AGREES, DIVERGES, FAILED
-from transformer_parity.contestants import DECODE_PEERS, DECODERS, Package, Products
+from transformer_parity.contestants import OURS, DecodePackage, ForwardPackage, Products, TrainPackage, others
 from transformer_parity.decoding import Decoded
+from transformer_parity.judges import DecodeJudge, DisagreementError, ForwardJudge, TrainJudge
+from transformer_parity.work import SEED, DecodeWork, ForwardWork, TrainWork
 
-SMALL = DecodeWork("tiny", batch=3, source=6, tokens=5)
-COMMAND = ["bench", "decode", "--config", "tiny", "--tokens", "4", "--source", "6", "--rounds", "2", "--threads", "1"]
+SMALL = DecodeWork("tiny", batch=3, source=6, target=5)
+FORWARD = ForwardWork("tiny", batch=3, source=6, target=5)
+TRAIN = TrainWork("tiny", batch=3, source=6, target=5)
+QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +41,10 @@ def no_pause(monkeypatch):
     monkeypatch.setattr(race, "PAUSE", 0.0)
 
 
-def parity(capsys, *arguments):
+def parity(capsys, *arguments, task="decode"):
     """Run the command and return its exit code and what it printed."""
     try:
-        code = main([*COMMAND, *map(str, arguments)])
+        code = main(["bench", task, *QUICK, "--rounds", "2", *map(str, arguments)])
     except SystemExit as leaving:  # argparse's way out
         code = leaving.code
     return code, *capsys.readouterr()
@@ -72,7 +68,7 @@ def test_the_reference_agrees_with_itself(beam_size):
     found = searched(work)()
     assert found.ids.shape == (3, 5)
     assert not np.isin(found.ids, [work.config.pad_id, work.config.eos_id]).any()
-    assert Reference(work, work.weights()).judge(found, no_steps) == ""
+    assert DecodeJudge(work, work.weights()).judge(found, no_steps) == ""
 
 
 def test_sentences_vary():
@@ -123,7 +119,7 @@ WRONG = {
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_result_is_refused(mistake):
     change, reason = WRONG[mistake]
-    reference = Reference(SMALL, SMALL.weights())
+    reference = DecodeJudge(SMALL, SMALL.weights())
     right = searched()()
     for _ in range(2):  # known by now or not
         with pytest.raises(DisagreementError) as caught:
@@ -139,13 +135,13 @@ def test_a_near_tie_is_no_mistake():
     found = searched(weights=weights)()
     assert (found.ids == 5).all()
     found.nbest_ids[1, 0, 2] = 7
-    near_ties = Reference(SMALL, weights).judge(found, no_steps)
+    near_ties = DecodeJudge(SMALL, weights).judge(found, no_steps)
     assert near_ties.startswith("1 near-tie; sentence 1, token 3: 7 where the reference says 5, margin 0.0e+00")
 
 
 def test_a_beam_is_followed_by_its_steps():
     work = replace(SMALL, beam_size=3)
-    reference, search = Reference(work, work.weights()), searched(work)
+    reference, search = DecodeJudge(work, work.weights()), searched(work)
     wrong = another_token(search())
     with pytest.raises(DisagreementError, match="it finds something else when its steps are looked at"):
         reference.judge(wrong, lambda: Decoded.by(search))
@@ -168,12 +164,12 @@ def test_ratios_are_taken_within_a_round():
 
 
 def test_no_time_without_agreement():
-    times = {"first_seconds": 1.0, "seconds": [2.0, 4.0], "cores": [1.0, 1.0], "peak_bytes": 5}
+    times = {"first_seconds": 1.0, "seconds": [2.0, 4.0], "cores": [1.0, 1.0], "loaded_bytes": 3, "peak_bytes": 5}
     right = Entry("right", **times).to_dict()
     assert {name: right[name] for name in times} == times
     assert right["median_seconds"] == 3.0
     wrong = Entry("wrong", verdict=DIVERGES, problem="why", **times).to_dict()
-    assert [wrong[name] for name in (*times, "median_seconds")] == [None] * 5
+    assert [wrong[name] for name in (*times, "median_seconds")] == [None] * 6
     assert wrong["problem"] == "why"
 
 
@@ -186,7 +182,7 @@ def test_the_worst_verdict_counts():
 
 @pytest.mark.parametrize("beam_size", [None, 3])
 def test_operations_are_those_of_the_formula(beam_size):
-    work = DecodeWork("small", 2, 5, 4, beam_size)
+    work = DecodeWork("small", 2, 5, 4, beam_size=beam_size)
     batch, source, tokens, rows = 2, 5, 4, 2 * (beam_size or 1)
     d_model, d_ff, layers, vocabulary = 256, 1024, 3, 8000
     multiply_adds = layers * batch * source * (4 * d_model**2 + 2 * source * d_model + 2 * d_model * d_ff)  # encoder
@@ -195,6 +191,27 @@ def test_operations_are_those_of_the_formula(beam_size):
     multiply_adds += layers * rows * 2 * d_model * tokens * (tokens + 1) // 2  # self-attention
     multiply_adds += rows * tokens * d_model * vocabulary
     assert work.operations == 2 * multiply_adds
+
+
+def test_operations_of_a_step_are_three_times_those_of_the_forward_pass():
+    forward, train = (kind("small", 2, 5, 4) for kind in (ForwardWork, TrainWork))
+    d_model, d_ff, layers, vocabulary = 256, 1024, 3, 8000
+    multiply_adds = layers * 2 * 5 * (4 * d_model**2 + 2 * 5 * d_model + 2 * d_model * d_ff)  # encoder
+    multiply_adds += layers * 2 * 4 * (6 * d_model**2 + 2 * (4 + 5) * d_model + 2 * d_model * d_ff)  # decoder
+    multiply_adds += layers * 2 * 5 * 2 * d_model**2  # keys and values of the memory
+    multiply_adds += 2 * 4 * d_model * vocabulary
+    assert forward.operations == 2 * multiply_adds
+    assert train.operations == 3 * forward.operations
+
+
+@pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=["forward", "train", "decode"])
+def test_all_products_can_be_taken(work):
+    products = Products()
+    products.load(work, Path())
+    products.run()
+    assert [(left.shape, right.shape) for left, right in products._pairs] == [
+        (product.left, product.right) for product in work.products()
+    ]
 
 
 def test_products_lie_where_those_of_the_search_lie():
@@ -219,14 +236,14 @@ class Racer:
         self.seconds = 100.0
 
     def receive(self, method):
-        return race.Reply({"version": "1"}, 0.0, 0.0, None)
+        return race.Reply({"version": "1"}, 0.0, 0.0)
 
     def ask(self, method, *arguments):
         self.asked.append(f"{self.entry.name} {method}")
         self.seconds -= method == "run"
         if self.seconds == self.fails_at:
             raise race.RacerError("enough")
-        return race.Reply(method, self.seconds, 2.0 * self.seconds, int(self.seconds))
+        return race.Reply(method, self.seconds, 2.0 * self.seconds, int(self.seconds), 90)
 
 
 def test_everybody_is_warm_before_the_rounds_and_goes_first_in_turn():
@@ -243,13 +260,21 @@ def test_everybody_is_warm_before_the_rounds_and_goes_first_in_turn():
         first_seconds=99.0,
         seconds=[97.0, 96.0, 95.0, 94.0],
         cores=[2.0] * 4,
-        peak_bytes=99,
+        loaded_bytes=90,
+        peak_bytes=97,  # of the rounds: compiling is not among them
     )
+    assert a.entry.work_bytes == 7
     assert c.entry.seconds == a.entry.seconds
     assert (b.entry.verdict, b.entry.problem, b.entry.is_timed) == (FAILED, "enough", False)
 
 
 # --- The command. ---
+
+
+def read(path):
+    """Return what came of the first race, and everything else."""
+    found = json.loads(path.read_text())
+    return found["races"][0], found
 
 
 def test_times_of_two_that_agree(capsys, tmp_path):
@@ -264,14 +289,16 @@ def test_times_of_two_that_agree(capsys, tmp_path):
     assert "d_model 128, 2+2 layers, 4 heads, d_ff 512, vocabulary 1,000, float32" in printed
     assert progress.index("torch: first call") < progress.index("round 1 of 2") < progress.index("round 2 of 2")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    report = json.loads((tmp_path / "a.json").read_text())
-    assert (report["verdict"], report["exit_code"], report["interrupted"]) == (AGREES, 0, False)
+    report, found = read(tmp_path / "a.json")
+    assert (report["verdict"], found["exit_code"], found["interrupted"]) == (AGREES, 0, False)
+    assert found["machine"]["matrix_rate"] > 1e9
     assert report["work"]["operations"] == DecodeWork("tiny", 8, 6, 4).operations
     assert [entry["name"] for entry in report["contestants"]] == ["numpy", "torch"]
     for entry in report["contestants"]:
         assert len(entry["seconds"]) == len(entry["cores"]) == 2
         assert 0 < entry["median_seconds"] < 60
         assert entry["first_seconds"] > 0
+        assert entry["peak_bytes"] is None or entry["peak_bytes"] >= entry["loaded_bytes"] > 2**20
         assert entry["environment"]["threads"] == str(min(2, processors()))
         assert f"{1e3 * entry['median_seconds']:,.1f}" in printed
     numpy, torch = (entry["seconds"] for entry in report["contestants"])
@@ -284,12 +311,13 @@ def test_times_of_two_that_agree(capsys, tmp_path):
 def test_peers_do_the_same_work(capsys, tmp_path):
     code, printed, _ = parity(capsys, "--backends", "numpy", "--peers", "--json", tmp_path / "a.json")
     assert code == 0, printed
-    assert "Tokens and scores of every call of numpy, marian agree" in printed
+    agreeing = "numpy, marian, flax nnx, keras hub, keras hub XLA"
+    assert f"Tokens and scores of every call of {agreeing} agree" in printed.replace("\n", " ")
     assert "products: only the matrix products" in printed
-    report = json.loads((tmp_path / "a.json").read_text())
+    report, _ = read(tmp_path / "a.json")
     assert {entry["name"]: entry["has_result"] for entry in report["contestants"]} == {
         "numpy": True,
-        "marian": True,
+        **dict.fromkeys(["marian", "flax nnx", "keras hub", "keras hub XLA"], True),
         "products": False,
     }
 
@@ -303,7 +331,7 @@ def test_peers_search_with_the_same_beam(capsys):
 
 
 @dataclass
-class Wrong(Package):
+class Wrong(DecodePackage):
     """Says another token, from the third call on."""
 
     calls: int = 0
@@ -314,7 +342,7 @@ class Wrong(Package):
 
 
 @dataclass
-class Dying(Package):
+class Dying(DecodePackage):
     """Dies in its second round."""
 
     calls: int = 0
@@ -328,7 +356,7 @@ class Dying(Package):
 
 
 @dataclass
-class Raising(Package):
+class Raising(DecodePackage):
     """Cannot load."""
 
     def load(self, work, weights):
@@ -345,24 +373,34 @@ class Raising(Package):
     ids=["wrong", "dying", "raising"],
 )
 def test_who_is_wrong_or_fails_gets_no_time(contestant, code, reason, capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(DECODERS, "torch", contestant)
+    monkeypatch.setitem(OURS["decode"], "torch", contestant)
     options = ["--backends", "numpy,torch", "--rounds", 3, "--json", tmp_path / "a.json"]
     found, printed, _ = parity(capsys, *options)
     assert found == code
     assert reason in printed
     assert "of numpy agree" in printed
-    report = json.loads((tmp_path / "a.json").read_text())
+    report, everything = read(tmp_path / "a.json")
     numpy, torch = report["contestants"]
     assert len(numpy["seconds"]) == 3
     assert torch["seconds"] is torch["first_seconds"] is torch["median_seconds"] is None
     assert report["ratios"] == {"numpy": {}}
-    assert report["exit_code"] == code
+    assert everything["exit_code"] == code
 
 
 def test_ctrl_c_prints_what_is_there_and_leaves_no_process(tmp_path):
     if os.name == "nt":  # which has no process groups to look into
         return
-    arguments = [*COMMAND, "--backends", "numpy", "--rounds", "100000", "--json", str(tmp_path / "a.json")]
+    arguments = [
+        "bench",
+        "decode",
+        *QUICK,
+        "--backends",
+        "numpy",
+        "--rounds",
+        "100000",
+        "--json",
+        str(tmp_path / "a.json"),
+    ]
     errors = tmp_path / "errors"
     with errors.open("w") as stderr:
         process = subprocess.Popen(
@@ -381,8 +419,8 @@ def test_ctrl_c_prints_what_is_there_and_leaves_no_process(tmp_path):
     assert "interleaved rounds. Tokens and scores of every call of numpy agree" in printed
     assert "INTERRUPTED after" in printed
     assert "Traceback" not in errors.read_text()
-    report = json.loads((tmp_path / "a.json").read_text())
-    assert report["interrupted"]
+    report, everything = read(tmp_path / "a.json")
+    assert everything["interrupted"]
     assert 2 <= len(report["contestants"][0]["seconds"]) < 100
     while time.monotonic() < deadline:
         try:
@@ -416,6 +454,8 @@ def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
         (["--backends", "theano"], "unknown theano: choose from numpy, torch, jax, tf"),
         (["--rounds", "0"], "must be a positive integer: got '0'"),
         (["--config", "huge"], "invalid choice: 'huge'"),
+        (["--device", "gpu", "--peers"], "--peers run on the CPU: leave out --peers or --device gpu"),
+        (["--device", "gpu"], "reference_numpy runs on the CPU: add --backends torch,jax,tf"),
     ],
 )
 def test_what_cannot_be_done_is_refused_at_once(options, message, capsys, monkeypatch):
@@ -432,7 +472,24 @@ def test_missing_peers_are_named(capsys, monkeypatch):
     code, _, errors = parity(capsys, "--backends", "numpy", "--peers")
     assert code == 3
     assert "--peers needs transformers, which is not installed: pip install transformers" in errors
-    assert list(DECODE_PEERS) == ["marian", "products"]
+
+
+GROWING_REFUSED = [
+    ("forward", ["--scale", "width"], "must begin with one of source, length, batch, depth: got 'width'"),
+    ("forward", ["--scale", "batch=1,x"], "must be a positive integer: got 'x'"),
+    ("forward", ["--dtype", "bfloat16", "--peers"], "--peers compute in float32"),
+    ("forward", ["--dtype", "bfloat16"], "reference_numpy has no bfloat16 worth timing"),
+    ("train", ["--activation-checkpointing", "--peers"], "--peers have no activation checkpointing"),
+    ("train", ["--dropout", "1"], "must be a number from 0 up to but not including 1: got '1'"),
+]
+
+
+@pytest.mark.parametrize(("task", "options", "message"), GROWING_REFUSED)
+def test_what_cannot_be_done_is_refused_for_each_task(task, options, message, capsys, monkeypatch):
+    monkeypatch.setattr("transformer_parity.commands.bench.started", None)
+    code, printed, errors = parity(capsys, *options, task=task)
+    assert (code, printed) == (3, "")
+    assert message in errors
 
 
 def test_help_teaches(capsys):
@@ -443,3 +500,173 @@ def test_help_teaches(capsys):
         with pytest.raises(SystemExit):
             main(arguments)
         assert line in capsys.readouterr().out
+
+
+# --- Forward passes and training steps. ---
+
+
+def logits(work=FORWARD, dtype="float32"):
+    model = ref.Transformer.from_weights(work.config, work.weights(), dtype)
+    return model(work.source_ids, work.target_ids).astype(np.float32)
+
+
+def test_logits_are_judged():
+    judge, right = ForwardJudge(FORWARD, FORWARD.weights()), logits()
+    for _ in range(2):
+        assert judge.judge(right, no_steps) == ""
+        assert judge.judge(logits(dtype="float64"), no_steps) == ""
+    pads = FORWARD.target_ids == FORWARD.config.pad_id
+    pads[:, 0] = False
+    assert pads.any()
+    at_pads = np.where(pads[..., None], np.float32(7), right)
+    assert judge.judge(at_pads, no_steps) == ""  # nobody's business
+    for wrong, reason in (
+        (right * np.float32(1 + 1e-4), "the logits are off by 1.0e-04, and may be by"),
+        (right[::-1], "the logits are off by"),
+        (right[:, :4], "logits must be [3, 5, 1000]: got [3, 4, 1000]"),
+        (right * np.float32("nan"), "logits must be finite"),
+    ):
+        with pytest.raises(DisagreementError) as caught:
+            judge.judge(wrong, no_steps)
+        assert reason in str(caught.value)
+
+
+def test_losses_are_judged_step_by_step():
+    model = ref.Transformer.from_weights(TRAIN.config, TRAIN.weights())
+    trainer = ref.Trainer(model, TRAIN.settings, SEED)
+    losses = [float(trainer.train_step(TRAIN.source_ids, TRAIN.target_ids, TRAIN.labels).loss) for _ in range(6)]
+    assert losses[-1] < 0.9 * losses[0]  # it learns: a step that changes nothing would show
+    judge = TrainJudge(TRAIN, TRAIN.weights())
+    for step, loss in reversed(list(enumerate(losses, 1))):
+        assert judge.judge((step, loss), no_steps) == ""
+    for wrong in ((2, losses[0]), (1, losses[0] * 1.001), (3, float("nan"))):
+        with pytest.raises(DisagreementError, match=f"the loss of step {wrong[0]} is"):
+            judge.judge(wrong, no_steps)
+
+
+def test_labels_are_the_next_tokens():
+    config = TRAIN.config
+    for ids, labels in zip(TRAIN.target_ids, TRAIN.labels, strict=True):
+        length = 1 + (ids[1:] != config.pad_id).sum()
+        assert ids[0] == config.bos_id
+        assert labels[: length - 1].tolist() == ids[1:length].tolist()
+        assert labels[length - 1] == config.eos_id
+        assert (labels[length:] == config.pad_id).all()
+
+
+def test_dropout_is_the_papers():
+    work = replace(TRAIN, dropout=0.3)
+    rates = work.config.dropout
+    assert (rates.embedding, rates.residual, rates.attention, rates.feed_forward) == (0.3, 0.3, 0.0, 0.0)
+    judge = TrainJudge(work, work.weights())
+    expected = TrainJudge(work, work.weights())
+    with pytest.raises(DisagreementError, match="off by"):
+        judge.judge((1, 1.0), no_steps)
+    expected.judge((1, judge._losses[0] * 1.05), no_steps)
+
+
+@pytest.mark.parametrize("task", ["forward", "train"])
+def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
+    code, printed, errors = parity(
+        *(capsys, "--backends", "numpy,torch,jax,tf", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.svg"),
+        task=task,
+    )
+    assert code == 0, printed + errors
+    what = {"forward": "Logits", "train": "Losses"}[task]
+    assert f"{what} of every call of numpy, torch, jax, tf agree with the float64 reference." in printed
+    race_found, _ = read(tmp_path / "a.json")
+    assert [entry["name"] for entry in race_found["contestants"]] == ["numpy", "torch", "jax", "tf"]
+    assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
+
+
+@dataclass
+class WrongLogits(ForwardPackage):
+    """Computes the logits of other sentences."""
+
+    def result(self, found):
+        return super().result(found)[::-1]
+
+
+@dataclass
+class Lazy(TrainPackage):
+    """Does not train: the loss stays where it was."""
+
+    def ready(self, model, work):
+        step = super().ready(model, work)
+        first = step()
+        calls = iter(range(1, 100))
+        return lambda: (next(calls), first[1])
+
+
+@pytest.mark.parametrize(
+    ("task", "contestant", "reason"),
+    [
+        ("forward", WrongLogits("torch"), "DIVERGES  torch: the logits are off by"),
+        ("train", Lazy("torch"), "DIVERGES  torch: the loss of step 2 is"),
+    ],
+    ids=["forward", "train"],
+)
+def test_who_computes_something_else_gets_no_time(task, contestant, reason, capsys, monkeypatch):
+    monkeypatch.setitem(OURS[task], "torch", contestant)
+    code, printed, _ = parity(capsys, "--backends", "numpy,torch", task=task)
+    assert code == 1
+    assert reason in printed
+    assert "of numpy agree" in printed
+
+
+def test_growth_is_measured_and_drawn(capsys, tmp_path):
+    code, printed, errors = parity(
+        *(capsys, "--backends", "numpy,torch", "--scale", "source=8,32", "--batch", 2),
+        *("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"),
+        task="forward",
+    )
+    assert code == 0, printed + errors
+    assert "milliseconds, by source" in printed
+    assert "MiB beyond model and framework, by source" in printed
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    _, found = read(tmp_path / "a.json")
+    assert found["scale"] == "source"
+    assert [entry["work"]["source"] for entry in found["races"]] == [8, 32]
+
+
+def test_exponents_are_those_of_the_last_two_sizes():
+    assert exponent([1, 2, 4], [5.0, 6.0, 24.0]) == "2.0"
+    assert exponent([64, 512, 4096], [1.0, 2.0, None]) == "0.3"
+    assert exponent([1, 2], [None, 3.0]) == "-"
+
+
+def test_first_calls_of_all_tasks(capsys, tmp_path):
+    code = main(["bench", "compile", *QUICK, "--backends", "numpy", "--json", str(tmp_path / "a.json")])
+    printed, errors = capsys.readouterr()
+    assert code == 0, printed + errors
+    assert re.search(r"forward +forward +train +train +decode +decode", printed)
+    _, found = read(tmp_path / "a.json")
+    assert [entry["work"]["size"] for entry in found["races"]] == ["tiny"] * 3
+    assert all(entry["contestants"][0]["first_seconds"] > 0 for entry in found["races"])
+
+
+def test_imports_are_compared_with_their_frameworks(capsys, tmp_path):
+    options = ["--backends", "numpy", "--rounds", "2", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]
+    code = main(["bench", "import", *map(str, options)])
+    printed, errors = capsys.readouterr()
+    assert code == 0, printed + errors
+    assert "reference_numpy" in printed
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert [entry["name"] for entry in found["imports"]] == ["numpy, safetensors.numpy", "reference_numpy"]
+    assert found["ratios"]["numpy"]["median"] > 0.5
+    assert all(len(entry["seconds"]) == 2 for entry in found["imports"])
+
+
+def test_an_import_that_fails_is_said(capsys, monkeypatch):
+    monkeypatch.setitem(imports.FRAMEWORKS, "numpy", "no_such_module")
+    code = main(["bench", "import", "--backends", "numpy", "--rounds", "1"])
+    assert code == 3
+    assert "import no_such_module: ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_only_marian_has_a_beam():
+    assert [other.name for other in others(replace(SMALL, beam_size=3))] == ["marian"]
+    assert [other.name for other in others(SMALL)] == ["marian", "flax nnx", "keras hub", "keras hub XLA"]
+    assert [other.name for other in others(TRAIN)] == [
+        *("torch.nn", "torch.nn compiled", "marian", "flax nnx", "keras hub", "keras hub XLA")
+    ]

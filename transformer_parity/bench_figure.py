@@ -1,4 +1,4 @@
-"""The picture of ``parity bench``: one bar for each contestant."""
+"""The pictures of ``parity bench``: one bar for each contestant, or one line for each over a size that grows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from transformer_parity.why_figures import GOOD, GREY
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MEBI = 2**20
 
-def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entry, machine: str) -> Figure:
+
+def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entry | None, machine: str) -> Figure:
     """Draw medians as bars, the fastest on top, and the lowest and highest time as a line.
 
     Args:
         title: What was done.
         details: At what sizes.
         entries: Those that have times.
-        against: Whose time the others' are multiples of.
+        against: Whose time the others' are multiples of; None says nothing of that.
         machine: On what.
     """
     from matplotlib.figure import Figure
@@ -33,7 +35,7 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entr
         axes.barh(place, times.median, color=colour, height=0.65)
         axes.plot([times.low, times.high], [place, place], color="black", linewidth=1)
         text = f"  {times.median:,.0f} ms"
-        if entry is not against:
+        if against is not None and entry is not against:
             text += f", {ratio(entry, against).median:.2f} times {against.name}"
         axes.text(max(times.high, times.median), place, text, va="center", fontsize=8)
     axes.set_yticks(range(len(ordered)), [entry.name for entry in ordered])
@@ -45,6 +47,54 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entr
     axes.text(0.0, 1.03, details, transform=axes.transAxes, fontsize=8, color=GREY)
     note = machine
     if any(not entry.has_result for entry in ordered):
-        note += ". Grey: only the matrix products, without a result."
+        note += ". Grey: without a result."
     figure.supxlabel(note, fontsize=8, color=GREY)
+    return figure
+
+
+def draw_growth(
+    title: str, details: str, axis: str, values: Sequence[int], races: Sequence[Sequence[Entry]], machine: str
+) -> Figure:
+    """Draw time and memory over a size that grows, one line for each contestant, both axes logarithmic.
+
+    Args:
+        title: What was done.
+        details: At what other sizes.
+        axis: What grows.
+        values: To what.
+        races: What came of it at each value, in the same order.
+        machine: On what.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+    time_axes, memory_axes = figure.subplots(1, 2)
+    names = list(dict.fromkeys(entry.name for entries in races for entry in entries if entry.is_timed))
+    for name in names:
+        found = {
+            value: entry
+            for value, entries in zip(values, races, strict=False)
+            for entry in entries
+            if entry.name == name and entry.is_timed
+        }
+        style = {"marker": "o", "markersize": 3, "label": name}
+        if not any(entry.has_result for entry in found.values()):
+            style |= {"color": GREY, "linestyle": "--"}
+        time_axes.plot(
+            list(found),
+            [1e3 * Spread.of(entry.seconds).median for entry in found.values()],
+            **style,
+        )
+        memory = {value: entry.work_bytes / MEBI for value, entry in found.items() if entry.work_bytes}
+        memory_axes.plot(list(memory), list(memory.values()), **style)
+    for axes, label in ((time_axes, "milliseconds"), (memory_axes, "MiB beyond model and framework")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(list(values), [f"{value:,}" for value in values])
+        axes.set_xlabel(axis)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    time_axes.legend(fontsize=8)
+    figure.suptitle(f"{title}\n{details}", fontsize=9)
+    figure.supxlabel(machine, fontsize=8, color=GREY)
     return figure

@@ -16,11 +16,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformer_parity.bench import DisagreementError, Entry
+from transformer_parity.bench import Entry
 from transformer_parity.compare import AGREES, DIVERGES, FAILED
+from transformer_parity.judges import DisagreementError
 from transformer_parity.workers import PATIENCE, THREAD_SWITCHES
 
 SWITCHES = (*THREAD_SWITCHES, "VECLIB_MAXIMUM_THREADS")
+# What Python has to say of semaphores that torch.compile's own processes leave behind when they are ended with ours.
+QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 PAUSE = 0.25  # seconds between two runs: threads that are out of work go on spinning for up to 0.2 (Intel's OpenMP)
 
 
@@ -60,12 +63,22 @@ Tell = Callable[[str, str], None]  # is told a contestant's name and what it doe
 
 @dataclass(frozen=True)
 class Reply:
-    """What a call in another process returned, and what it took."""
+    """What a call in another process returned, and what it took.
+
+    Attributes:
+        answer: What it returned.
+        seconds: How long it took.
+        processor_seconds: How long all its threads together kept processors busy.
+        peak_bytes: The most memory that the process held during the call, or before it where the system cannot forget
+            an earlier peak; None where it does not say.
+        held_bytes: The memory that the process held afterwards; None where the system does not say.
+    """
 
     answer: Any
     seconds: float
     processor_seconds: float
-    peak_bytes: int | None
+    peak_bytes: int | None = None
+    held_bytes: int | None = None
 
 
 class RacerError(Exception):
@@ -119,7 +132,8 @@ def started(contestants: Sequence[Contestant], entries: Sequence[Entry], threads
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         racers: list[Racer] = []
         try:
-            with _environment(dict.fromkeys(SWITCHES, str(threads))):  # read when NumPy or a framework is imported
+            switches = dict.fromkeys(SWITCHES, str(threads))  # read when NumPy or a framework is imported
+            with _environment({**switches, "PYTHONWARNINGS": QUIET}):
                 for contestant, entry in zip(contestants, entries, strict=True):
                     racers.append(Racer(contestant, entry, Path(folder)))
             for racer in racers:
@@ -154,10 +168,9 @@ def race(racers: Sequence[Racer], work: Any, weights: Path, rounds: int, judge: 
     for racer in _still_in(racers):
         with _out_on_failure(racer.entry):
             tell(racer.entry.name, "loading")
-            racer.ask("load", work, weights)
+            racer.entry.loaded_bytes = racer.ask("load", work, weights).held_bytes
             tell(racer.entry.name, "first call")
-            first = _run(racer, judge)
-            racer.entry.first_seconds, racer.entry.peak_bytes = first.seconds, first.peak_bytes
+            racer.entry.first_seconds = _run(racer, judge).seconds
             tell(racer.entry.name, "warming up")
             _run(racer, judge)
     for number in range(rounds):
@@ -168,6 +181,8 @@ def race(racers: Sequence[Racer], work: Any, weights: Path, rounds: int, judge: 
                 reply = _run(racer, judge)
                 racer.entry.seconds.append(reply.seconds)
                 racer.entry.cores.append(reply.processor_seconds / reply.seconds)
+                if reply.peak_bytes is not None:
+                    racer.entry.peak_bytes = max(reply.peak_bytes, racer.entry.peak_bytes or 0)
 
 
 def _still_in(racers: Sequence[Racer]) -> Iterator[Racer]:
@@ -217,22 +232,46 @@ def _work(contestant: Contestant, pipe: Connection, log: Path) -> None:
             method, arguments = pipe.recv()
         except EOFError:
             return
+        _forget_peak()
         start, processor_start = time.perf_counter(), time.process_time()
         reply: Reply | str
         try:
             answer = getattr(contestant, method)(*arguments)
-            taken = time.perf_counter() - start, time.process_time() - processor_start, _peak_bytes()
-            reply = Reply(contestant.result(answer) if method == "run" else answer, *taken)
+            taken = time.perf_counter() - start, time.process_time() - processor_start
+            memory = _peak_bytes(), _held_bytes()
+            reply = Reply(contestant.result(answer) if method == "run" else answer, *taken, *memory)
         except Exception as error:  # the parent's to report
             reply = f"{type(error).__name__}: {error}"
         pipe.send(reply)
 
 
+def _forget_peak() -> None:
+    """Let the peak of memory be counted from here; Linux alone can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def _peak_bytes() -> int | None:
-    """Return the most memory that this process has held; None where the system does not say."""
+    """Return the most memory that this process has held, since its peak was forgotten where that is possible."""
+    if (bytes_held := _status("VmHWM")) is not None:
+        return bytes_held
     if sys.platform == "win32":
         return None
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _held_bytes() -> int | None:
+    """Return the memory that this process holds; None where the system does not say."""
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int | None:
+    """Return a number of bytes that Linux keeps of this process."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return 1024 * int(line.split()[1])
+    return None

@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import UTC, datetime
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
-from rich.text import Text
 
 import reference_numpy as ref
-from transformer_parity.bench import DTYPE, SIZES, DecodeWork, Entry, Reference, Spread, fastest, ratio, verdict
-from transformer_parity.bench_figure import draw_times
+from transformer_parity import bench_report as report
+from transformer_parity.bench import Entry, Spread, fastest, ratio, verdict
+from transformer_parity.bench_figure import draw_growth, draw_times
 from transformer_parity.commands import add_backends, positive
-from transformer_parity.commands.info import describe_machine
 from transformer_parity.commands.show import FORMATS, STYLE, write
 from transformer_parity.compare import AGREES, FAILED
-from transformer_parity.contestants import DECODE_PEERS, DECODERS
+from transformer_parity.contestants import OURS, Products, Yardstick, others
+from transformer_parity.imports import Pair
+from transformer_parity.judges import judge_of
 from transformer_parity.ports import PORTS, MissingFrameworkError
 from transformer_parity.race import Contestant, Tell, race, started
-from transformer_parity.report import EXIT_CODES, WORDS
-from transformer_parity.report import STYLES as VERDICT_STYLES
+from transformer_parity.report import EXIT_CODES
+from transformer_parity.work import SIZES, DecodeWork, ForwardWork, TrainWork, Work
 
 STEPS = 4  # before the rounds: import, load, and two calls
-BUSY = 0.5  # processes: a higher load average before anything is started is worth a word
-SPARE = 0.1  # of a core: more than this beyond the threads asked for is worth a word
+GROWTH = {  # what --scale lets grow, and how far if nothing is said
+    "source": (64, 128, 256, 512, 1024, 2048, 4096),
+    "length": (64, 128, 256, 512, 1024, 2048, 4096),
+    "batch": (1, 2, 4, 8, 16, 32),
+    "depth": (1, 2, 4, 8, 16),
+}
 
 DESCRIPTION = """\
 Time the packages beside one another, as their users run them.
@@ -52,28 +51,79 @@ No time is printed for a result that does not agree with the reference.
 Nothing else should run meanwhile: it does not slow all of them down alike.
 """
 
-DECODE = """\
-Translate a batch of sentences: random ones, by a random model that never ends a
-sentence by itself, so that everybody says the same number of tokens.
-
+SIZES_HELP = """
 Sizes: tiny is d_model 128, 2+2 layers, vocabulary 1,000; small 256, 3+3, 8,000;
 base 512, 6+6, 37,000, the paper's. The conventions are those of the preset marian.
 """
 
-DECODE_EXAMPLES = """\
-examples:
+DESCRIPTIONS = {
+    "forward": """\
+Compute the logits of a batch of sentences, in inference mode: eagerly in NumPy and
+PyTorch, by a compiled function in JAX and TensorFlow.
+""",
+    "train": """\
+Train on a batch of sentences, again and again: forward, backward and an update by
+Adam. The loss of every step has to be the reference's. That is why there is no
+dropout by default; with --dropout, everybody drops something else, and losses are
+only told to be of the right size.
+""",
+    "decode": """\
+Translate a batch of sentences: random ones, by a random model that never ends a
+sentence by itself, so that everybody says the same number of tokens.
+""",
+    "compile": """\
+How long the first call takes, and a later one: what is between the two is compiling.
+Forward pass, training step and greedy search, each in a fresh process.
+""",
+    "import": """\
+Import each package, and its framework alone, each in a fresh process: what does the
+package add?
+""",
+}
+
+EXAMPLES = {
+    "forward": """\
+  parity bench forward                                  all four, small
+  parity bench forward --peers --plot forward.png       beside torch.nn.Transformer, Marian, a Flax NNX model,
+                                                        Keras hub, and the matrix products alone
+  parity bench forward --config base --json base.json   the paper's size, every number into a file
+  parity bench forward --scale source --batch 1 --plot growth.png    sources of 64 up to 4,096 tokens: time and memory
+  parity bench forward --scale depth=1,2,4,8            1+1 up to 8+8 layers
+  parity bench forward --dtype bfloat16 --device gpu --backends torch,jax
+""",
+    "train": """\
+  parity bench train                                    all four, small
+  parity bench train --peers --threads 2                beside torch.nn.Transformer, Marian, Flax NNX and Keras hub
+  parity bench train --dropout 0.1                      with the paper's dropout
+  parity bench train --scale length --activation-checkpointing --backends torch
+""",
+    "decode": """\
   parity bench decode                                   all four, small
   parity bench decode --backends numpy,torch --config tiny
-  parity bench decode --peers --plot decode.png         beside Hugging Face's MarianMTModel, and beside
+  parity bench decode --peers --plot decode.png         beside Hugging Face's MarianMTModel, Flax NNX, Keras hub, and
                                                         the matrix products alone: what NumPy cannot beat
   parity bench decode --beam 4 --against torch          beam search; how many times as long as torch
   parity bench decode --config base --json decode.json  the paper's size, every number into a file
+""",
+    "compile": """\
+  parity bench compile --backends jax,tf
+  parity bench compile --peers --json compile.json
+""",
+    "import": """\
+  parity bench import
+  parity bench import --backends torch --rounds 20
+""",
+}
 
+READING = """
 reading the table: `times` is the median of the ratios within each round, with the
-lowest and the highest; `cores` is how many the process kept busy, GFLOP/s counts
-matrix products only, `first call` includes compiling, and memory is that of the
-whole process up to then.
+lowest and the highest. GFLOP/s counts matrix products only; beside it, as a share of
+what one large product reaches through NumPy here. `cores` is how many the process kept
+busy. `first call` includes compiling. Memory is the most that the process held in a
+round, and how much more that was than before its first call.
+"""
 
+EXIT = """
 exit code: 0 all agree and are timed, 1 a result does not agree, 3 not everything was timed
 """
 
@@ -84,49 +134,111 @@ def add_parser(commands: Any) -> None:
         "bench",
         help="how fast the packages are, on the same work, with results that agree",
         description=DESCRIPTION,
-        epilog="Start with `parity bench decode`.",
+        epilog="Start with `parity bench forward --peers`.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     tasks = parser.add_subparsers(title="what to time", metavar="TASK", required=True)
-    _add_decode(tasks)
+    for task, what in (
+        ("forward", "logits of a batch"),
+        ("train", "steps of Adam"),
+        ("decode", "greedy or beam search with a cache"),
+        ("compile", "first calls and later ones, of all three"),
+        ("import", "the packages beside their frameworks"),
+    ):
+        _add_task(tasks, task, what)
 
 
-def _add_decode(tasks: Any) -> None:
+def _add_task(tasks: Any, task: str, what: str) -> None:
     parser = tasks.add_parser(
-        "decode",
-        help="greedy or beam search with a cache",
-        description=DECODE,
-        epilog=DECODE_EXAMPLES,
+        task,
+        help=what,
+        description=DESCRIPTIONS[task] + ("" if task == "import" else SIZES_HELP),
+        epilog=f"examples:\n{EXAMPLES[task]}{READING if task in OURS else ''}{EXIT}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", choices=SIZES, default=DecodeWork.size, help="default: %(default)s")
-    _add_protocol(parser)
-    for name, default, what in (
-        ("batch", DecodeWork.batch, "sentences"),
-        ("source", DecodeWork.source, "tokens of the longest sentence"),
-        ("tokens", DecodeWork.tokens, "new tokens for each sentence"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=positive, default=default, metavar="N", help=f"{what}, default: {default}"
-        )
-    parser.add_argument("--beam", type=positive, metavar="K", help="beam search, keeping K hypotheses; default: greedy")
-    parser.set_defaults(run=run_decode)
-
-
-def _add_protocol(parser: argparse.ArgumentParser) -> None:
-    """Add what all tasks have in common: who takes part, how often, and where results go."""
     add_backends(parser, list(PORTS))
+    if task != "import":
+        _add_work(parser, task)
+    if task in OURS:
+        parser.add_argument(
+            "--against", metavar="NAME", help="whose time the others' are compared with; default: the fastest"
+        )
+    if task != "compile":
+        parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything for machines")
+    if task != "compile":
+        what = "a bar for each" if task not in GROWING else "a bar for each, or with --scale a line"
+        parser.add_argument(
+            "--plot", type=Path, metavar="FILE", help=f"also draw {what}; the name ends in {', '.join(FORMATS)}"
+        )
+    parser.set_defaults(run=RUN[task])
+
+
+def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
+    """Add what there is to do, and who else does it."""
+    default = DecodeWork if task == "decode" else Work
+    parser.add_argument("--config", choices=SIZES, default=Work.size, help="default: %(default)s")
     parser.add_argument("--peers", action="store_true", help="other people's implementations too, and yardsticks")
-    parser.add_argument(
-        "--against", metavar="NAME", help="whose time the others' are compared with; default: the fastest"
-    )
     threads = min(2, processors())
     parser.add_argument("--threads", type=positive, default=threads, metavar="N", help=f"of each, default: {threads}")
-    parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything for machines")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help=f"also draw a bar for each; the name ends in {', '.join(FORMATS)}"
-    )
+    for name, what in (
+        ("batch", "sentences"),
+        ("source", "tokens of the longest source sentence"),
+        ("target", "tokens of the longest target sentence; of each, when decoding"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            *(["--tokens"] if name == "target" else []),
+            type=positive,
+            default=getattr(default, name),
+            metavar="N",
+            help=f"{what}, default: {getattr(default, name)}",
+        )
+    parser.add_argument("--layers", type=positive, metavar="N", help="of encoder and decoder each; default: the size's")
+    if task == "decode":
+        parser.add_argument(
+            "--beam", type=positive, metavar="K", help="beam search, keeping K hypotheses; default: greedy"
+        )
+    if task == "train":
+        parser.add_argument(
+            "--dropout", type=rate, default=0.0, metavar="RATE", help="of embeddings and residuals, default: none"
+        )
+        parser.add_argument(
+            "--activation-checkpointing",
+            action="store_true",
+            help="compute layers again in the backward pass, to save memory; our packages only",
+        )
+    if task in GROWING:
+        parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+        parser.add_argument(
+            "--scale",
+            type=growth,
+            metavar="AXIS[=N,N,...]",
+            help=f"let {', '.join(GROWTH)} grow, and say how time and memory do",
+        )
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: %(default)s")
+
+
+GROWING = ("forward", "train")
+
+
+def rate(text: str) -> float:
+    """Return an argparse value: a number in [0, 1)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 up to but not including 1: got {text!r}")
+    return value
+
+
+def growth(text: str) -> tuple[str, tuple[int, ...]]:
+    """Return an argparse value: what grows, and the values it takes."""
+    axis, given, values = text.partition("=")
+    if axis not in GROWTH:
+        raise argparse.ArgumentTypeError(f"must begin with one of {', '.join(GROWTH)}: got {text!r}")
+    return axis, tuple(positive(value) for value in values.split(",")) if given else GROWTH[axis]
 
 
 def processors() -> int:
@@ -134,248 +246,266 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_decode(options: argparse.Namespace) -> int:
-    """Time decoding, and return the exit code."""
-    work = DecodeWork(options.config, options.batch, options.source, options.tokens, options.beam)
-    contestants = [DECODERS[name] for name in options.backends]
-    contestants += DECODE_PEERS.values() if options.peers else ()
-    return _run("decode", work, contestants, options)
+def run_one(options: argparse.Namespace, task: str) -> int:
+    """Time one task, at one size or over a size that grows, and return the exit code."""
+    work = _work(options, task)
+    scale = getattr(options, "scale", None)
+    works = [work] if scale is None else [_grown(work, scale[0], value) for value in scale[1]]
+    console = _console()
+    if (code := _refused(task, options, _contestants(work, options))) is not None:
+        return code
+    machine = report.describe(options.threads)
+    races: list[list[Entry]] = []
+    interrupted = False
+    for work in works:
+        entries, interrupted = _time(work, options, console, machine)
+        races.append(entries)
+        against = next((entry for entry in entries if entry.name == options.against and entry.is_timed), None)
+        report.print_times(console, work, entries, against or fastest(entries), machine)
+        if interrupted:
+            break
+    everything = [entry for entries in races for entry in entries]
+    if scale is not None:
+        report.print_growth(console, scale[0], scale[1], races)
+    report.print_environment(console, races[0], machine)
+    code = EXIT_CODES[verdict(everything)] or EXIT_CODES[FAILED if interrupted else AGREES]
+    if interrupted:
+        done = max(len(entry.seconds) for entry in races[-1])
+        console.print(f"INTERRUPTED after {done} of {options.rounds} rounds.")
+
+    def draw() -> Any:
+        place = f"{machine['processor']}, {machine['cpus']} processors, threads: {options.threads}"
+        if scale is not None:
+            return draw_growth(works[0].title, works[0].details, scale[0], scale[1], races, place)
+        against = next((entry for entry in races[0] if entry.name == options.against), fastest(races[0]))
+        return draw_times(work.title, work.details, [e for e in races[0] if e.is_timed], against, place)
+
+    found: dict[str, Any] = {"task": task, "machine": machine, "rounds": options.rounds}
+    found |= {"scale": scale[0] if scale else None, "interrupted": interrupted, "exit_code": code}
+    found["races"] = [report.times_for_machines(*pair) for pair in zip(works, races, strict=False)]
+    return _write(f"bench {task}", options, found, draw if any(entry.is_timed for entry in everything) else None, code)
 
 
-def _run(task: str, work: DecodeWork, contestants: Sequence[Contestant], options: argparse.Namespace) -> int:
-    """Time a task, print, draw and write, and return the exit code."""
+def run_compile(options: argparse.Namespace) -> int:
+    """Time first calls and later ones, and return the exit code."""
+    works = [_work(options, task) for task in OURS]
+    for work in works:
+        if (code := _refused("compile", options, _contestants(work, options))) is not None:
+            return code
+    console, machine = _console(), report.describe(options.threads)
+    options = argparse.Namespace(**{**vars(options), "rounds": 1})
+    races: list[list[Entry]] = []
+    interrupted = False
+    for work in works:
+        entries, interrupted = _time(work, options, console, machine)
+        races.append([entry for entry in entries if entry.has_result])
+        if interrupted:
+            break
+    report.print_first_calls(console, works, races, machine)
+    report.print_environment(console, races[0], machine)
+    everything = [entry for entries in races for entry in entries]
+    code = EXIT_CODES[verdict(everything)] or EXIT_CODES[FAILED if interrupted else AGREES]
+    found: dict[str, Any] = {"task": "compile", "machine": machine, "interrupted": interrupted, "exit_code": code}
+    found["races"] = [report.times_for_machines(*pair) for pair in zip(works, races, strict=False)]
+    return _write("bench compile", options, found, None, code)
+
+
+def run_import(options: argparse.Namespace) -> int:
+    """Time imports, and return the exit code."""
+    if (code := _refused("import", options, [OURS["forward"][name] for name in options.backends])) is not None:
+        return code
+    console, machine = _console(), report.describe(1)
+    pairs = [Pair(name) for name in options.backends]
+    interrupted = False
+    try:
+        for number in range(options.rounds + 1):  # once for the file system
+            for pair in pairs:
+                if not console.is_terminal:
+                    print(f"round {number} of {options.rounds}: {pair.name}", file=sys.stderr, flush=True)
+                pair.run()
+                if number == 0:
+                    pair.alone.seconds.clear()
+                    pair.package.seconds.clear()
+    except KeyboardInterrupt:
+        interrupted = True
+    except ImportError as error:
+        print(f"parity bench import: error: {error}", file=sys.stderr)
+        return EXIT_CODES[FAILED]
+    pairs = [pair for pair in pairs if pair.package.seconds]
+    report.print_imports(console, pairs)
+    report.print_environment(console, [], machine)
+    code = EXIT_CODES[FAILED if interrupted else AGREES]
+    if interrupted:
+        console.print("INTERRUPTED.")
+    entries = [entry for pair in pairs for entry in (pair.alone, pair.package)]
+    found = {
+        "task": "import",
+        "machine": machine,
+        "interrupted": interrupted,
+        "exit_code": code,
+        "imports": [entry.to_dict() for entry in entries],
+        "ratios": {pair.name: asdict(ratio(pair.package, pair.alone)) for pair in pairs},
+    }
+
+    def draw() -> Any:
+        place = f"{machine['processor']}, {machine['cpus']} processors"
+        return draw_times("import", "each in a fresh process; grey: the framework alone", entries, None, place)
+
+    return _write("bench import", options, found, draw if entries else None, code)
+
+
+def _run_task(task: str) -> Any:
+    return lambda options: run_one(options, task)
+
+
+RUN = {**{task: _run_task(task) for task in OURS}, "compile": run_compile, "import": run_import}
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+def _work(options: argparse.Namespace, task: str) -> Work:
+    """Return what there is to do."""
+    common = {
+        "size": options.config,
+        "batch": options.batch,
+        "source": options.source,
+        "target": options.target,
+        "layers": options.layers,
+        "dtype": getattr(options, "dtype", Work.dtype),
+        "device": options.device,
+    }
+    if task == "forward":
+        return ForwardWork(**common)
+    if task == "decode":
+        return DecodeWork(**common, beam_size=getattr(options, "beam", None))
+    checkpointing = getattr(options, "activation_checkpointing", False)
+    return TrainWork(**common, dropout=getattr(options, "dropout", 0.0), activation_checkpointing=checkpointing)
+
+
+def _grown(work: Work, axis: str, value: int) -> Work:
+    """Return the same work at another size."""
+    if axis == "length":
+        return replace(work, source=value, target=value)
+    if axis == "depth":
+        return replace(work, layers=value)
+    return replace(work, source=value) if axis == "source" else replace(work, batch=value)
+
+
+def _contestants(work: Work, options: argparse.Namespace) -> list[Contestant]:
+    """Return who does some work, in the order of the rounds."""
+    contestants = [OURS[work.task][name] for name in options.backends]
+    return [*contestants, *others(work), Products()] if options.peers else contestants
+
+
+def _refused(task: str, options: argparse.Namespace, contestants: Sequence[Contestant]) -> int | None:
+    """Say, before anything is timed, what could not be done, and return the exit code."""
     try:
         _check_options(options, contestants)
     except (MissingFrameworkError, ValueError) as error:
         print(f"parity bench {task}: error: {error}", file=sys.stderr)
         return EXIT_CODES[FAILED]
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    machine = _describe_machine()
-    entries = [Entry(contestant.name, contestant.has_result) for contestant in contestants]
-    interrupted = False
-    try:
-        with _progress(console, entries, options.rounds) as tell:
-            _time(work, contestants, entries, options, tell)
-    except KeyboardInterrupt:
-        interrupted = True
-    for entry in entries:
-        if entry.verdict == AGREES and not entry.seconds:
-            entry.verdict, entry.problem = FAILED, "interrupted before it was timed"
-    against = next((entry for entry in entries if entry.name == options.against and entry.is_timed), fastest(entries))
-    print_times(console, work, entries, against, options.threads)
-    print_environment(console, entries, machine)
-    code = EXIT_CODES[FAILED] if interrupted and verdict(entries) == AGREES else EXIT_CODES[verdict(entries)]
-    if interrupted:
-        console.print(f"INTERRUPTED after {max(len(entry.seconds) for entry in entries)} of {options.rounds} rounds.")
-    try:
-        if options.plot is not None and against is not None:
-            _write_plot(options.plot, work, entries, against, machine, options.threads)
-        if options.json is not None:
-            report = _report(task, work, entries, options, machine)
-            _write_json(options.json, {**report, "interrupted": interrupted, "exit_code": code})
-    except OSError as error:
-        print(f"parity bench {task}: error: {error}", file=sys.stderr)
-        return EXIT_CODES[FAILED]
-    return code
+    return None
 
 
 def _check_options(options: argparse.Namespace, contestants: Sequence[Contestant]) -> None:
-    """Refuse, before anything is timed, what could not be done."""
     for contestant in contestants:
         contestant.check_installed()
     names = [contestant.name for contestant in contestants if contestant.has_result]
-    if options.against is not None and options.against not in names:
-        raise ValueError(f"--against must be one of {', '.join(names)}: got {options.against}")
-    if options.threads > processors():
-        raise ValueError(f"--threads must be at most {processors()}, the processors there are: got {options.threads}")
-    for path in filter(None, (options.json, options.plot)):
+    against, plot = getattr(options, "against", None), getattr(options, "plot", None)
+    threads, peers = getattr(options, "threads", 1), getattr(options, "peers", False)
+    if against is not None and against not in names:
+        raise ValueError(f"--against must be one of {', '.join(names)}: got {against}")
+    if threads > processors():
+        raise ValueError(f"--threads must be at most {processors()}, the processors there are: got {threads}")
+    if peers and options.device != "cpu":
+        raise ValueError("--peers run on the CPU: leave out --peers or --device gpu")
+    if peers and getattr(options, "dtype", "float32") != "float32":
+        raise ValueError("--peers compute in float32: leave out --peers or --dtype bfloat16")
+    if peers and getattr(options, "activation_checkpointing", False):
+        raise ValueError("--peers have no activation checkpointing: leave out one of the two")
+    if "numpy" in options.backends and getattr(options, "dtype", "float32") == "bfloat16":
+        raise ValueError("reference_numpy has no bfloat16 worth timing: add --backends torch,jax,tf")
+    if "numpy" in options.backends and getattr(options, "device", "cpu") == "gpu":
+        raise ValueError("reference_numpy runs on the CPU: add --backends torch,jax,tf")
+    for path in filter(None, (options.json, plot)):
         if not path.parent.is_dir():
             raise ValueError(f"there is no folder {path.parent}")
         if path.is_dir():
             raise ValueError(f"{path} is a folder")
-    if options.plot is not None and options.plot.suffix.lower()[1:] not in FORMATS:
-        raise ValueError(f"--plot must end in {' or '.join(FORMATS)}: got {options.plot.name}")
+    if plot is not None and plot.suffix.lower()[1:] not in FORMATS:
+        raise ValueError(f"--plot must end in {' or '.join(FORMATS)}: got {plot.name}")
 
 
 def _time(
-    work: DecodeWork,
-    contestants: Sequence[Contestant],
-    entries: Sequence[Entry],
-    options: argparse.Namespace,
-    tell: Tell,
-) -> None:
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        started(contestants, entries, options.threads) as racers,
-    ):
-        # While they import: their model, and what they are to find.
-        file, weights = Path(folder) / "model.safetensors", work.weights()
-        ref.save_weights(file, work.config, weights)
-        reference = Reference(work, weights)
-        race(racers, work, file, options.rounds, reference.judge, tell)
+    work: Work, options: argparse.Namespace, console: Console, machine: dict[str, Any]
+) -> tuple[list[Entry], bool]:
+    """Let everybody do some work; return what came of it, and whether Ctrl-C cut it short."""
+    contestants = _contestants(work, options)
+    entries = [Entry(contestant.name, contestant.has_result) for contestant in contestants]
+    yardstick = Yardstick()
+    rate_entry = Entry(yardstick.name, has_result=False)
+    interrupted = False
+    try:
+        with (
+            _progress(console, entries, options.rounds) as tell,
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            started([*contestants, yardstick], [*entries, rate_entry], options.threads) as racers,
+        ):
+            # While they import: their model, and what they are to find.
+            file, weights = Path(folder) / "model.safetensors", work.weights()
+            ref.save_weights(file, work.config, weights)
+            race(racers, work, file, options.rounds, judge_of(work, weights).judge, tell)
+    except KeyboardInterrupt:
+        interrupted = True
+    if rate_entry.is_timed:
+        machine["matrix_rate"] = yardstick.operations / Spread.of(rate_entry.seconds).median
+    for entry in entries:
+        if entry.verdict == AGREES and not entry.seconds:
+            entry.verdict, entry.problem = FAILED, "interrupted before it was timed"
+    return entries, interrupted
 
 
 @contextmanager
 def _progress(console: Console, entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
     """Show who does what: as bars on a terminal, as lines on standard error elsewhere."""
+    names = {entry.name for entry in entries}  # the yardstick is nobody's news
     if not console.is_terminal:
         said: set[str] = set()
 
         def say(name: str, doing: str) -> None:
             text = doing if doing.startswith("round") else f"{name}: {doing}"  # one line for each round
-            if text not in said:
+            if name in names and text not in said:
                 said.add(text)
                 print(text, file=sys.stderr, flush=True)
 
         yield say
         return
     # Drawn when something new begins, and not in between: nothing else runs while a contestant does.
-    columns = ("{task.fields[name]:9}", BarColumn(), TextColumn("{task.description}"))
+    width = max(len(name) for name in names)
+    columns = (f"{{task.fields[name]:{width}}}", BarColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
         bars = {entry.name: progress.add_task("", total=STEPS + rounds, name=entry.name) for entry in entries}
-        yield lambda name, doing: progress.update(bars[name], description=doing, advance=1, refresh=True)
+
+        def show(name: str, doing: str) -> None:
+            if name in names:
+                progress.update(bars[name], description=doing, advance=1, refresh=True)
+
+        yield show
 
 
-def print_times(
-    console: Console, work: DecodeWork, entries: Sequence[Entry], against: Entry | None, threads: int
-) -> None:
-    """Print who took how long, the fastest first, and why others have no time."""
-    console.print(f"[bold]{work.title}[/]\n{work.details}; threads: {threads}")
-    name = against.name if against else ""
-    times = _table("median\nms", "lowest to\nhighest", "tokens\nper s", f"times\n{name}", "lowest to\nhighest")
-    process = _table("GFLOP/s", "cores", "first\ncall s", "memory\nMiB")
-    timed = [entry for entry in entries if entry.is_timed]
-    for entry in sorted(timed, key=lambda entry: (not entry.has_result, Spread.of(entry.seconds).median)):
-        for table, cells in ((times, _time_cells(work, entry, against)), (process, _process_cells(work, entry))):
-            if not entry.has_result:
-                table.add_section()
-            table.add_row(entry.name, *cells)
-    for entry in entries:
-        if not entry.is_timed:
-            times.add_row(entry.name, Text(WORDS[entry.verdict], VERDICT_STYLES[entry.verdict]))
-    console.print(times)
-    if timed:
-        console.print(process)
-    _print_remarks(console, entries, threads)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
-def _time_cells(work: DecodeWork, entry: Entry, against: Entry | None) -> list[str]:
-    times = Spread.of([1e3 * seconds for seconds in entry.seconds])
-    cells = [
-        f"{times.median:,.1f}",
-        f"{times.low:,.1f} .. {times.high:,.1f}",
-        f"{1e3 * work.produced / times.median:,.0f}" if entry.has_result else "",
-    ]
-    if against is not None and entry is not against:
-        relative = ratio(entry, against)
-        cells += [f"{relative.median:.2f}", f"{relative.low:.2f} .. {relative.high:.2f}"]
-    return cells
-
-
-def _process_cells(work: DecodeWork, entry: Entry) -> list[str]:
-    return [
-        f"{work.operations / Spread.of(entry.seconds).median / 1e9:,.1f}",
-        f"{Spread.of(entry.cores).median:.1f}",
-        f"{entry.first_seconds:,.1f}",
-        "-" if entry.peak_bytes is None else f"{entry.peak_bytes / 2**20:,.0f}",
-    ]
-
-
-def _print_remarks(console: Console, entries: Sequence[Entry], threads: int) -> None:
-    """Print what the tables do not say: reasons, near-ties, and what agreement rests on."""
-    for entry in entries:
-        if not entry.is_timed:
-            console.print(f"{WORDS[entry.verdict]:9} {entry.name}: {entry.problem}", markup=False)
-        elif entry.near_ties:
-            console.print(f"NEAR-TIE  {entry.name}: {entry.near_ties}", markup=False)
-        if entry.is_timed and max(entry.cores) > threads + SPARE:
-            console.print(f"NOTE      {entry.name} kept {max(entry.cores):.1f} cores busy, not {threads}", markup=False)
-    timed = [entry for entry in entries if entry.is_timed]
-    agreeing = [entry.name for entry in timed if entry.has_result]
-    if agreeing:
-        console.print(
-            f"Medians of {max(len(entry.seconds) for entry in timed)} interleaved rounds. Tokens and scores of every "
-            f"call of {', '.join(agreeing)} agree with the float64 reference."
-        )
-    if len(agreeing) < len(timed):
-        console.print("products: only the matrix products, by NumPy, without a result; reference_numpy cannot beat it.")
-
-
-def print_environment(console: Console, entries: Sequence[Entry], machine: dict[str, Any]) -> None:
-    """Print what it ran on."""
-    console.print(f"{machine['processor']}, processors: {machine['cpus']}", markup=False)
-    versions = [f"{entry.name} {entry.environment['version']}" for entry in entries if entry.environment]
-    console.print(f"Python {machine['python']}, {machine['platform']}; {'; '.join(versions)}", markup=False)
-    if (machine["load_average"] or 0.0) > BUSY:
-        console.print(
-            f"NOTE      the machine was busy with something else: load average {machine['load_average']:.1f} before. "
-            "Libraries whose threads wait for one another suffer most: try --threads 1, or later."
-        )
-
-
-def _describe_machine() -> dict[str, Any]:
-    return {**describe_machine(), "processor": _processor(), "load_average": _load()}
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _load() -> float | None:
-    """Return how many processes have wanted to run of late; None where the system does not say."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-def _report(
-    task: str, work: DecodeWork, entries: Sequence[Entry], options: argparse.Namespace, machine: dict[str, Any]
-) -> dict[str, Any]:
-    timed = [entry for entry in entries if entry.is_timed]
-    return {
-        "format": 1,
-        "task": task,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "verdict": verdict(entries),
-        "work": {**asdict(work), "operations": work.operations, "produced": work.produced},
-        "config": work.config.to_dict(),
-        "dtype": DTYPE,
-        "threads": options.threads,
-        "rounds": options.rounds,
-        "machine": machine,
-        "contestants": [entry.to_dict() for entry in entries],
-        "ratios": {
-            entry.name: {other.name: asdict(ratio(entry, other)) for other in timed if other is not entry}
-            for entry in timed
-        },
-    }
-
-
-def _write_json(path: Path, report: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", "utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _write_plot(
-    path: Path, work: DecodeWork, entries: Sequence[Entry], against: Entry, machine: dict[str, Any], threads: int
-) -> None:
+def _write(command: str, options: argparse.Namespace, found: dict[str, Any], draw: Any, code: int) -> int:
+    """Write the picture and the numbers that were asked for, and return the exit code."""
     import matplotlib
 
-    place = f"{machine['processor']}, {machine['cpus']} processors, threads: {threads}"
-    with matplotlib.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
-        timed = [entry for entry in entries if entry.is_timed]
-        write(draw_times(work.title, work.details, timed, against, place), path)
+    try:
+        if getattr(options, "plot", None) is not None and draw is not None:
+            with matplotlib.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
+                write(draw(), options.plot)
+        if options.json is not None:
+            report.write_json(options.json, found)
+    except OSError as error:
+        print(f"parity {command}: error: {error}", file=sys.stderr)
+        return EXIT_CODES[FAILED]
+    return code
