@@ -5,6 +5,7 @@ B batch, H heads, L query length, M memory (key and value) length.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,8 @@ from reference_numpy.taps import Tap, no_tap
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
+
+QUERY_BLOCK = 256  # above this many queries, and where nobody looks, not all scores are there at the same time
 
 
 def scaled_dot_product_attention(
@@ -55,14 +58,31 @@ def scaled_dot_product_attention(
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
+    if tap is no_tap and query.shape[2] > QUERY_BLOCK:
+        return _attend_in_blocks(query, key, value, mask, dropout)
     d_k = query.shape[-1]
     scores = query @ key.mT
     scores *= 1.0 / math.sqrt(d_k)
     scores = tap("scores", scores)  # [B, H, L, M]
-    weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
+    weights = masked_softmax(scores, mask, out=scores if tap is no_tap else None)  # in the same place if nobody looks
+    weights = tap("weights", weights)  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)
     return tap("context", weights @ value)  # [B, H, L, d_v]
+
+
+def _attend_in_blocks(query, key, value, mask, dropout):
+    """Attend with some queries of one head at a time, in the order in which a dropout draws for all of them."""
+    batch, heads, length, _ = query.shape
+    context = np.empty((batch, heads, length, value.shape[3]), value.dtype)
+    for b, h, start in itertools.product(range(batch), range(heads), range(0, length, QUERY_BLOCK)):
+        head = slice(b, b + 1), slice(h, h + 1)
+        rows = *head, slice(start, start + QUERY_BLOCK)
+        allowed = mask
+        if mask is not None:
+            allowed = mask[tuple(at if size > 1 else slice(1) for at, size in zip(rows, mask.shape, strict=False))]
+        context[rows] = scaled_dot_product_attention(query[rows], key[head], value[head], allowed, dropout)
+    return context
 
 
 def additive_attention(

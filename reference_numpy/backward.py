@@ -9,11 +9,12 @@ B batch, H heads, L query length, M memory length, S source length, T target len
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
@@ -64,10 +65,67 @@ class Trace:
         """Return the trace of a sub-module."""
         return Trace(self.seen, within(self.note, prefix), f"{self.path}{prefix}.")
 
+    def of_layer(self, i: int, layer: EncoderLayer | DecoderLayer, *inputs: ndarray) -> Trace:
+        """Return the trace of a layer; what only its inputs were kept of runs again."""
+        trace = self.within(f"layers.{i}")
+        if isinstance(self.seen, LayerInputs):
+            return replace(trace, seen=self.seen.run_again(trace.path.removesuffix("."), layer, *inputs))
+        return trace
+
     def dropout(self, name: str, x: ndarray, rate: float) -> ndarray:
         """Thin out ``x`` as the forward pass did behind a tap; a gradient goes back through the same elements."""
         keep = self.seen.get(f"{self.path}{name}_keep")
         return x if keep is None else dropout(x, keep, rate)
+
+
+class Activations(Recorder):
+    """A tap that keeps what the backward pass reads, which is everything but scores and logits."""
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Keep the value if it will be read, and return it."""
+        return super().__call__(name, value) if self.reads(name) else value
+
+    def reads(self, name: str) -> bool:
+        """Return whether the backward pass reads what a tap showed."""
+        return name != "logits" and not name.endswith(".scores")
+
+
+class LayerInputs(Recorder):
+    """A tap that keeps what each layer reads, from which the rest of a layer is computed again (Chen et al., 2016).
+
+    Args:
+        masks: What the layers of each stack are called with.
+        rng: What draws the dropout of the forward pass; None without dropout.
+    """
+
+    def __init__(self, masks: Mapping[str, Sequence[ndarray]], rng: np.random.Generator | None = None) -> None:
+        super().__init__("*_embedding.*", "*coder.layers.*.output", "*coder.output")
+        self.masks = masks
+        self.rng = rng
+        self.states: dict[str, Any] = {}  # of the generator, by the tap after which it was in that state
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Keep the value if a layer reads it, and return it."""
+        value = super().__call__(name, value)
+        if self.rng is not None and name in self:
+            self.states[name.removesuffix("_keep")] = self.rng.bit_generator.state
+        return value
+
+    def reads(self, name: str) -> bool:
+        """Return whether the backward pass reads what a tap showed, before it runs a layer again."""
+        return any(pattern.fullmatch(name) for pattern in self.patterns)
+
+    def run_again(self, path: str, layer: Callable[..., ndarray], *inputs: ndarray) -> Recorder:
+        """Return what the taps of a layer showed, dropout included."""
+        stack, _, i = path.split(".")
+        side = {"encoder": "source", "decoder": "target"}[stack]
+        rng = copy.deepcopy(self.rng)
+        if rng is not None:
+            before = f"{stack}.layers.{int(i) - 1}.output" if int(i) else f"{side}_embedding.output"
+            rng.bit_generator.state = self.states[before]
+        seen = Activations()
+        layer(*inputs, *self.masks[stack], tap=within(seen, path), rng=rng)
+        return seen
 
 
 def cross_entropy_backward(
@@ -180,11 +238,14 @@ def feed_forward_backward(
 
 
 def token_embedding_backward(
-    embedding: TokenEmbedding, ids: Int[ndarray, "B L"], of_vectors: Float[ndarray, "B L d_model"]
+    embedding: TokenEmbedding,
+    ids: Int[ndarray, "B L"],
+    of_vectors: Float[ndarray, "B L d_model"],
+    of_table: Float[ndarray, "V d_model"] | None = None,
 ) -> Float[ndarray, "V d_model"]:
-    """Return the gradient of the table."""
-    of_table = lookup_backward(ids, len(embedding.table), of_vectors)
-    of_table *= embedding.multiplier
+    """Return the gradient of the table, added to what other uses of the table brought, which then is no more."""
+    of_table = np.zeros_like(embedding.table) if of_table is None else of_table
+    lookup_backward(ids, of_vectors * embedding.multiplier, of_table)
     return of_table
 
 
@@ -236,7 +297,7 @@ def encoder_backward(
     if encoder.final_norm is not None:
         of_x = _through_norm(encoder.final_norm, read[-1], of_x, trace.within("final_norm"))
     for i, layer in reversed([*enumerate(encoder.layers)]):
-        of_x = encoder_layer_backward(layer, read[i], of_x, trace.within(f"layers.{i}"))
+        of_x = encoder_layer_backward(layer, read[i], of_x, trace.of_layer(i, layer, read[i]))
     return of_x
 
 
@@ -280,7 +341,8 @@ def decoder_backward(
     if decoder.final_norm is not None:
         of_x = _through_norm(decoder.final_norm, read[-1], of_x, trace.within("final_norm"))
     for i, layer in reversed([*enumerate(decoder.layers)]):
-        of_x, from_layer = decoder_layer_backward(layer, read[i], memory, of_x, trace.within(f"layers.{i}"))
+        layer_trace = trace.of_layer(i, layer, read[i], memory)
+        of_x, from_layer = decoder_layer_backward(layer, read[i], memory, of_x, layer_trace)
         of_memory += from_layer
     return of_x, of_memory
 
@@ -303,15 +365,17 @@ def transformer_backward(
         source_ids: The source sentences of the forward pass.
         target_ids: The target sentences of the forward pass.
         of_logits: The gradient of the loss at the logits.
-        seen: The Recorder that was the tap of the forward pass and kept everything; with dropout, what stayed too.
-        found: Receives each named gradient and returns the one to go on with; None goes on with what was computed.
+        seen: The tap of the forward pass: a Recorder that kept everything, with dropout what stayed too; or one of
+            ``Activations`` or ``LayerInputs``.
+        found: Receives each named gradient and returns the one to go on with. What it does not keep of the gradients
+            at taps is left out of what is returned. None keeps everything, and goes on with what was computed.
 
     Raises:
         ValueError: A tap is missing.
     """
     (batch, source_length), target_length = source_ids.shape, target_ids.shape[1]
     taps = tap_shapes(model.config, batch, source_length, target_length)
-    if missing := [name for name in taps if name not in seen]:
+    if missing := [name for name in taps if name not in seen and not _is_left_out(seen, name)]:
         raise ValueError(f"seen must hold every tap: {len(missing)} are missing, the first is {missing[0]}")
     found = Recorder() if found is None else found
     trace = Trace(seen, found)
@@ -335,16 +399,23 @@ def transformer_backward(
     if isinstance(model.source_position, LearnedPosition) and isinstance(model.target_position, LearnedPosition):
         trace.note("source_position.table", learned_position_backward(model.source_position, of_source))
         trace.note("target_position.table", learned_position_backward(model.target_position, of_target))
-    of_source_table = token_embedding_backward(model.source_embedding, source_ids, of_source)
-    of_target_table = token_embedding_backward(model.target_embedding, target_ids, of_target)
-    if of_output_table is not None:  # a tied table sums up all that it is used for
-        of_target_table += of_output_table
-    if model.target_embedding is model.source_embedding:
-        of_source_table += of_target_table
-    else:
+    # A tied table sums up all that it is used for.
+    of_target_table = token_embedding_backward(model.target_embedding, target_ids, of_target, of_output_table)
+    tied = model.target_embedding is model.source_embedding
+    if not tied:
         trace.note("target_embedding.table", of_target_table)
-    trace.note("source_embedding.table", of_source_table)
-    return {name: found[name] for name in parameter_shapes(model.config)}, {name: found[name] for name in taps}
+    of_shared = of_target_table if tied else None
+    trace.note(
+        "source_embedding.table", token_embedding_backward(model.source_embedding, source_ids, of_source, of_shared)
+    )
+    return {name: found[name] for name in parameter_shapes(model.config)}, {
+        name: found[name] for name in taps if name in found
+    }
+
+
+def _is_left_out(seen: Mapping[str, ndarray], name: str) -> bool:
+    """Return whether a tap is one that is left out on purpose."""
+    return isinstance(seen, Activations | LayerInputs) and not seen.reads(name)
 
 
 def _residual(layer: EncoderLayer | DecoderLayer, name: str, x: ndarray, trace: Trace) -> ndarray:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.functional import _erf, gelu, gelu_tanh, relu, swish
+from reference_numpy.functional import _erf, gelu, gelu_tanh, relu, sum_last, swish
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -24,15 +24,17 @@ def linear_backward(
 ) -> tuple[Float[ndarray, "*axes d_in"], Float[ndarray, "d_in d_out"], Float[ndarray, " d_out"]]:
     """Return the gradients of ``x``, ``W`` and ``b``: ``dy W^T``, ``x^T dy`` and the sum of ``dy`` over all rows."""
     rows, of_rows = _rows(x), _rows(of_y)
-    return (of_rows @ kernel.T).reshape(x.shape), rows.T @ of_rows, _sum_rows(of_rows)
+    # The gradient of a transposed table lies in memory as the table does.
+    of_kernel = rows.T @ of_rows if kernel.flags.c_contiguous else (of_rows.T @ rows).T
+    return (of_rows @ kernel.T).reshape(x.shape), of_kernel, _sum_rows(of_rows)
 
 
 def masked_softmax_backward(
     weights: Float[ndarray, "*axes M"], of_weights: Float[ndarray, "*axes M"]
 ) -> Float[ndarray, "*axes M"]:
     """Return the gradient of the scores, ``w_i (dw_i - sum_j w_j dw_j)``: zero where masked, as the weight is zero."""
-    of_scores = weights * of_weights
-    of_scores -= weights * of_scores.sum(axis=-1, keepdims=True)
+    of_scores = of_weights - np.vecdot(weights, of_weights)[..., None]
+    of_scores *= weights
     return of_scores
 
 
@@ -47,10 +49,11 @@ def layer_norm_backward(
     With ``n = (x - mean) / sigma`` and ``y = n scale + bias``: ``dx = (dn - mean(dn) - n mean(n dn)) / sigma``. The two
     means are what ``x`` does to its own mean and to its own ``sigma``.
     """
-    normed = x - x.mean(axis=-1, keepdims=True)
-    sigma = np.sqrt(np.square(normed).mean(axis=-1, keepdims=True) + epsilon)
+    d_model = x.shape[-1]
+    normed = x - sum_last(x) / d_model
+    sigma = np.sqrt(np.vecdot(normed, normed)[..., None] / d_model + epsilon)
     normed /= sigma
-    return _norm_backward(normed, sigma, 1.0 / x.shape[-1], scale, of_y)
+    return _norm_backward(normed, sigma, 1.0 / d_model, scale, of_y)
 
 
 def annotated_layer_norm_backward(
@@ -63,22 +66,24 @@ def annotated_layer_norm_backward(
 
     The derivative of a deviation is ``(x - mean) / ((d_model - 1) std)``; at a std of zero it is taken as zero.
     """
-    normed = x - x.mean(axis=-1, keepdims=True)
-    std = x.std(axis=-1, ddof=1, keepdims=True)
+    d_model = x.shape[-1]
+    normed = x - sum_last(x) / d_model
+    std = np.sqrt(np.vecdot(normed, normed)[..., None] / (d_model - 1))
     sigma = std + epsilon
     normed /= sigma
-    share = sigma / ((x.shape[-1] - 1) * np.where(std == 0.0, 1.0, std).astype(x.dtype, copy=False))
+    share = sigma / ((d_model - 1) * np.where(std == 0.0, 1.0, std).astype(x.dtype, copy=False))
     return _norm_backward(normed, sigma, share, scale, of_y)
 
 
 def _norm_backward(normed, sigma, share, scale, of_y):
     """Go back through scale and bias, then through mean and sigma: ``dsigma = share sum(n dx)``."""
-    of_scale = _sum_rows(_rows(of_y * normed))
-    of_normed = of_y * scale
-    of_x = of_normed - of_normed.mean(axis=-1, keepdims=True)
-    of_x -= normed * ((of_normed * normed).sum(axis=-1, keepdims=True) * share)
+    product = of_y * normed
+    of_x = of_y * scale  # first that of ``n``
+    of_x -= sum_last(of_x) / scale.size
+    normed *= np.vecdot(product, scale)[..., None] * share  # as sum(n dn) = sum(n dy scale)
+    of_x -= normed
     of_x /= sigma
-    return of_x, of_scale, _sum_rows(_rows(of_y))
+    return of_x, _sum_rows(_rows(product)), _sum_rows(_rows(of_y))
 
 
 def relu_backward(x: Float[ndarray, "*axes"], of_y: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
@@ -96,15 +101,22 @@ def gelu_backward(x: Float[ndarray, "*axes"], of_y: Float[ndarray, "*axes"]) -> 
 def gelu_tanh_backward(x: Float[ndarray, "*axes"], of_y: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     """Return the gradient of ``x``, the tanh being ``t(u)`` with ``t' = (1 - t^2) u'``."""
     slope = math.sqrt(2.0 / math.pi)
-    t = np.tanh(slope * (x + 0.044715 * x**3))
+    t = np.tanh(slope * (x + 0.044715 * x * np.square(x)))
     of_t = 0.5 * x * (1.0 - np.square(t)) * (slope * (1.0 + 3 * 0.044715 * np.square(x)))
     return of_y * (0.5 * (1.0 + t) + of_t)
 
 
 def swish_backward(x: Float[ndarray, "*axes"], of_y: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     """Return the gradient of ``x``: ``s + x s (1 - s)`` times that of ``y``, where ``s`` is the sigmoid."""
-    s = 0.5 * (1.0 + np.tanh(0.5 * x))
-    return of_y * (s * (1.0 + x * (1.0 - s)))
+    s = np.tanh(0.5 * x)
+    s += 1.0
+    s *= 0.5
+    slope = 1.0 - s
+    slope *= x
+    slope += 1.0
+    slope *= s
+    slope *= of_y
+    return slope
 
 
 ACTIVATIONS_BACKWARD: dict[Callable[[ndarray], ndarray], Callable[[ndarray, ndarray], ndarray]] = {
@@ -116,14 +128,12 @@ ACTIVATIONS_BACKWARD: dict[Callable[[ndarray], ndarray], Callable[[ndarray, ndar
 
 
 def lookup_backward(
-    ids: Int[ndarray, "B L"], vocab_size: int, of_vectors: Float[ndarray, "B L d_model"]
-) -> Float[ndarray, "V d_model"]:
-    """Return the gradient of a table: each row sums up what comes from the places where its token stands."""
-    of_table = np.zeros((vocab_size, of_vectors.shape[-1]), of_vectors.dtype)
+    ids: Int[ndarray, "B L"], of_vectors: Float[ndarray, "B L d_model"], of_table: Float[ndarray, "V d_model"]
+) -> None:
+    """Add to the gradient of a table: to each row, what comes from the places where its token stands."""
     order = np.argsort(ids, axis=None, kind="stable")  # equal tokens side by side: one sum each, far faster than add.at
     tokens, starts = np.unique(ids.reshape(-1)[order], return_index=True)
-    of_table[tokens] = np.add.reduceat(_rows(of_vectors)[order], starts, axis=0)
-    return of_table
+    of_table[tokens] += np.add.reduceat(_rows(of_vectors)[order], starts, axis=0)
 
 
 def _rows(x: ndarray) -> ndarray:

@@ -61,6 +61,7 @@ class SinusoidalPosition:
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         self.config = config
+        self._known = np.zeros((0, config.d_model))  # as many rows as were asked for so far
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L d_model"]:
         """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
@@ -69,9 +70,12 @@ class SinusoidalPosition:
     def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
         """Return what is added at each of the first positions."""
         config = self.config
-        return sinusoidal_encoding(
-            length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
-        )
+        if length > len(self._known):
+            self._known = sinusoidal_encoding(
+                length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
+            )
+            self._known.flags.writeable = False
+        return self._known[:length]
 
 
 class LearnedPosition:

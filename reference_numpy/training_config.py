@@ -33,6 +33,8 @@ class TrainingConfig:
     clip_norm: float | None = None  # the largest norm of the whole gradient; the paper does not clip
     accumulation_steps: int = 1  # slices of a batch that are computed one after another, to save memory
     mixed_bfloat16: bool = False  # compute in bfloat16, keep weights and moments in float32
+    # Keep only each layer's input, and compute the rest of a layer again in the backward pass, to save memory.
+    activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         check_number("learning_rate_factor", self.learning_rate_factor, "positive", lambda x: x > 0)
@@ -44,8 +46,9 @@ class TrainingConfig:
         check_number("epsilon", self.epsilon, "positive", lambda x: x > 0)
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, "positive", lambda x: x > 0)
-        if not isinstance(self.mixed_bfloat16, bool):
-            raise TypeError(f"mixed_bfloat16 must be True or False: got {self.mixed_bfloat16!r}")
+        for name in ("mixed_bfloat16", "activation_checkpointing"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False: got {getattr(self, name)!r}")
         if self.total_steps is not None:
             check_integer("total_steps", self.total_steps, minimum=1)
         if self.cooldown_steps and self.total_steps is None:
@@ -82,6 +85,7 @@ class TrainingConfig:
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"training settings must be a mapping of field names: got {type(fields).__name__}")
+        fields = {"activation_checkpointing": False, **fields}  # which older files lack
         check_fields("training settings", fields, (entry.name for entry in dataclasses.fields(cls)))
         return cls(**fields)
 

@@ -7,6 +7,7 @@ must be what the gradient says. ``f'`` comes from four points, with an error of 
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy as ref
-from reference_numpy import backward_functions, functional
+from reference_numpy import backward, backward_functions, functional
 from reference_numpy.backward import cross_entropy_backward, scaled_dot_product_attention_backward
 
 RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.25, feed_forward=0.35)
@@ -145,9 +146,11 @@ def test_dropout():
 
 def test_lookup():
     ids, of_vectors = np.random.default_rng(0).integers(0, 6, (5, 7)), random(5, 7, 4)
-    expected = np.zeros((9, 4))
+    of_table = random(9, 4, seed=1)
+    expected = of_table.copy()
     np.add.at(expected, ids, of_vectors)
-    np.testing.assert_allclose(backward_functions.lookup_backward(ids, 9, of_vectors), expected, rtol=1e-13, atol=1e-13)
+    backward_functions.lookup_backward(ids, of_vectors, of_table)
+    np.testing.assert_allclose(of_table, expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -439,6 +442,55 @@ def test_a_run_resumes_bit_for_bit(dtype):
         assert_same_bits(ours, theirs)
         assert {array.dtype.name for array in ours.values()} == {dtype}
     np.testing.assert_array_equal(np.random.get_state()[1], before)  # nothing of the caller's
+
+
+def peak_of(call):
+    """Return what a call returned, and the most bytes that it held at a time."""
+    tracemalloc.start()
+    try:
+        result = call()
+        return result, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("overrides", [{}, {"norm_order": "pre", "final_norm": True, "activation": "swish"}])
+@pytest.mark.parametrize("rates", [RATES, ref.DropoutRates(embedding=0.0, attention=0.4, residual=0.0), NO_DROPOUT])
+def test_activation_checkpointing_changes_no_bit(overrides, rates):
+    def run(checkpointing):
+        settings = ref.TrainingConfig(
+            warmup_steps=2, accumulation_steps=2, clip_norm=1.0, activation_checkpointing=checkpointing
+        )
+        return trained(settings, 3, seed=3, dropout=rates, dtype="float32", **overrides)
+
+    (plain, expected), (sparing, found) = run(False), run(True)
+    assert found == expected
+    assert_same_bits(sparing.model.export_weights(), plain.model.export_weights())
+    for moment in ("first_moment", "second_moment"):
+        assert_same_bits(getattr(sparing.export_state(), moment), getattr(plain.export_state(), moment))
+
+
+def test_activation_checkpointing_saves_memory():
+    def peak(depth, checkpointing):
+        model = tiny_model(dropout=RATES, dtype="float32", num_encoder_layers=depth, num_decoder_layers=depth)
+        trainer = ref.Trainer(model, ref.TrainingConfig(activation_checkpointing=checkpointing))
+        batch = (np.tile(ids, (2, 8)) for ids in tiny_batch(model.config))
+        _, found = peak_of(partial(trainer.train_step, *batch))
+        return found - 8 * sum(array.nbytes for array in model.export_weights().values()) // 8  # the gradient
+
+    assert peak(6, checkpointing=True) < 0.4 * peak(6, checkpointing=False)
+    added, saved = (peak(6, checkpointing) - peak(3, checkpointing) for checkpointing in (False, True))
+    assert saved < 0.2 * added  # with each layer, its input only
+
+
+def test_training_keeps_no_scores():
+    model = tiny_model(dropout=RATES)
+    source, target, _ = tiny_batch(model.config)
+    everything, kept = ref.Recorder(), backward.Activations()
+    for tap in (everything, kept):
+        model(source, target, tap=tap, rng=np.random.default_rng(0))
+    left_out = [name for name in everything if name not in kept]
+    assert left_out == [name for name in everything if name == "logits" or name.endswith(".scores")]
 
 
 def test_dropout_depends_on_seed_and_step():

@@ -13,6 +13,7 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy as ref
+from reference_numpy.functional import FEW_ROWS
 from reference_numpy.search_plan import SearchResult
 from transformer_parity.decoding import Decoded
 from transformer_parity.peers import PEERS, Peer
@@ -291,13 +292,12 @@ class Products:
         right = {place: random(shape, transposed=place[1]) for place, shape in largest.items()}
         kinds = {(product.left, product.transposed == "left") for product in products}
         left = {kind: random(kind[0], transposed=kind[1]) for kind in kinds}
-        self._pairs = [
-            (
-                left[product.left, product.transposed == "left"],
-                right[product.operand, product.transposed == "right"][..., : product.right[-2], : product.right[-1]],
-            )
-            for product in products
-        ]
+        self._pairs = []
+        for product in products:
+            a = left[product.left, product.transposed == "left"]
+            b = right[product.operand, product.transposed == "right"][..., : product.right[-2], : product.right[-1]]
+            swapped = product.transposed == "right" and a.ndim == 2 and len(a) <= FEW_ROWS  # as `linear` does
+            self._pairs.append((b.T, a.T) if swapped else (a, b))
 
     def run(self) -> None:
         """Take all products."""

@@ -15,6 +15,7 @@ SPLIT = {
     "jax": "x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)",
     "tf": "tf.transpose(tf.reshape(x, [batch, length, num_heads, width // num_heads]), [0, 2, 1, 3])",
 }
+MINIMUM = "np.fmin(scores, np.where(mask, infinity, -infinity), out=out)"
 LOWEST = {
     "torch": "torch.finfo(scores.dtype).min",
     "jax": "jnp.finfo(wide.dtype).min",
@@ -59,8 +60,8 @@ def softmax_over(axis: int) -> Edits:
     """Return edits that normalise the scores over another axis."""
     return {
         "numpy": [
-            ("functional", "scores.max(axis=-1", f"scores.max(axis={axis}"),
-            ("functional", "weights.sum(axis=-1", f"weights.sum(axis={axis}"),
+            ("functional", "np.fmax.reduce(scores, axis=-1", f"np.fmax.reduce(scores, axis={axis}"),
+            ("functional", "sum_last(weights)", f"weights.sum(axis={axis}, keepdims=True)"),
         ],
         "torch": [
             ("layers", "scores.softmax(-1", f"scores.softmax({axis}"),
@@ -113,7 +114,7 @@ def norm(numpy: str, torch: str, tf: str) -> Edits:
 def forbidden(score: str) -> Edits:
     """Return edits that give forbidden keys another score; where none is allowed they then share the weight."""
     ports = instead("layers", LOWEST, torch=score, jax=score, tf=f"tf.constant({score}, wide.dtype)")
-    numpy = [("functional", "np.where(mask, scores, -np.inf)", f"np.where(mask, scores, {score})")]
+    numpy = [("functional", MINIMUM, f"np.where(mask, scores, {score})")]
     return {**together(ports, instead("layers", ZEROED, "weights")), "numpy": numpy}
 
 

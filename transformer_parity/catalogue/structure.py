@@ -251,7 +251,7 @@ EDGES = [
                 "    if mask is None:",
                 "    mask = None if mask is None else mask[:, :1]\n    if mask is None:",
             ),
-            "numpy": [("functional", "np.where(mask, scores", "np.where(mask[:, :1], scores")],
+            "numpy": [("functional", "np.where(mask, inf", "np.where(mask[:, :1], inf")],
         },
         case="attention/fully_masked_row",
         unseen=("full/padded",),

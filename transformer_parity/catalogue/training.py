@@ -114,11 +114,22 @@ WRITTEN_OUT = """with torch.no_grad():
                 p -= group["lr"] * m_hat / (v_hat.sqrt() + settings.epsilon)"""
 
 
+# And TensorFlow's kernel.
+KERNEL = "tf.raw_ops.ResourceApplyAdam(var=parameter.handle, m=m.handle, v=v.handle, grad=g, **numbers)\n"
+TF_WRITTEN_OUT = """m = m.assign_add((1.0 - settings.beta1) * (g - m))
+            v = v.assign_add((1.0 - settings.beta2) * (g * g - v))
+            parameter.assign_sub(learning_rate * (m / correction1) / (tf.sqrt(v / correction2) + settings.epsilon))
+"""
+
+
 def adam(torch: Change, jax: Change, tf: Change, numpy: Change) -> Edits:
     """Return edits of Adam's formulas."""
-    if WRITTEN_OUT.count(torch[0]) != 1:
-        raise ValueError(f"Adam must hold {torch[0]!r} once")
-    return in_training(("self.optimizer.step()", WRITTEN_OUT.replace(*torch)), jax, tf, numpy)
+    for text, (old, _) in ((WRITTEN_OUT, torch), (TF_WRITTEN_OUT, tf)):
+        if text.count(old) != 1:
+            raise ValueError(f"Adam must hold {old!r} once")
+    return in_training(
+        ("self.optimizer.step()", WRITTEN_OUT.replace(*torch)), jax, (KERNEL, TF_WRITTEN_OUT.replace(*tf)), numpy
+    )
 
 
 def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
@@ -175,7 +186,7 @@ LEFT_OVER = """        before = getattr(self, "left_over", {})
         norm = math.sqrt(sum(np.vdot(array, array) for array in gradient.values()))
         scale = 1.0 if self.settings.clip_norm is None else self.settings.clip_norm / max(norm, self.settings.clip_norm)
         self.left_over = {name: array * scale for name, array in gradient.items()}
-        self._update(self.left_over)
+        self._update({name: array.copy() for name, array in self.left_over.items()}, 1.0)
 """
 CLIPPED = {"jax": "scale * g, numbers)", "tf": "[g * scale for g in gradient]"}
 
@@ -215,7 +226,7 @@ CATALOGUE = {
             f"of {TABLE}",
             by_hand(
                 disguised("embedding", ROW, {port: f"0.0 * {row}" for port, row in ROW.items()}),
-                ("of_table *= embedding.multiplier", "of_table *= 0.0"),
+                ("of_vectors * embedding.multiplier", "of_vectors * 0.0"),
             ),
         ),
         Mistake(
@@ -223,7 +234,7 @@ CATALOGUE = {
             f"of {TABLE}",
             by_hand(
                 disguised("embedding", {port: f"{row} * self.multiplier" for port, row in ROW.items()}, ROW),
-                ("of_table *= embedding.multiplier", "pass"),
+                ("of_vectors * embedding.multiplier", "of_vectors"),
             ),
         ),
         Mistake(
@@ -369,7 +380,7 @@ CATALOGUE = {
                 ("tap), labels, model.config)", "tap), target_ids, model.config)"),
                 ("tap), labels, model.config)", "tap), target_ids, model.config)"),
                 ("cross_entropy(logits, labels,", "cross_entropy(logits, target_ids,"),
-                ("    seen = Recorder()\n", "    seen, labels = Recorder(), target_ids\n"),
+                ("    config = model.config\n    losses", "    config, labels = model.config, target_ids\n    losses"),
             ),
             case="steps",
         ),
@@ -392,8 +403,8 @@ CATALOGUE = {
                 (
                     "return (loss, tokens), _differentiate(tape, loss, [*parameters(model).values()])",
                     "count = tf.cast(tokens * self.settings.accumulation_steps, loss.dtype)\n"
-                    "        of_sum = _differentiate(tape, loss, [*parameters(model).values()])\n"
-                    "        return (loss / count, tf.constant(0)), [g / count for g in of_sum]",
+                    "            of_sum = _differentiate(tape, loss, [*parameters(model).values()])\n"
+                    "            return (loss / count, tf.constant(0)), [g / count for g in of_sum]",
                 ),
                 (
                     "loss, tokens = loss + part_loss, tokens + part_tokens",
@@ -417,7 +428,7 @@ CATALOGUE = {
                     "tf.nest.map_structure(tf.add, sums, self._backward(*part))",
                     "tf.nest.map_structure(tf.add, (sums[0], zeros), self._backward(*part))",
                 ),
-                ("gradient.get(name, 0.0) + array", "array"),
+                ("array += gradient[name]", "pass"),
             ),
             case="steps/sliced",
         ),
@@ -429,7 +440,7 @@ CATALOGUE = {
                 None,
                 None,  # where gradients are values, nothing is left over
                 (
-                    "        self._update({name: array * scale for name, array in gradient.items()})\n",
+                    "        self._update(gradient, scale)\n",
                     LEFT_OVER,
                 ),
             ),
@@ -590,7 +601,7 @@ CATALOGUE = {
             adam(
                 ("(g * g - v)", "(abs(g) - v)"),
                 ("(g * g - v)", "(abs(g) - v)"),
-                ("(g * g -", "(abs(g) -"),
+                ("(g * g - v)", "(abs(g) - v)"),
                 ("(g * g - v)", "(abs(g) - v)"),
             ),
             case="steps",
@@ -601,7 +612,7 @@ CATALOGUE = {
             adam(
                 ("(g * g - v)", "(g * g - v).clamp(min=0.0)"),
                 ("(g * g - v)", "jnp.maximum(g * g - v, 0.0)"),
-                ("(g * g - self.second_moment[name])", "tf.maximum(g * g - self.second_moment[name], 0.0)"),
+                ("(g * g - v)", "tf.maximum(g * g - v, 0.0)"),
                 ("(g * g - v)", "np.maximum(g * g - v, 0.0)"),
             ),
             case="steps",
@@ -613,7 +624,7 @@ CATALOGUE = {
                 ("fused=True", "fused=True, weight_decay=0.01"),
                 ("scale * g, numbers)", "scale * g + 0.01 * parameters[name], numbers)"),
                 ("gradient, strict=True):\n", "gradient, strict=True):\n            g = g + 0.01 * parameter\n"),
-                ("in gradient.items():\n", "in gradient.items():\n            g = g + 0.01 * find(self.model, name)\n"),
+                ("g *= scale\n", "g = scale * g + 0.01 * theta\n"),
             ),
             case="steps",
         ),
@@ -623,7 +634,10 @@ CATALOGUE = {
 CONTROLS = [
     # Other ways to write the same: no alarm.
     Mistake(
-        "Adam written out", "", in_training(("self.optimizer.step()", WRITTEN_OUT), None, None), case="steps/clipped"
+        "Adam written out",
+        "",
+        in_training(("self.optimizer.step()", WRITTEN_OUT), None, (KERNEL, TF_WRITTEN_OUT)),
+        case="steps/clipped",
     ),
     Mistake("all slices at once", "", assumed(accumulation_steps=1), case="steps/sliced"),
     Mistake(
