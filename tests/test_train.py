@@ -98,6 +98,16 @@ def test_the_final_weights_are_the_average_of_the_last_checkpoints(finished):
     assert ref.load_vocabulary(finished / "model.safetensors") is not None
 
 
+def test_activation_checkpointing_changes_no_loss(tmp_path):
+    found = {}
+    for name, options in {"kept": [], "again": ["--activation-checkpointing"]}.items():
+        assert train(tmp_path / name, "--backend", "numpy", "--dtype", "float64", "--steps", 2, *options) == 0
+        found[name] = losses(tmp_path / name)
+        start = next(event for event in read_log(tmp_path / name) if event["event"] == "start")
+        assert start["settings"]["activation_checkpointing"] is bool(options)
+    assert found["again"] == pytest.approx(found["kept"], rel=1e-12)
+
+
 def test_training_lowers_the_loss(tmp_path):
     assert train(tmp_path / "run", "--backend", "numpy", "--steps", 40, "--factor", 2) == 0
     found = losses(tmp_path / "run")

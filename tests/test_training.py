@@ -34,6 +34,8 @@ TRAINERS = {  # dtype, dropout and settings: each has to be compiled
     ),
     "dropout": ("float32", RATES, {"accumulation_steps": 2, "clip_norm": 3.2}),
     "mixed": ("float32", NO_DROPOUT, {"mixed_bfloat16": True}),
+    "everything kept": ("float64", RATES, {"accumulation_steps": 2, "clip_norm": 3.2}),
+    "checkpointed": ("float64", RATES, {"accumulation_steps": 2, "clip_norm": 3.2, "activation_checkpointing": True}),
 }
 
 
@@ -169,6 +171,11 @@ BAD_SETTINGS = {
     "no slice": ({"accumulation_steps": 0}, ValueError, "accumulation_steps must be at least 1: got 0"),
     "half a slice": ({"accumulation_steps": 0.5}, TypeError, "accumulation_steps must be an integer: got 0.5"),
     "mixed by number": ({"mixed_bfloat16": 1}, TypeError, "mixed_bfloat16 must be True or False: got 1"),
+    "checkpointing by name": (
+        {"activation_checkpointing": "all"},
+        TypeError,
+        "activation_checkpointing must be True or False: got 'all'",
+    ),
 }
 
 
@@ -182,7 +189,7 @@ def test_settings_of_the_paper():
     settings = ref.TrainingConfig()
     assert (settings.beta1, settings.beta2, settings.epsilon, settings.warmup_steps) == (0.9, 0.98, 1e-9, 4000)
     assert (settings.learning_rate_factor, settings.accumulation_steps) == (1.0, 1)
-    assert not settings.mixed_bfloat16
+    assert settings.mixed_bfloat16 is settings.activation_checkpointing is False
     assert settings.clip_norm is settings.total_steps is None
     assert settings.cooldown_steps == 0
     assert math.isclose(settings.learning_rate(4000, 512), 6.98771e-4, rel_tol=1e-5)  # the peak of the base model
@@ -229,6 +236,9 @@ def test_settings_as_plain_values():
         ValueError,
         "unknown training settings: alpha, beta3",
     )
+    del fields["activation_checkpointing"]  # as in files from before there was such a setting
+    assert ref.TrainingConfig.from_dict(fields) == settings
+    assert ref.TrainingConfig.from_dict({**fields, "activation_checkpointing": True}).activation_checkpointing
     del fields["beta1"], fields["epsilon"]
     assert refusal(ref.TrainingConfig.from_dict, fields) == (ValueError, "missing training settings: beta1, epsilon")
     assert refusal(ref.TrainingConfig.from_dict, [1]) == (
@@ -426,7 +436,14 @@ def transcribed_run(batches, settings):
     return losses, norms, theta, m, v
 
 
-@pytest.mark.parametrize("kind", [kind for kind, (dtype, *_) in TRAINERS.items() if dtype == "float64"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for kind, (_, rates, settings) in TRAINERS.items()
+        if rates == NO_DROPOUT and not settings.get("mixed_bfloat16")
+    ],
+)
 def test_steps_are_what_is_written(backend, trainers, kind):
     """Weights, moments and reports, after the first step and after a few; the slices cannot be seen in any of them.
 
@@ -803,6 +820,86 @@ def test_mixed_precision(port, trainers):
     expected, _ = ref.cross_entropy(logits, RIGHT, CONFIG.replace(label_smoothing=0.0))
     assert port.to_numpy(total).dtype == np.float32
     assert_near(float(total), float(expected), 1e-6)
+
+
+# --- Activation checkpointing ---
+
+
+def test_activation_checkpointing_changes_no_number(backend, trainers):
+    """Losses, norms, weights and moments of three steps; so dropout falls both times on the same elements."""
+    found = {}
+    for kind in ("everything kept", "checkpointed"):
+        trainer = trainers(backend, kind)
+        results = take_steps(trainer, BATCHES[:3])
+        found[kind] = everything(trainer)
+        found[kind] |= {
+            what: np.array([float(getattr(result, what)) for result in results]) for what in ("loss", "gradient_norm")
+        }
+    kept, checkpointed = found.values()
+    assert list(kept) == list(checkpointed)
+    for name, expected in kept.items():
+        assert_near(checkpointed[name], expected, 1e-12, name)
+    stacks = trainer.model.encoder, trainer.model.decoder
+    assert not any(getattr(stack, "activation_checkpointing", False) for stack in stacks)  # but for a step
+
+
+@pytest.mark.only("torch")
+def test_torch_keeps_less(port, trainers):
+    """A layer's input alone outlives its forward pass."""
+    import torch
+
+    def kept_bytes(kind):
+        sizes = []
+
+        def keep(tensor):
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            trainers(port, kind).train_step(*BATCH)
+        return sum(sizes)
+
+    assert kept_bytes("checkpointed") < 0.5 * kept_bytes("everything kept")
+
+
+@pytest.mark.only("jax")
+def test_jax_keeps_less(port):
+    """XLA says how much room a step takes beside what goes in and comes out."""
+    import jax
+
+    training = port.package.training
+    config = CONFIG.replace(num_encoder_layers=2, num_decoder_layers=2)
+    batch = [np.tile(ids, (1, 8)) for ids in BATCH]
+
+    def room(settings):
+        model = port.package.Transformer.from_weights(config, random_weights(config))
+        trainer = port.package.Trainer(model, settings)
+        weights, moments = training._parameters(model), (trainer.first_moment, trainer.second_moment)
+        numbers = dict.fromkeys(("learning_rate", "first_correction", "second_correction"), 1.0)
+        step = trainer._compiled_step.lower(
+            weights, *moments, training._take(model, *batch), np.zeros(2, np.uint32), numbers
+        )
+        return step.compile().memory_analysis().temp_size_in_bytes
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)  # it is they that could undo it
+    try:
+        kept, checkpointed = (room(ref.TrainingConfig(activation_checkpointing=again)) for again in (False, True))
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+    assert checkpointed < 0.7 * kept
+
+
+@pytest.mark.only("tf")
+def test_tf_computes_again(port, trainers):
+    """What is kept is decided where the graph runs; here, that there are more matrix products in it."""
+
+    def products(kind):
+        graph = trainers(port, kind)._compiled_step.get_concrete_function().graph.as_graph_def()
+        nodes = [node for function in graph.library.function for node in function.node_def]
+        return sum("MatMul" in node.op for node in [*graph.node, *nodes])
+
+    assert products("checkpointed") > 1.2 * products("everything kept")
 
 
 # --- Compilation ---

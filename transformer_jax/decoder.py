@@ -119,6 +119,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List(DecoderLayer(config, dtype, rngs=rngs) for _ in range(config.num_decoder_layers))
         self.final_norm = LayerNorm(config, dtype, rngs=rngs) if config.final_norm else None
+        self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 
     def __call__(
         self,
@@ -130,7 +131,10 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "B T d_model"]:
         """Return the decoder's state for each target position; True in a mask = may attend."""
         for i, layer in enumerate(self.layers):
-            x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"))
+            if self.activation_checkpointing and tap is no_tap:
+                x = nnx.remat(DecoderLayer.__call__, static_argnums=5)(layer, x, memory, self_mask, cross_mask)
+            else:
+                x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"))
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

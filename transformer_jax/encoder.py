@@ -69,6 +69,7 @@ class Encoder(nnx.Module):
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List(EncoderLayer(config, dtype, rngs=rngs) for _ in range(config.num_encoder_layers))
         self.final_norm = LayerNorm(config, dtype, rngs=rngs) if config.final_norm else None
+        self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 
     def __call__(
         self,
@@ -78,7 +79,10 @@ class Encoder(nnx.Module):
     ) -> Float[Array, "B S d_model"]:
         """Return the memory; True in ``mask`` = may attend."""
         for i, layer in enumerate(self.layers):
-            x = layer(x, mask, within(tap, f"layers.{i}"))
+            if self.activation_checkpointing and tap is no_tap:
+                x = nnx.remat(EncoderLayer.__call__, static_argnums=3)(layer, x, mask)
+            else:
+                x = layer(x, mask, within(tap, f"layers.{i}"))
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

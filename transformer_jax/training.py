@@ -125,7 +125,8 @@ class Trainer:
         self.first_moment = _placed_alike(jnp.zeros_like, parameters)
         self.second_moment = _placed_alike(jnp.zeros_like, parameters)
         structure = _Structure.of(model)
-        self._compiled_step = _compile_step(structure, settings)
+        platform = next(iter(model.source_embedding.table.devices())).platform
+        self._compiled_step = _compile_step(structure, settings, platform)
         self._compiled_evaluation = _compile_evaluation(structure)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
@@ -236,7 +237,9 @@ class _Structure:
     @classmethod
     def of(cls, model: Transformer) -> _Structure:
         graph, state = nnx.split(model)
-        return cls(graph, jax.eval_shape(lambda: state), model.config)
+        # As jax.eval_shape would have it, which takes as long as nnx.split.
+        shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
+        return cls(graph, shapes, model.config)
 
     def build(self, parameters: Arrays) -> Transformer:
         """Return a model in inference mode that computes with these arrays, which may be traced."""
@@ -283,12 +286,14 @@ def _compile_evaluation(structure: _Structure) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=8)
-def _compile_step(structure: _Structure, settings: TrainingConfig) -> Callable[..., Any]:
+def _compile_step(structure: _Structure, settings: TrainingConfig, platform: str) -> Callable[..., Any]:
     slices = settings.accumulation_steps
 
     def loss(parameters, batch, key):
         model = structure.build(parameters)
         model.train()
+        for stack in (model.encoder, model.decoder):
+            stack.activation_checkpointing = settings.activation_checkpointing
         stream = nnx.RngStream(key, tag="dropout")  # one for all: each call of a dropout draws the next key from it
         for _, module in nnx.iter_modules(model):
             if isinstance(module, nnx.Dropout):
@@ -333,4 +338,10 @@ def _compile_step(structure: _Structure, settings: TrainingConfig) -> Callable[.
         parameters, first_moment, second_moment = ({name: new[i] for name, new in updated.items()} for i in range(3))
         return parameters, first_moment, second_moment, (loss, tokens, norm)
 
-    return jax.jit(step, donate_argnums=(0, 1, 2))  # old parameters and moments make room for the new ones
+    options = {}
+    if settings.activation_checkpointing and platform == "cpu":
+        # Where XLA compiles for a CPU, this pass takes nnx.remat's barriers away before the order is settled in which
+        # to compute: a layer would be computed again at once, and all of it kept.
+        options["xla_disable_hlo_passes"] = "cse_barrier_expander"
+    # Old parameters and moments make room for the new ones.
+    return jax.jit(step, donate_argnums=(0, 1, 2), compiler_options=options)

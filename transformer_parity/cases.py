@@ -307,7 +307,9 @@ def _steps() -> Iterator[Case]:
     paper = tiny(attention_bias=True, activation="gelu")
     pre = tiny("annotated", label_smoothing=0.2)
     yield replace(_step_case("paper", paper, TrainingConfig(**_SHORT)), dtypes=("float64", "float32"))
-    clipped = TrainingConfig(**_SHORT, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2)
+    clipped = TrainingConfig(
+        **_SHORT, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2, activation_checkpointing=True
+    )
     yield _step_case("pre", pre, clipped)
 
 

@@ -130,6 +130,7 @@ class Decoder(Block):
         super().__init__(dtype=dtype, **kwargs)
         self.layers = [DecoderLayer(config, dtype=dtype) for _ in range(config.num_decoder_layers)]
         self.final_norm = LayerNorm(config, dtype=dtype) if config.final_norm else None
+        self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 
     def call(
         self,
@@ -142,7 +143,10 @@ class Decoder(Block):
     ) -> Float[Tensor, "B T d_model"]:
         """Return the decoder's state for each target position; True in a mask = may attend."""
         for i, layer in enumerate(self.layers):
-            x = layer(x, memory, self_mask, cross_mask, tap=within(tap, f"layers.{i}"))
+            if self.activation_checkpointing and tap is no_tap:
+                x = layer.recomputed(x, memory, self_mask=self_mask, cross_mask=cross_mask, training=training)
+            else:
+                x = layer(x, memory, self_mask, cross_mask, tap=within(tap, f"layers.{i}"))
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

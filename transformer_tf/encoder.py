@@ -70,6 +70,7 @@ class Encoder(Block):
         super().__init__(dtype=dtype, **kwargs)
         self.layers = [EncoderLayer(config, dtype=dtype) for _ in range(config.num_encoder_layers)]
         self.final_norm = LayerNorm(config, dtype=dtype) if config.final_norm else None
+        self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 
     def call(
         self,
@@ -80,7 +81,10 @@ class Encoder(Block):
     ) -> Float[Tensor, "B S d_model"]:
         """Return the memory; True in ``mask`` = may attend."""
         for i, layer in enumerate(self.layers):
-            x = layer(x, mask=mask, tap=within(tap, f"layers.{i}"))  # by name: Keras fills in a mask of None
+            if self.activation_checkpointing and tap is no_tap:
+                x = layer.recomputed(x, mask=mask, training=training)
+            else:
+                x = layer(x, mask=mask, tap=within(tap, f"layers.{i}"))  # by name: Keras fills in a mask of None
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

@@ -64,6 +64,21 @@ class Block(keras.layers.Layer):
     def compute_mask(self, *args: Any) -> None:
         """Attach no mask to the output: masks here are always passed by hand, never carried along by Keras."""
 
+    def recomputed(self, *inputs: Tensor, **options: Any) -> Tensor:
+        """Call the layer, but keep only its inputs for the backward pass, which computes all in between again.
+
+        By then nothing is left of the outer call: the training mode is to be among the options, and so is every mask,
+        since ``tf.recompute_grad`` takes floats only.
+        """
+        # Dropout draws from where it stands now, both times. Keras' own RematScope would draw anew.
+        seeds = [(variable, variable.value) for variable in self.non_trainable_variables]
+
+        def call(*inputs: Tensor) -> Tensor:
+            with keras.StatelessScope(seeds):
+                return self(*inputs, **options)
+
+        return tf.recompute_grad(call)(*inputs)
+
 
 class Linear(keras.layers.Dense):
     """Multiply by a matrix and add a bias: ``x W + b``."""

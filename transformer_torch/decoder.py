@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import Tap, no_tap, within
@@ -118,6 +119,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(DecoderLayer(config, dtype) for _ in range(config.num_decoder_layers))
         self.final_norm = LayerNorm(config, dtype) if config.final_norm else None
+        self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 
     def forward(
         self,
@@ -129,7 +131,10 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "B T d_model"]:
         """Return the decoder's state for each target position; True in a mask = may attend."""
         for i, layer in enumerate(self.layers):
-            x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"))
+            if self.activation_checkpointing and tap is no_tap:
+                x = checkpoint(layer, x, memory, self_mask, cross_mask, use_reentrant=False)
+            else:
+                x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"))
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

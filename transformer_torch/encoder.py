@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import Tap, no_tap, within
@@ -70,6 +71,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(EncoderLayer(config, dtype) for _ in range(config.num_encoder_layers))
         self.final_norm = LayerNorm(config, dtype) if config.final_norm else None
+        self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 
     def forward(
         self,
@@ -79,7 +81,10 @@ class Encoder(nn.Module):
     ) -> Float[Tensor, "B S d_model"]:
         """Return the memory; True in ``mask`` = may attend."""
         for i, layer in enumerate(self.layers):
-            x = layer(x, mask, within(tap, f"layers.{i}"))
+            if self.activation_checkpointing and tap is no_tap:
+                x = checkpoint(layer, x, mask, use_reentrant=False)
+            else:
+                x = layer(x, mask, within(tap, f"layers.{i}"))
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

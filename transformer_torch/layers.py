@@ -62,7 +62,7 @@ class Linear(nn.Linear):
 
 
 def linear(
-    x: Float[Tensor, "*axes d_in"], weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None
+    x: Float[Tensor, "*axes d_in"], weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None = None
 ) -> Float[Tensor, "*axes d_out"]:
     """Multiply by a matrix in any layout and add a bias."""
     if weight.is_mkldnn:  # what F.linear refuses; torch.compile calls the same function for frozen weights

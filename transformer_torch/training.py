@@ -156,7 +156,7 @@ class Trainer:
         check_accumulation(settings.accumulation_steps, len(batch[0]))
         tokens = (batch[2] != self.model.config.pad_id).sum()
         self.optimizer.zero_grad()
-        with _dropout_from(self.model, self.seed, self.step):
+        with _dropout_from(self.model, self.seed, self.step), _checkpointing(self.model, settings):
             parts = zip(*(tensor.chunk(settings.accumulation_steps) for tensor in batch), strict=True)
             loss = torch.stack([self._backward(part, tokens) for part in parts]).sum()
         gradient = [p.grad for p in self.model.parameters() if p.grad is not None]  # a frozen parameter has none
@@ -249,3 +249,16 @@ def _dropout_from(model: Transformer, *entropy: int) -> Iterator[None]:
     finally:
         model.eval()
         generator.set_state(state)
+
+
+@contextmanager
+def _checkpointing(model: Transformer, settings: TrainingConfig) -> Iterator[None]:
+    """Let the layers of a model save memory, if the settings say so."""
+    stacks = model.encoder, model.decoder
+    for stack in stacks:
+        stack.activation_checkpointing = settings.activation_checkpointing
+    try:
+        yield
+    finally:
+        for stack in stacks:
+            stack.activation_checkpointing = False

@@ -37,6 +37,7 @@ SETTINGS = {  # option: field of the training settings
     "clip": "clip_norm",
     "accumulate": "accumulation_steps",
     "mixed_bfloat16": "mixed_bfloat16",
+    "activation_checkpointing": "activation_checkpointing",
 }
 
 EXAMPLES = f"""\
@@ -107,6 +108,12 @@ def add_parser(commands: Any) -> None:
     optimizer.add_argument("--accumulate", type=positive, metavar="N", help="slices of a batch, to save memory")
     optimizer.add_argument(
         "--mixed-bfloat16", action="store_true", default=None, help="compute in bfloat16 with float32 weights"
+    )
+    optimizer.add_argument(
+        "--activation-checkpointing",
+        action="store_true",
+        default=None,
+        help="keep each layer's input alone, and compute the rest again in the backward pass, to save memory",
     )
     optimizer.add_argument("--seed", type=int, metavar="N", help="of weights, batches and dropout (default: 0)")
 
