@@ -191,14 +191,7 @@ class Trainer:
 
     def _step(self, batch, random_bits, scalars):
         """Return loss, tokens and the norm of the gradient of a batch, and take one step on it."""
-        slices = self.settings.accumulation_steps
-        zeros = [tf.zeros_like(parameter) for parameter in parameters(self.model).values()]
-        (loss, tokens), gradient = tf.foldl(
-            lambda sums, part: tf.nest.map_structure(tf.add, sums, self._backward(*part)),
-            (tuple(tf.reshape(ids, [slices, -1, tf.shape(ids)[1]]) for ids in batch), random_bits),
-            ((tf.zeros_like(scalars[0]), tf.constant(0)), zeros),
-            parallel_iterations=1,  # to save memory is what the slices are for
-        )
+        (loss, tokens), gradient = self._backward_in_slices(batch, random_bits)
         count = tf.cast(tf.maximum(tokens, 1), loss.dtype)
         norm = tf.linalg.global_norm(gradient) / count
         scale = 1.0 / count
@@ -207,6 +200,19 @@ class Trainer:
         self._adam([g * scale for g in gradient], *scalars)
         return loss / count, tokens, norm
 
+    def _backward_in_slices(self, batch, random_bits):
+        """Return what ``_backward`` does, summed over the slices of a batch."""
+        slices = self.settings.accumulation_steps
+        if slices == 1:
+            return self._backward(batch, random_bits[0])
+        zeros = [tf.zeros_like(parameter) for parameter in parameters(self.model).values()]
+        return tf.foldl(
+            lambda sums, part: tf.nest.map_structure(tf.add, sums, self._backward(*part)),
+            (tuple(tf.reshape(ids, [slices, -1, tf.shape(ids)[1]]) for ids in batch), random_bits),
+            ((tf.zeros([], self.model.variable_dtype), tf.constant(0)), zeros),
+            parallel_iterations=1,  # to save memory is what the slices are for
+        )
+
     def _backward(self, batch, random_bits):
         """Return the summed loss and the number of tokens of a slice, and the sum's gradient at every parameter."""
         model = self.model
@@ -214,19 +220,29 @@ class Trainer:
         policy = "mixed_bfloat16" if self.settings.mixed_bfloat16 else model.dtype_policy
         # In the scope dropout draws from the given bits, and leaves the model's own generators as they were.
         dropout = keras.StatelessScope(zip(self._dropout, tf.unstack(random_bits), strict=True))
-        with tf.GradientTape() as tape, _computing_in(policy, model), dropout:
-            logits = model(source_ids, target_ids, training=True)
-            loss, tokens = cross_entropy(logits, labels, model.config)
-        return (loss, tokens), _differentiate(tape, loss, [*parameters(model).values()])
+        with _computing_in(policy, model):  # the backward pass too, which may compute layers again
+            with tf.GradientTape() as tape, _checkpointing(model, self.settings), dropout:
+                logits = model(source_ids, target_ids, training=True)
+                loss, tokens = cross_entropy(logits, labels, model.config)
+            return (loss, tokens), _differentiate(tape, loss, [*parameters(model).values()])
 
     def _adam(self, gradient, learning_rate, correction1, correction2):
         """Take one step of Adam (Kingma and Ba, 2015, Algorithm 1); the corrections are 1 - beta^step."""
-        # Keras' own adds epsilon to the root before the correction, and rounds the betas to float32 also in float64.
+        # Not Keras' own, which rounds the betas to float32 also in float64, and goes through memory a dozen times:
+        # TensorFlow's kernel does so once. Like Keras, it adds epsilon to a root that is not corrected yet, so it is
+        # given the epsilon that amounts to the right one.
         settings = self.settings
+        root, zero = tf.sqrt(correction2), tf.zeros_like(correction2)
+        numbers = {
+            "lr": learning_rate * root / correction1,
+            "beta1": tf.constant(settings.beta1, root.dtype),
+            "beta2": tf.constant(settings.beta2, root.dtype),
+            "epsilon": settings.epsilon * root,
+            **dict.fromkeys(("beta1_power", "beta2_power"), zero),  # the corrections are in the rate
+        }
         for (name, parameter), g in zip(parameters(self.model).items(), gradient, strict=True):
-            m = self.first_moment[name].assign_add((1.0 - settings.beta1) * (g - self.first_moment[name]))
-            v = self.second_moment[name].assign_add((1.0 - settings.beta2) * (g * g - self.second_moment[name]))
-            parameter.assign_sub(learning_rate * (m / correction1) / (tf.sqrt(v / correction2) + settings.epsilon))
+            m, v = self.first_moment[name], self.second_moment[name]
+            tf.raw_ops.ResourceApplyAdam(var=parameter.handle, m=m.handle, v=v.handle, grad=g, **numbers)
 
     def _evaluation(self, batch):
         source_ids, target_ids, labels = batch
@@ -262,6 +278,19 @@ def _computing_in(policy: Any, model: Transformer) -> Iterator[None]:
     finally:
         for layer, policy in own:
             layer.dtype_policy = policy
+
+
+@contextmanager
+def _checkpointing(model: Transformer, settings: TrainingConfig) -> Iterator[None]:
+    """Let the layers of a model save memory, if the settings say so."""
+    stacks = model.encoder, model.decoder
+    for stack in stacks:
+        stack.activation_checkpointing = settings.activation_checkpointing
+    try:
+        yield
+    finally:
+        for stack in stacks:
+            stack.activation_checkpointing = False
 
 
 def _layers(model):
