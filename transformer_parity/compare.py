@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
@@ -19,7 +18,7 @@ from transformer_parity.cases import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.decoding import Decoded, SearchOptions, explain, score, score_budget, summary
 from transformer_parity.errors import described
 from transformer_parity.policy import budget, relative_error
-from transformer_parity.ports import PORTS, LoadedPackage, LoadedPort, MissingAbilityError, Port
+from transformer_parity.ports import PORTS, LoadedPackage, LoadedPort, MissingAbilityError, Port, Result
 
 AGREES, DIVERGES, IMPRECISE, FAILED = "agrees", "diverges", "imprecise", "failed"
 SKIPPED = "skipped"  # the port does not offer it: counted, and never a pass
@@ -86,19 +85,24 @@ def compare(
     """Run every case on a port in every dtype and yield each comparison as it is made.
 
     Args:
-        cases: What to run; cases that share a config are run on one loaded model if they stand together.
+        cases: What to run; cases that share a config and weights are run one after another, on one loaded model.
         port: What to run it on.
         setting: Dtypes, device and precision.
         progress: Told what is about to run.
         kept: Receives all that the port showed in each case in which something failed.
     """
-    for _, group in groupby(cases, key=_model):
-        same_model = list(group)
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases:
+        groups.setdefault(_model(case), []).append(case)
+    for same_model in groups.values():
         weights = same_model[0].load_weights()
+        exact: dict[str, Result] = {}
         for dtype in setting.dtypes:
             runs = [case for case in same_model if dtype in case.dtypes]
             if runs:
-                yield from _compare_group(runs, port, dtype, setting, given(weights, dtype), progress, kept)
+                # Only to bfloat16 are weights and inputs rounded beforehand: otherwise the truth is the same.
+                known = {} if dtype == "bfloat16" else exact
+                yield from _compare_group(runs, port, dtype, setting, given(weights, dtype), progress, kept, known)
 
 
 def _model(case: Case) -> tuple[Any, ...]:
@@ -114,8 +118,9 @@ def _compare_group(
     weights: Mapping[str, ndarray],
     progress: Callable[[str], None],
     kept: Kept | None,
+    known: dict[str, Result],
 ) -> Iterator[Finding]:
-    """Load one model and run all cases that use it."""
+    """Load one model and run all cases that use it; ``known`` holds the truth by case, from one dtype to the next."""
     config = cases[0].config
 
     def failed(case: Case, error: Exception) -> Finding:  # a finding, not a crash of the comparison
@@ -145,7 +150,9 @@ def _compare_group(
         shown: dict[str, ndarray] = {}
         try:
             if case.rung == ACTIVATIONS:
-                expected = _expect(case.block, inputs, truth, same_dtype)
+                if case.name not in known:
+                    known[case.name] = truth.run(case.block, inputs, taps=True)
+                expected = _expect(case.block, inputs, known[case.name], same_dtype)
                 findings = _compare_case(case, loaded, inputs, expected, port.name, dtype, setting, shown)
             elif case.rung == DECODE:
                 findings = _compare_decoding(case, loaded, inputs, truth, same_dtype, port.name, dtype, shown)
@@ -159,9 +166,8 @@ def _compare_group(
             yield failed(case, error)
 
 
-def _expect(block: str, inputs: Mapping[str, ndarray], truth: LoadedPort, same_dtype: LoadedPort | None) -> Expected:
-    """Run the reference: in float64 for the truth, in the working dtype for the yardstick."""
-    exact = truth.run(block, inputs, taps=True)
+def _expect(block: str, inputs: Mapping[str, ndarray], exact: Result, same_dtype: LoadedPort | None) -> Expected:
+    """Run the reference in the working dtype for the yardstick; in float64 it has been run."""
     if not all(np.isfinite(value).all() for value in (exact.output, *exact.taps.values())):
         raise ValueError("the reference itself is not finite here")
     yardstick = {}

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
@@ -26,8 +26,12 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.taps import Recorder
 from reference_numpy.training_config import Gradients, TrainingConfig
+from transformer_parity.clock import COMPILING
 from transformer_parity.decoding import SearchOptions
 
+# The dtype in which XLA compiles as it does for users, and what it makes of a program is compared. float64 compares the
+# formulas, and bfloat16 is a smoke test: there XLA compiles quickly in JAX, and is left out in TensorFlow.
+COMPILED_IN_FULL = "float32"
 FUNCTIONS = ("scaled_dot_product_attention",)  # blocks that belong to the package, not to the model
 
 
@@ -265,21 +269,52 @@ class _LoadedJax(LoadedPackage):
             function = self.find(nnx.merge(graphdef, state), block)
             return _call_tapped(function, arrays, given) if tapped else function(**arrays)
 
-        key = (self.package.__name__, tapped)
+        quick = tapped or self.dtype != COMPILED_IN_FULL
+        key = (self.package.__name__, tapped, quick)
         if key not in _JITTED:
-            # With taps on nobody waits for the result, only for the compiler.
-            options = self.package.runtime.quick_compilation() if tapped else None
+            # With taps on, too, nobody waits for the result, only for the compiler.
+            options = self.package.runtime.quick_compilation() if quick else None
             _JITTED[key] = jax.jit(run, static_argnums=(0, 2), compiler_options=options)
         return _JITTED[key]
 
+    def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
+        with self._compiling():
+            return super().search(source_ids, options, on_step)
 
-_JITTED: dict[tuple[str, bool], Callable[..., Any]] = {}
+    def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
+        trainer = super().trainer(settings, seed)
+        step = trainer.train_step
+
+        def first_step(*batch: Any, **named: Any) -> Any:
+            trainer.train_step = step
+            with self._compiling():
+                return step(*batch, **named)
+
+        trainer.train_step = first_step
+        return trainer
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Let what the package compiles by itself be compiled as that dtype is."""
+        import jax
+
+        name = "jax_disable_most_optimizations"
+        before = jax.config.read(name)
+        jax.config.update(name, before or self.dtype != COMPILED_IN_FULL)
+        try:
+            yield
+        finally:
+            jax.config.update(name, before)
+
+
+_JITTED: dict[tuple[str, bool, bool], Callable[..., Any]] = {}
 
 
 class _LoadedTf(LoadedPackage):
     def __init__(self, package: Any, model: Any, dtype: str) -> None:
         super().__init__(package, model, dtype)
         self._compiled: dict[str, Callable[..., Any]] = {}
+        self._called: set[Any] = set()
 
     def to_array(self, array: ndarray) -> Any:
         import tensorflow as tf
@@ -301,9 +336,41 @@ class _LoadedTf(LoadedPackage):
 
         if block not in self._compiled:
             function = self.find(self.model, block)
-            self._compiled[block] = tf.function(lambda arrays: function(**arrays), jit_compile=True)
-        with tf.device(self.model.device):
+            by_xla = self.dtype == COMPILED_IN_FULL
+            self._compiled[block] = tf.function(lambda arrays: function(**arrays), jit_compile=by_xla)
+        shapes = tuple((name, *array.shape) for name, array in arrays.items())
+        with tf.device(self.model.device), self._compiling((block, shapes)):
             return self._compiled[block](arrays)
+
+    def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
+        with self._compiling((options, source_ids.shape)) as stop:
+
+            def show(ids: ndarray) -> None:
+                stop()  # by the end of the first step, all is compiled
+                if on_step is not None:
+                    on_step(ids)
+
+            return super().search(source_ids, options, on_step and show)
+
+    def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
+        trainer = super().trainer(settings, seed)
+        step = trainer.train_step
+
+        def first_step(*batch: Any, **named: Any) -> Any:
+            trainer.train_step = step
+            with COMPILING.running():
+                return step(*batch, **named)
+
+        trainer.train_step = first_step
+        return trainer
+
+    @contextmanager
+    def _compiling(self, what: Any) -> Iterator[Callable[[], None]]:
+        """Count the first call as time spent compiling: TensorFlow does not tell how much of it is."""
+        first = what not in self._called
+        self._called.add(what)
+        with COMPILING.running() if first else nullcontext(lambda: None) as stop:
+            yield stop
 
 
 @dataclass(frozen=True)
@@ -329,11 +396,7 @@ class PackagePort:
             MissingFrameworkError: The framework is not installed.
         """
         self.check_installed()
-        # Share a GPU instead of claiming it, and keep start-up notices off the terminal.
-        os.environ["KERAS_BACKEND"] = "tensorflow"
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        prepare_environment()
         return importlib.import_module(self.package)
 
     def check_installed(self) -> None:
@@ -347,6 +410,14 @@ class PackagePort:
     def missing(self) -> str | None:
         """Return the first module that is not installed, or None."""
         return next((module for module in self.needs if importlib.util.find_spec(module) is None), None)
+
+
+def prepare_environment() -> None:
+    """Let frameworks share a GPU instead of claiming it, and keep their start-up notices off the terminal."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 # torch stands before tensorflow: imported the other way round, some builds of the two crash.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from transformer_parity.clock import Spent
 from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, OUTPUT, SKIPPED, TOKENS, Finding
 from transformer_parity.policy import POLICY
 
@@ -144,8 +145,10 @@ def print_skips(console: Console, findings: Sequence[Finding]) -> None:
         console.print(Text("SKIPPED  ", STYLES[SKIPPED]) + Text(f" {backend}: {detail} ({where})", "default"))
 
 
-def verdict_line(findings: Sequence[Finding], backends: Sequence[str], seconds: float) -> Text:
-    """Return the last line: one word, then what it stands on."""
+def verdict_line(
+    findings: Sequence[Finding], backends: Sequence[str], seconds: float, spent: Mapping[str, Spent] | None = None
+) -> Text:
+    """Return the last line: one word, then what it stands on, and how much of the time was spent compiling."""
     verdict = overall(findings)
     skipped = [finding for finding in findings if finding.verdict == SKIPPED]
     cases = len({finding.case for finding in findings if finding.case})
@@ -164,7 +167,9 @@ def verdict_line(findings: Sequence[Finding], backends: Sequence[str], seconds: 
         failing = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
         counted += f"; {len(failing):,} failed"
     word = {AGREES: "AGREE", DIVERGES: "DIVERGE", IMPRECISE: "IMPRECISE", FAILED: "INCOMPLETE"}[verdict]
-    return Text(word, STYLES[verdict]) + Text(f"  {counted}; {seconds:.0f} s.", "default")
+    compiling = [f"{name} {port.compiling:.0f} s" for name, port in (spent or {}).items() if port.compiling]
+    counted += f"; {seconds:.0f} s" + (f" (compiling: {', '.join(compiling)})" if compiling else "")
+    return Text(word, STYLES[verdict]) + Text(f"  {counted}.", "default")
 
 
 def summarise(findings: Sequence[Finding]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from numpy import ndarray
 
 from transformer_parity.blame import Blame
 from transformer_parity.cases import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.clock import Spent
 from transformer_parity.compare import AGREES, SKIPPED, Finding, Setting
 from transformer_parity.report import SENTENCES, exit_code, is_near_tie, overall, summarise, worst
 
@@ -45,6 +46,8 @@ def build(
     diagnoses: Rows = (),
     audits: Rows = (),
     attention: Rows = (),
+    seconds: float = 0.0,
+    spent: Mapping[str, Spent] | None = None,
 ) -> dict[str, Any]:
     """Return all that is known of a comparison, as plain values that JSON can hold.
 
@@ -62,6 +65,8 @@ def build(
         diagnoses: ``{backend, dtype, case, rung, **Diagnosis.to_dict()}`` each.
         audits: ``{backend, weights: [{name, verdict, detail}]}`` each.
         attention: What ``investigate.attention_maps`` returns.
+        seconds: How long it took.
+        spent: What each port's process took of it, by backend.
     """
     skips = [finding for finding in findings if finding.verdict == SKIPPED]
     failures = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
@@ -79,6 +84,7 @@ def build(
         "machine": machine,
         "environment": environment,
         "fingerprint": _fingerprint(setting, environment, machine, cases, weights, texts),
+        "time": {"seconds": seconds, "ports": {name: asdict(port) for name, port in (spent or {}).items()}},
         "comparisons": len(findings) - len(skips),
         "skipped": len(skips),
         "summary": summarise(findings),

@@ -25,6 +25,7 @@ from typing import Any
 from transformer_parity import start_worker
 from transformer_parity.audit import Fate, as_mistake, audit
 from transformer_parity.cases import ACTIVATIONS, RUNGS, Case, port_deck
+from transformer_parity.clock import COMPILING, Spent, listen_to_jax
 from transformer_parity.compare import AGREES, FAILED, SKIPPED, Finding, Kept, Setting, compare
 from transformer_parity.errors import described
 from transformer_parity.investigate import Inquiry, investigate, look
@@ -58,6 +59,7 @@ class Message:
     inquiry: Inquiry | None = None
     name: str = ""  # by which findings call it: said once, when it is imported
     steps: int = 0  # how many cases times dtypes there are: likewise
+    spent: Spent | None = None  # said at the end
 
 
 _Said = Queue["tuple[_Worker, Message | None]"]  # None: that was all
@@ -227,6 +229,7 @@ def _title(backend: str) -> str:
 
 def work() -> None:
     """Do the job that comes through standard input, and speak through what was standard output."""
+    started = time.monotonic()
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the port prints goes where its errors go
     job: _Job = pickle.load(sys.stdin.buffer)
@@ -276,12 +279,14 @@ def work() -> None:
         made.append(failure(name, f"it called sys.exit({error.code!r}) at {doing}"))
     except Exception as error:
         made.append(failure(name, f"{described(error)} at {doing}"))
-    tell(environment=describe(), done=True)
+    spent = Spent(time.monotonic() - started, time.process_time(), COMPILING.seconds)
+    tell(environment=describe(), done=True, spent=spent)
 
 
 def _import(backend: str) -> tuple[Any, Callable[[], dict[str, str]]]:
     """Return a port, and what describes its environment."""
-    if backend in PORTS:
-        return PORTS[backend], PORTS[backend].import_package().describe
-    plugin = PluginPort(backend)
-    return plugin, plugin.describe
+    port = PORTS[backend] if backend in PORTS else PluginPort(backend)
+    describe = port.describe if isinstance(port, PluginPort) else port.import_package().describe
+    if "jax" in sys.modules:
+        listen_to_jax()
+    return port, describe

@@ -18,6 +18,7 @@ import reference_numpy as ref
 from reference_numpy.config import PRESETS, TransformerConfig
 from transformer_parity.audit import Fate
 from transformer_parity.cases import ACTIVATIONS, RUNGS, STEPS, Case, deck, gradient_case, preset_case, search_cases
+from transformer_parity.clock import Spent
 from transformer_parity.commands import add_backends, one_or_more, positive
 from transformer_parity.commands.info import describe_machine
 from transformer_parity.compare import FAILED, SKIPPED, Finding, Setting
@@ -175,6 +176,7 @@ class Outcome:
     names: dict[str, str] = field(default_factory=dict)  # by which findings call what was asked for
     audits: dict[str, tuple[Fate, ...]] = field(default_factory=dict)
     inquiries: list[Inquiry] = field(default_factory=list)
+    spent: dict[str, Spent] = field(default_factory=dict)
 
 
 def _report(
@@ -200,7 +202,7 @@ def _report(
     print_skips(console, findings)
     for what in _left_out(options):
         console.print(f"NOT TESTED: {what}")
-    console.print(verdict_line(findings, ports, seconds))
+    console.print(verdict_line(findings, ports, seconds, outcome.spent))
     result = build(
         findings,
         ports,
@@ -217,6 +219,8 @@ def _report(
             {"backend": name, "weights": [fate.to_dict() for fate in fates]} for name, fates in outcome.audits.items()
         ],
         attention=[row for inquiry in outcome.inquiries for row in inquiry.attention],
+        seconds=seconds,
+        spent=outcome.spent,
     )
     for path, write in ((options.json, write_json), (options.junit, write_junit), (options.html, write_html)):
         if path is not None:
@@ -369,6 +373,8 @@ def _keep(message: Message, outcome: Outcome) -> None:
         outcome.inquiries.append(message.inquiry.of(name))
     if message.environment:
         outcome.environment[name] = message.environment
+    if message.spent:
+        outcome.spent[name] = message.spent
 
 
 def _log_progress(message: Message, logged: set[tuple[str, str]]) -> None:

@@ -1,0 +1,168 @@
+"""What a comparison costs: nothing is loaded, computed or counted twice, and what compiling took is told."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from transformer_parity import ports
+from transformer_parity.__main__ import main
+from transformer_parity.cases import ALL_DTYPES, deck
+from transformer_parity.clock import COMPILING, Clock, Spent, listen_to_jax
+from transformer_parity.compare import AGREES, Finding, Setting, compare
+from transformer_parity.decoding import SearchOptions
+from transformer_parity.policy import CHUNK, relative_error
+from transformer_parity.ports import PORTS, LoadedPackage, PackagePort
+from transformer_parity.report import verdict_line
+
+DECK = {case.name: case for case in deck()}
+
+
+def clock_at(*times: float) -> Clock:
+    """Return a clock that is asked for the time that often."""
+    return Clock(iter(times).__next__)
+
+
+def test_spans_add_up():
+    clock = clock_at(10.0, 20.0)
+    clock.add(2.0)
+    clock.add(3.0)
+    assert clock.seconds == 5.0
+
+
+def test_a_span_inside_of_another_counts_once():
+    clock = clock_at(10.0, 12.0, 13.0, 20.0)
+    clock.add(1.0)
+    clock.add(1.0)
+    clock.add(5.0)  # from 8 on: both are part of it
+    assert clock.seconds == 5.0
+    clock.add(9.0)  # from 11 on: overlaps
+    assert clock.seconds == 12.0
+
+
+def test_running_stops_once():
+    clock = clock_at(1.0, 4.0, 4.0)
+    with clock.running() as stop:
+        stop()
+        stop()
+    assert clock.seconds == 3.0
+    clock = clock_at(1.0, 6.0, 6.0)
+    with pytest.raises(KeyError), clock.running():
+        raise KeyError
+    assert clock.seconds == 5.0
+
+
+def test_jax_tells_what_it_compiles(monkeypatch):
+    import jax
+
+    listeners = []
+    monkeypatch.setattr(jax.monitoring, "register_event_duration_secs_listener", listeners.append)
+    monkeypatch.setattr("transformer_parity.clock.COMPILING", clock := clock_at(10.0))
+    listen_to_jax()
+    (hear,) = listeners
+    hear("/jax/checkpoint/write", 5.0)
+    assert clock.seconds == 0.0
+    hear("/jax/core/compile/backend_compile_duration", 3.0, platform="cpu")
+    assert clock.seconds == 3.0
+
+
+def test_tensorflow_is_watched_at_the_first_call_of_each_kind(monkeypatch):
+    clock = Clock(iter(np.arange(0.0, 1000.0)).__next__)
+    monkeypatch.setattr(ports, "COMPILING", clock)
+    case = DECK["attention/no_mask"]
+    loaded = PORTS["tf"].load(case.config, case.load_weights(), "float64", "cpu", "highest")
+    counted = []
+    for inputs in (case.inputs, case.inputs, DECK["attention/one_key"].inputs):
+        loaded.run(case.block, inputs, taps=False)
+        counted.append(clock.seconds)
+    assert 0 < counted[0] == counted[1] < counted[2]
+    monkeypatch.setattr(LoadedPackage, "search", lambda self, ids, options, on_step: [on_step(ids) for _ in range(3)])
+    shown = []
+    before = clock.seconds
+    loaded.search(np.ones((2, 3), int), SearchOptions(), shown.append)
+    assert len(shown) == 3
+    assert clock.seconds == before + 1.0  # up to the end of the first step
+    loaded.search(np.ones((2, 3), int), SearchOptions(), shown.append)
+    assert clock.seconds == before + 1.0
+    monkeypatch.setattr(LoadedPackage, "trainer", lambda self, *settings: SimpleNamespace(train_step=shown.append))
+    trainer = loaded.trainer(None)
+    for _ in range(3):
+        trainer.train_step("a batch")
+        assert clock.seconds == before + 2.0
+    assert shown[-3:] == ["a batch"] * 3
+
+
+def test_the_last_line_tells_it():
+    finding = Finding("torch", "float64", "full model", "full/padded", "taps", "logits", 0.0, 1.0, AGREES)
+    spent = {"torch": Spent(50.0, 60.0, 0.0), "jax": Spent(90.0, 95.0, 40.4)}
+    console = Console(file=io.StringIO(), width=300)
+    console.print(verdict_line([finding], ["torch", "jax"], 99.6, spent))
+    console.print(verdict_line([finding], ["torch"], 9.6, {"torch": spent["torch"]}))
+    console.print(verdict_line([finding], ["torch"], 9.6))
+    first, *others = console.file.getvalue().splitlines()
+    assert first.endswith("; 100 s (compiling: jax 40 s).")
+    assert all(line.endswith("; 10 s.") for line in others)
+
+
+def test_json_tells_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--preset", "marian", "--rung", "activations", "--only", "deck", "--dtype", "float32"]
+    assert main(["check", "--backends", "torch,jax", *options, "--json", "result.json"]) == 0
+    time = json.loads((tmp_path / "result.json").read_text())["time"]
+    assert time["ports"].keys() == {"torch", "jax"}
+    for name, spent in time["ports"].items():
+        assert 0.0 <= spent["compiling"] < spent["seconds"] < time["seconds"]
+        assert spent["cpu_seconds"] > 0.0
+        assert (spent["compiling"] > 0.0) == (name == "jax")
+
+
+def test_nothing_is_loaded_or_computed_twice(monkeypatch):
+    loads, runs = Counter(), Counter()
+    load, run = PackagePort.load, LoadedPackage.run
+
+    def count_load(self, config, weights, dtype, *rest):
+        loads[self.name, dtype] += 1
+        return load(self, config, weights, dtype, *rest)
+
+    def count_run(self, block, inputs, **options):
+        runs[self.package.__name__, self.dtype, block] += 1
+        return run(self, block, inputs, **options)
+
+    monkeypatch.setattr(PackagePort, "load", count_load)
+    monkeypatch.setattr(LoadedPackage, "run", count_run)
+    cases = [DECK[name] for name in ("feed_forward/relu", "feed_forward/gelu", "layer_norm/standard")]
+    assert cases[0].config == cases[2].config != cases[1].config
+    findings = list(compare(cases, PORTS["torch"], Setting()))
+    assert all(finding.verdict == AGREES for finding in findings)
+    assert {(finding.case, finding.dtype) for finding in findings} == {
+        (case.name, dtype) for case in cases for dtype in ALL_DTYPES
+    }
+    assert all(loads["torch", dtype] == 2 for dtype in ALL_DTYPES)  # two configs, though one is met twice
+    norm = cases[2].block
+    # The truth of float64 is that of float32 too; to bfloat16, inputs and weights are rounded beforehand.
+    assert runs["reference_numpy", "float64", norm] == 2
+    assert runs["reference_numpy", "float32", norm] == 1
+
+
+@pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
+def test_errors_are_found_wherever_they_are(size):
+    expected = np.random.default_rng(size).normal(size=size)
+    norm = np.linalg.norm(expected)
+    for index in {0, size // 2, size - 1}:
+        actual = expected.copy()
+        actual[index] += 1.0
+        assert relative_error(actual, expected) == pytest.approx(1.0 / norm, rel=1e-12)
+    turned = expected[:, None].astype(np.float32)
+    assert relative_error(turned, expected[:, None]) == pytest.approx(
+        np.linalg.norm(turned[:, 0].astype(float) - expected) / norm, rel=1e-12
+    )
+
+
+def test_nothing_is_counted_here():
+    assert COMPILING.seconds == 0.0  # only a worker listens
