@@ -48,7 +48,8 @@ def masked_softmax(
         scores = out = np.fmin(scores, np.where(mask, infinity, -infinity), out=out)
     lowest = np.finfo(scores.dtype).min  # a row of -inf would otherwise be -inf - -inf, NaN
     largest = np.fmax.reduce(scores, axis=-1, keepdims=True, initial=lowest)  # max minds NaN, and takes twice as long
-    weights = np.subtract(scores, largest, out=out)
+    with np.errstate(invalid="ignore"):  # inf - inf: what is not a number stays so, without a warning
+        weights = np.subtract(scores, largest, out=out)
     np.exp(weights, out=weights)
     total = sum_last(weights)
     np.maximum(total, 1.0, out=total)  # the likeliest has exp(0) = 1; nothing allowed: 0 / 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformer_parity.catalogue.forward import ATTENDED
 from transformer_parity.catalogue.planting import Edits, instead
-from transformer_parity.catalogue.training import ENCODER, in_training
+from transformer_parity.catalogue.training import ENCODER, KERNEL, in_training
 
 
 @dataclass(frozen=True)
@@ -249,9 +249,8 @@ MISBEHAVIOUR = [
             ),
             ("name: new[i] for", f"name: (lambda x: {ROUNDED})(new[i]) for"),
             (
-                "(tf.sqrt(v / correction2) + settings.epsilon))",
-                "(tf.sqrt(v / correction2) + settings.epsilon))\n"
-                "            parameter.assign(tf.cast(tf.cast(parameter, tf.bfloat16), parameter.dtype))",
+                KERNEL,
+                f"{KERNEL}            parameter.assign(tf.cast(tf.cast(parameter, tf.bfloat16), parameter.dtype))\n",
             ),
         ),
     ),

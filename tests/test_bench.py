@@ -22,6 +22,7 @@ from reference_numpy.search_plan import SearchResult
 from transformer_parity import imports, race
 from transformer_parity.__main__ import main
 from transformer_parity.bench import Entry, Spread, fastest, ratio, verdict
+from transformer_parity.bench_figure import draw_growth
 from transformer_parity.bench_report import exponent
 from transformer_parity.commands.bench import processors
 from transformer_parity.compare import AGREES, DIVERGES, FAILED
@@ -477,6 +478,7 @@ def test_missing_peers_are_named(capsys, monkeypatch):
 GROWING_REFUSED = [
     ("forward", ["--scale", "width"], "must begin with one of source, length, batch, depth: got 'width'"),
     ("forward", ["--scale", "batch=1,x"], "must be a positive integer: got 'x'"),
+    ("forward", ["--scale", "batch=2,2"], "must grow: got 2,2"),
     ("forward", ["--dtype", "bfloat16", "--peers"], "--peers compute in float32"),
     ("forward", ["--dtype", "bfloat16"], "reference_numpy has no bfloat16 worth timing"),
     ("train", ["--activation-checkpointing", "--peers"], "--peers have no activation checkpointing"),
@@ -622,7 +624,7 @@ def test_growth_is_measured_and_drawn(capsys, tmp_path):
     )
     assert code == 0, printed + errors
     assert "milliseconds, by source" in printed
-    assert "MiB beyond model and framework, by source" in printed
+    assert "MiB beyond what was held before the first call, by source" in printed
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     _, found = read(tmp_path / "a.json")
     assert found["scale"] == "source"
@@ -670,3 +672,37 @@ def test_only_marian_has_a_beam():
     assert [other.name for other in others(TRAIN)] == [
         *("torch.nn", "torch.nn compiled", "marian", "flax nnx", "keras hub", "keras hub XLA")
     ]
+
+
+def test_a_picture_compares_with_nobody_who_is_wrong(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(OURS["decode"], "torch", Wrong("torch"))
+    seen = []
+    monkeypatch.setattr("transformer_parity.commands.bench.write", lambda figure, path: None)
+    monkeypatch.setattr("transformer_parity.commands.bench.draw_times", lambda *found: seen.append(found))
+    options = ["--backends", "numpy,torch", "--against", "torch", "--plot", tmp_path / "a.png"]
+    code, _, _ = parity(capsys, *options)
+    assert code == 1
+    ((_, _, timed, against, _),) = seen
+    assert [entry.name for entry in timed] == ["numpy"]
+    assert against.name == "numpy"
+
+
+@pytest.mark.parametrize("memory", [None, 2**20])
+def test_growth_is_drawn_where_memory_is_unknown(memory, tmp_path):
+    peak = memory and memory + 2**20
+    races = [[Entry("numpy", seconds=[float(size)], loaded_bytes=memory, peak_bytes=peak)] for size in (1, 2)]
+    figure = draw_growth("title", "details", "batch", (1, 2), races, "machine")
+    figure.savefig(tmp_path / "a.png")
+    assert len(figure.axes) == (1 if memory is None else 2)
+
+
+def test_with_dropout_losses_are_said_to_be_of_the_right_size():
+    assert TRAIN.agreement == "agree with the float64 reference"
+    assert replace(TRAIN, dropout=0.1).agreement == "are within 10% of the reference's, which drops other elements"
+
+
+@pytest.mark.only("torch")
+def test_a_step_in_bfloat16_has_weights_in_float32(capsys):
+    code, printed, errors = parity(capsys, "--backends", "torch", "--dtype", "bfloat16", task="train")
+    assert code == 0, printed + errors
+    assert "bfloat16" in printed

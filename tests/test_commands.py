@@ -148,8 +148,10 @@ def test_source_knows_where_the_packages_differ(capsys):
     assert len({text.partition("\n\n")[2] for text in printed}) == 1
     both = pieces(parity(capsys, "source", "Transformer.call", "--backends", "tf")[1])
     assert [text.count("def ") for text in both.values()] == [2]  # __call__ and call
-    inherited = pieces(parity(capsys, "source", "Linear.forward", "--backends", "torch")[1])
-    assert [text.strip() for text in inherited.values()] == ["class Linear(nn.Linear):  # inherits this method"]
+    inherited = pieces(parity(capsys, "source", "Linear.call", "--backends", "tf")[1])
+    assert [text.strip() for text in inherited.values()] == [
+        "class Linear(keras.layers.Dense):  # inherits this method"
+    ]
     lacking = parity(capsys, "source", "additive_attention")[1]
     assert lacking.endswith("\n# not in transformer_torch, transformer_jax, transformer_tf\n")
 

@@ -85,3 +85,14 @@ def test_what_blas_lays_out_itself_is_left_alone(weights):
     with laid_out_for_few_rows({linear: linear.weight}, 1):
         assert linear.relaid is None
         assert linear(torch.ones(2, 4, dtype=torch.bfloat16)).shape == (2, 3)
+
+
+def test_autocast_and_many_rows_keep_the_usual_layout():
+    linear = layers.Linear(1024, 1024, bias=True)
+    with torch.autocast("cpu", torch.bfloat16), laid_out_for_few_rows({linear: linear.weight}, 1):
+        assert linear.relaid is None
+        assert linear(torch.ones(1, 1024, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    with laid_out_for_few_rows({linear: linear.weight}, layers.FEW + 1):
+        assert linear.relaid is None
+    with laid_out_for_few_rows({linear: linear.weight}, layers.FEW):
+        assert linear.relaid.is_mkldnn

@@ -139,6 +139,10 @@ def test_it_learns_as_the_reference_does(name):
 def test_dropout_is_for_training(name):
     peer = usual(name)
     before = logits_of(peer)
+    if "torch" in peer.modules:  # which draws from one generator for all; by chance, a loss may come out alike
+        import torch
+
+        torch.manual_seed(1)
     expected = ref.gradients(reference(), SOURCE, TARGET, LABELS).loss
     losses = [peer.train_step(SOURCE, TARGET, LABELS) for _ in range(2)]
     assert abs(losses[0] - expected) > 1e-3 * expected

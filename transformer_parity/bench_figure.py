@@ -67,8 +67,9 @@ def draw_growth(
     """
     from matplotlib.figure import Figure
 
+    has_memory = any(entry.work_bytes for entries in races for entry in entries if entry.is_timed)
     figure = Figure(figsize=(9.0, 4.2), layout="constrained")
-    time_axes, memory_axes = figure.subplots(1, 2)
+    time_axes, *others = figure.subplots(1, 2 if has_memory else 1, squeeze=False)[0]
     names = list(dict.fromkeys(entry.name for entries in races for entry in entries if entry.is_timed))
     for name in names:
         found = {
@@ -86,8 +87,10 @@ def draw_growth(
             **style,
         )
         memory = {value: entry.work_bytes / MEBI for value, entry in found.items() if entry.work_bytes}
-        memory_axes.plot(list(memory), list(memory.values()), **style)
-    for axes, label in ((time_axes, "milliseconds"), (memory_axes, "MiB beyond model and framework")):
+        for axes in others:
+            axes.plot(list(memory), list(memory.values()), **style)
+    labels = "milliseconds", "MiB beyond what was held before the first call"
+    for axes, label in zip((time_axes, *others), labels, strict=False):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(list(values), [f"{value:,}" for value in values])

@@ -106,7 +106,7 @@ def print_remarks(console: Console, work: Work, entries: Sequence[Entry], thread
     if agreeing:
         console.print(
             f"Medians of {max(len(entry.seconds) for entry in timed)} interleaved rounds. {work.what} of every "
-            f"call of {', '.join(agreeing)} agree with the float64 reference."
+            f"call of {', '.join(agreeing)} {work.agreement}."
         )
     if len(agreeing) < len(timed):
         console.print("products: only the matrix products, by NumPy, without a result; reference_numpy cannot beat it.")
@@ -118,7 +118,7 @@ def print_growth(console: Console, axis: str, values: Sequence[int], races: Sequ
     by_name = [{entry.name: entry for entry in entries if entry.is_timed} for entries in races]
     for heading, measure, unit in (
         ("milliseconds", lambda entry: Spread.of(entry.seconds).median, 1e3),
-        ("MiB beyond model and framework", lambda entry: entry.work_bytes, 1 / MEBI),
+        ("MiB beyond what was held before the first call", lambda entry: entry.work_bytes, 1 / MEBI),
     ):
         rows = table(*(f"{value:,}" for value in values[: len(races)]), "exponent")
         for name in names:
@@ -127,7 +127,7 @@ def print_growth(console: Console, axis: str, values: Sequence[int], races: Sequ
             rows.add_row(name, *cells, exponent(values, measured))
         console.print(f"{heading}, by {axis}")
         console.print(rows)
-    console.print("exponent: of the power of the size that the last doubling is like; 1 is linear, 2 quadratic.")
+    console.print("exponent: of the power of the size that it grows with at the end; 1 is linear, 2 quadratic.")
 
 
 def exponent(values: Sequence[int], measured: Sequence[float | None]) -> str:
@@ -207,11 +207,12 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def times_for_machines(work: Work, entries: Sequence[Entry]) -> dict[str, Any]:
+def times_for_machines(work: Work, entries: Sequence[Entry], matrix_rate: float | None) -> dict[str, Any]:
     """Return what came of one race, as plain values."""
     timed = [entry for entry in entries if entry.is_timed]
     return {
         "verdict": verdict(entries),
+        "matrix_rate": matrix_rate,
         "work": {**asdict(work), "title": work.title, "operations": work.operations, "produced": work.produced},
         "config": work.config.to_dict(),
         "contestants": [entry.to_dict() for entry in entries],

@@ -41,8 +41,7 @@ class Package:
 
     def load(self, work: Work, weights: Path) -> None:
         """Load the model."""
-        precision = "fast" if work.device == "gpu" else "highest"
-        model = self.package.load_transformer(weights, work.dtype, work.device, precision)
+        model = self.package.load_transformer(weights, work.weights_dtype, work.device)  # in full float32, without TF32
         self._run = self.ready(model, work)
 
     def ready(self, model: Any, work: Any) -> Callable[[], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,7 +77,7 @@ class TrainJudge:
     def __init__(self, work: TrainWork, weights: Mapping[str, ndarray]) -> None:
         self.work = work
         model = ref.Transformer.from_weights(work.config, weights, "float64")
-        self._trainer = ref.Trainer(model, work.settings, SEED)
+        self._trainer = ref.Trainer(model, replace(work.settings, mixed_bfloat16=False), SEED)
         self._losses: list[float] = []
         policy = POLICY["bench"]
         rounding = policy["loss_bfloat16"] if work.dtype == "bfloat16" else policy["loss"]

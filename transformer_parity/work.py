@@ -16,6 +16,7 @@ from reference_numpy.config import DropoutRates, TransformerConfig
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.decoding import SearchOptions
 from transformer_parity.hard_inputs import padded_ids
+from transformer_parity.policy import POLICY
 
 SIZES: dict[str, dict[str, int]] = {
     name: {
@@ -99,6 +100,16 @@ class Work:
             sizes |= dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), self.layers)
         longest = max(512, self.source, self.target)
         return TransformerConfig.preset("marian", **sizes, max_length=longest, dropout=self.dropout_rates)
+
+    @property
+    def weights_dtype(self) -> str:
+        """The dtype of parameters."""
+        return self.dtype
+
+    @property
+    def agreement(self) -> str:
+        """What it means that a result agrees."""
+        return "agree with the float64 reference"
 
     @property
     def dropout_rates(self) -> DropoutRates:
@@ -227,6 +238,7 @@ class TrainWork(Work):
     a loss can only be told to be of the right size.
 
     Attributes:
+        dtype: That of the computation; the weights are in float32 also where it is bfloat16.
         dropout: The rate at the paper's two sites, embeddings and residuals.
         activation_checkpointing: Compute layers again in the backward pass, to save memory; ours only.
     """
@@ -235,6 +247,20 @@ class TrainWork(Work):
     what = "Losses"
     dropout: float = 0.0
     activation_checkpointing: bool = False
+
+    @property
+    def weights_dtype(self) -> str:
+        """The dtype of parameters."""
+        return "float32"
+
+    @property
+    def agreement(self) -> str:
+        """What it means that a result agrees."""
+        if self.dropout:
+            return (
+                f"are within {POLICY['bench']['loss_with_dropout']:.0%} of the reference's, which drops other elements"
+            )
+        return super().agreement
 
     @property
     def dropout_rates(self) -> DropoutRates:
@@ -255,7 +281,10 @@ class TrainWork(Work):
     def settings(self) -> TrainingConfig:
         """How to train: so fast that a wrong gradient or update shows in the next loss."""
         return TrainingConfig(
-            learning_rate_factor=0.01, warmup_steps=1, activation_checkpointing=self.activation_checkpointing
+            learning_rate_factor=0.01,
+            warmup_steps=1,
+            mixed_bfloat16=self.dtype == "bfloat16",
+            activation_checkpointing=self.activation_checkpointing,
         )
 
     def products(self) -> Iterator[Product]:

@@ -124,8 +124,8 @@ class OutputProjection(nn.Module):
 
     def forward(self, x: Float[Tensor, "B L d_model"], table: Float[Tensor, "V d_model"]) -> Float[Tensor, "B L V"]:
         """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
-        if self.relaid is not None:
-            return linear(x, self.relaid, self.bias)
+        if (relaid := self.relaid) is not None:
+            return linear(x, relaid, self.bias)
         return linear(x, table if self.weight is None else self.weight, self.bias)
 
 

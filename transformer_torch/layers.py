@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 
 LARGE = 2**20  # weights: from here on, oneDNN's own layout pays
+FEW = 64  # rows: up to here, another layout does
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -52,7 +53,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*axes d_in"]) -> Float[Tensor, "*axes d_out"]:
         """Map the last axis of ``x``."""
-        return linear(x, self.weight if self.relaid is None else self.relaid, self.bias)
+        relaid = self.relaid
+        return linear(x, self.weight if relaid is None else relaid, self.bias)
 
     def reset_parameters(self) -> None:
         """Draw a Xavier uniform matrix; torch's own default is narrower and gives the bias random values."""
@@ -93,6 +95,8 @@ def laid_out_for_few_rows(weights: dict[nn.Module, Tensor], rows: int) -> Iterat
 
 def _relaid(weight: Tensor, rows: int) -> Tensor | None:
     if weight.device.type != "cpu" or weight.dtype == torch.bfloat16:  # for which BLAS has good layouts of its own
+        return None
+    if rows > FEW or torch.is_autocast_enabled("cpu"):  # which does not know oneDNN's layout
         return None
     if weight.numel() >= LARGE and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return torch.ops.mkldnn._reorder_linear_weight(weight, rows)

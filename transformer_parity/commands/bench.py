@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -117,7 +118,7 @@ EXAMPLES = {
 
 READING = """
 reading the table: `times` is the median of the ratios within each round, with the
-lowest and the highest. GFLOP/s counts matrix products only; beside it, as a share of
+lowest and the highest; tokens count padding too. GFLOP/s counts matrix products only; beside it, as a share of
 what one large product reaches through NumPy here. `cores` is how many the process kept
 busy. `first call` includes compiling. Memory is the most that the process held in a
 round, and how much more that was than before its first call.
@@ -238,7 +239,10 @@ def growth(text: str) -> tuple[str, tuple[int, ...]]:
     axis, given, values = text.partition("=")
     if axis not in GROWTH:
         raise argparse.ArgumentTypeError(f"must begin with one of {', '.join(GROWTH)}: got {text!r}")
-    return axis, tuple(positive(value) for value in values.split(",")) if given else GROWTH[axis]
+    sizes = tuple(positive(value) for value in values.split(",")) if given else GROWTH[axis]
+    if any(after <= before for before, after in itertools.pairwise(sizes)):
+        raise argparse.ArgumentTypeError(f"must grow: got {values}")
+    return axis, sizes
 
 
 def processors() -> int:
@@ -256,10 +260,12 @@ def run_one(options: argparse.Namespace, task: str) -> int:
         return code
     machine = report.describe(options.threads)
     races: list[list[Entry]] = []
+    rates: list[float | None] = []
     interrupted = False
     for work in works:
         entries, interrupted = _time(work, options, console, machine)
         races.append(entries)
+        rates.append(machine["matrix_rate"])
         against = next((entry for entry in entries if entry.name == options.against and entry.is_timed), None)
         report.print_times(console, work, entries, against or fastest(entries), machine)
         if interrupted:
@@ -277,12 +283,13 @@ def run_one(options: argparse.Namespace, task: str) -> int:
         place = f"{machine['processor']}, {machine['cpus']} processors, threads: {options.threads}"
         if scale is not None:
             return draw_growth(works[0].title, works[0].details, scale[0], scale[1], races, place)
-        against = next((entry for entry in races[0] if entry.name == options.against), fastest(races[0]))
-        return draw_times(work.title, work.details, [e for e in races[0] if e.is_timed], against, place)
+        timed = [entry for entry in races[0] if entry.is_timed]
+        against = next((entry for entry in timed if entry.name == options.against), fastest(timed))
+        return draw_times(work.title, work.details, timed, against, place)
 
     found: dict[str, Any] = {"task": task, "machine": machine, "rounds": options.rounds}
     found |= {"scale": scale[0] if scale else None, "interrupted": interrupted, "exit_code": code}
-    found["races"] = [report.times_for_machines(*pair) for pair in zip(works, races, strict=False)]
+    found["races"] = [report.times_for_machines(*one) for one in zip(works, races, rates, strict=False)]
     return _write(f"bench {task}", options, found, draw if any(entry.is_timed for entry in everything) else None, code)
 
 
@@ -295,10 +302,12 @@ def run_compile(options: argparse.Namespace) -> int:
     console, machine = _console(), report.describe(options.threads)
     options = argparse.Namespace(**{**vars(options), "rounds": 1})
     races: list[list[Entry]] = []
+    rates: list[float | None] = []
     interrupted = False
     for work in works:
         entries, interrupted = _time(work, options, console, machine)
         races.append([entry for entry in entries if entry.has_result])
+        rates.append(machine["matrix_rate"])
         if interrupted:
             break
     report.print_first_calls(console, works, races, machine)
@@ -306,7 +315,7 @@ def run_compile(options: argparse.Namespace) -> int:
     everything = [entry for entries in races for entry in entries]
     code = EXIT_CODES[verdict(everything)] or EXIT_CODES[FAILED if interrupted else AGREES]
     found: dict[str, Any] = {"task": "compile", "machine": machine, "interrupted": interrupted, "exit_code": code}
-    found["races"] = [report.times_for_machines(*pair) for pair in zip(works, races, strict=False)]
+    found["races"] = [report.times_for_machines(*one) for one in zip(works, races, rates, strict=False)]
     return _write("bench compile", options, found, None, code)
 
 
@@ -320,8 +329,7 @@ def run_import(options: argparse.Namespace) -> int:
     try:
         for number in range(options.rounds + 1):  # once for the file system
             for pair in pairs:
-                if not console.is_terminal:
-                    print(f"round {number} of {options.rounds}: {pair.name}", file=sys.stderr, flush=True)
+                print(f"round {number} of {options.rounds}: {pair.name}", file=sys.stderr, flush=True)
                 pair.run()
                 if number == 0:
                     pair.alone.seconds.clear()
@@ -464,6 +472,8 @@ def _time(
     for entry in entries:
         if entry.verdict == AGREES and not entry.seconds:
             entry.verdict, entry.problem = FAILED, "interrupted before it was timed"
+        if work.device == "gpu":  # what was measured is the memory of the host
+            entry.loaded_bytes = entry.peak_bytes = None
     return entries, interrupted
 
 
@@ -496,15 +506,15 @@ def _progress(console: Console, entries: Sequence[Entry], rounds: int) -> Iterat
 
 
 def _write(command: str, options: argparse.Namespace, found: dict[str, Any], draw: Any, code: int) -> int:
-    """Write the picture and the numbers that were asked for, and return the exit code."""
-    import matplotlib
-
+    """Write the numbers and the picture that were asked for, and return the exit code."""
     try:
-        if getattr(options, "plot", None) is not None and draw is not None:
-            with matplotlib.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
-                write(draw(), options.plot)
         if options.json is not None:
             report.write_json(options.json, found)
+        if getattr(options, "plot", None) is not None and draw is not None:
+            import matplotlib
+
+            with matplotlib.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
+                write(draw(), options.plot)
     except OSError as error:
         print(f"parity {command}: error: {error}", file=sys.stderr)
         return EXIT_CODES[FAILED]

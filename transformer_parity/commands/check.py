@@ -27,7 +27,7 @@ from transformer_parity.inquiries import print_audit, print_inquiry, to_row
 from transformer_parity.investigate import Inquiry
 from transformer_parity.junit import write_junit
 from transformer_parity.policy import EPS
-from transformer_parity.ports import PORTS, MissingFrameworkError
+from transformer_parity.ports import COMPILED_IN_FULL, PORTS, MissingFrameworkError
 from transformer_parity.report import (
     EXIT_CODES,
     SENTENCES,
@@ -302,6 +302,8 @@ def _left_out(options: argparse.Namespace) -> list[str]:
     if options.backends:
         left_out += [f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *options.backends)]
     left_out += [f"{dtype} (left out of --dtype)" for dtype in EPS if dtype not in options.dtype]
+    if COMPILED_IN_FULL not in options.dtype:
+        left_out.append(f"what XLA makes of a program for users (compiled in full in {COMPILED_IN_FULL})")
     if options.weights or options.only == "text":
         left_out.append("the deck (left out by --weights or --only text)")
     elif not options.backends:

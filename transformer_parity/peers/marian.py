@@ -13,6 +13,7 @@ from reference_numpy.masks import target_padding_mask
 from reference_numpy.search_plan import SearchResult, search_result
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.peers.conventions import check_work
+from transformer_parity.peers.torch_nn import fill_moments
 
 HUGGING_FACE_NAMES = {
     "self_attention.": "self_attn.",
@@ -71,6 +72,7 @@ class Marian:
             betas, epsilon = (training.beta1, training.beta2), training.epsilon
             trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
             self._optimizer = torch.optim.Adam(trained, betas=betas, eps=epsilon, fused=True)
+            fill_moments(self._optimizer)
 
     def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
         """Return the logits."""

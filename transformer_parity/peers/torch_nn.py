@@ -74,6 +74,7 @@ class TorchNN:
         if training is not None:
             betas, epsilon = (training.beta1, training.beta2), training.epsilon
             self._optimizer = torch.optim.Adam(self._model.parameters(), betas=betas, eps=epsilon, fused=True)
+            fill_moments(self._optimizer)
 
     def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
         """Return the logits."""
@@ -114,6 +115,16 @@ class TorchNN:
 
         is_padding = source_ids == self._config.pad_id, ~target_padding_mask(target_ids, self._config.pad_id)
         return tuple(map(torch.from_numpy, (source_ids, target_ids, *is_padding)))
+
+
+def fill_moments(optimizer: Any) -> None:
+    """Let Adam's moments be there from the start, as everybody else's are: memory is compared from there on."""
+    import torch
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
 def torch_state(weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
