@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from transformer_parity.bench import Entry, Spread, ratio
+from transformer_parity.ports import PORTS
 from transformer_parity.why_figures import GOOD, GREY
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEBI = 2**20
+OURS = {*PORTS, *(port.package for port in PORTS.values())}
+OTHERS = "#8fbfdf"
 
 
 def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entry | None, machine: str) -> Figure:
@@ -31,7 +34,7 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entr
     axes = figure.subplots()
     for place, entry in enumerate(ordered):
         times = Spread.of([1e3 * seconds for seconds in entry.seconds])
-        colour = GOOD if entry.has_result else GREY
+        colour = GREY if not entry.has_result else GOOD if entry.name in OURS else OTHERS
         axes.barh(place, times.median, color=colour, height=0.65)
         axes.plot([times.low, times.high], [place, place], color="black", linewidth=1)
         text = f"  {times.median:,.0f} ms"
@@ -44,8 +47,12 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entr
     axes.set_xlabel("milliseconds; line: lowest to highest of the rounds")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title(f"{title}\n", loc="left", fontsize=10, fontweight="bold")
-    axes.text(0.0, 1.03, details, transform=axes.transAxes, fontsize=8, color=GREY)
+    axes.annotate(
+        details, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=8, color=GREY, annotation_clip=False
+    )
     note = machine
+    if any(entry.has_result and entry.name not in OURS for entry in ordered):
+        note += ". Light: other people's."
     if any(not entry.has_result for entry in ordered):
         note += ". Grey: without a result."
     figure.supxlabel(note, fontsize=8, color=GREY)
