@@ -24,7 +24,7 @@ from transformer_parity.__main__ import main
 from transformer_parity.bench import Entry, Spread, fastest, ratio, verdict
 from transformer_parity.bench_figure import draw_growth
 from transformer_parity.bench_report import exponent
-from transformer_parity.commands.bench import processors
+from transformer_parity.commands.bench import _title, processors
 from transformer_parity.compare import AGREES, DIVERGES, FAILED
 from transformer_parity.contestants import OURS, DecodePackage, ForwardPackage, Products, TrainPackage, others
 from transformer_parity.decoding import Decoded
@@ -629,6 +629,12 @@ def test_growth_is_measured_and_drawn(capsys, tmp_path):
     _, found = read(tmp_path / "a.json")
     assert found["scale"] == "source"
     assert [entry["work"]["source"] for entry in found["races"]] == [8, 32]
+
+
+def test_the_title_leaves_out_what_grows():
+    assert _title(FORWARD, "source") == "forward, tiny: batch 3, target 5"
+    assert _title(FORWARD, "length") == "forward, tiny: batch 3"
+    assert _title(TRAIN, "depth") == "train, tiny: batch 3, source 6, target 5"
 
 
 def test_exponents_are_those_of_the_last_two_sizes():

@@ -282,7 +282,7 @@ def run_one(options: argparse.Namespace, task: str) -> int:
     def draw() -> Any:
         place = f"{machine['processor']}, {machine['cpus']} processors, threads: {options.threads}"
         if scale is not None:
-            return draw_growth(works[0].title, works[0].details, scale[0], scale[1], races, place)
+            return draw_growth(_title(works[0], scale[0]), works[0].details, scale[0], scale[1], races, place)
         timed = [entry for entry in races[0] if entry.is_timed]
         against = next((entry for entry in timed if entry.name == options.against), fastest(timed))
         return draw_times(work.title, work.details, timed, against, place)
@@ -399,6 +399,13 @@ def _grown(work: Work, axis: str, value: int) -> Work:
     if axis == "depth":
         return replace(work, layers=value)
     return replace(work, source=value) if axis == "source" else replace(work, batch=value)
+
+
+def _title(work: Work, axis: str) -> str:
+    """Return what is done, without the size that grows."""
+    sizes = {"batch": f"batch {work.batch}", "source": f"source {work.source}", "target": f"target {work.target}"}
+    grown = {"length": ("source", "target"), "depth": ()}.get(axis, (axis,))
+    return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
 
 
 def _contestants(work: Work, options: argparse.Namespace) -> list[Contestant]:
