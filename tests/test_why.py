@@ -125,7 +125,7 @@ def test_the_cost_is_as_the_formulas_have_it(length, d_k):
     assert cost.extra == length * length * d_k
     # Pre-activation and tanh of every pair; queries, keys, scores, which become weights in place, and the average.
     assert cost.additive_bytes == pytest.approx(4 * 2 * length**2 * d_k, rel=0.03)
-    assert cost.dot_bytes == pytest.approx(4 * (2 * length * d_k + length**2 + length * 64), rel=0.05)
+    assert cost.dot_bytes == pytest.approx(4 * (2 * length * d_k + length**2 + length * 64), abs=12_000)
     assert cost.rounds >= why.LEAST_ROUNDS
     for spread in (cost.dot_seconds, cost.additive_seconds, cost.ratio):
         assert 0 < spread.low <= spread.median <= spread.high < math.inf
