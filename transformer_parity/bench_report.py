@@ -180,7 +180,7 @@ def print_environment(console: Console, entries: Sequence[Entry], machine: Machi
     )
     console.print(f"{machine['processor']}, processors: {machine['cpus']}{rate}", markup=False)
     versions = [f"{entry.name} {entry.environment['version']}" for entry in entries if entry.environment]
-    console.print(f"Python {machine['python']}, {machine['platform']}; {'; '.join(versions)}", markup=False)
+    console.print("; ".join([f"Python {machine['python']}, {machine['platform']}", *versions]), markup=False)
     if (machine["load_average"] or 0.0) > BUSY:
         console.print(
             f"NOTE      the machine was busy with something else: load average {machine['load_average']:.1f} before. "
