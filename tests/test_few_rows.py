@@ -96,3 +96,21 @@ def test_autocast_and_many_rows_keep_the_usual_layout():
         assert linear.relaid is None
     with laid_out_for_few_rows({linear: linear.weight}, layers.FEW):
         assert linear.relaid.is_mkldnn
+
+
+def test_a_decoder_with_layers_of_other_makers_still_searches(weights):
+    class Other(torch.nn.Module):
+        """Has no weight that anybody could lay out, as a quantised layer has none."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = transformer_torch.Transformer.from_weights(WORK.config, weights)
+    expected = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6).ids
+    feed_forward = model.decoder.layers[0].feed_forward
+    feed_forward.inner_proj = Other(feed_forward.inner_proj)
+    assert np.array_equal(transformer_torch.greedy_search(model, WORK.source_ids, max_length=6).ids, expected)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 
 from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
-from transformer_torch.layers import laid_out_for_few_rows
+from transformer_torch.layers import Linear, laid_out_for_few_rows
 from transformer_torch.transformer import Transformer
 
 BLOCK = 32  # so many values are told by their largest whether to sort them
@@ -185,10 +185,10 @@ def _inference(model: Transformer) -> Iterator[None]:
 
 def _step_weights(model):
     """Return the weight of every module that multiplies in each step: not those that project the memory."""
-    modules = [module for layer in model.decoder.layers for module in _step_modules(layer)]
+    modules = (module for layer in model.decoder.layers for module in _step_modules(layer))
     table = model.output_proj.weight
     return {
-        **{module: module.weight for module in modules},
+        **{module: module.weight for module in modules if isinstance(module, Linear)},  # and not quantised, say
         model.output_proj: model.target_embedding.table if table is None else table,
     }
 
