@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformer_parity.catalogue.forward import ATTENDED
-from transformer_parity.catalogue.planting import Edits, instead
-from transformer_parity.catalogue.training import ENCODER, KERNEL, in_training
+from transformer_parity.mistakes.forward import ATTENDED
+from transformer_parity.mistakes.mistake import Edits, instead
+from transformer_parity.mistakes.optimizer import KERNEL
+from transformer_parity.mistakes.training import ENCODER, in_training
 
 
 @dataclass(frozen=True)

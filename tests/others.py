@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from reference_numpy import target_padding_mask
 from reference_numpy.taps import no_tap
-from transformer_parity.plugin import Port
-from transformer_parity.ports import PORTS
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.ports.user import Port
 
 
 class TorchTransformer(Port):
@@ -162,7 +162,7 @@ class MarianAsItComes(Marian):
     """The same with its own table of positions."""
 
     def load(self, config, weights, dtype):
-        from transformer_parity.peers.marian import marian_model
+        from transformer_parity.bench.peers.marian import marian_model
 
         self.model, self.config = marian_model(config, weights).double(), config
 

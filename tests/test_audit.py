@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import reference_numpy
-from transformer_parity.audit import (
+from transformer_parity.cases.standard import model_cases, standard_cases
+from transformer_parity.check.planted_ports import planted
+from transformer_parity.diagnose.weight_audit import (
     HIDDEN,
     INITIAL,
     MISPLACED,
@@ -19,13 +21,11 @@ from transformer_parity.audit import (
     audit,
     summary,
 )
-from transformer_parity.cases import deck, port_deck
-from transformer_parity.catalogue import forward, structure
-from transformer_parity.catalogue.planting import planted
-from transformer_parity.plugin import PluginPort, Port
-from transformer_parity.ports import PORTS
+from transformer_parity.mistakes import forward, structure
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.ports.user import PluginPort, Port
 
-CASES = {case.name: case for case in deck()}
+CASES = {case.name: case for case in standard_cases()}
 MISTAKES = [mistake for part in (*forward.CATALOGUE.values(), structure.WEIGHTS) for mistake in part]
 ATTENTION, CROSS = "encoder.layers.0.self_attention", "decoder.layers.0.cross_attention"
 
@@ -95,7 +95,7 @@ class Blind(Port):
 
 def test_without_taps_a_key_bias_stays_hidden_and_what_is_unused_is_found():
     port = PluginPort(f"{__name__}:Blind")
-    found = {fate.name: fate for fate in audit(port, port_deck(port.config())[0], "float64")}
+    found = {fate.name: fate for fate in audit(port, model_cases(port.config())[0], "float64")}
     hidden = {name for name, fate in found.items() if fate.verdict == HIDDEN}
     assert hidden == {name for name in found if name.endswith("key_proj.bias")} != set()
     lost = "encoder.layers.1.feed_forward.output_proj.kernel"
@@ -131,12 +131,12 @@ class Dropping(Forgetful):
 
 def test_a_weight_that_is_not_given_and_dropout_that_is_on_are_random():
     port = PluginPort(f"{__name__}:Forgetful")
-    found = audit(port, port_deck(port.config())[0], "float64")
+    found = audit(port, model_cases(port.config())[0], "float64")
     assert {fate.verdict for fate in found} == {RANDOM}
     assert f"{ATTENTION}.query_proj.kernel" in {fate.name for fate in found}
     assert "encoder.layers.0.self_attention.output shows" in found[0].detail
     port = PluginPort(f"{__name__}:Dropping")
-    (fate,) = audit(port, port_deck(port.config())[0], "float64")
+    (fate,) = audit(port, model_cases(port.config())[0], "float64")
     assert str(fate.detail) == "differ on the same input, first at output: is dropout on?"
 
 

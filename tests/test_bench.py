@@ -19,17 +19,18 @@ import pytest
 
 import reference_numpy as ref
 from reference_numpy.search_plan import SearchResult
-from transformer_parity import imports, race
-from transformer_parity.__main__ import main
-from transformer_parity.bench import Entry, Spread, fastest, ratio, verdict
-from transformer_parity.bench_figure import draw_growth
-from transformer_parity.bench_report import exponent
-from transformer_parity.commands.bench import _title, processors
-from transformer_parity.compare import AGREES, DIVERGES, FAILED
-from transformer_parity.contestants import OURS, DecodePackage, ForwardPackage, Products, TrainPackage, others
-from transformer_parity.decoding import Decoded
-from transformer_parity.judges import DecodeJudge, DisagreementError, ForwardJudge, TrainJudge
-from transformer_parity.work import SEED, DecodeWork, ForwardWork, TrainWork
+from transformer_parity.bench import imports, rounds
+from transformer_parity.bench.measurements import Entry, Spread, fastest, ratio, verdict
+from transformer_parity.bench.participants import OURS, DecodePackage, ForwardPackage, Products, TrainPackage, others
+from transformer_parity.bench.plots import draw_growth
+from transformer_parity.bench.run import work_title
+from transformer_parity.bench.tables import exponent
+from transformer_parity.bench.verify import DecodeJudge, DisagreementError, ForwardJudge, TrainJudge
+from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork
+from transformer_parity.cli.main import main
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
+from transformer_parity.ports.protocol import Decoded
+from transformer_parity.system.machine import processors
 
 SMALL = DecodeWork("tiny", batch=3, source=6, target=5)
 FORWARD = ForwardWork("tiny", batch=3, source=6, target=5)
@@ -39,7 +40,7 @@ QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr(race, "PAUSE", 0.0)
+    monkeypatch.setattr(rounds, "PAUSE", 0.0)
 
 
 def parity(capsys, *arguments, task="decode"):
@@ -237,21 +238,21 @@ class Racer:
         self.seconds = 100.0
 
     def receive(self, method):
-        return race.Reply({"version": "1"}, 0.0, 0.0)
+        return rounds.Reply({"version": "1"}, 0.0, 0.0)
 
     def ask(self, method, *arguments):
         self.asked.append(f"{self.entry.name} {method}")
         self.seconds -= method == "run"
         if self.seconds == self.fails_at:
-            raise race.RacerError("enough")
-        return race.Reply(method, self.seconds, 2.0 * self.seconds, int(self.seconds), 90)
+            raise rounds.RacerError("enough")
+        return rounds.Reply(method, self.seconds, 2.0 * self.seconds, int(self.seconds), 90)
 
 
 def test_everybody_is_warm_before_the_rounds_and_goes_first_in_turn():
     asked: list[str] = []
     a, b, c = racers = [Racer("a", asked), Racer("b", asked, fails_at=96.0), Racer("c", asked)]
     judged = []
-    race.race(racers, SMALL, Path(), 4, lambda result, show: judged.append(result) or "", lambda name, doing: None)
+    rounds.race(racers, SMALL, Path(), 4, lambda result, show: judged.append(result) or "", lambda name, doing: None)
     assert asked[:9] == [f"{name} {method}" for name in "abc" for method in ("load", "run", "run")]
     assert [entry[0] for entry in asked[9:]] == [*"abc", *"bca", *"ca", *"ac"]
     assert len(judged) == len([entry for entry in asked if entry.endswith("run")]) - 1
@@ -436,7 +437,7 @@ def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("transformer_parity.commands.bench.race", interrupted)
+    monkeypatch.setattr("transformer_parity.bench.run.race", interrupted)
     code, printed, _ = parity(capsys, "--backends", "numpy")
     assert code == 3
     assert "FAILED    numpy: interrupted before it was timed" in printed
@@ -460,7 +461,7 @@ def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
     ],
 )
 def test_what_cannot_be_done_is_refused_at_once(options, message, capsys, monkeypatch):
-    monkeypatch.setattr("transformer_parity.commands.bench.started", None)
+    monkeypatch.setattr("transformer_parity.bench.run.started", None)
     code, printed, errors = parity(capsys, *options)
     assert code == 3
     assert printed == ""
@@ -488,7 +489,7 @@ GROWING_REFUSED = [
 
 @pytest.mark.parametrize(("task", "options", "message"), GROWING_REFUSED)
 def test_what_cannot_be_done_is_refused_for_each_task(task, options, message, capsys, monkeypatch):
-    monkeypatch.setattr("transformer_parity.commands.bench.started", None)
+    monkeypatch.setattr("transformer_parity.bench.run.started", None)
     code, printed, errors = parity(capsys, *options, task=task)
     assert (code, printed) == (3, "")
     assert message in errors
@@ -632,9 +633,9 @@ def test_growth_is_measured_and_drawn(capsys, tmp_path):
 
 
 def test_the_title_leaves_out_what_grows():
-    assert _title(FORWARD, "source") == "forward, tiny: batch 3, target 5"
-    assert _title(FORWARD, "length") == "forward, tiny: batch 3"
-    assert _title(TRAIN, "depth") == "train, tiny: batch 3, source 6, target 5"
+    assert work_title(FORWARD, "source") == "forward, tiny: batch 3, target 5"
+    assert work_title(FORWARD, "length") == "forward, tiny: batch 3"
+    assert work_title(TRAIN, "depth") == "train, tiny: batch 3, source 6, target 5"
 
 
 def test_exponents_are_those_of_the_last_two_sizes():
@@ -683,8 +684,8 @@ def test_only_marian_has_a_beam():
 def test_a_picture_compares_with_nobody_who_is_wrong(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(OURS["decode"], "torch", Wrong("torch"))
     seen = []
-    monkeypatch.setattr("transformer_parity.commands.bench.write", lambda figure, path: None)
-    monkeypatch.setattr("transformer_parity.commands.bench.draw_times", lambda *found: seen.append(found))
+    monkeypatch.setattr("transformer_parity.cli.bench.write", lambda figure, path: None)
+    monkeypatch.setattr("transformer_parity.cli.bench.draw_times", lambda *found: seen.append(found))
     options = ["--backends", "numpy,torch", "--against", "torch", "--plot", tmp_path / "a.png"]
     code, _, _ = parity(capsys, *options)
     assert code == 1

@@ -9,14 +9,17 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from transformer_parity.cases import Case, deck
-from transformer_parity.catalogue import forward, precision, structure
-from transformer_parity.catalogue.interpreting import interpreted
-from transformer_parity.catalogue.planting import ALL, planted
-from transformer_parity.policy import POLICY, relative_error
-from transformer_parity.ports import PORTS, Port, Result
+from transformer_parity.cases.case import Case
+from transformer_parity.cases.standard import standard_cases
+from transformer_parity.check.planted_ports import planted
+from transformer_parity.check.uncompiled import interpreted
+from transformer_parity.compare.tolerances import POLICY, relative_error
+from transformer_parity.mistakes import forward, precision, structure
+from transformer_parity.mistakes.mistake import ALL
+from transformer_parity.ports.protocol import Port, Result
+from transformer_parity.ports.registry import PORTS
 
-DECK = {case.name: case for case in deck()}
+CASES_BY_NAME = {case.name: case for case in standard_cases()}
 FORWARD = [mistake for part in forward.CATALOGUE.values() for mistake in part]
 OTHERS = precision.PRECISION + precision.FULLY_MASKED + structure.STRUCTURE + structure.WEIGHTS + structure.EDGES
 HYPOTHESES = {f"{mistake.name}-{mistake.case}": mistake for mistake in FORWARD + OTHERS if "numpy" in mistake.edits}
@@ -30,7 +33,7 @@ def load_and_run(port: Port, case: Case) -> Result:
 
 @cache
 def correct(case_name: str) -> Result:
-    return load_and_run(PORTS["numpy"], DECK[case_name])
+    return load_and_run(PORTS["numpy"], CASES_BY_NAME[case_name])
 
 
 @cache
@@ -38,7 +41,7 @@ def run_with(mistake: str, name: str) -> Result:
     """Run a mistake's own case on a port that has the mistake."""
     hypothesis = HYPOTHESES[mistake]
     with TemporaryDirectory() as folder, planted(hypothesis, name, Path(folder)) as port, interpreted(name):
-        return load_and_run(port, DECK[hypothesis.case])
+        return load_and_run(port, CASES_BY_NAME[hypothesis.case])
 
 
 def distance(actual: Result, expected: Result) -> float:

@@ -7,12 +7,13 @@ from functools import cache
 import numpy as np
 import pytest
 
-from transformer_parity import observe
-from transformer_parity.catalogue import search, training
-from transformer_parity.catalogue.planting import planted
-from transformer_parity.compare import observe_training
-from transformer_parity.policy import relative_error
-from transformer_parity.ports import PORTS
+from transformer_parity.check.planted_ports import planted
+from transformer_parity.compare import outputs
+from transformer_parity.compare.outputs import observe_training
+from transformer_parity.compare.tolerances import relative_error
+from transformer_parity.mistakes import search, training
+from transformer_parity.mistakes.catalogue import TRAINING
+from transformer_parity.ports.registry import PORTS
 
 ALIKE = 1e-9  # what rounding leaves between two backends in float64 is far less, what a mistake changes is far more
 
@@ -21,7 +22,7 @@ def of_both(mistakes):
     return [pytest.param(mistake, id=mistake.name) for mistake in mistakes if {"numpy", "torch"} <= set(mistake.edits)]
 
 
-TRAINING = of_both(mistake for part in training.CATALOGUE.values() for mistake in part)
+TRAINING = of_both(mistake for part in TRAINING.values() for mistake in part)
 
 
 def load(port, case):
@@ -31,7 +32,7 @@ def load(port, case):
 def trained(port, case):
     """Return what a gradient, or two steps of training, show."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observe, "SNAPSHOTS", (1, 2))
+        patch.setattr(outputs, "SNAPSHOTS", (1, 2))
         return observe_training(case, load(port, case), case.inputs, "float64")
 
 
@@ -48,10 +49,10 @@ def test_mistake_of_training_is_the_same_in_numpy(mistake, tmp_path):
         with planted(mistake, backend, tmp_path) as port:
             seen[backend] = trained(port, training.CASES.get(mistake.case, training.GRADIENTS))
     assert seen["numpy"].keys() == seen["torch"].keys()
-    apart = {name: observe.error(name, seen["torch"], seen["numpy"]) for name in seen["numpy"]}
+    apart = {name: outputs.training_error(name, seen["torch"], seen["numpy"]) for name in seen["numpy"]}
     assert {name: error for name, error in apart.items() if not error <= ALIKE} == {}
     right = well_trained(mistake.case)
-    assert max(observe.error(name, seen["numpy"], right) for name in right) > ALIKE
+    assert max(outputs.training_error(name, seen["numpy"], right) for name in right) > ALIKE
 
 
 def decoded(port, case):
@@ -84,5 +85,5 @@ def test_mistake_of_search_is_the_same_in_numpy(mistake, tmp_path):
 
 
 def test_every_mistake_is_one_of_numpy_too():
-    mistakes = [*search.CATALOGUE, *(mistake for part in training.CATALOGUE.values() for mistake in part)]
+    mistakes = [*search.CATALOGUE, *(mistake for part in TRAINING.values() for mistake in part)]
     assert [mistake.name for mistake in mistakes if "numpy" not in mistake.edits] == []

@@ -14,12 +14,21 @@ import numpy as np
 import pytest
 
 import reference_numpy as ref
-from transformer_parity import workers
-from transformer_parity.__main__ import main
-from transformer_parity.cases import deck
-from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting
-from transformer_parity.report import exit_code, overall
-from transformer_parity.text import Vocabulary, batch, pick, read_pairs
+from transformer_parity.cases.standard import standard_cases
+from transformer_parity.check import processes
+from transformer_parity.cli.main import main
+from transformer_parity.compare.findings import (
+    AGREES,
+    DIVERGES,
+    FAILED,
+    IMPRECISE,
+    Finding,
+    Setting,
+    exit_code,
+    overall,
+)
+from transformer_parity.text.pairs import read_pairs
+from transformer_parity.text.vocabulary import Vocabulary, batch, pick
 
 TORCH_ONLY = ["check", "--backends", "numpy,torch"]
 
@@ -153,10 +162,10 @@ def test_ctrl_c_keeps_what_was_compared():
 
 def test_a_process_that_dies_is_a_finding_about_its_port(monkeypatch):
     started = []
-    construct = workers._Worker.__init__
-    monkeypatch.setattr(workers._Worker, "__init__", lambda self, *a: (construct(self, *a), started.append(self))[0])
+    construct = processes._Worker.__init__
+    monkeypatch.setattr(processes._Worker, "__init__", lambda self, *a: (construct(self, *a), started.append(self))[0])
     findings = []
-    for message in workers.run_all(["torch"], deck(), Setting(("float64",))):
+    for message in processes.run_all(["torch"], standard_cases(), Setting(("float64",))):
         findings += message.findings
         if message.doing.endswith("feed_forward/relu"):
             started[0].process.kill()

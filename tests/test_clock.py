@@ -11,17 +11,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from transformer_parity import ports
-from transformer_parity.__main__ import main
-from transformer_parity.cases import ALL_DTYPES, deck
-from transformer_parity.clock import COMPILING, Clock, Spent, listen_to_jax
-from transformer_parity.compare import AGREES, Finding, Setting, compare
-from transformer_parity.decoding import SearchOptions
-from transformer_parity.policy import CHUNK, relative_error
-from transformer_parity.ports import PORTS, LoadedPackage, PackagePort
-from transformer_parity.report import verdict_line
+from transformer_parity.cases.case import ALL_DTYPES
+from transformer_parity.cases.standard import standard_cases
+from transformer_parity.cli.main import main
+from transformer_parity.compare.comparator import compare
+from transformer_parity.compare.findings import AGREES, Finding, Setting
+from transformer_parity.compare.tolerances import CHUNK, relative_error
+from transformer_parity.ports import package
+from transformer_parity.ports.compile_clock import COMPILING, Clock, Spent, listen_to_jax
+from transformer_parity.ports.package import LoadedPackage, PackagePort
+from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.report.tables import verdict_line
 
-DECK = {case.name: case for case in deck()}
+CASES_BY_NAME = {case.name: case for case in standard_cases()}
 
 
 def clock_at(*times: float) -> Clock:
@@ -63,7 +66,7 @@ def test_jax_tells_what_it_compiles(monkeypatch):
 
     listeners = []
     monkeypatch.setattr(jax.monitoring, "register_event_duration_secs_listener", listeners.append)
-    monkeypatch.setattr("transformer_parity.clock.COMPILING", clock := clock_at(10.0))
+    monkeypatch.setattr("transformer_parity.ports.compile_clock.COMPILING", clock := clock_at(10.0))
     listen_to_jax()
     (hear,) = listeners
     hear("/jax/checkpoint/write", 5.0)
@@ -74,11 +77,11 @@ def test_jax_tells_what_it_compiles(monkeypatch):
 
 def test_tensorflow_is_watched_at_the_first_call_of_each_kind(monkeypatch):
     clock = Clock(iter(np.arange(0.0, 1000.0)).__next__)
-    monkeypatch.setattr(ports, "COMPILING", clock)
-    case = DECK["attention/no_mask"]
+    monkeypatch.setattr(package, "COMPILING", clock)
+    case = CASES_BY_NAME["attention/no_mask"]
     loaded = PORTS["tf"].load(case.config, case.load_weights(), "float64", "cpu", "highest")
     counted = []
-    for inputs in (case.inputs, case.inputs, DECK["attention/one_key"].inputs):
+    for inputs in (case.inputs, case.inputs, CASES_BY_NAME["attention/one_key"].inputs):
         loaded.run(case.block, inputs, taps=False)
         counted.append(clock.seconds)
     assert 0 < counted[0] == counted[1] < counted[2]
@@ -136,7 +139,7 @@ def test_nothing_is_loaded_or_computed_twice(monkeypatch):
 
     monkeypatch.setattr(PackagePort, "load", count_load)
     monkeypatch.setattr(LoadedPackage, "run", count_run)
-    cases = [DECK[name] for name in ("feed_forward/relu", "feed_forward/gelu", "layer_norm/standard")]
+    cases = [CASES_BY_NAME[name] for name in ("feed_forward/relu", "feed_forward/gelu", "layer_norm/standard")]
     assert cases[0].config == cases[2].config != cases[1].config
     findings = list(compare(cases, PORTS["torch"], Setting()))
     assert all(finding.verdict == AGREES for finding in findings)

@@ -18,11 +18,17 @@ from matplotlib.figure import Figure
 from rich.text import Text
 
 import reference_numpy as ref
-from transformer_parity.__main__ import main
-from transformer_parity.commands import info, show, source
-from transformer_parity.hard_inputs import hard_weights
-from transformer_parity.ports import PORTS, PackagePort, quiet_frameworks
-from transformer_parity.text import Vocabulary, batch, read_pairs
+from transformer_parity.cases.inputs import hard_weights
+from transformer_parity.cli import info, show
+from transformer_parity.cli.main import main
+from transformer_parity.figures import attention
+from transformer_parity.ports import source_code
+from transformer_parity.ports.package import PackagePort
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.report import presets
+from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.text.pairs import read_pairs
+from transformer_parity.text.vocabulary import Vocabulary, batch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = [port.package for port in PORTS.values()]
@@ -104,7 +110,7 @@ def test_info_counts_parameters(capsys):
 @pytest.mark.parametrize("preset", ref.PRESETS)
 def test_differences_lead_from_the_base_model_to_the_preset(preset):
     sizes = {"source_vocab_size": 9, "target_vocab_size": 9}
-    fields = info.differences(preset)
+    fields = presets.differences(preset)
     rates = {name.partition(".")[2]: fields.pop(name) for name in list(fields) if name.startswith("dropout.")}
     rebuilt = ref.TransformerConfig.preset("paper_base", **sizes, **fields, dropout=ref.DropoutRates(**rates))
     assert rebuilt == ref.TransformerConfig.preset(preset, **sizes)
@@ -174,17 +180,17 @@ def test_source_hides_or_keeps_docstrings(capsys, tmp_path):
     assert kept.count(f'"""{summary}') == 4
     assert summary not in kept.partition("\n\n")[0]
     (tmp_path / "module.py").write_text('def f():\n    """Say."""\n\n    # why\n    return 1\n')
-    assert source.Module(tmp_path / "module.py").find("f", False).code == "def f():\n    # why\n    return 1"
+    assert source_code.Module(tmp_path / "module.py").find("f", False).code == "def f():\n    # why\n    return 1"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_piece_is_the_code_in_the_file(package):
-    for module in source.Package(package).modules.values():
+    for module in source_code.Package(package).modules.values():
         for name, node in module.definitions.items():
             assert ast.dump(ast.parse(module.find(name, docstrings=True).code)) == ast.dump(ast.Module([node], []))
         for name in module.dotted_names():
             for part in ast.walk(ast.parse(module.find(name, docstrings=False).code)):
-                if isinstance(part, source.DOCUMENTED) and len(part.body) > 1:
+                if isinstance(part, source_code.DOCUMENTED) and len(part.body) > 1:
                     assert ast.get_docstring(part) is None, name
         whole = ast.parse(module.cut([module.tree], docstrings=False).code)
         assert [type(node) for node in whole.body] == [type(node) for node in module.tree.body[1:]]
@@ -205,7 +211,7 @@ def test_source_stands_side_by_side_where_there_is_room(capsys, monkeypatch, wid
 @pytest.mark.parametrize("width", [8, 20, 56])
 def test_folding_loses_nothing(width):
     for line in (ROOT / "transformer_torch" / "attention.py").read_text().splitlines():
-        parts = [part.plain for part in source._fold(Text(line), width)]
+        parts = [part.plain for part in info._fold(Text(line), width)]
         assert "".join("".join(parts).split()) == "".join(line.split())
         assert max(map(len, parts)) <= width
 
@@ -284,10 +290,10 @@ def test_attention_of_every_backend(backends, which):
     np.testing.assert_allclose(weights.sum(axis=-1), 1.0, atol=1e-14)
     vocabulary = Vocabulary.train([line for pair in read_pairs() for line in pair])
     size = vocabulary.size + 3
-    config = ref.TransformerConfig(source_vocab_size=size, target_vocab_size=size, **show.SMALL)
+    config = ref.TransformerConfig(source_vocab_size=size, target_vocab_size=size, **attention.SMALL)
     seen = ref.Recorder(f"{which if which != 'cross' else 'decoder'}.layers.1.**.weights")
     model = ref.Transformer.from_weights(config, hard_weights(config), "float64")
-    model(**batch([(show.SOURCE, show.TARGET)], vocabulary, config), tap=seen)
+    model(**batch([(attention.SOURCE, attention.TARGET)], vocabulary, config), tap=seen)
     assert np.linalg.norm(weights - list(seen.values())[which == "cross"]) <= 1e-12 * np.linalg.norm(weights)
     assert {axes.images[0].get_clim() for axes in panels} == {(0.0, weights.max())}
     assert [axes.get_ylabel() for axes in panels if axes.get_ylabel()] == names
@@ -313,7 +319,7 @@ def test_attention_of_a_weight_file(tmp_path):
 def test_agreement_names_the_two_that_differ_the_most():
     seen = {name: np.zeros((2, 3, 4)) for name in ("torch", "jax", "tf")}
     seen["jax"][1, 2, 0], seen["tf"][1, 2, 0] = -0.25, 0.125
-    assert "two backends: 3.8e-01 (jax and tf; head 1, query 2, key 0; counted from 0)" in show.agreement(seen)
+    assert "two backends: 3.8e-01 (jax and tf; head 1, query 2, key 0; counted from 0)" in attention.agreement(seen)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from transformer_parity import batches as batching
-from transformer_parity.batches import Batches, number
-from transformer_parity.dates import FIRST, FORMATS, LANGUAGES, LAST, date_lines, date_pairs, is_held_out, write
-from transformer_parity.text import Vocabulary, read_pairs
+from transformer_parity.text.dates import FIRST, FORMATS, LANGUAGES, LAST, date_lines, date_pairs, is_held_out, write
+from transformer_parity.text.pairs import read_pairs
+from transformer_parity.text.vocabulary import Vocabulary
+from transformer_parity.train import batches
+from transformer_parity.train.batches import Batches, number
 
 PRESETS = ["paper_base", "t2t_2017", "annotated", "marian", "fairseq", "flax_wmt"]  # each with other special ids
 
@@ -352,8 +353,8 @@ def test_a_long_sentence_takes_shorter_ones_along(multiple):
 
 @pytest.mark.parametrize(("tokens", "multiple"), [(60, 1), (200, 1), (200, 4), (1000, 1)])
 def test_no_other_buckets_would_compute_less(tokens, multiple, monkeypatch):
-    monkeypatch.setattr(batching, "MAX_SHAPES", 3)
-    monkeypatch.setattr(batching, "WORTH_A_SHAPE", 0.0)
+    monkeypatch.setattr(batches, "MAX_SHAPES", 3)
+    monkeypatch.setattr(batches, "WORTH_A_SHAPE", 0.0)
     lengths = np.array([[len(source), len(target)] for source, target in corpus(400, longest=12)])
     longest = lengths.max(axis=1)
 
@@ -366,7 +367,7 @@ def test_no_other_buckets_would_compute_less(tokens, multiple, monkeypatch):
             below = bound
         return total
 
-    chosen = batching._choose_bounds(lengths, tokens, multiple).tolist()
+    chosen = batches._choose_bounds(lengths, tokens, multiple).tolist()
     shorter = sorted(set(longest.tolist()))[:-1]
     others = [[*some, longest.max()] for count in range(3) for some in itertools.combinations(shorter, count)]
     assert work(chosen) == min(map(work, others))
@@ -387,7 +388,7 @@ def test_little_is_padding():
 
 
 def test_many_lengths_are_thinned_but_every_pair_stays(monkeypatch):
-    monkeypatch.setattr(batching, "MAX_BOUNDS", 3)
+    monkeypatch.setattr(batches, "MAX_BOUNDS", 3)
     pairs = corpus()
     assert flat(Batches(pairs, CONFIG, 200).once()) == sorted(pairs)
 

@@ -13,7 +13,8 @@ from test_search import lively, load_reference, sources
 
 import reference_numpy as ref
 from reference_numpy import SearchResult, search
-from transformer_parity.decoding import Decoded, Judge, SearchOptions, explain, follow, score, summary
+from transformer_parity.compare.near_ties import Judge, explain, follow, score, summary
+from transformer_parity.ports.protocol import Decoded, SearchOptions
 
 GREEDY = SearchOptions(max_length=11)
 BEAM = SearchOptions(beam_size=3, max_length=11, num_hypotheses=2, length_penalty=1.5)

@@ -26,8 +26,9 @@ from numpy import ndarray
 import reference_numpy
 from reference_numpy import PRESETS, DropoutRates, Recorder, TrainingConfig, TransformerConfig
 from reference_numpy.names import tap_shapes
-from transformer_parity.cases import gradient_case, tiny
-from transformer_parity.hard_inputs import hard_weights
+from transformer_parity.cases.case import tiny
+from transformer_parity.cases.inputs import hard_weights
+from transformer_parity.cases.standard import gradient_case
 
 # Of the 10^4 elements of a step, one stays in a thousand runs, and the seed is fixed.
 NEARLY_ALL = 1.0 - 1e-7

@@ -8,7 +8,7 @@ import torch
 
 import reference_numpy as ref
 import transformer_torch
-from transformer_parity.work import DecodeWork
+from transformer_parity.bench.workload import DecodeWork
 from transformer_torch import layers
 from transformer_torch.layers import laid_out_for_few_rows
 

@@ -15,16 +15,15 @@ import pytest
 import safetensors.numpy
 
 import reference_numpy as ref
-from transformer_parity import vectors
-from transformer_parity.__main__ import main
-from transformer_parity.cases import RUNGS
-from transformer_parity.commands import golden
-from transformer_parity.commands.compare import compare_folders
-from transformer_parity.compare import AGREES, SKIPPED
-from transformer_parity.hard_inputs import hard_weights
-from transformer_parity.plugin import Port
-from transformer_parity.policy import POLICY
-from transformer_parity.vectors import LeftOut
+from transformer_parity.cases.case import RUNGS
+from transformer_parity.cases.inputs import hard_weights
+from transformer_parity.cli.main import main
+from transformer_parity.compare.findings import AGREES, SKIPPED
+from transformer_parity.compare.tolerances import POLICY
+from transformer_parity.golden import format, produce
+from transformer_parity.golden.compare import compare_folders
+from transformer_parity.golden.format import LeftOut
+from transformer_parity.ports.user import Port
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "golden.md"
 PADDED, STEPS, GREEDY = "full/padded", "steps/port", "decode/port_greedy"
@@ -147,7 +146,7 @@ def edit(folder, case, dtype, change, *, describe=True):
 
 
 def test_a_folder_agrees_with_itself_exactly(truth, capsys):
-    folder = vectors.read(truth)
+    folder = format.read(truth)
     findings = list(compare_folders(folder, folder))
     assert {finding.verdict for finding in findings} == {AGREES}
     assert {finding.error for finding in findings if finding.dtype == "float64"} == {0.0}
@@ -160,7 +159,7 @@ def test_a_folder_agrees_with_itself_exactly(truth, capsys):
 
 
 def test_what_is_written_is_what_the_reference_computes(truth):
-    folder = vectors.read(truth)
+    folder = format.read(truth)
     assert {case.rung for case in folder.cases} == set(RUNGS)
     assert (folder.producer, folder.left_out) == ("numpy", ())
     assert folder.dtypes == ("float64", "float32")
@@ -463,7 +462,7 @@ def test_one_dtype_alone(truth, tmp_path, capsys):
 def test_several_presets(tmp_path, capsys):
     out = tmp_path / "both"
     assert main(["golden", "--preset", "paper_learned,annotated", "--dtype", "float64", "--out", str(out)]) == 0
-    assert sorted(vectors.find(out)) == ["annotated", "paper_learned"]
+    assert sorted(format.find(out)) == ["annotated", "paper_learned"]
     assert compare(out, out) == 0
     assert "AGREE  1 port, 18 cases" in capsys.readouterr().out
     assert compare(out, out / "annotated") == 3
@@ -471,7 +470,7 @@ def test_several_presets(tmp_path, capsys):
     assert compare(out / "annotated", out / "paper_learned") == 3
     assert "config: norm_order pre and post" in capsys.readouterr().err
     assert main(["golden", "--preset", "paper_learned", "--dtype", "float64", "--out", str(out), "--force"]) == 0
-    assert sorted(vectors.find(out)) == [""]
+    assert sorted(format.find(out)) == [""]
 
 
 def test_a_port_of_your_own(tmp_path, capsys):
@@ -479,11 +478,11 @@ def test_a_port_of_your_own(tmp_path, capsys):
     assert main(["golden", "--for", "test_golden:Forward", "--out", str(right)]) == 0
     assert main(["golden", "--port", "test_golden:Forward", "--out", str(mine)]) == 0
     assert "left out: full/one_token: it is not made for that" in capsys.readouterr().out
-    folder = vectors.read(mine)
+    folder = format.read(mine)
     assert (folder.producer, folder.config.norm_order) == ("Forward", "pre")
     assert {case.rung for case in folder.cases} == {"activations"}
     assert LeftOut(STEPS, "it has no train_step()", dtype="float64") in folder.left_out
-    findings = list(compare_folders(vectors.read(right), folder))
+    findings = list(compare_folders(format.read(right), folder))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     assert {finding.tap.partition(".")[0] for finding in findings if finding.verdict == AGREES} == {"encoder", "output"}
     assert compare(right, mine) == 0
@@ -492,7 +491,7 @@ def test_a_port_of_your_own(tmp_path, capsys):
 def test_a_port_with_every_ability(truth, tmp_path, capsys):
     mine = tmp_path / "mine"
     assert main(["golden", "--port", "test_golden:Full", "--out", str(mine)]) == 0
-    findings = list(compare_folders(vectors.read(truth), vectors.read(mine)))
+    findings = list(compare_folders(format.read(truth), format.read(mine)))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     assert {finding.case for finding in findings if finding.verdict == AGREES} == {
         case["name"] for case in manifest_of(truth)["cases"]
@@ -531,7 +530,7 @@ def test_an_interruption_leaves_nothing_and_keeps_the_old(truth, tmp_path, monke
         (folder / "weights.safetensors").write_bytes(b"half")
         raise stop
 
-    monkeypatch.setattr(golden.vectors, "write", write)
+    monkeypatch.setattr(format, "write", write)
     assert main(["golden", "--out", str(tmp_path / "new")]) == 3
     assert list(tmp_path.iterdir()) == []
     old = shutil.copytree(truth, tmp_path / "old")
@@ -544,9 +543,9 @@ def test_only_golden_vectors_are_replaced_and_only_on_demand(copy, tmp_path, cap
     write = ["golden", "--dtype", "float64", "--out"]
     assert main([*write, str(copy)]) == 3
     assert "holds golden vectors already: --force replaces them" in capsys.readouterr().err
-    assert vectors.read(copy).dtypes == ("float64", "float32")
+    assert format.read(copy).dtypes == ("float64", "float32")
     assert main([*write, str(copy), "--force"]) == 0
-    assert vectors.read(copy).dtypes == ("float64",)
+    assert format.read(copy).dtypes == ("float64",)
     (copy / "notes.txt").write_text("mine")
     for path in (copy, tmp_path):
         assert main([*write, str(path), "--force"]) == 3
@@ -587,7 +586,7 @@ def test_the_document_names_every_entry_and_the_budgets(truth):
     manifest = manifest_of(truth)
     tables = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     file = manifest["weights"]
-    entries = {*manifest, *file, *vectors.LeftOut.__dataclass_fields__, *RUNGS}
+    entries = {*manifest, *file, *format.LeftOut.__dataclass_fields__, *RUNGS}
     for case in manifest["cases"]:
         entries |= case.keys()
     assert tables == entries
@@ -605,7 +604,8 @@ def test_the_document_names_every_entry_and_the_budgets(truth):
 
 def test_no_framework_is_needed(truth):
     program = (
-        "import sys; from transformer_parity import vectors; from transformer_parity.__main__ import main; "
+        "import sys; from transformer_parity.golden import format as vectors; "
+        "from transformer_parity.__main__ import main; "
         f"code = main(['compare', {str(truth)!r}, {str(truth)!r}]); "
         "found = {'torch', 'jax', 'flax', 'tensorflow', 'keras'} & set(sys.modules); "
         "sys.exit(f'{code} {found}' if code or found else 0)"
@@ -651,7 +651,7 @@ def test_what_the_truth_cannot_judge_is_no_agreement(truth, copy, capsys):
 
 
 def test_a_near_tie_of_a_search_is_no_divergence(tmp_path, monkeypatch, capsys):
-    deck = golden._deck
+    deck = produce.golden_cases
 
     def undecided(config):  # all tokens but the special ones are the same to the model
         cases = [case for case in deck(config) if case.name == GREEDY]
@@ -660,7 +660,7 @@ def test_a_near_tie_of_a_search_is_no_divergence(tmp_path, monkeypatch, capsys):
         ref.save_weights(tmp_path / "weights", cases[0].config, weights)
         return [replace(case, weights_file=tmp_path / "weights") for case in cases]
 
-    monkeypatch.setattr(golden, "_deck", undecided)
+    monkeypatch.setattr(produce, "golden_cases", undecided)
     right, mine = tmp_path / "right", tmp_path / "mine"
     for path in (right, mine):
         assert main(["golden", "--dtype", "float64", "--out", str(path)]) == 0

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
-from transformer_parity.__main__ import main
-from transformer_parity.cases import port_deck
-from transformer_parity.commands.init_port import FRAMEWORKS
-from transformer_parity.compare import AGREES, SKIPPED, Setting, compare
-from transformer_parity.plugin import PluginPort, Port
-from transformer_parity.ports import PORTS
+from transformer_parity.cases.standard import model_cases
+from transformer_parity.cli.check import FRAMEWORKS
+from transformer_parity.cli.main import main
+from transformer_parity.compare.comparator import compare
+from transformer_parity.compare.findings import AGREES, SKIPPED, Setting
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.ports.user import PluginPort, Port
 
 NOT_ASKED = {  # of any port
     "20 norms of the gradient are not shown",
@@ -43,12 +44,12 @@ def test_skeleton_agrees(framework, folder, capsys):
     printed = capsys.readouterr().out
     assert f"  parity check --port {module}:MyPort\n  pytest --parity-port={module}:MyPort\n" in printed
     port = PluginPort(f"{module}:MyPort")
-    deck = port_deck(port.config())
-    findings = list(compare(deck, port, Setting(("float64",))))
+    cases = model_cases(port.config())
+    findings = list(compare(cases, port, Setting(("float64",))))
     skipped = [finding for finding in findings if finding.verdict == SKIPPED]
     assert [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)] == []
     assert {finding.detail for finding in skipped} == NOT_ASKED
-    assert {finding.case for finding in findings if finding.verdict == AGREES} == {case.name for case in deck}
+    assert {finding.case for finding in findings if finding.verdict == AGREES} == {case.name for case in cases}
 
 
 def test_skeleton_shows_every_method(folder):

@@ -12,22 +12,28 @@ import pytest
 from safetensors.numpy import load_file
 
 import reference_numpy
-from transformer_parity import hypotheses as hypotheses_module
-from transformer_parity import observe, reproduce
-from transformer_parity.blame import FINE, INHERITED, INTRODUCED, blame, blame_files, distance
-from transformer_parity.cases import deck, gradient_case, port_deck, tiny
-from transformer_parity.catalogue import forward, search, training
-from transformer_parity.catalogue.planting import Mistake, instead, planted, together
-from transformer_parity.compare import AGREES, SKIPPED, Setting, compare
-from transformer_parity.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose, tensors
-from transformer_parity.hypotheses import Hypothesis, content, hypotheses
-from transformer_parity.investigate import investigate
-from transformer_parity.plugin import PluginPort, Port
-from transformer_parity.ports import PORTS
+from transformer_parity.cases.case import tiny
+from transformer_parity.cases.standard import gradient_case, model_cases, standard_cases
+from transformer_parity.check.planted_ports import planted
+from transformer_parity.compare import outputs
+from transformer_parity.compare.comparator import compare
+from transformer_parity.compare.findings import AGREES, SKIPPED, Setting
+from transformer_parity.compare.outputs import tensors
+from transformer_parity.diagnose import hypotheses as hypotheses_module
+from transformer_parity.diagnose import reproduce
+from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, blame, blame_files, distance
+from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
+from transformer_parity.diagnose.hypotheses import Hypothesis, content, hypotheses
+from transformer_parity.diagnose.investigate import investigate
+from transformer_parity.mistakes import edited_package, forward, search
+from transformer_parity.mistakes.catalogue import TRAINING
+from transformer_parity.mistakes.mistake import Mistake, instead, together
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.ports.user import PluginPort, Port
 
-CASE = next(case for case in deck() if case.name == "full/padded")
+CASE = next(case for case in standard_cases() if case.name == "full/padded")
 GRADIENTS = gradient_case("paper_base")
-ALL = [mistake for part in (*forward.CATALOGUE.values(), *training.CATALOGUE.values()) for mistake in part]
+ALL = [mistake for part in (*forward.CATALOGUE.values(), *TRAINING.values()) for mistake in part]
 SCALE, NORM = "encoder.layers.0.self_attention.scores", "encoder.layers.0.self_attention_norm.output"
 
 
@@ -154,7 +160,7 @@ def test_distance_minds_shapes_and_what_is_not_finite():
 )
 def test_a_known_mistake_is_named(plant, name):
     mistake = named(name)
-    case = next(case for case in deck() if case.name == mistake.case)
+    case = next(case for case in standard_cases() if case.name == mistake.case)
     found = diagnose(case, tensors(plant(mistake, case), case), "it")
     assert (found.confidence, found.hypotheses) == (EXACT, (name,))
     assert found.error < 1e-12 < 1e-6 < found.next_error
@@ -172,7 +178,7 @@ def test_a_known_mistake_is_named(plant, name):
     ],
 )
 def test_weights_that_a_converter_mixes_up_are_named(convert, name):
-    case = port_deck(tiny(d_v=8))[0]
+    case = model_cases(tiny(d_v=8))[0]
     mixed = hypotheses_module._reordered if isinstance(convert, dict) else hypotheses_module._turned
     weights = mixed(convert, case.load_weights())
     loaded = PORTS["numpy"].load(case.config, weights, "float64", "cpu", "highest")
@@ -181,7 +187,7 @@ def test_weights_that_a_converter_mixes_up_are_named(convert, name):
 
 
 def test_a_convention_is_named():
-    case = port_deck(tiny(d_v=8))[0]
+    case = model_cases(tiny(d_v=8))[0]
     other = replace(case, config=case.config.replace(position_layout="split", position_timescale="m_minus_1"))
     found = diagnose(case, tensors(numpy(other), case), "it")
     assert found.confidence == EXACT
@@ -241,7 +247,7 @@ def test_a_hypothesis_leaves_the_reference_alone():
     assert not np.array_equal(tensors(loaded, CASE)[SCALE], before[SCALE])
     assert np.array_equal(tensors(numpy(), CASE)[SCALE], before[SCALE])
     with pytest.raises(ValueError, match="must hold 'no such line' once: found 0 times"):
-        hypotheses_module._variant((("attention", "no such line", ""),))
+        edited_package._variant((("attention", "no such line", ""),))
 
 
 def test_the_guilty_block_can_be_run_alone(plant, tmp_path, monkeypatch):
@@ -276,9 +282,9 @@ def test_a_guilty_gradient_is_saved_with_what_it_comes_from(plant, tmp_path):
 
 
 def test_gradients_that_should_be_nothing_are_measured_by_the_whole():
-    expected = {"at a": np.zeros(2), observe.WHOLE: np.array([3.0, 4.0])}
-    assert observe.error("at a", {"at a": np.array([5e-12, 0.0])}, expected) == pytest.approx(1e-12)
-    assert observe.error("at a", {"at a": np.zeros(2)}, expected) == 0.0
+    expected = {"at a": np.zeros(2), outputs.WHOLE: np.array([3.0, 4.0])}
+    assert outputs.training_error("at a", {"at a": np.array([5e-12, 0.0])}, expected) == pytest.approx(1e-12)
+    assert outputs.training_error("at a", {"at a": np.zeros(2)}, expected) == 0.0
 
 
 class Wrapped(Port):
@@ -320,13 +326,13 @@ class GoesOnOnce(Wrapped):
 
 def test_what_a_port_does_to_an_array_does_not_change_what_was_seen():
     port = PluginPort(f"{__name__}:InPlace")
-    findings = list(compare(port_deck(port.config())[:2], port, Setting(("float64", "float32"))))
+    findings = list(compare(model_cases(port.config())[:2], port, Setting(("float64", "float32"))))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
 
 
 def test_a_port_that_goes_on_at_some_taps_only_is_not_run_on_wrong_inputs():
     port = PluginPort(f"{__name__}:GoesOnOnce")
-    case = port_deck(port.config())[0]
+    case = model_cases(port.config())[0]
     loaded = port.load(case.config, case.load_weights(), "float64", "cpu", "highest")
     found = looked_into(case, loaded).blame
     assert found.replayed == "reference"
@@ -334,7 +340,7 @@ def test_a_port_that_goes_on_at_some_taps_only_is_not_run_on_wrong_inputs():
 
 
 def test_a_hypothesis_has_to_hold_in_every_case(plant):
-    one, two = port_deck(tiny(d_v=8))[:2]
+    one, two = model_cases(tiny(d_v=8))[:2]
     other = replace(one, config=one.config.replace(position_offset=1))
     actual = tensors(numpy(other), one)
     assert diagnose(one, actual, "it", others=[(two, None)]).confidence == LIKELY
@@ -343,7 +349,7 @@ def test_a_hypothesis_has_to_hold_in_every_case(plant):
 
 
 def test_the_deck_for_ports_has_hypotheses_that_end_and_a_penalty_that_matters():
-    cases = [case for case in port_deck(tiny(d_v=8)) if case.rung == "decode"]
+    cases = [case for case in model_cases(tiny(d_v=8)) if case.rung == "decode"]
     known = {mistake.name: mistake for mistake in search.CATALOGUE}
     for name in (
         "goes on after the end symbol",

@@ -13,17 +13,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from transformer_parity import cases, observe
-from transformer_parity.cases import deck
-from transformer_parity.catalogue import forward, precision, structure
-from transformer_parity.catalogue.planting import ALL, Mistake, instead, planted
-from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting, compare
-from transformer_parity.hard_inputs import hard_weights
-from transformer_parity.policy import EPS, POLICY, budget, relative_error
-from transformer_parity.ports import PORTS
-from transformer_parity.report import exit_code
+from transformer_parity.cases import standard
+from transformer_parity.cases.inputs import hard_weights
+from transformer_parity.cases.standard import standard_cases
+from transformer_parity.check.planted_ports import planted
+from transformer_parity.compare import outputs
+from transformer_parity.compare.comparator import compare
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting, exit_code
+from transformer_parity.compare.tolerances import EPS, POLICY, budget, relative_error
+from transformer_parity.mistakes import forward, precision, structure
+from transformer_parity.mistakes.mistake import ALL, Mistake, instead
+from transformer_parity.ports.registry import PORTS
 
-DECK = {case.name: case for case in [*deck(), precision.FUSED_CASE]}
+CASES_BY_NAME = {case.name: case for case in [*standard_cases(), precision.FUSED_CASE]}
 CATALOGUE = [mistake for part in forward.CATALOGUE.values() for mistake in part]
 OTHERS = precision.PRECISION + precision.FULLY_MASKED + precision.FAST + structure.STRUCTURE + structure.WEIGHTS
 OTHERS += structure.EDGES
@@ -54,7 +56,7 @@ def in_one_port(mistakes: list[Mistake]) -> list:
 
 def run(name: str, mistake: Mistake, folder, case_names: tuple[str, ...], *dtypes: str) -> list[Finding]:
     """Compare a port that has the mistake with the reference."""
-    chosen = [DECK[case_name] for case_name in case_names]
+    chosen = [CASES_BY_NAME[case_name] for case_name in case_names]
     if name != "torch" and mistake.path != "fast":  # compiling takes its time
         chosen = [replace(case, fast=False) for case in chosen]
     with planted(mistake, name, folder) as port, without_compiler(name, mistake):
@@ -103,8 +105,8 @@ def test_equivalent_mathematics_raises_no_alarm(name, control, tmp_path):
     ],
 )
 def test_correct_port_raises_no_alarm(name, seed, monkeypatch):
-    monkeypatch.setattr(cases, "hard_weights", lambda config, _: hard_weights(config, seed))
-    findings = list(compare([DECK["full/padded"]], PORTS[name], Setting(("float64", "float32"))))
+    monkeypatch.setattr(standard, "hard_weights", lambda config, _: hard_weights(config, seed))
+    findings = list(compare([CASES_BY_NAME["full/padded"]], PORTS[name], Setting(("float64", "float32"))))
     assert failing(findings) == []
     assert {finding.path for finding in findings} == {"load", "taps", "fast"}
 
@@ -142,11 +144,11 @@ def test_a_mistake_has_to_be_planted_and_leaves_nothing_behind(tmp_path):
     assert failing(run("torch", named("scores not scaled"), tmp_path / "again", ("full/padded",), "float64"))
     assert sys.path == before
     assert not [module for module in sys.modules if module.startswith("mistaken")]
-    assert failing(list(compare([DECK["full/padded"]], PORTS["torch"], Setting(("float64",))))) == []
+    assert failing(list(compare([CASES_BY_NAME["full/padded"]], PORTS["torch"], Setting(("float64",))))) == []
 
 
 def test_the_reference_agrees_with_itself_and_a_nan_with_nothing():
-    case = DECK["attention/padding"]
+    case = CASES_BY_NAME["attention/padding"]
     findings = list(compare([case], PORTS["numpy"], Setting(("float64",))))
     assert {finding.error for finding in findings} == {0.0}
     query = case.inputs["query"].copy()
@@ -164,7 +166,9 @@ def test_a_port_that_cannot_be_loaded_fails_every_case():
         def load(self, *arguments):
             raise RuntimeError("out of memory")
 
-    findings = list(compare([DECK["full/padded"], DECK["full/one_token"]], Nothing(), Setting(("float64",))))
+    findings = list(
+        compare([CASES_BY_NAME["full/padded"], CASES_BY_NAME["full/one_token"]], Nothing(), Setting(("float64",)))
+    )
     assert [(finding.case, finding.verdict) for finding in findings] == [
         ("full/padded", FAILED),
         ("full/one_token", FAILED),
@@ -207,7 +211,7 @@ def test_exit_code_of_a_mistake(mistake, dtypes, code, tmp_path):
 
 def test_nothing_compared_is_not_a_pass():
     assert exit_code(list(compare([], PORTS["numpy"], Setting()))) == 3
-    left_out = replace(DECK["full/padded"], dtypes=("float64",))
+    left_out = replace(CASES_BY_NAME["full/padded"], dtypes=("float64",))
     assert exit_code(list(compare([left_out], PORTS["numpy"], Setting(("bfloat16",))))) == 3
 
 
@@ -259,28 +263,28 @@ def test_budgets():
     ("name", "dtype", "allowed"),
     [
         ("loss", "float64", 1e-13),
-        (observe.WHOLE, "float64", 1e-11),
+        (outputs.WHOLE, "float64", 1e-11),
         ("of output_proj.bias", "float64", 1e-10),
         ("at logits", "float64", 1e-10),
         ("step 20 loss", "float64", 1e-10),
         ("step 20 weight output_proj.bias", "float64", 1e-10),
         ("loss", "float32", 4e-6 + 4.0 * 2.0**-23),
-        (observe.WHOLE, "float32", 4e-6 + 4.0 * 2.0**-23),
+        (outputs.WHOLE, "float32", 4e-6 + 4.0 * 2.0**-23),
         ("of output_proj.bias", "float32", 8e-6 + 4.0 * 2.0**-23),  # no tensor is held to more than the whole is
         ("step 5 loss", "float32", 1e-5),
         ("step 5 weight output_proj.bias", "float32", 1e-3),
     ],
 )
 def test_budgets_of_training(name, dtype, allowed):
-    assert observe.budget(name, dtype, yardstick=1e-6, whole=2e-6) == pytest.approx(allowed, rel=1e-12)
+    assert outputs.training_budget(name, dtype, yardstick=1e-6, whole=2e-6) == pytest.approx(allowed, rel=1e-12)
 
 
 def test_a_key_bias_is_measured_by_its_query_bias():
     expected = {"of a.key_proj.bias": np.full(2, 1e-17), "of a.query_proj.bias": np.array([3.0, 4.0])}
     actual = {"of a.key_proj.bias": np.array([0.5, 0.0]) + 1e-17, "of a.query_proj.bias": np.array([3.0, 4.5])}
-    assert observe.error("of a.key_proj.bias", actual, expected) == pytest.approx(0.1)
-    assert observe.error("of a.query_proj.bias", actual, expected) == pytest.approx(0.1)
-    assert observe.error("of a.key_proj.bias", expected, expected) == 0.0
+    assert outputs.training_error("of a.key_proj.bias", actual, expected) == pytest.approx(0.1)
+    assert outputs.training_error("of a.query_proj.bias", actual, expected) == pytest.approx(0.1)
+    assert outputs.training_error("of a.key_proj.bias", expected, expected) == 0.0
 
 
 def test_share_of_the_budget():

@@ -11,11 +11,15 @@ import test_dropout
 from conftest import Backend
 from misbehaviour import MISBEHAVIOUR
 
-from transformer_parity import observe
-from transformer_parity.catalogue.interpreting import interpreted_training
-from transformer_parity.catalogue.planting import ALL, Mistake, planted
-from transformer_parity.catalogue.training import CASES, CATALOGUE, CONTROLS, GRADIENTS, retrained
-from transformer_parity.compare import AGREES, Finding, Setting, compare
+from transformer_parity.check.planted_ports import planted, retrained
+from transformer_parity.check.uncompiled import interpreted_training
+from transformer_parity.compare import outputs
+from transformer_parity.compare.comparator import compare
+from transformer_parity.compare.findings import AGREES, Finding, Setting
+from transformer_parity.mistakes.catalogue import TRAINING
+from transformer_parity.mistakes.mistake import ALL, Mistake
+from transformer_parity.mistakes.optimizer import CONTROLS
+from transformer_parity.mistakes.training import CASES, GRADIENTS
 
 
 def in_every_port(mistakes: list[Mistake]) -> list:
@@ -37,7 +41,7 @@ def run(name: str, mistake: Mistake, folder) -> list[Finding]:
     """Compare a port that has the mistake with the reference, and return what does not agree."""
     case = CASES.get(mistake.case, GRADIENTS)
     with plant(name, mistake, folder) as port, interpreted_training(name), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observe, "SNAPSHOTS", (1,) if mistake.at.startswith("step 1") else (1, 2))
+        patch.setattr(outputs, "SNAPSHOTS", (1,) if mistake.at.startswith("step 1") else (1, 2))
         findings = list(compare([case], port, Setting(("float64",))))
     assert len(findings) > 1
     return [finding for finding in findings if finding.verdict != AGREES]
@@ -59,5 +63,5 @@ def test_misbehaviour_is_caught_by_its_check(name, mistake, tmp_path):
 
 
 def test_every_part_of_training_is_spoilt_in_every_port():
-    for part, mistakes in CATALOGUE.items():
+    for part, mistakes in TRAINING.items():
         assert {name for mistake in mistakes for name in mistake.edits} >= {*ALL}, part

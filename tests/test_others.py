@@ -9,13 +9,15 @@ import others
 import pytest
 
 from reference_numpy import PRESETS
-from transformer_parity.cases import port_deck, preset_case
-from transformer_parity.catalogue import forward
-from transformer_parity.catalogue.planting import Edits, Mistake, planted, together
-from transformer_parity.compare import AGREES, DIVERGES, SKIPPED, Setting, compare
-from transformer_parity.diagnosis import EXACT, LIKELY, UNKNOWN
-from transformer_parity.investigate import investigate
-from transformer_parity.plugin import PluginPort
+from transformer_parity.cases.standard import model_cases, preset_case
+from transformer_parity.check.planted_ports import planted
+from transformer_parity.compare.comparator import compare
+from transformer_parity.compare.findings import AGREES, DIVERGES, SKIPPED, Setting
+from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
+from transformer_parity.diagnose.investigate import investigate
+from transformer_parity.mistakes import forward
+from transformer_parity.mistakes.mistake import Edits, Mistake, together
+from transformer_parity.ports.user import PluginPort
 
 SETTING = Setting(("float64",))
 KNOWN = {mistake.name: mistake for part in forward.CATALOGUE.values() for mistake in part}
@@ -41,7 +43,7 @@ UNHEARD_OF: dict[str, Edits] = {
 def look_into(kind, cases=None):
     """Compare a port of ``others`` as `parity check` does, and return findings and inquiries."""
     port = PluginPort(f"others:{kind.__name__}")
-    cases, kept = port_deck(port.config())[:2] if cases is None else cases, {}
+    cases, kept = model_cases(port.config())[:2] if cases is None else cases, {}
     findings = list(compare(cases, port, SETTING, kept=kept))
     return findings, list(investigate(findings, kept, cases, port, SETTING, port.reference))
 

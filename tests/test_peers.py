@@ -14,7 +14,7 @@ import pytest
 from conftest import random_weights, tiny_config
 
 import reference_numpy as ref
-from transformer_parity.peers import PEERS
+from transformer_parity.bench.peers import PEERS
 
 FRAMEWORKS = {
     "torch.nn": "torch",

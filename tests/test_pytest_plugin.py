@@ -1,4 +1,4 @@
-"""`pytest --parity-port`: the deck as tests of a port, with expected failures, skips and errors that say why."""
+"""`pytest --parity-port`: the cases as tests of a port, with expected failures, skips and errors that say why."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from transformer_parity.cases import port_deck, tiny
-from transformer_parity.compare import DIVERGES, SKIPPED, Setting, compare
+from transformer_parity.cases.case import tiny
+from transformer_parity.cases.standard import model_cases
+from transformer_parity.compare.comparator import compare
+from transformer_parity.compare.findings import DIVERGES, SKIPPED, Setting
 
 pytest_plugins = ["pytester"]
 
@@ -124,10 +126,10 @@ def test_what_is_planted_is_what_compare_finds(write, run, pytester):
         if test.find("failure") is not None
     }
     sys.path.insert(0, str(pytester.path))
-    from transformer_parity.plugin import PluginPort
+    from transformer_parity.ports.user import PluginPort
 
     port = PluginPort("mine:MyPort")
-    findings = list(compare(port_deck(tiny(d_k=None, d_v=None)), port, Setting(("float64",))))
+    findings = list(compare(model_cases(tiny(d_k=None, d_v=None)), port, Setting(("float64",))))
     assert failed == {f"MyPort-float64-{finding.case}" for finding in findings if finding.verdict == DIVERGES}
     assert len(failed) == 3  # all but that of a single token
     assert {finding.case for finding in findings if finding.verdict == SKIPPED} >= {"steps/port"}

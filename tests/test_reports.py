@@ -20,20 +20,22 @@ import pytest
 from rich.console import Console
 
 from reference_numpy.names import parameter_shapes, tap_shapes
-from transformer_parity.audit import Fate
-from transformer_parity.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
-from transformer_parity.cases import deck, tiny
-from transformer_parity.compare import AGREES, DIVERGES, FAILED, IMPRECISE, OUTPUT, SKIPPED, Finding, Setting
-from transformer_parity.diagnosis import Diagnosis
-from transformer_parity.html_report import html, picture, write_html
-from transformer_parity.junit import junit, write_junit
-from transformer_parity.result import build, write_json
-from transformer_parity.tree import LINES, print_blame
+from transformer_parity.cases.case import tiny
+from transformer_parity.cases.standard import standard_cases
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding, Setting
+from transformer_parity.compare.outputs import OUTPUT
+from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
+from transformer_parity.diagnose.diagnosis import Diagnosis
+from transformer_parity.diagnose.weight_audit import Fate
+from transformer_parity.report.html import html, picture, write_html
+from transformer_parity.report.junit import junit, write_junit
+from transformer_parity.report.result import build, write_json
+from transformer_parity.report.tree import LINES, print_blame
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "result.schema.json").read_text("utf-8"))
 TAPS = [*tap_shapes(tiny(), 4, 9, 7), OUTPUT]
 GUILTY = "encoder.layers.0.self_attention.scores"
-CASES = [case for case in deck() if case.name in ("full/padded", "full/untied", "gradients/padded")]
+CASES = [case for case in standard_cases() if case.name in ("full/padded", "full/untied", "gradients/padded")]
 MACHINE = {"transformer-parity": "0.1.0", "python": "3.11.7", "platform": "somewhere", "cpus": 2}
 SETTING = Setting(("float64", "float32"))
 ENVIRONMENT = {name: {"version": f"1.0 of {name}", "threads": "1"} for name in ("numpy", "torch", "jax")}

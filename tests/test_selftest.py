@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from transformer_parity import selftest
-from transformer_parity.__main__ import main
-from transformer_parity.catalogue.planting import ALL, Mistake, instead
-from transformer_parity.compare import DIVERGES, Finding
+from transformer_parity.check import selftest
+from transformer_parity.cli.main import main
+from transformer_parity.compare.findings import DIVERGES, Finding
+from transformer_parity.mistakes import catalogue
+from transformer_parity.mistakes.mistake import ALL, Mistake, instead
 
 EVERY = [
     pytest.param(name, part, mistake, id=f"{name}-{part}-{mistake.name}-{mistake.case}", marks=pytest.mark.only(name))
     for name in ALL
-    for part, mistakes in selftest.parts().items()
+    for part, mistakes in catalogue.parts().items()
     for mistake in mistakes
     if name in mistake.edits
 ]
@@ -30,10 +31,10 @@ def test_mistake_is_caught_located_and_named(name, part, mistake, tmp_path):
 
 
 def test_there_are_no_two_of_a_name_and_most_have_one():
-    mistakes = [(mistake.name, mistake.case) for part in selftest.parts().values() for mistake in part]
+    mistakes = [(mistake.name, mistake.case) for part in catalogue.parts().values() for mistake in part]
     assert len(set(mistakes)) == len(mistakes) > 140
     nameless = {
-        name: [m.name for part in selftest.parts().values() for m in part if not selftest.has_a_name(m, name)]
+        name: [m.name for part in catalogue.parts().values() for m in part if not selftest.has_a_name(m, name)]
         for name in ALL
     }
     assert max(map(len, nameless.values())) < 50, nameless
@@ -46,7 +47,7 @@ def test_the_table_in_the_readme_is_that_of_the_command():
     """Every row of it is proved above, mistake by mistake: here only the counts."""
     readme = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
     rows, planted, with_name = [], 0, 0
-    for part, mistakes in selftest.parts().items():
+    for part, mistakes in catalogue.parts().items():
         places = [(mistake, name) for name in ALL for mistake in mistakes if name in mistake.edits]
         named = sum(selftest.has_a_name(*place) for place in places)
         rows.append(f"| {part} | {len(places)} | {len(places)} | {len(places)} | {named} of {named} |")

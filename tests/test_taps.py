@@ -3,9 +3,9 @@
 import numpy as np
 
 import reference_numpy as ref
-from transformer_parity.cases import tiny
-from transformer_parity.hard_inputs import hard_weights, padded_ids
-from transformer_parity.policy import relative_error
+from transformer_parity.cases.case import tiny
+from transformer_parity.cases.inputs import hard_weights, padded_ids
+from transformer_parity.compare.tolerances import relative_error
 
 
 def test_every_tap_can_be_replaced(port):

@@ -15,10 +15,11 @@ import pytest
 
 import reference_numpy as ref
 from reference_numpy.files import open_file, write_file
-from transformer_parity import batches, corpora, curves
-from transformer_parity.__main__ import main
-from transformer_parity.batches import Batches
-from transformer_parity.run import LONGER, longest_translation, read_log
+from transformer_parity.cli.main import main
+from transformer_parity.train import batches, corpora, curves
+from transformer_parity.train.batches import Batches
+from transformer_parity.train.log import read_log
+from transformer_parity.train.run import LONGER, longest_translation
 
 SMALL = ["--d-model", "16", "--heads", "2", "--d-ff", "24", "--layers", "1", "--warmup", "4", "--tokens", "256"]
 PAIRS = 60

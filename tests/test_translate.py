@@ -20,13 +20,18 @@ from test_decoding import twins
 from test_search import lively
 
 import reference_numpy as ref
-from transformer_parity import translator
-from transformer_parity.__main__ import main
-from transformer_parity.commands import show, translate
-from transformer_parity.decoding import Doubt, SearchOptions
-from transformer_parity.ports import PORTS
-from transformer_parity.text import Vocabulary
-from transformer_parity.translator import Comparison, Hypothesis, Line, Translator, read_trained
+from transformer_parity.cli import translate
+from transformer_parity.cli.main import main
+from transformer_parity.compare.near_ties import Doubt
+from transformer_parity.figures import attention
+from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.text.vocabulary import Vocabulary
+from transformer_parity.translate import translator
+from transformer_parity.translate.agreement import Comparison
+from transformer_parity.translate.lines import Hypothesis, Line
+from transformer_parity.translate.trained import read_trained
+from transformer_parity.translate.translator import Translator
 
 LETTERS = "abcdefghi"
 LONG = "paper_learned"  # a preset with learned positions
@@ -429,14 +434,14 @@ def test_the_picture_shows_what_each_token_attends_to(model, tmp_path, capfd, mo
 
 def test_all_panels_are_drawn_on_one_scale():
     heads = np.random.default_rng(0).random((9, 4, 30))
-    figure = show.draw_heads(heads, list("abcd"), list("x" * 30), "title")
+    figure = attention.draw_heads(heads, list("abcd"), list("x" * 30), "title")
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert [axes.get_title() for axes in panels] == ["mean of the heads", *(f"head {n}" for n in range(9))]
     images = [axes.images[0] for axes in panels]
     assert {image.get_clim() for image in images} == {(0, heads.max())}
     np.testing.assert_array_equal(images[0].get_array(), heads.mean(0))
     np.testing.assert_array_equal(images[9].get_array(), heads[8])
-    size = show.draw_heads(np.ones((1, 500, 300)), ["q"] * 500, ["k"] * 300, "title").get_size_inches()
+    size = attention.draw_heads(np.ones((1, 500, 300)), ["q"] * 500, ["k"] * 300, "title").get_size_inches()
     assert max(size) < 90
 
 

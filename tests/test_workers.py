@@ -11,10 +11,11 @@ from functools import partial
 import pytest
 
 import reference_numpy
-from transformer_parity import start_worker, workers
-from transformer_parity.cases import ACTIVATIONS, Case, deck, tiny
-from transformer_parity.compare import AGREES, FAILED, SKIPPED, Finding, Setting
-from transformer_parity.workers import port_cases, run_all
+from transformer_parity.cases.case import ACTIVATIONS, Case, tiny
+from transformer_parity.cases.standard import port_cases, standard_cases
+from transformer_parity.check.processes import run_all
+from transformer_parity.compare.findings import AGREES, FAILED, SKIPPED, Finding, Setting
+from transformer_parity.system import child, start
 
 FLOAT64 = Setting(("float64",))
 FORWARD = partial(port_cases, rungs=[ACTIVATIONS])
@@ -63,7 +64,7 @@ def only_problem(findings: list[Finding]) -> str:
 
 def test_a_plug_in_port_beside_a_built_in_one(write):
     name = write()
-    full = [case for case in deck() if case.name == "full/padded"]
+    full = [case for case in standard_cases() if case.name == "full/padded"]
     messages = list(run_all([name, "torch"], {name: FORWARD, "torch": full}, FLOAT64))
     findings = [finding for message in messages for finding in message.findings]
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
@@ -143,7 +144,7 @@ def test_conventions_that_make_no_sense(write):
 def test_silence_ends_a_port_and_no_other(write):
     name = write("time.sleep(60) if source_ids.shape[0] == 1 else None; print('thinking')")
     started = time.monotonic()
-    findings = compare(name, "numpy", cases={name: FORWARD, "numpy": deck()[:1]}, timeout=5.0)
+    findings = compare(name, "numpy", cases={name: FORWARD, "numpy": standard_cases()[:1]}, timeout=5.0)
     assert 5.0 < time.monotonic() - started < 30.0
     assert only_problem(findings) == "no answer for 5 s at float64 full/one_sentence: thinking"
     assert {finding.verdict for finding in findings if finding.backend == "numpy"} == {AGREES}
@@ -180,7 +181,7 @@ def test_standard_input_is_at_its_end(write):
 
 
 def test_threads_are_shared_out(write, monkeypatch):
-    for switch in workers.THREAD_SWITCHES:
+    for switch in child.THREAD_SWITCHES:
         monkeypatch.delenv(switch, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     switches = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC")
@@ -215,13 +216,13 @@ def test_another_interpreter(write, other_python):
                 os.symlink(os.path.join(folder, entry), os.path.join(packages, entry))
     details = {finding.detail for finding in compare(name, **options) if finding.verdict == FAILED}
     assert details == {f"OSError: {python} (mine.py, line 13, in forward)"}
-    findings = compare(write(), "numpy", cases={name: port_cases, "numpy": deck()[:1]}, **options)
+    findings = compare(write(), "numpy", cases={name: port_cases, "numpy": standard_cases()[:1]}, **options)
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
 
 
 def test_nothing_but_our_packages_is_found_beside_them():
-    assert start_worker.Ours.find_spec("reference_numpy").origin == reference_numpy.__file__
-    assert start_worker.Ours.find_spec("numpy") is None
+    assert start.Ours.find_spec("reference_numpy").origin == reference_numpy.__file__
+    assert start.Ours.find_spec("numpy") is None
 
 
 def test_an_interpreter_that_cannot_be_started(write):

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import FSMTConfig, FSMTForConditionalGeneration, GenerationConfig, MarianConfig, MarianMTModel
 
 from reference_numpy import TransformerConfig, sinusoidal_encoding, target_padding_mask
-from transformer_parity.peers.marian import HUGGING_FACE_NAMES
+from transformer_parity.bench.peers.marian import HUGGING_FACE_NAMES
 
 TORCH_NAMES = {
     "encoder": {"self_attention_norm.": "norm1.", "feed_forward_norm.": "norm2."},

@@ -1,0 +1,1 @@
+"""Measure time and memory: participants, interleaved rounds, verified results, tables and plots."""

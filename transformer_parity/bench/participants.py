@@ -1,0 +1,372 @@
+"""Who takes part in ``parity bench``. Each runs in a process of its own, and imports there what it needs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy import ndarray
+
+import reference_numpy as ref
+from reference_numpy.functional import FEW_ROWS
+from reference_numpy.search_plan import SearchResult
+from transformer_parity.bench.peers import PEERS, Peer
+from transformer_parity.bench.peers.marian import marian_model
+from transformer_parity.bench.rounds import Contestant
+from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
+from transformer_parity.ports.protocol import Decoded, MissingFrameworkError
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.system.environment import prepare_environment
+
+
+@dataclass
+class Package:
+    """One of our four packages, used the way its users use it."""
+
+    name: str
+    has_result: ClassVar[bool] = True
+
+    def check_installed(self) -> None:
+        """Raise MissingFrameworkError unless the framework can be found."""
+        PORTS[self.name].check_installed()
+
+    def prepare(self) -> dict[str, str]:
+        """Import the package and its framework."""
+        self.package = PORTS[self.name].import_package()
+        return self.package.describe()
+
+    def load(self, work: Work, weights: Path) -> None:
+        """Load the model."""
+        model = self.package.load_transformer(weights, work.weights_dtype, work.device)  # in full float32, without TF32
+        self._run = self.ready(model, work)
+
+    def ready(self, model: Any, work: Any) -> Callable[[], Any]:
+        """Return what is timed."""
+        raise NotImplementedError
+
+    def run(self) -> Any:
+        """Do the work."""
+        return self._run()
+
+    def result(self, found: Any) -> Any:
+        """Return what was found."""
+        return found
+
+    def show(self) -> Any:
+        """There are no steps to look at."""
+        raise NotImplementedError("only a search has steps")
+
+
+class ForwardPackage(Package):
+    """Computes logits; in JAX and TensorFlow, as a compiled function."""
+
+    def ready(self, model: Any, work: ForwardWork) -> Callable[[], Any]:
+        """Return what computes the logits of the batch."""
+        return partial(compiled(self.name, model), work.source_ids, work.target_ids)
+
+    def result(self, found: Any) -> ndarray:
+        """Return the logits [B, T, V] in float32."""
+        return np.asarray(found.float().cpu() if self.name == "torch" else found, np.float32)
+
+
+class TrainPackage(Package):
+    """Takes one step after another on the same batch."""
+
+    def ready(self, model: Any, work: TrainWork) -> Callable[[], Any]:
+        """Return what takes the next step."""
+        trainer = self.package.Trainer(model, work.settings, SEED)
+        batch = work.source_ids, work.target_ids, work.labels
+        return lambda: (trainer.step + 1, float(trainer.train_step(*batch).loss))
+
+
+class DecodePackage(Package):
+    """Searches."""
+
+    def ready(self, model: Any, work: DecodeWork) -> Callable[[], Any]:
+        """Return what searches."""
+        return partial(work.search.search, self.package, model, work.source_ids)
+
+    def show(self) -> Decoded:
+        """Search again, and keep every step."""
+        return Decoded.by(self._run)
+
+
+def compiled(name: str, model: Any) -> Callable[[ndarray, ndarray], Any]:
+    """Return the model as its users call it again and again: the logits are computed when it returns."""
+    if name == "torch":
+        import torch
+
+        def run(source_ids: ndarray, target_ids: ndarray) -> Any:
+            with torch.inference_mode():
+                logits = model(source_ids, target_ids)
+            if logits.is_cuda:
+                torch.cuda.synchronize()
+            return logits
+
+        return run
+    if name == "jax":
+        import jax
+        from flax import nnx
+
+        graph, state = nnx.split(model)  # once: to take a model apart takes as long as a small one's forward pass
+        forward = jax.jit(lambda state, source_ids, target_ids: nnx.merge(graph, state)(source_ids, target_ids))
+        return lambda source_ids, target_ids: forward(state, source_ids, target_ids).block_until_ready()
+    if name == "tf":
+        import tensorflow as tf
+
+        call = tf.function(lambda source_ids, target_ids: model(source_ids, target_ids), jit_compile=True)
+
+        def run_tf(source_ids: ndarray, target_ids: ndarray) -> Any:
+            with tf.device(model.device):
+                logits = call(tf.constant(source_ids), tf.constant(target_ids))
+            tf.test.experimental.sync_devices()
+            return logits
+
+        return run_tf
+    return model
+
+
+@dataclass
+class Other:
+    """Someone else's implementation, doing the same work."""
+
+    peer: Peer
+    has_result: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        return self.peer.name
+
+    def check_installed(self) -> None:
+        """Raise MissingFrameworkError unless everything it needs can be found."""
+        for module in self.peer.modules:
+            if importlib.util.find_spec(module) is None:
+                package = module.replace("_", "-")
+                raise MissingFrameworkError(
+                    f"--peers needs {package}, which is not installed: pip install {package}, or leave out --peers"
+                )
+
+    def prepare(self) -> dict[str, str]:
+        """Import it."""
+        prepare_environment()
+        return self.peer.prepare()
+
+    def load(self, work: Work, weights: Path) -> None:
+        """Build the model."""
+        if work.device != "cpu":
+            raise ValueError("peers run on the CPU")
+        config, arrays = ref.load_weights(weights)
+        self.peer.build(config, arrays, work.dtype, work.settings if isinstance(work, TrainWork) else None)
+        self._run = self.ready(work)
+
+    def ready(self, work: Any) -> Callable[[], Any]:
+        """Return what is timed."""
+        raise NotImplementedError
+
+    def run(self) -> Any:
+        """Do the work."""
+        return self._run()
+
+    def result(self, found: Any) -> Any:
+        """Return what was found."""
+        return found
+
+    def show(self) -> Any:
+        """Its steps are its own affair."""
+        raise NotImplementedError(f"{self.name} does not show its steps, so what differs cannot be judged")
+
+
+class ForwardOther(Other):
+    """Computes logits."""
+
+    def ready(self, work: ForwardWork) -> Callable[[], Any]:
+        """Return what computes the logits of the batch."""
+        return partial(self.peer.forward, work.source_ids, work.target_ids)
+
+    def result(self, found: Any) -> ndarray:
+        """Return the logits [B, T, V] in float32."""
+        return np.asarray(self.peer.to_numpy(found), np.float32)
+
+
+class TrainOther(Other):
+    """Takes one step after another on the same batch."""
+
+    def ready(self, work: TrainWork) -> Callable[[], Any]:
+        """Return what takes the next step."""
+        self._steps = 0
+        return partial(self.peer.train_step, work.source_ids, work.target_ids, work.labels)
+
+    def result(self, found: float) -> tuple[int, float]:
+        """Return the number of the step, and its loss."""
+        self._steps += 1
+        return self._steps, found
+
+
+class DecodeOther(Other):
+    """Searches greedily."""
+
+    def ready(self, work: DecodeWork) -> Callable[[], Any]:
+        """Return what searches."""
+        return partial(self.peer.greedy, work.source_ids, work.target)
+
+
+@dataclass
+class DecodeMarian(Other):
+    """Generates, greedily or with a beam."""
+
+    def load(self, work: DecodeWork, weights: Path) -> None:  # type: ignore[override]
+        """Build the model, and say what is to be generated."""
+        import torch
+        from transformers import GenerationConfig
+
+        config, arrays = ref.load_weights(weights)
+        settings = GenerationConfig(
+            max_new_tokens=work.target,
+            num_beams=work.beam_size or 1,
+            length_penalty=work.search.length_penalty,
+            early_stopping="never" if work.beam_size else False,  # that is: as early as is exact, as ours do
+            decoder_start_token_id=config.bos_id,
+            pad_token_id=config.pad_id,
+            eos_token_id=config.eos_id,
+            return_dict_in_generate=True,
+            output_scores=work.beam_size is not None,  # with them come the scores of hypotheses
+        )
+        self._run = partial(
+            marian_model(config, arrays, work.dtype).generate,
+            input_ids=torch.from_numpy(work.source_ids),
+            attention_mask=torch.from_numpy((work.source_ids != config.pad_id).astype(np.int64)),
+            generation_config=settings,
+        )
+        self._scores: dict[bytes, ndarray] = {}  # of greedy search, by its tokens
+
+    def result(self, found: Any) -> SearchResult:
+        """Return tokens and scores. Greedy search returns none: the same tokens are generated again, with logits."""
+        ids = found.sequences[:, 1:]  # without the start symbol
+        if found.get("sequences_scores") is not None:
+            return SearchResult(ids[:, None].numpy(), found.sequences_scores[:, None].numpy())
+        key = ids.numpy().tobytes()
+        if key not in self._scores:
+            again = self._run(output_logits=True)  # type: ignore[call-arg]
+            if not again.sequences[:, 1:].equal(ids):
+                raise RuntimeError("it generates something else the second time")
+            steps = zip(again.logits, ids.T, strict=True)
+            chosen = [logits.log_softmax(-1).gather(1, tokens[:, None]) for logits, tokens in steps]  # [B, 1] each
+            self._scores[key] = sum(chosen).numpy()
+        return SearchResult(ids[:, None].numpy(), self._scores[key])
+
+
+@dataclass
+class Products:
+    """The matrix products of the work through NumPy, and nothing else: what ``reference_numpy`` cannot beat."""
+
+    name: str = "products"
+    has_result: ClassVar[bool] = False
+
+    def check_installed(self) -> None:
+        """NumPy is."""
+
+    def prepare(self) -> dict[str, str]:
+        """Return NumPy's version and its matrix library."""
+        return ref.describe()
+
+    def load(self, work: Work, weights: Path) -> None:
+        """Lay out operands of random numbers: what is of one name, such as a growing cache, in one place."""
+        products, rng = list(work.products()), np.random.default_rng(SEED)
+
+        def random(shape: tuple[int, ...], *, transposed: bool) -> ndarray:
+            *outer, rows, columns = shape
+            if transposed:
+                return rng.standard_normal((*outer, columns, rows), np.float32).mT
+            return rng.standard_normal((*outer, rows, columns), np.float32)
+
+        largest: dict[tuple[str, bool], tuple[int, ...]] = {}
+        for product in products:
+            place = product.operand, product.transposed == "right"
+            largest[place] = tuple(map(max, product.right, largest.get(place, product.right)))
+        right = {place: random(shape, transposed=place[1]) for place, shape in largest.items()}
+        kinds = {(product.left, product.transposed == "left") for product in products}
+        left = {kind: random(kind[0], transposed=kind[1]) for kind in kinds}
+        self._pairs = []
+        for product in products:
+            a = left[product.left, product.transposed == "left"]
+            b = right[product.operand, product.transposed == "right"][..., : product.right[-2], : product.right[-1]]
+            swapped = product.transposed == "right" and a.ndim == 2 and len(a) <= FEW_ROWS  # as `linear` does
+            self._pairs.append((b.T, a.T) if swapped else (a, b))
+
+    def run(self) -> None:
+        """Take all products."""
+        for left, right in self._pairs:
+            left @ right
+
+    def result(self, found: None) -> None:
+        """Return nothing: there is no result."""
+
+    def show(self) -> Decoded:
+        """There is nothing to show."""
+        raise NotImplementedError("only matrix products")
+
+
+@dataclass
+class Yardstick:
+    """One large matrix product through NumPy: the rate that the machine is measured by."""
+
+    name: str = "matrix rate"
+    has_result: ClassVar[bool] = False
+    width: int = 2048
+
+    def check_installed(self) -> None:
+        """NumPy is."""
+
+    def prepare(self) -> dict[str, str]:
+        """Return NumPy's version and its matrix library."""
+        return ref.describe()
+
+    def load(self, work: Work, weights: Path) -> None:
+        """Lay out two matrices and room for their product."""
+        rng = np.random.default_rng(SEED)
+        self._left, self._right, self._room = rng.standard_normal((3, self.width, self.width), np.float32)
+
+    @property
+    def operations(self) -> int:
+        """Its additions and multiplications."""
+        return 2 * self.width**3
+
+    def run(self) -> None:
+        """Take the product."""
+        np.matmul(self._left, self._right, out=self._room)
+
+    def result(self, found: None) -> None:
+        """Return nothing: there is no result."""
+
+    def show(self) -> Decoded:
+        """There is nothing to show."""
+        raise NotImplementedError("only a matrix product")
+
+
+OURS: dict[str, dict[str, Contestant]] = {
+    "forward": {name: ForwardPackage(name) for name in PORTS},
+    "train": {name: TrainPackage(name) for name in PORTS},
+    "decode": {name: DecodePackage(name) for name in PORTS},
+}
+OTHERS: dict[str, dict[str, Contestant]] = {
+    "forward": {name: ForwardOther(peer) for name, peer in PEERS.items()},
+    "train": {name: TrainOther(peer) for name, peer in PEERS.items()},
+    "decode": {
+        "marian": DecodeMarian(PEERS["marian"]),
+        # torch.nn has no cache: it would compute the prefix again and again.
+        **{name: DecodeOther(PEERS[name]) for name in ("flax nnx", "keras hub", "keras hub XLA")},
+    },
+}
+
+
+def others(work: Work) -> list[Contestant]:
+    """Return who else does some work: only Marian has a beam search, and none computes activations again."""
+    if isinstance(work, DecodeWork) and work.beam_size is not None:
+        return [OTHERS["decode"]["marian"]]
+    return list(OTHERS[work.task].values())

@@ -1,0 +1,218 @@
+"""``torch.nn.Transformer`` between a table of embeddings and a projection to it, eager or under ``torch.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.embedding import sinusoidal_encoding
+from reference_numpy.masks import target_padding_mask
+from reference_numpy.search_plan import SearchResult
+from reference_numpy.training_config import TrainingConfig
+from transformer_parity.bench.peers.conventions import check_work
+
+LAYER_NAMES = {
+    "self_attention_norm.": "norm1.",
+    "cross_attention_norm.": "norm2.",
+    "feed_forward.inner_proj.": "linear1.",
+    "feed_forward.output_proj.": "linear2.",
+    "scale": "weight",
+    "kernel": "weight",
+}
+LAST_NORM = {"encoder": "norm2.", "decoder": "norm3."}
+
+
+@dataclass
+class TorchNN:
+    """A model of ``torch.nn.TransformerEncoderLayer`` and ``torch.nn.TransformerDecoderLayer``."""
+
+    compiled: bool
+    modules: ClassVar[tuple[str, ...]] = ("torch",)
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        return "torch.nn compiled" if self.compiled else "torch.nn"
+
+    def prepare(self) -> dict[str, str]:
+        """Import torch."""
+        import torch
+
+        return {"version": torch.__version__, "device": "cpu", "threads": str(torch.get_num_threads())}
+
+    def build(
+        self,
+        config: TransformerConfig,
+        weights: Mapping[str, ndarray],
+        dtype: str = "float32",
+        training: TrainingConfig | None = None,
+    ) -> None:
+        """Build the model, and its optimizer if it is to be trained."""
+        import torch
+
+        check_work(config, training)
+        self._config, self._training, self._step = config, training, 0
+        self._model = model = _translator(config).to(getattr(torch, dtype))
+        model.load_state_dict({name: torch.tensor(array) for name, array in torch_state(weights).items()})
+
+        def loss_of(labels, *inputs):
+            return torch.nn.functional.cross_entropy(
+                model(*inputs).flatten(0, 1),
+                labels.flatten(),
+                ignore_index=config.pad_id,
+                label_smoothing=config.label_smoothing,
+            )
+
+        self._compute, self._loss_of = model, loss_of
+        if self.compiled:  # with the loss, which goes through a whole vocabulary for each token
+            self._compute, self._loss_of = torch.compile(model), torch.compile(loss_of)
+        if training is not None:
+            betas, epsilon = (training.beta1, training.beta2), training.epsilon
+            self._optimizer = torch.optim.Adam(self._model.parameters(), betas=betas, eps=epsilon, fused=True)
+            fill_moments(self._optimizer)
+
+    def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
+        """Return the logits."""
+        import torch
+
+        self._model.train(False)
+        with torch.inference_mode():
+            return self._compute(*self._inputs(source_ids, target_ids))
+
+    def to_numpy(self, found: Any) -> ndarray:
+        """Return the logits as a NumPy array."""
+        return found.numpy()
+
+    def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
+        """Take one step of Adam."""
+        import torch
+
+        config, training = self._config, self._training
+        if training is None:
+            raise ValueError("training needs its settings: build(..., training=TrainingConfig())")
+        self._step += 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = training.learning_rate(self._step, config.d_model)
+        self._model.train()
+        loss = self._loss_of(torch.from_numpy(labels), *self._inputs(source_ids, target_ids))
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return loss.item()
+
+    def greedy(self, source_ids: ndarray, tokens: int) -> SearchResult:
+        """There is nothing to search with."""
+        raise NotImplementedError("torch.nn.Transformer has no cache")
+
+    def _inputs(self, source_ids, target_ids):
+        """Return ids, and which of them are padding: True = may not be attended to."""
+        import torch
+
+        is_padding = source_ids == self._config.pad_id, ~target_padding_mask(target_ids, self._config.pad_id)
+        return tuple(map(torch.from_numpy, (source_ids, target_ids, *is_padding)))
+
+
+def fill_moments(optimizer: Any) -> None:
+    """Let Adam's moments be there from the start, as everybody else's are: memory is compared from there on."""
+    import torch
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+
+
+def torch_state(weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
+    """Return our weights as ``_translator`` calls them: kernels are [out, in]; query, key and value are one."""
+    state = {
+        "embedding.weight": weights["source_embedding.table"],
+        "output.weight": weights["source_embedding.table"],
+        "output.bias": weights["output_proj.bias"],
+    }
+    for name, array in weights.items():
+        stack = name.partition(".")[0]
+        if ".layers." not in name:
+            continue
+        if "_attention." not in name:
+            theirs = name.replace("feed_forward_norm.", LAST_NORM[stack])
+            for old, new in LAYER_NAMES.items():
+                theirs = theirs.replace(old, new)
+            state[f"transformer.{theirs}"] = array.T
+        elif ".query_proj." in name:
+            ours, kind = name.split(".query_proj.")
+            block = "self_attn" if ours.endswith("self_attention") else "multihead_attn"
+            theirs = f"transformer.{ours.rpartition('.')[0]}.{block}"
+            parts = [weights[f"{ours}.{part}_proj.{kind}"].T for part in ("query", "key", "value")]
+            kind_of_theirs = "weight" if kind == "kernel" else "bias"
+            state[f"{theirs}.in_proj_{kind_of_theirs}"] = np.concatenate(parts)
+            state[f"{theirs}.out_proj.{kind_of_theirs}"] = weights[f"{ours}.output_proj.{kind}"].T
+    return state
+
+
+def _translator(config):
+    """Return the model, with random weights."""
+    import torch
+    from torch import nn
+
+    class Translator(nn.Module):
+        """``nn.Transformer`` without its final norms, its inputs and its output sharing one table."""
+
+        def __init__(self):
+            super().__init__()
+            sizes = (config.d_model, config.num_heads)
+            layer = {
+                "dim_feedforward": config.d_ff,
+                "dropout": config.dropout.residual,
+                "activation": nn.functional.silu,
+                "layer_norm_eps": config.layer_norm_epsilon,
+                "batch_first": True,
+            }
+            self.transformer = nn.Transformer(
+                *sizes,
+                batch_first=True,
+                custom_encoder=nn.TransformerEncoder(
+                    nn.TransformerEncoderLayer(*sizes, **layer),
+                    config.num_encoder_layers,
+                    enable_nested_tensor=False,  # which needs another activation
+                ),
+                custom_decoder=nn.TransformerDecoder(
+                    nn.TransformerDecoderLayer(*sizes, **layer), config.num_decoder_layers
+                ),
+            )
+            for module in self.transformer.modules():  # the layers know one rate, for all that can be dropped
+                if isinstance(module, nn.MultiheadAttention):
+                    module.dropout = 0.0
+                elif isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+                    module.dropout.p = 0.0
+            self.embedding = nn.Embedding(config.target_vocab_size, config.d_model)
+            self.output = nn.Linear(config.d_model, config.target_vocab_size)
+            self.output.weight = self.embedding.weight
+            self.dropout = nn.Dropout(config.dropout.embedding)
+            positions = sinusoidal_encoding(config.max_length, config.d_model, config.position_layout)
+            self.positions = nn.Buffer(torch.tensor(positions), persistent=False)
+            future = nn.Transformer.generate_square_subsequent_mask(config.max_length)
+            self.future = nn.Buffer(future.isinf(), persistent=False)  # True = may not be attended to, as in padding
+
+        def embed(self, ids):
+            x = self.embedding(ids) * config.d_model**0.5 + self.positions[: ids.shape[1]]
+            return self.dropout(x)
+
+        def forward(self, source, target, is_source_padding, is_target_padding):
+            length = target.shape[1]
+            states = self.transformer(
+                self.embed(source),
+                self.embed(target),
+                tgt_mask=self.future[:length, :length],
+                src_key_padding_mask=is_source_padding,
+                tgt_key_padding_mask=is_target_padding,
+                memory_key_padding_mask=is_source_padding,
+                tgt_is_causal=True,
+            )
+            return self.output(states)
+
+    return Translator()

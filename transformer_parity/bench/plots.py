@@ -1,0 +1,110 @@
+"""The pictures of ``parity bench``: one bar for each contestant, or one line for each over a size that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from transformer_parity.bench.measurements import Entry, Spread, ratio
+from transformer_parity.figures.style import GOOD, GREY
+from transformer_parity.ports.registry import PORTS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MEBI = 2**20
+OURS = {*PORTS, *(port.package for port in PORTS.values())}
+OTHERS = "#8fbfdf"
+
+
+def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entry | None, machine: str) -> Figure:
+    """Draw medians as bars, the fastest on top, and the lowest and highest time as a line.
+
+    Args:
+        title: What was done.
+        details: At what sizes.
+        entries: Those that have times.
+        against: Whose time the others' are multiples of; None says nothing of that.
+        machine: On what.
+    """
+    from matplotlib.figure import Figure
+
+    ordered = sorted(entries, key=lambda entry: (not entry.has_result, Spread.of(entry.seconds).median))
+    figure = Figure(figsize=(8.0, 1.5 + 0.4 * len(ordered)), layout="constrained")
+    axes = figure.subplots()
+    for place, entry in enumerate(ordered):
+        times = Spread.of([1e3 * seconds for seconds in entry.seconds])
+        colour = GREY if not entry.has_result else GOOD if entry.name in OURS else OTHERS
+        axes.barh(place, times.median, color=colour, height=0.65)
+        axes.plot([times.low, times.high], [place, place], color="black", linewidth=1)
+        text = f"  {times.median:,.0f} ms"
+        if against is not None and entry is not against:
+            text += f", {ratio(entry, against).median:.2f} times {against.name}"
+        axes.text(max(times.high, times.median), place, text, va="center", fontsize=8)
+    axes.set_yticks(range(len(ordered)), [entry.name for entry in ordered])
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_xlabel("milliseconds; line: lowest to highest of the rounds")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_title(f"{title}\n", loc="left", fontsize=10, fontweight="bold")
+    axes.annotate(
+        details, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=8, color=GREY, annotation_clip=False
+    )
+    note = machine
+    if any(entry.has_result and entry.name not in OURS for entry in ordered):
+        note += ". Light: other people's."
+    if any(not entry.has_result for entry in ordered):
+        note += ". Grey: without a result."
+    figure.supxlabel(note, fontsize=8, color=GREY)
+    return figure
+
+
+def draw_growth(
+    title: str, details: str, axis: str, values: Sequence[int], races: Sequence[Sequence[Entry]], machine: str
+) -> Figure:
+    """Draw time and memory over a size that grows, one line for each contestant, both axes logarithmic.
+
+    Args:
+        title: What was done.
+        details: At what other sizes.
+        axis: What grows.
+        values: To what.
+        races: What came of it at each value, in the same order.
+        machine: On what.
+    """
+    from matplotlib.figure import Figure
+
+    has_memory = any(entry.work_bytes for entries in races for entry in entries if entry.is_timed)
+    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+    time_axes, *others = figure.subplots(1, 2 if has_memory else 1, squeeze=False)[0]
+    names = list(dict.fromkeys(entry.name for entries in races for entry in entries if entry.is_timed))
+    for name in names:
+        found = {
+            value: entry
+            for value, entries in zip(values, races, strict=False)
+            for entry in entries
+            if entry.name == name and entry.is_timed
+        }
+        style = {"marker": "o", "markersize": 3, "label": name}
+        if not any(entry.has_result for entry in found.values()):
+            style |= {"color": GREY, "linestyle": "--"}
+        time_axes.plot(
+            list(found),
+            [1e3 * Spread.of(entry.seconds).median for entry in found.values()],
+            **style,
+        )
+        memory = {value: entry.work_bytes / MEBI for value, entry in found.items() if entry.work_bytes}
+        for axes in others:
+            axes.plot(list(memory), list(memory.values()), **style)
+    labels = "milliseconds", "MiB beyond what was held before the first call"
+    for axes, label in zip((time_axes, *others), labels, strict=False):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(list(values), [f"{value:,}" for value in values])
+        axes.set_xlabel(axis)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    time_axes.legend(fontsize=8)
+    figure.suptitle(f"{title}\n{details}", fontsize=9)
+    figure.supxlabel(machine, fontsize=8, color=GREY)
+    return figure

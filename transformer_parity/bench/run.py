@@ -1,0 +1,93 @@
+"""Run a benchmark: choose the participants, time them in rounds, and grow the sizes."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import reference_numpy as ref
+from transformer_parity.bench.measurements import Entry, Spread
+from transformer_parity.bench.participants import OURS, Products, Yardstick, others
+from transformer_parity.bench.rounds import Contestant, Tell, race, started
+from transformer_parity.bench.verify import judge_of
+from transformer_parity.bench.workload import DecodeWork, ForwardWork, TrainWork, Work
+from transformer_parity.compare.findings import AGREES, FAILED
+
+Progress = Callable[[list[Entry], int], AbstractContextManager[Tell]]
+
+
+def make_work(options: argparse.Namespace, task: str) -> Work:
+    """Return what there is to do."""
+    common = {
+        "size": options.config,
+        "batch": options.batch,
+        "source": options.source,
+        "target": options.target,
+        "layers": options.layers,
+        "dtype": getattr(options, "dtype", Work.dtype),
+        "device": options.device,
+    }
+    if task == "forward":
+        return ForwardWork(**common)
+    if task == "decode":
+        return DecodeWork(**common, beam_size=getattr(options, "beam", None))
+    checkpointing = getattr(options, "activation_checkpointing", False)
+    return TrainWork(**common, dropout=getattr(options, "dropout", 0.0), activation_checkpointing=checkpointing)
+
+
+def grown(work: Work, axis: str, value: int) -> Work:
+    """Return the same work at another size."""
+    if axis == "length":
+        return replace(work, source=value, target=value)
+    if axis == "depth":
+        return replace(work, layers=value)
+    return replace(work, source=value) if axis == "source" else replace(work, batch=value)
+
+
+def work_title(work: Work, axis: str) -> str:
+    """Return what is done, without the size that grows."""
+    sizes = {"batch": f"batch {work.batch}", "source": f"source {work.source}", "target": f"target {work.target}"}
+    grown = {"length": ("source", "target"), "depth": ()}.get(axis, (axis,))
+    return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
+
+
+def choose_participants(work: Work, options: argparse.Namespace) -> list[Contestant]:
+    """Return who does some work, in the order of the rounds."""
+    contestants = [OURS[work.task][name] for name in options.backends]
+    return [*contestants, *others(work), Products()] if options.peers else contestants
+
+
+def time_work(
+    work: Work, options: argparse.Namespace, progress: Progress, machine: dict[str, Any]
+) -> tuple[list[Entry], bool]:
+    """Let everybody do some work; return what came of it, and whether Ctrl-C cut it short."""
+    contestants = choose_participants(work, options)
+    entries = [Entry(contestant.name, contestant.has_result) for contestant in contestants]
+    yardstick = Yardstick()
+    rate_entry = Entry(yardstick.name, has_result=False)
+    interrupted = False
+    try:
+        with (
+            progress(entries, options.rounds) as tell,
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            started([*contestants, yardstick], [*entries, rate_entry], options.threads) as racers,
+        ):
+            # While they import: their model, and what they are to find.
+            file, weights = Path(folder) / "model.safetensors", work.weights()
+            ref.save_weights(file, work.config, weights)
+            race(racers, work, file, options.rounds, judge_of(work, weights).judge, tell)
+    except KeyboardInterrupt:
+        interrupted = True
+    if rate_entry.is_timed:
+        machine["matrix_rate"] = yardstick.operations / Spread.of(rate_entry.seconds).median
+    for entry in entries:
+        if entry.verdict == AGREES and not entry.seconds:
+            entry.verdict, entry.problem = FAILED, "interrupted before it was timed"
+        if work.device == "gpu":  # what was measured is the memory of the host
+            entry.loaded_bytes = entry.peak_bytes = None
+    return entries, interrupted

@@ -1,0 +1,211 @@
+"""What ``parity bench`` prints and writes: tables, remarks, the machine, and everything for machines."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from transformer_parity.bench.imports import Pair
+from transformer_parity.bench.measurements import Entry, Spread, ratio, verdict
+from transformer_parity.bench.workload import Work
+from transformer_parity.compare.findings import WORDS
+from transformer_parity.report.tables import STYLES
+from transformer_parity.system.machine import describe_machine, processor
+
+BUSY = 0.5  # processes: a higher load average before anything is started is worth a word
+SPARE = 0.1  # of a core: more than this beyond the threads asked for is worth a word
+MEBI = 2**20
+
+Machine = Mapping[str, Any]
+
+
+def print_times(
+    console: Console, work: Work, entries: Sequence[Entry], against: Entry | None, machine: Machine
+) -> None:
+    """Print who took how long, the fastest first, and why others have no time."""
+    console.print(f"[bold]{work.title}[/]\n{work.details}; threads: {machine['threads']}")
+    name = against.name if against else ""
+    times = table("median\nms", "lowest to\nhighest", "tokens\nper s", f"times\n{name}", "lowest to\nhighest")
+    process = table(
+        "GFLOP/s", "of one large\nproduct's", "cores", "first\ncall s", "memory\nMiB", "of it for\nthe work"
+    )
+    timed = [entry for entry in entries if entry.is_timed]
+    for entry in sorted(timed, key=lambda entry: (not entry.has_result, Spread.of(entry.seconds).median)):
+        for each, cells in (
+            (times, _time_cells(work, entry, against)),
+            (process, _process_cells(work, entry, machine["matrix_rate"])),
+        ):
+            if not entry.has_result:
+                each.add_section()
+            each.add_row(entry.name, *cells)
+    for entry in entries:
+        if not entry.is_timed:
+            times.add_row(entry.name, Text(WORDS[entry.verdict], STYLES[entry.verdict]))
+    console.print(times)
+    if timed:
+        console.print(process)
+    print_remarks(console, work, entries, machine["threads"])
+
+
+def table(*headings: str) -> Table:
+    """Return an empty table whose rows begin with a name."""
+    empty = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    empty.add_column("", no_wrap=True)
+    for heading in headings:
+        empty.add_column(heading, justify="right", no_wrap=True)
+    return empty
+
+
+def _time_cells(work: Work, entry: Entry, against: Entry | None) -> list[str]:
+    times = Spread.of([1e3 * seconds for seconds in entry.seconds])
+    cells = [
+        f"{times.median:,.1f}",
+        f"{times.low:,.1f} .. {times.high:,.1f}",
+        f"{1e3 * work.produced / times.median:,.0f}" if entry.has_result else "",
+    ]
+    if against is not None and entry is not against:
+        relative = ratio(entry, against)
+        cells += [f"{relative.median:.2f}", f"{relative.low:.2f} .. {relative.high:.2f}"]
+    return cells
+
+
+def _process_cells(work: Work, entry: Entry, matrix_rate: float | None) -> list[str]:
+    rate = work.operations / Spread.of(entry.seconds).median
+    return [
+        f"{rate / 1e9:,.1f}",
+        f"{rate / matrix_rate:.0%}" if matrix_rate else "-",
+        f"{Spread.of(entry.cores).median:.1f}",
+        f"{entry.first_seconds:,.1f}",
+        *("-" if size is None else f"{size / MEBI:,.0f}" for size in (entry.peak_bytes, entry.work_bytes)),
+    ]
+
+
+def print_remarks(console: Console, work: Work, entries: Sequence[Entry], threads: int) -> None:
+    """Print what the tables do not say: reasons, near-ties, and what agreement rests on."""
+    for entry in entries:
+        if not entry.is_timed:
+            console.print(f"{WORDS[entry.verdict]:9} {entry.name}: {entry.problem}", markup=False)
+        elif entry.near_ties:
+            console.print(f"NEAR-TIE  {entry.name}: {entry.near_ties}", markup=False)
+        if entry.is_timed and max(entry.cores) > threads + SPARE:
+            console.print(f"NOTE      {entry.name} kept {max(entry.cores):.1f} cores busy, not {threads}", markup=False)
+    timed = [entry for entry in entries if entry.is_timed]
+    agreeing = [entry.name for entry in timed if entry.has_result]
+    if agreeing:
+        console.print(
+            f"Medians of {max(len(entry.seconds) for entry in timed)} interleaved rounds. {work.what} of every "
+            f"call of {', '.join(agreeing)} {work.agreement}."
+        )
+    if len(agreeing) < len(timed):
+        console.print("products: only the matrix products, by NumPy, without a result; reference_numpy cannot beat it.")
+
+
+def print_growth(console: Console, axis: str, values: Sequence[int], races: Sequence[Sequence[Entry]]) -> None:
+    """Print medians and memory over a size that grows, and how steeply they grow at its end."""
+    names = list(dict.fromkeys(entry.name for entries in races for entry in entries))
+    by_name = [{entry.name: entry for entry in entries if entry.is_timed} for entries in races]
+    for heading, measure, unit in (
+        ("milliseconds", lambda entry: Spread.of(entry.seconds).median, 1e3),
+        ("MiB beyond what was held before the first call", lambda entry: entry.work_bytes, 1 / MEBI),
+    ):
+        rows = table(*(f"{value:,}" for value in values[: len(races)]), "exponent")
+        for name in names:
+            measured = [measure(found[name]) if name in found else None for found in by_name]
+            cells = ["-" if number is None else f"{unit * number:,.0f}" for number in measured]
+            rows.add_row(name, *cells, exponent(values, measured))
+        console.print(f"{heading}, by {axis}")
+        console.print(rows)
+    console.print("exponent: of the power of the size that it grows with at the end; 1 is linear, 2 quadratic.")
+
+
+def exponent(values: Sequence[int], measured: Sequence[float | None]) -> str:
+    """Return how steeply something grows between the last two sizes, on logarithmic axes."""
+    found = [(value, number) for value, number in zip(values, measured, strict=False) if number]
+    if len(found) < 2:
+        return "-"
+    (before, low), (after, high) = found[-2:]
+    return f"{math.log(high / low) / math.log(after / before):.1f}"
+
+
+def print_first_calls(
+    console: Console, works: Sequence[Work], races: Sequence[Sequence[Entry]], machine: Machine
+) -> None:
+    """Print the first call of each task, and a later one."""
+    console.print(f"[bold]first calls[/], seconds; {works[0].details}; threads: {machine['threads']}")
+    rows = table(*(f"{work.task}\n{when}" for work in works[: len(races)] for when in ("first", "later")))
+    by_name = [{entry.name: entry for entry in entries} for entries in races]
+    for name in dict.fromkeys(entry.name for entries in races for entry in entries):
+        cells = []
+        for found in by_name:
+            entry = found.get(name)
+            if entry is not None and entry.is_timed:
+                cells += [f"{entry.first_seconds:.2f}", f"{Spread.of(entry.seconds).median:.3f}"]
+            else:
+                cells += [WORDS[entry.verdict] if entry else "-", ""]
+        rows.add_row(name, *cells)
+    console.print(rows)
+    for entry in (entry for entries in races for entry in entries if not entry.is_timed):
+        console.print(f"{WORDS[entry.verdict]:9} {entry.name}: {entry.problem}", markup=False)
+
+
+def print_imports(console: Console, pairs: Sequence[Pair]) -> None:
+    """Print how long each package takes to import, beside its framework alone."""
+    rows = table("framework\nalone ms", "package\nms", "times", "lowest to\nhighest")
+    for pair in pairs:
+        medians = [1e3 * Spread.of(entry.seconds).median for entry in (pair.alone, pair.package)]
+        relative = ratio(pair.package, pair.alone)
+        spread = f"{relative.low:.2f} .. {relative.high:.2f}"
+        rows.add_row(pair.package.name, *(f"{ms:,.0f}" for ms in medians), f"{relative.median:.2f}", spread)
+    console.print(rows)
+    alone = "; ".join(f"{pair.package.name}: {pair.alone.name}" for pair in pairs)
+    console.print(f"Alone: {alone}. Medians of interleaved rounds, each import in a fresh process.")
+
+
+def print_environment(console: Console, entries: Sequence[Entry], machine: Machine) -> None:
+    """Print what it ran on."""
+    rate = (
+        f"; one large product, by NumPy: {machine['matrix_rate'] / 1e9:,.0f} GFLOP/s" if machine["matrix_rate"] else ""
+    )
+    console.print(f"{machine['processor']}, processors: {machine['cpus']}{rate}", markup=False)
+    versions = [f"{entry.name} {entry.environment['version']}" for entry in entries if entry.environment]
+    console.print("; ".join([f"Python {machine['python']}, {machine['platform']}", *versions]), markup=False)
+    if (machine["load_average"] or 0.0) > BUSY:
+        console.print(
+            f"NOTE      the machine was busy with something else: load average {machine['load_average']:.1f} before. "
+            "Libraries whose threads wait for one another suffer most: try --threads 1, or later."
+        )
+
+
+def describe(threads: int) -> dict[str, Any]:
+    """Return what there is to know of the machine; its matrix rate is measured later."""
+    return {
+        **describe_machine(),
+        "processor": processor(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # processes that want to run
+        "threads": threads,
+        "matrix_rate": None,  # of one large product by NumPy, in operations a second
+    }
+
+
+def times_for_machines(work: Work, entries: Sequence[Entry], matrix_rate: float | None) -> dict[str, Any]:
+    """Return what came of one race, as plain values."""
+    timed = [entry for entry in entries if entry.is_timed]
+    return {
+        "verdict": verdict(entries),
+        "matrix_rate": matrix_rate,
+        "work": {**asdict(work), "title": work.title, "operations": work.operations, "produced": work.produced},
+        "config": work.config.to_dict(),
+        "contestants": [entry.to_dict() for entry in entries],
+        "ratios": {
+            entry.name: {other.name: asdict(ratio(entry, other)) for other in timed if other is not entry}
+            for entry in timed
+        },
+    }

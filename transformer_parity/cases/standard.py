@@ -1,0 +1,286 @@
+"""The standard cases: every component alone, the stacks, the full model, every edge case and every preset.
+
+No two axes of a tensor have the same size, so that none can be confused: B 4, S 9, T 7, H 3, d_k 8, d_v 10,
+d_model 24, d_ff 40.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from reference_numpy.config import IMPLEMENTATIONS, PRESETS, DropoutRates, TransformerConfig
+from reference_numpy.masks import causal_mask
+from reference_numpy.search import beam_search, greedy_search
+from reference_numpy.training_config import TrainingConfig
+from reference_numpy.transformer import Transformer
+from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, RUNGS, STEPS, Case, shrunk, tiny
+from transformer_parity.cases.inputs import (
+    BATCH,
+    SOURCE,
+    TARGET,
+    generator,
+    hard_weights,
+    model_batches,
+    normal_floats,
+    padding_mask,
+    token_ids,
+    with_labels,
+)
+from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.user import PluginPort
+
+EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # and yet nothing drops
+LONGEST = 12  # tokens of a hypothesis
+STEPWISE = 4  # positions that are decoded one after another
+PENALTY = 4.0  # so that a late end may be worth more than an early one
+SEEDS = 32  # of which the one with the most to decide is taken
+LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
+
+
+def standard_cases() -> list[Case]:
+    """Return all cases, those of the components first; cases with one config stand together."""
+    return [*_components(), *_full_models(), *map(preset_case, PRESETS), *_gradients(), *_steps(), *_searches()]
+
+
+def preset_case(preset: str, *, thorough: bool = False) -> Case:
+    """Return the full model of a preset, at a small size; thorough runs it in every dtype and on the fast path too."""
+    # For an implementation the deck's own sizes do, since what matters is the convention.
+    config = tiny(preset, d_v=8) if preset in IMPLEMENTATIONS else shrunk(preset)
+    dtypes = ALL_DTYPES if thorough else ("float64", "float32")
+    return Case(f"preset/{preset}", "presets", config, "", token_ids(config), fast=thorough, dtypes=dtypes)
+
+
+def _components() -> Iterator[Case]:
+    config = tiny(attention_bias=True, final_norm=True, layer_norm_epsilon=1e-5, dropout=EVERYWHERE)
+    heads, d_model = config.num_heads, config.d_model
+    x, memory = normal_floats("x", BATCH, TARGET, d_model), normal_floats("memory", BATCH, SOURCE, d_model)
+    source_mask = padding_mask(SOURCE, 9, 5, 1, 8)[:, None, None, :]
+    target_mask = causal_mask(TARGET) & padding_mask(TARGET, 7, 4, 1, 7)[:, None, None, :]
+    holes = generator("holes").random((BATCH, heads, TARGET, SOURCE)) < 0.6
+    holes[1, :, 3] = False  # this query may attend to nothing
+
+    qkv = {
+        "query": normal_floats("query", BATCH, heads, TARGET, config.d_k),
+        "key": normal_floats("key", BATCH, heads, SOURCE, config.d_k),
+        "value": normal_floats("value", BATCH, heads, SOURCE, config.d_v),
+    }
+    square = {"query": qkv["query"], "key": qkv["query"][::-1].copy(), "value": qkv["value"][:, :, :TARGET]}
+    for name, inputs in {
+        "no_mask": qkv,
+        "padding": {**qkv, "mask": source_mask},
+        "causal": {**square, "mask": target_mask},
+        "fully_masked_row": {**qkv, "mask": holes},
+        "nothing_allowed": {**qkv, "mask": np.zeros((1, 1, TARGET, SOURCE), bool)},
+        "one_key": {**qkv, "key": qkv["key"][:, :, :1], "value": qkv["value"][:, :, :1]},
+        "sharp": {**qkv, "query": 30.0 * qkv["query"]},
+    }.items():
+        yield Case(f"attention/{name}", "attention", config, "scaled_dot_product_attention", inputs)
+
+    for name, block, inputs in (
+        ("self", "encoder.layers.0.self_attention", {"query": x, "memory": x}),
+        ("cross", "decoder.layers.0.cross_attention", {"query": x, "memory": memory, "mask": source_mask}),
+        ("fully_masked_row", "decoder.layers.1.cross_attention", {"query": x, "memory": memory, "mask": holes}),
+    ):
+        yield Case(f"multi_head_attention/{name}", "multi-head attention", config, block, inputs)
+
+    yield Case("feed_forward/relu", "feed-forward", config, "encoder.layers.1.feed_forward", {"x": x})
+    rows = x * np.array([3e-3, 1.0, 1.0, 1e3])[:, None, None] + np.array([0.0, 0.0, 1e3, 0.0])[:, None, None]
+    rows[0, 0] = 0.25  # a constant row
+    yield Case("layer_norm/standard", "layer norm", config, "encoder.layers.1.self_attention_norm", {"x": rows})
+    yield Case("embedding/tokens", "embedding", config, "source_embedding", {"ids": token_ids(config)["source_ids"]})
+    yield Case("embedding/positions", "embedding", config, "source_position", {"x": x})
+    long = np.zeros((1, LONG, d_model))
+    yield Case("embedding/long_positions", "embedding", config, "source_position", {"x": long})
+
+    yield Case("encoder_layer/post", "encoder layer", config, "encoder.layers.1", {"x": memory, "mask": source_mask})
+    masks = {"self_mask": target_mask, "cross_mask": source_mask}
+    inputs = {"x": x, "memory": memory, **masks}
+    yield Case("decoder_layer/post", "decoder layer", config, "decoder.layers.0", inputs)
+    yield Case("encoder/final_norm", "encoder", config, "encoder", {"x": memory, "mask": source_mask})
+    yield Case("decoder/final_norm", "decoder", config, "decoder", inputs)
+    ids = token_ids(config)
+    yield Case("encoder/encode", "encoder", config, "encode", {"source_ids": ids["source_ids"]})
+    yield Case("decoder/decode", "decoder", config, "decode", {**ids, "memory": memory})
+
+    pre = tiny(norm_order="pre", layer_norm_kind="annotated", activation="gelu", position_layout="split")
+    yield Case("encoder_layer/pre", "encoder layer", pre, "encoder.layers.0", {"x": memory, "mask": source_mask})
+    yield Case("decoder_layer/pre", "decoder layer", pre, "decoder.layers.1", inputs)
+    yield Case("feed_forward/gelu", "feed-forward", pre, "encoder.layers.1.feed_forward", {"x": x})
+    yield Case("layer_norm/annotated", "layer norm", pre, "encoder.layers.1.self_attention_norm", {"x": rows[1:]})
+    yield Case("embedding/split", "embedding", pre, "source_position", {"x": long})
+
+    learned = tiny(position_encoding="learned", position_offset=2, activation="gelu_tanh", feed_forward_bias=False)
+    yield Case("feed_forward/gelu_tanh", "feed-forward", learned, "encoder.layers.1.feed_forward", {"x": x})
+    yield Case("embedding/learned", "embedding", learned, "target_position", {"x": x})
+
+    marian = tiny("marian_cpp", position_offset=3)
+    yield Case("feed_forward/swish", "feed-forward", marian, "encoder.layers.1.feed_forward", {"x": x})
+    yield Case("embedding/m_minus_1", "embedding", marian, "source_position", {"x": long})
+
+
+def model_cases(config: TransformerConfig) -> list[Case]:
+    """Return the cases for a port with conventions of its own: the whole model, from logits to searches.
+
+    Fully masked rows are left to the ports that define them: elsewhere a sentence that is all padding does not occur.
+    """
+    seed = _varied_seed(config)
+    names = ("padded", "source_as_long_as_target", "one_token", "one_sentence")
+    batches = {name: inputs for name, inputs in model_batches(config).items() if name in names}
+    cases = [Case(f"full/{name}", "full model", config, "", inputs, seed=seed) for name, inputs in batches.items()]
+    for name in ("padded", "one_token"):
+        inputs = with_labels(batches[name], config)
+        dtypes = ("float64",)
+        cases.append(
+            Case(f"gradients/{name}", "gradients", config, "", inputs, seed=seed, dtypes=dtypes, rung=GRADIENTS)
+        )
+    settings = TrainingConfig(**_SHORT, cooldown_steps=10)
+    cases.append(replace(_step_case("port", config, settings), seed=seed))
+    return [*cases, *_search_cases("port", config, ("float64",), seed, length_penalty=PENALTY, num_hypotheses=1)]
+
+
+@cache
+def _varied_seed(config: TransformerConfig) -> int:
+    """Return the seed of weights with which hypotheses end after different numbers of tokens.
+
+    Of models with random weights, most say the same token again and again, and no mistake in a search would show.
+    """
+    ids = token_ids(config)["source_ids"]
+    variety = {}
+    for seed in range(SEEDS):
+        model = Transformer.from_weights(config, hard_weights(config, seed), "float64")
+        greedy = greedy_search(model, ids, LONGEST).ids
+        beam, unpenalised = (beam_search(model, ids, 4, alpha, LONGEST).ids for alpha in (PENALTY, 0.0))
+        lengths = [(found != config.pad_id).sum(1).tolist() for found in (greedy, beam, unpenalised)]
+        ends = sum(int((found == config.eos_id).any(1).sum()) for found in (greedy, beam))
+        # What a wrong length penalty, beam or end would change, and how much there is to see.
+        decisions = (lengths[1] != lengths[2]) + (lengths[0] != lengths[1]) + (ends > 0)
+        variety[seed] = (decisions, len(set(lengths[0])) + len(set(lengths[1])), ends)
+    return max(variety, key=variety.__getitem__)
+
+
+def _full_models() -> Iterator[Case]:
+    config = tiny(dropout=EVERYWHERE)
+    ids = token_ids(config)
+    batches = model_batches(config)
+    batches["given_masks"] = {
+        **ids,
+        "source_mask": generator("source").random((BATCH, SOURCE)) < 0.5,
+        "target_mask": generator("target").random((BATCH, TARGET)) < 0.5,
+    }
+    same_attention = ("source_as_long_as_target", "one_token", "one_sentence")
+    for name, inputs in batches.items():
+        yield Case(f"full/{name}", "full model", config, "", inputs, fast=name not in same_attention)
+    for name, changed in {
+        "untied": tiny(tie_embeddings="none", target_vocab_size=41, output_bias=True, feed_forward_bias=False),
+        "tied_target": tiny(tie_embeddings="target_output", target_vocab_size=41),
+        "deeper_decoder": tiny(num_encoder_layers=1, num_decoder_layers=3, norm_order="pre", final_norm=True),
+    }.items():
+        yield Case(f"full/{name}", "full model", changed, "", token_ids(changed), fast=name == "deeper_decoder")
+
+
+def gradient_case(preset: str) -> Case:
+    """Return the gradients of a preset's full model, at a small size."""
+    case = preset_case(preset)
+    inputs = with_labels(case.inputs, case.config)
+    return Case(f"gradients/{preset}", "gradients", case.config, "", inputs, dtypes=("float64",), rung=GRADIENTS)
+
+
+def _gradients() -> Iterator[Case]:
+    """Yield the whole model's gradients; in float32 where no pre-activation is within rounding of a ReLU's kink."""
+    config = tiny(activation="gelu", attention_bias=True, dropout=EVERYWHERE)
+    ids = token_ids(config)
+    empty_source = ids["source_ids"].copy()
+    empty_source[1] = config.pad_id
+    nothing = np.full_like(ids["target_ids"], config.pad_id)
+    for name, inputs in {
+        "padded": with_labels(ids, config),
+        "source_all_padding": with_labels({**ids, "source_ids": empty_source}, config),
+        "one_token": {name: array[:, :1] for name, array in with_labels(ids, config).items()},
+        "no_label": {**ids, "labels": nothing},
+    }.items():
+        dtypes = ("float64", "float32") if name in ("padded", "source_all_padding") else ("float64",)
+        yield Case(f"gradients/{name}", "gradients", config, "", inputs, dtypes=dtypes, rung=GRADIENTS)
+    tied = tiny("annotated", tie_embeddings="target_output", target_vocab_size=41, activation="gelu_tanh")
+    inputs = with_labels(token_ids(tied), tied)
+    yield Case("gradients/tied_target", "gradients", tied, "", inputs, dtypes=("float64",), rung=GRADIENTS)
+    # The other rows of Table 3 differ in sizes and rates; `--preset` compares any of them.
+    yield from map(gradient_case, ("paper_base", *IMPLEMENTATIONS))
+
+
+def _steps() -> Iterator[Case]:
+    """Yield runs of twenty steps, by the compiled step that training uses."""
+    paper = tiny(attention_bias=True, activation="gelu")
+    pre = tiny("annotated", label_smoothing=0.2)
+    yield replace(_step_case("paper", paper, TrainingConfig(**_SHORT)), dtypes=("float64", "float32"))
+    clipped = TrainingConfig(
+        **_SHORT, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2, activation_checkpointing=True
+    )
+    yield _step_case("pre", pre, clipped)
+
+
+# At a learning rate of at most 1.4e-3: a larger one would amplify rounding.
+_SHORT: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}
+
+
+def _step_case(name: str, config: TransformerConfig, settings: TrainingConfig) -> Case:
+    config = config.replace(dropout=DropoutRates(embedding=0.0, residual=0.0))
+    inputs = with_labels(token_ids(config), config)
+    dtypes = ("float64",)
+    return Case(f"steps/{name}", "optimizer steps", config, "", inputs, dtypes=dtypes, rung=STEPS, settings=settings)
+
+
+def search_cases(preset: str) -> Iterator[Case]:
+    """Yield greedy and beam search with a preset's full model, at a small size."""
+    yield from _search_cases(preset, preset_case(preset).config, dtypes=("float64",))
+
+
+def _searches() -> Iterator[Case]:
+    """Yield searches with post- and pre-norm, with padding as start symbol, and with much to decide.
+
+    Of models with random weights, most say the same token again and again. That of seed 58 ends its hypotheses after 1
+    to 12 tokens, and a length penalty of 1.5 makes the late ones as good as the early ones.
+    """
+    yield from search_cases("paper_base")
+    yield from search_cases("marian")
+    config = tiny(norm_order="pre", final_norm=True, tie_embeddings="none", output_bias=True)
+    config = config.replace(source_vocab_size=13, target_vocab_size=13)
+    dtypes = ("float64", "float32")  # bfloat16 cannot tell neighbours apart
+    yield from _search_cases("ends_apart", config, dtypes, seed=58, length_penalty=1.5)
+
+
+def _search_cases(
+    name: str,
+    config: TransformerConfig,
+    dtypes: tuple[str, ...],
+    seed: int = 0,
+    length_penalty: float = 0.6,
+    num_hypotheses: int = 3,
+) -> Iterator[Case]:
+    ids = token_ids(config)
+    target_ids = ids["target_ids"][:, :STEPWISE].copy()
+    target_ids[:, 0] = config.bos_id
+    for kind, search in {
+        "greedy": SearchOptions(max_length=LONGEST),
+        "beam": SearchOptions(4, length_penalty, LONGEST, num_hypotheses),
+    }.items():
+        yield Case(
+            f"decode/{name}_{kind}",
+            "decoding",
+            config,
+            "",
+            {"source_ids": ids["source_ids"], "target_ids": target_ids},
+            seed=seed,
+            dtypes=dtypes,
+            rung=DECODE,
+            search=search,
+        )
+
+
+def port_cases(port: PluginPort, rungs: Sequence[str] = RUNGS) -> list[Case]:
+    """Return what a port with conventions of its own is compared on."""
+    return [case for case in model_cases(port.config()) if case.rung in rungs]

@@ -1,0 +1,1 @@
+"""The command ``parity``: each module parses options, calls, and prints."""

@@ -1,0 +1,265 @@
+"""``parity golden``: write down what a model computes, for ports in other languages and on other machines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from reference_numpy.config import TransformerConfig
+from transformer_parity.cases.case import tiny
+from transformer_parity.cli.options import one_or_more
+from transformer_parity.compare.findings import (
+    AGREES,
+    EXIT_CODES,
+    FAILED,
+    SKIPPED,
+    Finding,
+    exit_code,
+    is_near_tie,
+    overall,
+)
+from transformer_parity.diagnose.investigate import Inquiry
+from transformer_parity.golden import format
+from transformer_parity.golden.compare import compare_folders, folder_pairs, investigate, labelled, untested_dtypes
+from transformer_parity.golden.format import DTYPES, Folder
+from transformer_parity.golden.produce import PRESETS, compute, describe, golden_cases, words
+from transformer_parity.ports.package import PackagePort
+from transformer_parity.ports.protocol import MissingFrameworkError
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.ports.user import PluginPort
+from transformer_parity.report.diagnoses import print_inquiry, to_row
+from transformer_parity.report.result import plain, write_json
+from transformer_parity.report.tables import print_near_ties, print_problems, print_summary, summarise, verdict_line
+from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.system.machine import describe_machine
+
+INCOMPLETE = 3
+
+
+EXAMPLES = """
+examples:
+  parity golden --out truth                          the reference, with the conventions of the paper
+  parity golden --preset marian,fairseq --out truth  one folder for each of two published conventions
+  parity golden --backend torch --device gpu --out mine
+  parity golden --for mymodel:Port --out truth       the reference, with the conventions of a port of yours
+  parity golden --port mymodel:Port --out mine       what that port computes
+  parity compare truth mine
+
+docs/golden.md describes the files, for a port that is not written in Python.
+
+exit code: 0 written, 3 not
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the options."""
+    parser = commands.add_parser(
+        "golden",
+        help="write inputs, weights and everything computed from them to files",
+        description="Write down what a small model computes: every intermediate value, every gradient, twenty "
+        "optimizer steps, greedy and beam search, with inputs and weights, as safetensors and JSON.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument("--force", action="store_true", help="replace golden vectors that are there already")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--preset",
+        type=one_or_more(PRESETS),
+        metavar="NAME[,NAME]",
+        help=f"whose conventions, at small sizes: {', '.join(PRESETS)} (default: paper_base)",
+    )
+    model.add_argument(
+        "--for", dest="meant_for", metavar="MODULE:CLASS", help="with the conventions of a port of yours instead"
+    )
+    model.add_argument("--port", metavar="MODULE:CLASS", help="a port of yours, with its own conventions, computes")
+    parser.add_argument("--backend", choices=PORTS, help="which package computes (default: numpy)")
+    parser.add_argument(
+        "--dtype", type=one_or_more(DTYPES), default=list(DTYPES), metavar=",".join(DTYPES), help="default: both"
+    )
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="of the package (default: cpu)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write golden vectors and return the exit code."""
+    try:
+        if options.port and (options.backend or options.device):
+            raise ValueError("a --port computes by itself, where it likes: leave out --backend and --device")
+        with quiet_frameworks() as terminal:
+            port = PluginPort(options.port) if options.port else PORTS[options.backend or "numpy"]
+            configs = _configs(options)
+            said = _write(options, port, configs, Console(file=terminal))
+    except SystemExit as error:
+        print(f"parity golden: error: the port called sys.exit({error.code!r})", file=sys.stderr)
+        return INCOMPLETE
+    except (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError) as error:
+        print(f"parity golden: error: {error}", file=sys.stderr)
+        return INCOMPLETE
+    print("\n".join(said))
+    return 0
+
+
+def _configs(options: argparse.Namespace) -> dict[str, TransformerConfig]:
+    """Return the models to write by the names of their folders; a single one lies in the folder itself."""
+    if own := options.port or options.meant_for:
+        return {"": PluginPort(own).config()}
+    presets = options.preset or ["paper_base"]
+    configs = [tiny(name, d_k=None, d_v=None) for name in presets]
+    return dict(zip(presets if len(presets) > 1 else [""], configs, strict=True))
+
+
+def _write(
+    options: argparse.Namespace,
+    port: PackagePort | PluginPort,
+    configs: Mapping[str, TransformerConfig],
+    console: Console,
+) -> list[str]:
+    """Write all folders at once, or nothing, and return what there is to say about them."""
+    said = []
+    decks = {name: golden_cases(config) for name, config in configs.items()}
+    with format.replaced(options.out, force=options.force) as folder:
+        total = sum(dtype in case.dtypes for cases in decks.values() for case in cases for dtype in options.dtype)
+        device = options.device or "cpu"
+        producer = describe(port, options.dtype, device)
+        with _progress(console, port.name, total) as advance:
+            for name, cases in decks.items():
+                computed, left_out = compute(port, cases, options.dtype, device, advance)
+                dtypes = [dtype for dtype in options.dtype if any(dtype in tensors for _, tensors in computed)]
+                if not computed:
+                    reasons = ", ".join(dict.fromkeys(entry.reason for entry in left_out))
+                    raise ValueError(f"{port.name} offers nothing that could be written: {reasons}")
+                (folder / name).mkdir(exist_ok=True)
+                config, weights = cases[0].config, cases[0].load_weights()
+                format.write(folder / name, producer, config, weights, computed, dtypes, left_out)
+                tensors = sum(len(tensors) for _, by_dtype in computed for tensors in by_dtype.values())
+                where = options.out / name
+                said.append(f"{where}: {len(computed)} cases, {' and '.join(dtypes)}, {tensors:,} tensors")
+                said += [f"  left out: {words(entry)}" for entry in left_out]
+    return said
+
+
+@contextmanager
+def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[str], None]]:
+    columns = (
+        SpinnerColumn(),
+        "{task.fields[backend]}",
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("starting", total=total, backend=name)
+        begun = iter(range(total))
+
+        def advance(doing: str) -> None:
+            progress.update(bar, description=f"{name} {doing}", completed=next(begun))
+
+        yield advance
+
+
+COMPARE_EXAMPLES = """
+examples:
+  parity golden --out truth
+  parity compare truth mine                     mine: the same cases, computed by you; see docs/golden.md
+  parity compare truth mine --json result.json
+
+float64 is judged by the budgets of the policy; float32 by the error that the float32 tensors of A make themselves.
+What B leaves out is skipped if its manifest says so, and a failure otherwise.
+
+exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
+"""
+
+
+def add_parser_compare(commands: Any) -> None:
+    """Describe the options."""
+    parser = commands.add_parser(
+        "compare",
+        help="compare two folders that `parity golden`, or a port of yours, has written",
+        description="Compare two folders of golden vectors, tensor by tensor. A is the truth, and B is judged.",
+        epilog=COMPARE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("truth", type=Path, metavar="A", help="golden vectors that are right")
+    parser.add_argument("judged", type=Path, metavar="B", help="golden vectors that may be")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
+    parser.set_defaults(run=run_compare)
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """Compare two folders and return the exit code."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    started = time.monotonic()
+    findings: list[Finding] = []
+    inquiries: list[Inquiry] = []
+    try:
+        if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
+            raise ValueError(f"--json {options.json} is no file that could be written")
+        pairs = folder_pairs(options.truth, options.judged)
+        for name, (truth, judged) in pairs.items():
+            of_model = list(compare_folders(truth, judged))
+            findings += labelled(name, of_model)
+            inquiries += investigate(of_model, judged)
+    except (OSError, ValueError) as error:
+        print(f"parity compare: error: {error}", file=sys.stderr)
+        return EXIT_CODES[FAILED]
+    seconds = time.monotonic() - started
+
+    backends = list(dict.fromkeys(judged.producer for _, judged in pairs.values()))
+    print_summary(console, findings, backends)
+    print_near_ties(console, findings)
+    _print_skipped(console, findings)
+    print_problems(console, findings)
+    for inquiry in inquiries:
+        print_inquiry(console, inquiry)
+    not_tested = untested_dtypes(pairs)
+    for what in not_tested:
+        console.print(f"NOT TESTED: {what}")
+    console.print(verdict_line(findings, backends, seconds))
+    code = exit_code(findings)
+    if options.json is not None:
+        result = _result(options, pairs, findings, not_tested)
+        result["blames"] = [inquiry.blame.to_dict() for inquiry in inquiries if inquiry.blame]
+        result["diagnoses"] = [to_row(inquiry) for inquiry in inquiries]
+        write_json(options.json, plain(result))
+    return code
+
+
+def _print_skipped(console: Console, findings: Sequence[Finding]) -> None:
+    """Print why something was not compared, and how often."""
+    reasons = [f"{finding.dtype}: {finding.detail}" for finding in findings if finding.verdict == SKIPPED]
+    for why in dict.fromkeys(reasons):
+        console.print(f"SKIPPED   {why} ({reasons.count(why)} cases)" if reasons.count(why) > 1 else f"SKIPPED   {why}")
+
+
+def _result(
+    options: argparse.Namespace,
+    pairs: Mapping[str, tuple[Folder, Folder]],
+    findings: Sequence[Finding],
+    not_tested: Sequence[str],
+) -> dict[str, Any]:
+    """Return the result for machines."""
+    return {
+        "format": 1,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "exit_code": exit_code(findings),
+        "verdict": overall(findings),
+        "truth": {"path": str(options.truth), "producers": sorted({truth.producer for truth, _ in pairs.values()})},
+        "judged": {"path": str(options.judged), "producers": sorted({judged.producer for _, judged in pairs.values()})},
+        "not_tested": not_tested,
+        "machine": describe_machine(),
+        "comparisons": len(findings),
+        "summary": summarise(findings),
+        "near_ties": [finding.to_dict() for finding in findings if is_near_tie(finding)],
+        "failures": [finding.to_dict() for finding in findings if finding.verdict != AGREES],
+    }

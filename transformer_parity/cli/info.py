@@ -1,0 +1,315 @@
+"""``parity info``: this machine, the four backends, and every preset with its size."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from reference_numpy import PRESETS
+from reference_numpy.names import parameter_shapes, tap_shapes
+from transformer_parity.cases.case import tiny
+from transformer_parity.cases.inputs import BATCH, SOURCE, TARGET
+from transformer_parity.cli.options import add_backends
+from transformer_parity.ports.package import PackagePort
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.ports.source_code import Package, Piece
+from transformer_parity.report.presets import PAPER_VOCABULARY, describe_presets, print_presets
+from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.system.machine import DISTRIBUTION, describe_machine
+
+DESCRIPTION = """\
+Show this machine, what is installed of the four backends, and every preset:
+how many parameters it has, and how it differs from the paper's base model.
+"""
+EXAMPLES = """\
+examples:
+  parity info                  everything, as tables
+  parity info --vocab 8000     the presets' sizes at another vocabulary
+  parity info --json           the same for programs; put it into a bug report
+  parity info --names marian   every parameter and every tap of a preset, with its shape
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "info",
+        help="this machine, the four backends, and every preset with its size",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--vocab",
+        type=int,
+        default=PAPER_VOCABULARY,
+        metavar="N",
+        help="the vocabulary at which parameters are counted (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--names",
+        nargs="?",
+        const="paper_base",
+        choices=PRESETS,
+        metavar="PRESET",
+        help="print the canonical names of parameters and taps instead, with their shapes in the standard cases",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what there is to know and return the exit code."""
+    if options.names is not None:
+        print_names(options.names, as_json=options.json)
+        return 0
+    try:
+        presets = describe_presets(options.vocab)
+    except ValueError as error:
+        print(f"parity info: error: --vocab {options.vocab}: {error}", file=sys.stderr)
+        return 3
+    backends = {}
+    with quiet_frameworks() as terminal, Console(file=terminal).status("") as spinner:
+        for name, port in PORTS.items():
+            spinner.update(f"importing {port.package}")
+            backends[name] = describe_backend(port)
+    machine = describe_machine()
+    if options.json:
+        report = {**machine, "backends": backends, "vocab_size": options.vocab, "presets": presets}
+        print(json.dumps(report, indent=2))
+        return 0
+    console = Console(highlight=False)
+    _print_machine(console, machine)
+    _print_backends(console, backends)
+    print_presets(console, presets, options.vocab)
+    return 0
+
+
+def print_names(preset: str, *, as_json: bool) -> None:
+    """Print every parameter and every tap of a preset, with its shape at B 4, S 9, T 7, two layers a side."""
+    config = tiny(preset, d_k=None, d_v=None)
+    names = {"parameters": parameter_shapes(config), "taps": tap_shapes(config, BATCH, SOURCE, TARGET)}
+    if as_json:
+        print(json.dumps({kind: {name: list(shape) for name, shape in of.items()} for kind, of in names.items()}))
+        return
+    console = Console(highlight=False)
+    for kind, shapes in names.items():
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(kind, no_wrap=True)
+        table.add_column("shape", no_wrap=True)
+        for name, shape in shapes.items():
+            table.add_row(name, str(list(shape)))
+        console.print(table)
+
+
+def describe_backend(port: PackagePort) -> dict[str, Any]:
+    """Return what is installed of a backend: versions, devices and switches, or how to install it."""
+    if missing := port.missing():
+        return {"installed": False, "missing": missing, "install": f"pip install '{DISTRIBUTION}[{port.name}]'"}
+    try:
+        package = port.import_package()
+        described = package.describe()
+    except Exception as error:  # whatever a broken installation raises is what the user wants to know
+        return {"installed": True, "error": f"{type(error).__name__}: {error}"}
+    return {
+        "installed": True,
+        **described,
+        "dtypes": list(package.runtime.DTYPES),
+        "runs on": list(package.runtime.DEVICES),
+    }
+
+
+def _print_machine(console: Console, machine: dict[str, Any]) -> None:
+    grid = Table.grid(padding=(0, 2))
+    for name, value in machine.items():
+        grid.add_row(f"[bold]{name}[/]", str(value))
+    console.print(grid)
+
+
+def _print_backends(console: Console, backends: dict[str, dict[str, Any]]) -> None:
+    """Print one column per backend, so that they can be compared row by row."""
+    console.print()
+    table = Table(title="Backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in backends:
+        table.add_column(name, overflow="fold")
+    working = {name: found for name, found in backends.items() if "version" in found}
+    rows = dict.fromkeys(row for found in working.values() for row in found if row != "installed")
+    for row in rows:
+        cells = (_cell(found.get(row, "-")) if name in working else "" for name, found in backends.items())
+        table.add_row(row, *cells)
+    if not_working := [name for name in backends if name not in working]:
+        marks = {name: "fails" if backends[name]["installed"] else "not installed" for name in not_working}
+        table.add_row("", *(f"[red]{marks.get(name, '')}[/]" for name in backends))
+    console.print(table)
+    console.print(
+        "[dim]Switches stand as each framework sets them on import; loading a model sets them to its precision.[/]"
+    )
+    for name, found in backends.items():
+        if not found["installed"]:
+            console.print(
+                f"{name}: {found['missing']} is not installed. {found['install']}", markup=False, soft_wrap=True
+            )
+        elif "error" in found:
+            console.print(f"{name}: installed, but it fails: {found['error']}", style="red", markup=False)
+
+
+def _cell(value: Any) -> str:
+    return "\n".join(value) if isinstance(value, list) else str(value).replace(", ", "\n")
+
+
+COLUMN = 60  # characters that a column of code needs to be readable
+FRAME = 4  # characters of each column that are border and padding
+
+
+SOURCE_DESCRIPTION = """\
+Print the same class, function, method or module of the four packages: side by
+side where the terminal is wide enough, one below the other where it is not.
+Without a name, list what there is. No framework is imported, or needed.
+"""
+
+
+SOURCE_EXAMPLES = """\
+examples:
+  parity source                                the names, by module
+  parity source scaled_dot_product_attention   a function
+  parity source MultiHeadAttention             a class
+  parity source MultiHeadAttention.forward     a method; .__call__ and .call are the same one
+  parity source attention                      a whole module
+  parity source LayerNorm --backends torch,tf --docstrings
+  parity source EncoderLayer | less            plain text in a pipe
+"""
+
+
+def add_parser_source(commands: Any) -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "source",
+        help="the same piece of code from the four packages, side by side",
+        description=SOURCE_DESCRIPTION,
+        epilog=SOURCE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a class, function, Class.method or module")
+    add_backends(parser, list(PORTS))
+    parser.add_argument(
+        "--docstrings",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="keep the docstrings in the code (default: their first paragraph stands once above it)",
+    )
+    parser.add_argument("--width", type=int, metavar="N", help="lay out for N characters (default: the terminal's)")
+    parser.add_argument("--no-color", action="store_true", help="print without colours")
+    parser.set_defaults(run=run_source)
+
+
+def run_source(options: argparse.Namespace) -> int:
+    """Print the pieces and return the exit code."""
+    if options.width is not None and options.width < COLUMN:
+        print(f"parity source: error: --width must be at least {COLUMN}: got {options.width}", file=sys.stderr)
+        return 3
+    packages = [Package(port.package) for port in PORTS.values()]
+    if options.name is None:
+        print(list_names(packages))
+        return 0
+    asked_for = [package for package in packages if package.name in {PORTS[name].package for name in options.backends}]
+    pieces = [package.find(options.name, options.docstrings) for package in asked_for]
+    found = [piece for piece in pieces if piece is not None]
+    if not found:
+        print(f"parity source: error: {_not_found(options.name, packages, asked_for)}", file=sys.stderr)
+        return 3
+    absent = [package.name for package, piece in zip(asked_for, pieces, strict=True) if piece is None]
+    console = Console(width=options.width, no_color=options.no_color or None, highlight=False)
+    summary = "" if options.docstrings else found[0].summary
+    if console.is_terminal or options.width is not None:
+        _print_panels(console, options.name, summary, found, absent)
+    else:
+        _print_plain(options.name, summary, found, absent)
+    return 0
+
+
+def list_names(packages: list[Package]) -> str:
+    """Return the public names of all packages by module; a star marks those that not all of them have."""
+    lines = []
+    modules = dict.fromkeys(name for package in packages for name in package.modules)
+    for module in modules:
+        files = [package.modules[module] for package in packages if module in package.modules]
+        names = dict.fromkeys(name for file in files for name in file.public)
+        marked = [f"{name}{'' if all(package.find(name) for package in packages) else '*'}" for name in names]
+        title = f"{module}{'' if len(files) == len(packages) else '*'}:"
+        lines += textwrap.wrap(f"{title:14} {', '.join(marked)}", 80, subsequent_indent=15 * " ")
+    return "\n".join([*lines, "* not in all four packages"])
+
+
+def _not_found(name: str, packages: list[Package], asked_for: list[Package]) -> str:
+    """Say where else a name is to be found, or what it may have been meant to be."""
+    if elsewhere := [package.name for package in packages if package.find(name)]:
+        return f"{name} is not in {', '.join(package.name for package in asked_for)}, but in {', '.join(elsewhere)}"
+    modules = [module for package in packages for module in package.modules.values()]
+    known = [known for module in modules for known in module.dotted_names()]
+    known = list(dict.fromkeys([*known, *(module for package in packages for module in package.modules)]))
+    folded = {entry.lower(): entry for entry in known}
+    methods = [entry for entry in known if entry.rpartition(".")[2].lower() == name.lower()]
+    alike = [folded[entry] for entry in difflib.get_close_matches(name.lower(), folded, n=3)]
+    guesses = list(dict.fromkeys([*methods, *alike]))[:3]
+    meant = f"; did you mean {' or '.join(guesses)}?" if guesses else ""
+    return f"there is no {name!r} in the packages{meant}\n{list_names(packages)}"
+
+
+def _print_plain(name: str, summary: str, pieces: list[Piece], absent: list[str]) -> None:
+    """Print one piece below the other, as Python."""
+    print(textwrap.fill(f"{name}: {summary}" if summary else name, 80, initial_indent="# ", subsequent_indent="# "))
+    for piece in pieces:
+        print(f"\n# {piece.place}\n{piece.code}")
+    if absent:
+        print(f"\n# not in {', '.join(absent)}")
+
+
+def _print_panels(console: Console, name: str, summary: str, pieces: list[Piece], absent: list[str]) -> None:
+    """Print as many pieces beside each other as there is room for, in rows of equal length."""
+    side_by_side = max(1, min(len(pieces), console.width // COLUMN))
+    side_by_side = math.ceil(len(pieces) / math.ceil(len(pieces) / side_by_side))
+    code = [_highlight(piece.code, console.width // side_by_side - FRAME) for piece in pieces]
+    grid = Table.grid(expand=True)
+    for _ in range(side_by_side):
+        grid.add_column(ratio=1)
+    for start in range(0, len(pieces), side_by_side):
+        row = range(start, min(start + side_by_side, len(pieces)))
+        height = max(len(code[i].split("\n")) for i in row) + 2
+        grid.add_row(*(Panel(code[i], title=pieces[i].place, title_align="left", height=height) for i in row))
+    console.print(Text.assemble((name, "bold"), f"  {summary}" if summary else ""))
+    console.print(grid)
+    if absent:
+        console.print(f"not in {', '.join(absent)}", style="dim")
+
+
+def _highlight(code: str, width: int) -> Text:
+    """Colour the code, and continue lines that are too long with a deeper indent."""
+    coloured = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(code)
+    coloured.rstrip()
+    return Text("\n").join(part for line in coloured.split("\n", allow_blank=True) for part in _fold(line, width))
+
+
+def _fold(line: Text, width: int) -> Iterator[Text]:
+    """Break a line where it has a space, or else an opening bracket, so that it fits."""
+    indent = min(len(line.plain) - len(line.plain.lstrip()) + 4, width // 2)
+    while len(line) > width:
+        places = (line.plain.rfind(character, indent, width) + 1 for character in " (")
+        cut = next((place for place in places if place), width)
+        first, line = line.divide([cut])
+        yield first
+        line = Text(indent * " ") + line
+    yield line

@@ -1,0 +1,65 @@
+"""The command ``parity``: compare the four packages, look at them, and read them side by side."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from transformer_parity.cli import bench, check, golden, info, show, train, translate
+
+INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors exit with 3, because 2 means something else here."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit."""
+        self.print_usage(sys.stderr)
+        self.exit(INCOMPLETE, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = Parser(
+        prog="parity",
+        description="One Transformer in NumPy, PyTorch, JAX and TensorFlow: does every port agree with the reference?",
+        epilog="Start with `parity check`. Every command explains itself with --help.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add_parser in (
+        check.add_parser,
+        check.add_parser_init_port,
+        golden.add_parser,
+        golden.add_parser_compare,
+        check.add_parser_selftest,
+        train.add_parser,
+        train.add_parser_curve,
+        train.add_parser_evaluate,
+        translate.add_parser,
+        bench.add_parser,
+        info.add_parser,
+        info.add_parser_source,
+        show.add_parser,
+        show.add_parser_why,
+    ):
+        add_parser(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except BrokenPipeError:  # the reader, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INCOMPLETE
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return INCOMPLETE
+    except Exception:  # whose exit code of 1 would read as a semantic divergence
+        traceback.print_exc()
+        return INCOMPLETE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

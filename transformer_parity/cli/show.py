@@ -1,0 +1,218 @@
+"""``parity show``: pictures of positions, masks and attention weights."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from reference_numpy.config import PRESETS
+from transformer_parity.cli.options import add_backends, one_or_more
+from transformer_parity.ports.protocol import MissingFrameworkError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+from collections.abc import Callable
+from dataclasses import asdict
+
+from transformer_parity.figures.attention import SOURCE, TAPS, TARGET, draw_attention
+from transformer_parity.figures.positions import draw_masks, draw_positions
+from transformer_parity.figures.style import FORMATS, STYLE, destination, write
+from transformer_parity.figures.why_plots import draw_additive, draw_sqrt_dk
+from transformer_parity.system.machine import describe_machine
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+from transformer_parity.figures.why_tables import (
+    COST_LENGTH,
+    PAPER_D_K,
+    measure_additive,
+    measure_sqrt_dk,
+    show_additive,
+    show_sqrt_dk,
+    threads,
+)
+from transformer_parity.system.files import write_json_why
+
+EXAMPLES = """\
+examples:
+  parity show positions --preset paper_base,t2t_2017
+  parity show masks --out pictures
+  parity show attention --backends numpy,torch,jax,tf
+  parity show attention --weights model.safetensors --which cross --layer 5 \\
+      --source "The cat sleeps." --target "Die Katze schläft." --out cat.svg
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the command and its options."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(
+        "show",
+        help="pictures of positions, masks and attention weights",
+        description="Draw the positional encoding, the masks, or the attention weights of a sentence pair.",
+        epilog=EXAMPLES,
+        formatter_class=raw,
+    )
+    pictures = parser.add_subparsers(title="pictures", metavar="PICTURE", required=True)
+
+    say = "the positional encoding, position by channel"
+    positions = pictures.add_parser("positions", help=say, description=f"Draw {say}, one preset below the other.")
+    positions.add_argument(
+        "--preset",
+        type=one_or_more(PRESETS),
+        default=["paper_base", "t2t_2017"],
+        metavar="NAME[,NAME]",
+        help="whose layout, timescale and offset (default: paper_base,t2t_2017); `parity info` lists them",
+    )
+    positions.add_argument("--length", type=int, default=50, metavar="N", help="positions (default: %(default)s)")
+    positions.add_argument("--d-model", type=int, default=64, metavar="N", help="channels (default: %(default)s)")
+    positions.set_defaults(run=run, picture="positions", draw=draw_positions)
+
+    say = "which query may attend to which key, for a padded sentence pair"
+    masks = pictures.add_parser("masks", help=say, description=f"Draw {say}.")
+    masks.set_defaults(run=run, picture="masks", draw=draw_masks)
+
+    attention = pictures.add_parser(
+        "attention",
+        help="the attention weights of every head, backend by backend",
+        description="Draw the attention weights of every head for one pair of sentences, one row per backend, and "
+        "say how far the backends are apart.",
+    )
+    add_backends(attention, ["numpy"])
+    attention.add_argument("--weights", type=Path, metavar="FILE", help="your model (default: a small random one)")
+    attention.add_argument(
+        "--preset",
+        choices=PRESETS,
+        default="paper_base",
+        metavar="NAME",
+        help="of the random one (default: paper_base)",
+    )
+    attention.add_argument("--source", default=SOURCE, metavar="TEXT", help="default: %(default)s")
+    attention.add_argument("--target", default=TARGET, metavar="TEXT", help="default: %(default)s")
+    files, learn = ("SOURCE", "TARGET"), "line-aligned files to learn subwords from (default: the text that ships)"
+    attention.add_argument("--text", type=Path, nargs=2, metavar=files, help=learn)
+    attention.add_argument("--which", choices=TAPS, default="cross", help="whose attention (default: %(default)s)")
+    attention.add_argument("--layer", type=int, default=0, metavar="N", help="counted from 0 (default: %(default)s)")
+    attention.add_argument("--dtype", choices=("float64", "float32"), default="float32", help="default: %(default)s")
+    attention.set_defaults(run=run, picture="attention", draw=draw_attention)
+
+    for picture in (positions, masks, attention):
+        picture.add_argument(
+            "--out", default=".", metavar="FILE|FOLDER", help="a .png or .svg file, or a folder (default: this one)"
+        )
+        picture.add_argument("--format", choices=FORMATS, help="default: as the file is called, or png")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Draw one picture, print where it is, and return the exit code."""
+    import matplotlib
+
+    try:
+        path = destination(options.out, options.format, options.picture)
+        with matplotlib.rc_context(STYLE):
+            figure = options.draw(options)
+            write(figure, path)
+    except (MissingFrameworkError, ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"parity show {options.picture}: error: {error}", file=sys.stderr)
+        return 3
+    print(path)
+    return 0
+
+
+DESCRIPTION = """\
+Measure two claims of section 3.2.1 of "Attention Is All You Need" that the
+paper states and does not show:
+
+  sqrt-dk   Why are the scores divided by sqrt(d_k)? Draws queries and keys as
+            in footnote 4 and looks at the softmax, at the gradient that gets
+            through it, and at the gradient that reaches the projections of a
+            whole layer, with and without the division. Seeded: the same numbers
+            everywhere.
+  additive  Why is dot-product attention faster than additive attention, at the
+            same number of multiply-adds? Counts, times both in turn, step by
+            step, and looks at the memory. These are timings: yours will differ.
+"""
+
+
+WHY_EXAMPLES = """\
+examples:
+  parity why                          both, as tables and a sentence each
+  parity why sqrt-dk                  only the first
+  parity why --out pictures           also a picture of each
+  OMP_NUM_THREADS=1 parity why additive --json why.json
+                                      on one thread, every number into a file
+"""
+
+
+def add_parser_why(commands: Any) -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "why",
+        help="why attention divides by sqrt(d_k), and why it takes dot products, measured",
+        description=DESCRIPTION,
+        epilog=WHY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("question", nargs="?", choices=QUESTIONS, metavar="sqrt-dk|additive", help="default: both")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="draw a picture of each answer into this folder")
+    parser.add_argument("--format", choices=FORMATS, default="svg", help="of the pictures (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number for machines")
+    parser.set_defaults(run=run_why)
+
+
+def run_why(options: argparse.Namespace) -> int:
+    """Measure, print, draw, and return the exit code."""
+    try:
+        _check_destinations(options)
+        console = Console(highlight=False)
+        chosen = [options.question] if options.question else list(QUESTIONS)
+        report: dict[str, Any] = {**describe_machine(), "threads": threads()}
+        for question in chosen:
+            measure, show, draw = QUESTIONS[question]
+            found = measure()
+            show(console, **found)
+            report[question] = {name: [asdict(entry) for entry in entries] for name, entries in found.items()}
+            if options.out is not None:
+                path = options.out / f"why-{question}.{options.format}"
+                _write_picture(draw, found, path)
+                console.print(f"{path}\n", markup=False, soft_wrap=True)
+        if options.json is not None:
+            write_json_why(options.json, report)
+    except (OSError, ValueError) as error:
+        print(f"parity why: error: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+def _check_destinations(options: argparse.Namespace) -> None:
+    """Refuse, before measuring, what could not be written afterwards."""
+    if options.out is not None:
+        if options.out.exists() and not options.out.is_dir():
+            raise ValueError(f"--out must be a folder: {options.out} is a file")
+        options.out.mkdir(parents=True, exist_ok=True)
+    if options.json is not None:
+        if not options.json.parent.is_dir():
+            raise ValueError(f"there is no folder {options.json.parent}")
+        if options.json.is_dir():
+            raise ValueError(f"{options.json} is a folder")
+
+
+def _write_picture(draw: Callable[..., Figure], found: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
+        write(draw(**found), path)
+
+
+QUESTIONS: dict[str, tuple[Callable[[], dict[str, list[Any]]], Callable[..., None], Callable[..., Figure]]] = {
+    "sqrt-dk": (measure_sqrt_dk, show_sqrt_dk, draw_sqrt_dk),
+    "additive": (
+        measure_additive,
+        show_additive,
+        lambda **found: draw_additive(**found, length=COST_LENGTH, d_k=PAPER_D_K),
+    ),
+}

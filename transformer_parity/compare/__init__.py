@@ -1,0 +1,1 @@
+"""Outputs and their comparison: what a case shows, how close it has to be, and the verdict."""

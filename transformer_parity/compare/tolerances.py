@@ -1,0 +1,60 @@
+"""The agreement policy, applied: how far apart two tensors are, and how far they may be."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+POLICY: dict[str, Any] = tomllib.loads(
+    files("transformer_parity.compare").joinpath("tolerances.toml").read_text("utf-8")
+)
+
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
+CHUNK = 1 << 13  # numbers that are compared at a time, so that all copies of them stay in the processor's cache
+
+
+def relative_error(actual: ndarray, expected: ndarray) -> float:
+    """Return the L2 norm of the difference over the L2 norm of the expected tensor, in float64.
+
+    Where nothing but zero is expected, anything else is infinitely wrong.
+    """
+    actual, expected = np.broadcast_arrays(actual, np.asarray(expected, np.float64))
+    largest = np.maximum(expected.max(initial=0.0), -expected.min(initial=0.0))
+    if largest == 0.0:
+        return 0.0 if not actual.any() else float("inf")
+    actual, expected = actual.ravel(), expected.ravel()
+    difference = norm = 0.0
+    for start in range(0, expected.size, CHUNK):
+        # In units of the largest value, so that no square over- or underflows.
+        right = expected[start : start + CHUNK] / largest
+        wrong = actual[start : start + CHUNK].astype(np.float64) / largest - right
+        difference += wrong @ wrong
+        norm += right @ right
+    return float(np.sqrt(difference / norm))
+
+
+def budget(tap: str, dtype: str, yardstick: float, precision: str = "highest", device: str = "cpu") -> float:
+    """Return the largest relative error allowed at a tap.
+
+    Args:
+        tap: The tap's name; its last part says what kind of value it is.
+        dtype: The working dtype.
+        yardstick: The error that the NumPy reference itself makes at this tap in float32.
+        precision: ``highest``, or ``fast``, which allows TF32.
+        device: TF32 exists on a ``gpu`` only.
+    """
+    if dtype == "float64":
+        return POLICY["float64"]["tap"]
+    if dtype == "bfloat16":
+        kind = "scores_and_weights" if tap.rpartition(".")[2] in ("scores", "weights") else "tap"
+        return POLICY["bfloat16"][kind]
+    rule = POLICY["float32"]
+    allowed = rule["ratio"] * yardstick + rule["floor_in_eps"] * EPS["float32"]
+    if precision == "fast" and device == "gpu":
+        return allowed * POLICY["tensorfloat32"]["eps"] / EPS["float32"]
+    return allowed

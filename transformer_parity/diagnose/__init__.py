@@ -1,0 +1,1 @@
+"""Where a difference was introduced, and which known mistake or convention explains it."""

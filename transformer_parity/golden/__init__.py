@@ -1,0 +1,1 @@
+"""Golden vectors: the outputs of a model as files, written, read and compared."""

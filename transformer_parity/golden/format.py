@@ -1,0 +1,416 @@
+"""Golden vectors: what one small model computes, in files that any language can read and write.
+
+A folder holds a model's weights and inputs, and every tensor that was computed from them; its manifest names each file
+and each tensor. ``docs/golden.md`` describes the format. Nothing in it is ever executed, and no framework is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from numpy import ndarray
+from safetensors import SafetensorError
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.files import load_weights, save_weights
+from reference_numpy.training_config import TrainingConfig
+from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, RUNGS, STEPS, Case
+from transformer_parity.compare.outputs import SNAPSHOTS
+from transformer_parity.ports.protocol import SearchOptions
+
+FORMAT = "transformer-parity golden vectors"
+VERSION = 1
+MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
+DTYPES = ("float64", "float32")
+COMPONENTS = {
+    ACTIVATIONS: "full model",
+    GRADIENTS: "gradients",
+    STEPS: "optimizer steps",
+    DECODE: "decoding",
+}
+KINDS: dict[type, str] = {str: "a string", dict: "an object", list: "a list"}
+Arrays = Mapping[str, ndarray]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a folder does not hold, and why; in names, ``*`` stands for any characters."""
+
+    case: str
+    reason: str
+    tensors: tuple[str, ...] = ("*",)
+    dtype: str = "*"
+
+    def covers(self, case: str, dtype: str, tensor: str | None = None) -> bool:
+        """Whether it speaks of a tensor, or of everything in a case."""
+        if not (fnmatchcase(case, self.case) and fnmatchcase(dtype, self.dtype)):
+            return False
+        return "*" in self.tensors if tensor is None else any(fnmatchcase(tensor, name) for name in self.tensors)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Golden vectors that were read and checked.
+
+    Attributes:
+        path: Where they lie.
+        producer: Who computed them.
+        config: What model.
+        weights: Its parameters by canonical name.
+        cases: What it was run on; ``dtypes`` of each are those in which something was computed.
+        dtypes: All dtypes of the folder.
+        left_out: What is not there, and why.
+    """
+
+    path: Path
+    producer: str
+    config: TransformerConfig
+    weights: dict[str, ndarray] = field(repr=False)
+    cases: tuple[Case, ...]
+    dtypes: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+    _computed: Mapping[tuple[str, str], dict[str, ndarray]] = field(repr=False)
+
+    def tensors(self, case: Case, dtype: str) -> dict[str, ndarray]:
+        """Return what was computed in a case, in the order of computation.
+
+        Raises:
+            ValueError: The folder holds nothing of it.
+        """
+        if (case.name, dtype) not in self._computed:
+            raise ValueError(f"{self.path} holds no {dtype} tensors of {case.name}")
+        return dict(self._computed[case.name, dtype])
+
+    def holds(self, case: Case, dtype: str) -> bool:
+        """Whether anything was computed in a case, in a dtype."""
+        return (case.name, dtype) in self._computed
+
+    def why_not(self, case: Case, dtype: str, tensor: str | None = None) -> str | None:
+        """Return why a tensor, or all of a case, is left out on purpose; None if nobody says so."""
+        return next((entry.reason for entry in self.left_out if entry.covers(case.name, dtype, tensor)), None)
+
+
+def write(
+    path: Path,
+    producer: Mapping[str, Any],
+    config: TransformerConfig,
+    weights: Arrays,
+    computed: Iterable[tuple[Case, Mapping[str, Arrays]]],
+    dtypes: Sequence[str],
+    left_out: Iterable[LeftOut] = (),
+) -> None:
+    """Write golden vectors into an empty folder; see ``replaced`` for one that is never half written.
+
+    Args:
+        path: The folder.
+        producer: Who computed them: ``name``, and what else is worth knowing.
+        config: What model.
+        weights: Its parameters by canonical name.
+        computed: The tensors of each case, by dtype and name, in the order of computation.
+        dtypes: Those that the folder is about.
+        left_out: What is not there, and why.
+
+    Raises:
+        OSError: A file cannot be written.
+        ValueError: The weights are not those of the config.
+    """
+    save_weights(path / WEIGHTS, config, weights)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "producer": dict(producer),
+        "config": config.to_dict(),
+        "dtypes": list(dtypes),
+        "weights": _describe(path, WEIGHTS, weights),
+        "cases": [_write_case(path, case, tensors) for case, tensors in computed],
+        "left_out": [asdict(entry) for entry in left_out],
+    }
+    text = json.dumps(manifest, indent=1, allow_nan=False)
+    # One line for each tensor; a line break within a JSON string would be written as \n.
+    text = re.sub(r"\{[^{}]*\}|\[[^][{}]*\]", lambda match: re.sub(r"\n *", " ", match[0]), text)
+    (path / MANIFEST).write_text(text + "\n", "utf-8")
+
+
+def _write_case(path: Path, case: Case, computed: Mapping[str, Arrays]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": case.name, "rung": case.rung}
+    if case.settings is not None:
+        entry["settings"] = case.settings.to_dict()
+        steps = range(1, SNAPSHOTS[-1] + 1)
+        entry["learning_rates"] = [case.settings.learning_rate(step, case.config.d_model) for step in steps]
+    if case.search is not None:
+        entry["search"] = asdict(case.search)
+    entry["inputs"] = _save(path, f"{case.name}/inputs.safetensors", case.inputs)
+    entry["outputs"] = {
+        dtype: _save(path, f"{case.name}/{dtype}.safetensors", tensors) for dtype, tensors in computed.items()
+    }
+    return entry
+
+
+def _save(path: Path, file: str, tensors: Arrays) -> dict[str, Any]:
+    contiguous = {name: np.array(array, order="C") for name, array in tensors.items()}
+    (path / file).parent.mkdir(parents=True, exist_ok=True)
+    (path / file).write_bytes(safetensors.numpy.save(contiguous))
+    return _describe(path, file, contiguous)
+
+
+def _describe(path: Path, file: str, tensors: Arrays) -> dict[str, Any]:
+    shapes = [{"name": name, "dtype": x.dtype.name, "shape": list(x.shape)} for name, x in tensors.items()]
+    return {"file": file, "sha256": _sha256((path / file).read_bytes()), "tensors": shapes}
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@contextmanager
+def replaced(path: str | Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield a folder to write into, which becomes ``path`` at the end, and vanishes if anything fails.
+
+    Args:
+        path: What is to be written; an empty folder may stand there.
+        force: Replace golden vectors that are there already. Nothing else is ever replaced.
+
+    Raises:
+        OSError: Something stands there that must not be replaced, or the folder cannot be written.
+    """
+    path = Path(os.path.realpath(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent}")
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is a file")
+    if path.is_dir() and any(path.iterdir()):
+        if not _is_ours(path):
+            raise FileExistsError(f"{path} is not empty, and holds other things than golden vectors: it is left alone")
+        if not force:
+            raise FileExistsError(f"{path} holds golden vectors already: --force replaces them")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        _swap(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder holds golden vectors, or folders of them, and nothing else."""
+    if not (path / MANIFEST).is_file():
+        return path.is_dir() and all(map(_is_ours, path.iterdir())) and any(path.iterdir())
+    try:
+        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+    except ValueError:
+        return False
+    files = [file for file in path.rglob("*") if not file.is_dir()]
+    known = all(file.name == MANIFEST or file.suffix == ".safetensors" for file in files)
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT and known
+
+
+def _swap(temporary: Path, path: Path) -> None:
+    """Put a finished folder into its place; whatever fails, the old one is there again."""
+    old = temporary.with_suffix(".old")
+    if path.exists():
+        path.rename(old)
+    try:
+        temporary.rename(path)
+    except BaseException:
+        if old.exists():
+            old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def find(path: str | Path) -> dict[str, Path]:
+    """Return the golden vectors at a path by name: the folder itself under the empty name, or those inside it.
+
+    Raises:
+        OSError: There are none.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no folder {path}")
+    if (path / MANIFEST).is_file():
+        return {"": path}
+    inside = {child.name: child for child in sorted(path.iterdir()) if (child / MANIFEST).is_file()}
+    if not inside:
+        raise FileNotFoundError(f"{path} holds no golden vectors: there is no {MANIFEST}")
+    return inside
+
+
+def read(path: str | Path) -> Folder:
+    """Read golden vectors, every file checked against the manifest.
+
+    Raises:
+        OSError: There are none, or a file is missing or cannot be read.
+        ValueError: A file is truncated or altered, contradicts the manifest, or is of another version; the message
+            names it.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).is_file():
+        raise FileNotFoundError(f"{path} holds no golden vectors: there is no {MANIFEST}")
+    try:
+        return _read(path)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no usable golden vectors: {error}") from error
+
+
+def _read(path: Path) -> Folder:
+    manifest = _read_manifest(path / MANIFEST)
+    _read_file(path, _entry(manifest, "weights", dict))
+    weights_file = path / manifest["weights"]["file"]
+    config, weights = load_weights(weights_file)
+    if difference := differing_fields(config, TransformerConfig.from_dict(_entry(manifest, "config", dict))):
+        raise ValueError(f"{weights_file.name} is of another config than {MANIFEST}: {difference}")
+    dtypes = tuple(_entry(manifest, "dtypes", list))
+    if not dtypes or any(dtype not in DTYPES for dtype in dtypes):
+        raise ValueError(f"dtypes must be of {', '.join(DTYPES)}: got {list(dtypes)}")
+    cases: list[Case] = []
+    computed: dict[tuple[str, str], dict[str, ndarray]] = {}
+    for fields in _entry(manifest, "cases", list):
+        case = _read_case(path, fields, config, weights_file)
+        if any(case.name == other.name for other in cases):
+            raise ValueError(f"case {case.name} is there twice")
+        if unknown := [dtype for dtype in case.dtypes if dtype not in dtypes]:
+            raise ValueError(f"case {case.name} has outputs in {unknown[0]}, which is not among the folder's dtypes")
+        cases.append(case)
+        computed |= {(case.name, dtype): _read_file(path, record) for dtype, record in fields["outputs"].items()}
+    return Folder(
+        path,
+        _entry(_entry(manifest, "producer", dict), "name", str),
+        config,
+        weights,
+        tuple(cases),
+        dtypes,
+        tuple(_read_left_out(entry) for entry in _entry(manifest, "left_out", list)),
+        computed,
+    )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST} is no JSON: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{MANIFEST} must have the format {FORMAT!r}")
+    version = manifest.get("version")
+    if type(version) is not int or version != VERSION:
+        raise ValueError(f"format version must be {VERSION}: got {version!r}")
+    return manifest
+
+
+def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, weights_file: Path) -> Case:
+    name, rung = _entry(fields, "name", str), _entry(fields, "rung", str)
+    if rung not in RUNGS:
+        raise ValueError(f"case {name} must have a rung of {', '.join(RUNGS)}: got {rung!r}")
+    search = SearchOptions(**_entry(fields, "search", dict)) if rung == DECODE else None
+    if search is not None and search.num_hypotheses != 1:  # of the others nobody could say why they are others
+        raise ValueError(f"num_hypotheses of case {name} must be 1: got {search.num_hypotheses}")
+    return Case(
+        name,
+        COMPONENTS[rung],
+        config,
+        "",
+        _read_file(path, _entry(fields, "inputs", dict)),
+        weights_file,
+        fast=False,
+        dtypes=tuple(_entry(fields, "outputs", dict)),
+        rung=rung,
+        settings=TrainingConfig.from_dict(_entry(fields, "settings", dict)) if rung == STEPS else None,
+        search=search,
+    )
+
+
+def _read_left_out(fields: dict[str, Any]) -> LeftOut:
+    tensors = _entry({"tensors": ["*"], **fields}, "tensors", list)
+    dtype = _entry({"dtype": "*", **fields}, "dtype", str)
+    return LeftOut(_entry(fields, "case", str), _entry(fields, "reason", str), tuple(map(str, tensors)), dtype)
+
+
+def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
+    """Read one file, and refuse it unless it is what the manifest says."""
+    file = _entry(record, "file", str)
+    inside = PurePosixPath(file)
+    if inside.is_absolute() or ".." in inside.parts or "\\" in file or ":" in file:
+        raise ValueError(f"file {file!r} must lie inside the folder")
+    if not (path / file).is_file():
+        raise FileNotFoundError(f"{path} lacks {file}, which its {MANIFEST} names")
+    content = (path / file).read_bytes()
+    if (found := _sha256(content)) != (needed := _entry(record, "sha256", str)):
+        raise ValueError(f"{file} is truncated or was altered: SHA-256 must be {needed}: got {found}")
+    try:
+        tensors = safetensors.numpy.load(content)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is no safetensors file: {error}") from error
+    described = {_entry(tensor, "name", str): tensor for tensor in _entry(record, "tensors", list)}
+    problems = [f"missing {name}" for name in described if name not in tensors]
+    problems += [f"unexpected {name}" for name in tensors if name not in described]
+    for name, tensor in described.items():
+        needed = f"{_entry(tensor, 'dtype', str)} {_entry(tensor, 'shape', list)}"
+        if name in tensors and (found := f"{tensors[name].dtype.name} {list(tensors[name].shape)}") != needed:
+            problems.append(f"{name} must be {needed}: got {found}")
+    if len(described) < len(record["tensors"]):
+        problems.append("a tensor is named twice")
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise ValueError(f"{file} is not as {MANIFEST} describes it: {shown}")
+    for array in tensors.values():
+        array.setflags(write=False)
+    return {name: tensors[name] for name in described}
+
+
+def _entry(fields: Any, name: str, kind: type) -> Any:
+    value = fields.get(name) if isinstance(fields, dict) else fields
+    if not isinstance(value, kind):
+        raise ValueError(f"{MANIFEST} must hold {name!r}, {KINDS[kind]}: got {value!r:.80}")
+    return value
+
+
+def differences(first: Folder, second: Folder) -> list[str]:
+    """Return in what two folders are not about the same: config, weights, or the inputs of cases that both hold."""
+    if fields := differing_fields(first.config, second.config):
+        return [f"config: {fields}"]
+    found = []
+    if other := [name for name in first.weights if not _same(first.weights[name], second.weights[name])]:
+        found = [f"weights: {', '.join(other[:3])}" + (f" and {len(other) - 3} more" if len(other) > 3 else "")]
+    theirs = {case.name: case for case in second.cases}
+    for case in first.cases:
+        if case.name in theirs:
+            found += _differing_case(case, theirs[case.name])
+    return found
+
+
+def _differing_case(first: Case, second: Case) -> list[str]:
+    for what in ("rung", "settings", "search"):
+        if getattr(first, what) != getattr(second, what):
+            return [f"{what} of {first.name}: {getattr(first, what)} and {getattr(second, what)}"]
+    if first.inputs.keys() != second.inputs.keys():
+        return [f"inputs of {first.name}: {', '.join(first.inputs)} and {', '.join(second.inputs)}"]
+    other = [name for name, array in first.inputs.items() if not _same(array, second.inputs[name])]
+    return [f"inputs of {first.name}: {', '.join(other)}"] * bool(other)
+
+
+def differing_fields(first: TransformerConfig, second: TransformerConfig) -> str:
+    """Return the fields in which two configs differ, with both values; empty if there are none."""
+    ours, theirs = first.to_dict(), second.to_dict()
+    return ", ".join(f"{name} {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name])
+
+
+def _same(first: ndarray, second: ndarray) -> bool:
+    same_kind = (first.dtype, first.shape) == (second.dtype, second.shape)
+    return same_kind and first.tobytes() == second.tobytes()

@@ -1,0 +1,265 @@
+"""Mistakes of the optimizer: Adam, clipping, the learning rate."""
+
+from __future__ import annotations
+
+from transformer_parity.mistakes.mistake import FOUR, Edits, Mistake, instead
+from transformer_parity.mistakes.training import FIRST, SECOND, WEIGHT, Change, assumed, in_training, later
+
+
+def rate(new: str) -> Edits:
+    """Return edits of the call of the schedule, in which ``n`` is the number of the step."""
+    calls = dict.fromkeys(FOUR, "settings.learning_rate(n, self.model.config.d_model)")
+    number = {"numpy": "self.step", "torch": "self.step", "jax": "step", "tf": "step"}
+    old, changed = (
+        {port: text.replace("(n", f"({number[port]}") for port, text in texts.items()}
+        for texts in (calls, dict.fromkeys(FOUR, new))
+    )
+    return instead("training", old, **changed)
+
+
+# What torch.optim.Adam computes, written out: nobody can make a mistake inside of the original.
+WRITTEN_OUT = """with torch.no_grad():
+            for p in self.model.parameters():
+                g, m, v = p.grad, self.optimizer.state[p]["exp_avg"], self.optimizer.state[p]["exp_avg_sq"]
+                m += (1.0 - settings.beta1) * (g - m)
+                v += (1.0 - settings.beta2) * (g * g - v)
+                m_hat = m / (1.0 - settings.beta1**self.step)
+                v_hat = v / (1.0 - settings.beta2**self.step)
+                p -= group["lr"] * m_hat / (v_hat.sqrt() + settings.epsilon)"""
+
+
+# And TensorFlow's kernel.
+KERNEL = "tf.raw_ops.ResourceApplyAdam(var=parameter.handle, m=m.handle, v=v.handle, grad=g, **numbers)\n"
+TF_WRITTEN_OUT = """m = m.assign_add((1.0 - settings.beta1) * (g - m))
+            v = v.assign_add((1.0 - settings.beta2) * (g * g - v))
+            parameter.assign_sub(learning_rate * (m / correction1) / (tf.sqrt(v / correction2) + settings.epsilon))
+"""
+
+
+def adam(torch: Change, jax: Change, tf: Change, numpy: Change) -> Edits:
+    """Return edits of Adam's formulas."""
+    for text, (old, _) in ((WRITTEN_OUT, torch), (TF_WRITTEN_OUT, tf)):
+        if text.count(old) != 1:
+            raise ValueError(f"Adam must hold {old!r} once")
+    return in_training(
+        ("self.optimizer.step()", WRITTEN_OUT.replace(*torch)), jax, (KERNEL, TF_WRITTEN_OUT.replace(*tf)), numpy
+    )
+
+
+CLIP = {
+    "numpy": "scale *= self.settings.clip_norm / max(norm, self.settings.clip_norm)",
+    "torch": "torch._foreach_mul_(gradient, settings.clip_norm / norm.clamp(min=settings.clip_norm))",
+    "jax": "settings.clip_norm / jnp.maximum(norm, settings.clip_norm)",
+    "tf": "self.settings.clip_norm / tf.maximum(norm, self.settings.clip_norm)",
+}
+
+
+CLIPPED = {"jax": "scale * g, numbers)", "tf": "[g * scale for g in gradient]"}
+
+
+CATALOGUE: dict[str, list[Mistake]] = {
+    "clipping": [
+        Mistake("no clipping", FIRST, assumed(clip_norm=None), case="steps/clipped"),
+        Mistake(
+            "clipped by value",
+            FIRST,
+            in_training(
+                (CLIP["torch"], "torch.nn.utils.clip_grad_value_(self.model.parameters(), settings.clip_norm)"),
+                (
+                    CLIPPED["jax"],
+                    "jnp.clip(g / jnp.maximum(tokens, 1), -settings.clip_norm, settings.clip_norm), numbers)",
+                ),
+                (
+                    CLIPPED["tf"],
+                    "[tf.clip_by_value(g / count, -self.settings.clip_norm, self.settings.clip_norm)"
+                    " for g in gradient]",
+                ),
+                (
+                    CLIP["numpy"],
+                    "limits = -self.settings.clip_norm / scale, self.settings.clip_norm / scale\n"
+                    "            gradient = {name: np.clip(array, *limits) for name, array in gradient.items()}",
+                ),
+            ),
+            case="steps/clipped",
+        ),
+        Mistake(
+            "every tensor clipped for itself",
+            FIRST,
+            in_training(
+                (
+                    CLIP["torch"],
+                    "[g.mul_(settings.clip_norm / g.norm().clamp(min=settings.clip_norm)) for g in gradient]",
+                ),
+                (CLIPPED["jax"], "g / jnp.maximum(tokens, jnp.linalg.norm(g) / settings.clip_norm), numbers)"),
+                (CLIPPED["tf"], "[tf.clip_by_norm(g / count, self.settings.clip_norm) for g in gradient]"),
+                (
+                    CLIP["numpy"],
+                    "limit = self.settings.clip_norm / scale\n"
+                    "            gradient = {name: array * (limit / max(np.linalg.norm(array), limit))"
+                    " for name, array in gradient.items()}",
+                ),
+            ),
+            case="steps/clipped",
+        ),
+        Mistake(
+            "clipped by the norm of the sum",
+            FIRST,
+            in_training(
+                (CLIP["torch"], CLIP["torch"].replace("norm.clamp", "(norm * tokens).clamp")),
+                (CLIP["jax"], CLIP["jax"].replace("(norm", "(norm * tokens")),
+                (CLIP["tf"], CLIP["tf"].replace("(norm", "(norm * count")),
+                (CLIP["numpy"], CLIP["numpy"].replace("(norm", "(norm * int(tokens)")),
+            ),
+            case="steps/clipped",
+        ),
+        Mistake(
+            "1e-6 added to the norm, as torch does",
+            FIRST,
+            in_training(
+                (CLIP["torch"], "torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)"),
+                (CLIP["jax"], CLIP["jax"].replace("(norm", "(norm + 1e-6")),
+                (CLIP["tf"], CLIP["tf"].replace("(norm", "(norm + 1e-6")),
+                (CLIP["numpy"], CLIP["numpy"].replace("(norm", "(norm + 1e-6")),
+            ),
+            case="steps/clipped",
+        ),
+    ],
+    "schedule": [
+        Mistake(
+            "rate of the next step",
+            WEIGHT,
+            rate("settings.learning_rate(n + 1, self.model.config.d_model)"),
+            case="steps",
+        ),
+        Mistake(
+            "rate of the step before",
+            later(WEIGHT),  # the first step has none before it
+            rate("settings.learning_rate(max(n - 1, 1), self.model.config.d_model)"),
+            case="steps",
+        ),
+        Mistake(
+            "warm-up to the power of -1",
+            WEIGHT,
+            rate("settings.learning_rate(n, self.model.config.d_model) * settings.warmup_steps**0.5"),
+            case="steps",
+        ),
+        Mistake("not divided by sqrt(d_model)", WEIGHT, rate("settings.learning_rate(n, 1)"), case="steps"),
+        Mistake("factor forgotten", WEIGHT, assumed(learning_rate_factor=1.0), case="steps"),
+        Mistake("cool-down forgotten", later(WEIGHT), assumed(cooldown_steps=0), case="steps"),
+        Mistake(
+            "learning rate applied twice",
+            WEIGHT,
+            adam(
+                ('p -= group["lr"]', 'p -= group["lr"] ** 2'),
+                ('numbers["learning_rate"] *', 'numbers["learning_rate"] ** 2 *'),
+                ("assign_sub(learning_rate *", "assign_sub(learning_rate**2 *"),
+                ("-= learning_rate *", "-= learning_rate**2 *"),
+            ),
+            case="steps",
+        ),
+    ],
+    "Adam": [
+        Mistake("beta2 0.999", SECOND, assumed(beta2=0.999), case="steps"),
+        Mistake("betas swapped", FIRST, assumed(beta1=0.98, beta2=0.9), case="steps"),
+        Mistake("epsilon 1e-8", WEIGHT, assumed(epsilon=1e-8), case="steps"),
+        Mistake(
+            "epsilon inside the root",
+            WEIGHT,
+            adam(
+                ("(v_hat.sqrt() + settings.epsilon)", "(v_hat + settings.epsilon).sqrt()"),
+                ("(jnp.sqrt(v_hat) + settings.epsilon)", "jnp.sqrt(v_hat + settings.epsilon)"),
+                ("(tf.sqrt(v / correction2) + settings.epsilon)", "tf.sqrt(v / correction2 + settings.epsilon)"),
+                ("(np.sqrt(v_hat) + settings.epsilon)", "np.sqrt(v_hat + settings.epsilon)"),
+            ),
+            case="steps",
+        ),
+        Mistake(
+            "epsilon added before the correction, as Keras does",
+            WEIGHT,
+            adam(
+                ("+ settings.epsilon", "+ settings.epsilon / (1.0 - settings.beta2**self.step) ** 0.5"),
+                ("+ settings.epsilon", '+ settings.epsilon / numbers["second_correction"] ** 0.5'),
+                ("+ settings.epsilon", "+ settings.epsilon / correction2**0.5"),
+                ("+ settings.epsilon", "+ settings.epsilon / (1.0 - settings.beta2**self.step) ** 0.5"),
+            ),
+            case="steps/large_epsilon",
+        ),
+        Mistake(
+            "first moment not corrected",
+            WEIGHT,
+            adam(
+                ("m / (1.0 - settings.beta1**self.step)", "m"),
+                ('m / numbers["first_correction"]', "m"),
+                ("(m / correction1)", "m"),
+                ("m / (1.0 - settings.beta1**self.step)", "m"),
+            ),
+            case="steps",
+        ),
+        Mistake(
+            "second moment not corrected",
+            WEIGHT,
+            adam(
+                ("v / (1.0 - settings.beta2**self.step)", "v"),
+                ('v / numbers["second_correction"]', "v"),
+                ("v / correction2", "v"),
+                ("v / (1.0 - settings.beta2**self.step)", "v"),
+            ),
+            case="steps",
+        ),
+        Mistake(
+            "second moment of g instead of its square",
+            SECOND,
+            adam(
+                ("(g * g - v)", "(abs(g) - v)"),
+                ("(g * g - v)", "(abs(g) - v)"),
+                ("(g * g - v)", "(abs(g) - v)"),
+                ("(g * g - v)", "(abs(g) - v)"),
+            ),
+            case="steps",
+        ),
+        Mistake(
+            "second moment never falls, as in AMSGrad",
+            later(SECOND),
+            adam(
+                ("(g * g - v)", "(g * g - v).clamp(min=0.0)"),
+                ("(g * g - v)", "jnp.maximum(g * g - v, 0.0)"),
+                ("(g * g - v)", "tf.maximum(g * g - v, 0.0)"),
+                ("(g * g - v)", "np.maximum(g * g - v, 0.0)"),
+            ),
+            case="steps",
+        ),
+        Mistake(
+            "weight decay left on",
+            FIRST,
+            in_training(
+                ("fused=True", "fused=True, weight_decay=0.01"),
+                ("scale * g, numbers)", "scale * g + 0.01 * parameters[name], numbers)"),
+                ("gradient, strict=True):\n", "gradient, strict=True):\n            g = g + 0.01 * parameter\n"),
+                ("g *= scale\n", "g = scale * g + 0.01 * theta\n"),
+            ),
+            case="steps",
+        ),
+    ],
+}
+
+CONTROLS = [
+    # Other ways to write the same: no alarm.
+    Mistake(
+        "Adam written out",
+        "",
+        in_training(("self.optimizer.step()", WRITTEN_OUT), None, (KERNEL, TF_WRITTEN_OUT)),
+        case="steps/clipped",
+    ),
+    Mistake("all slices at once", "", assumed(accumulation_steps=1), case="steps/sliced"),
+    Mistake(
+        "scores less their largest, which has no gradient",
+        "",
+        instead(
+            "layers",
+            {"torch": "scores.masked_fill(~mask", "jax": "jnp.where(mask, wide,", "tf": "tf.where(mask, wide,"},
+            torch="(scores - scores.amax(-1, keepdim=True).detach()).masked_fill(~mask",
+            jax="jnp.where(mask, wide - jax.lax.stop_gradient(wide.max(-1, keepdims=True)),",
+            tf="tf.where(mask, wide - tf.stop_gradient(tf.reduce_max(wide, -1, keepdims=True)),",
+        ),
+    ),
+]

@@ -1,0 +1,283 @@
+"""Mistakes of precision, of fully masked rows and of fused kernels; and other ways to write the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from transformer_parity.cases.standard import preset_case
+from transformer_parity.compare.findings import IMPRECISE
+from transformer_parity.mistakes.forward import (
+    ADDED,
+    ENCODER,
+    GELU,
+    LOWEST,
+    SELF,
+    SOURCE,
+    WIDENED,
+    forbidden,
+    in_ports_alone,
+    norm,
+)
+from transformer_parity.mistakes.mistake import Mistake, instead, together
+
+PRODUCT = {"torch": "query @ key.mT", "jax": "query @ key.mT", "tf": "tf.matmul(query, key, transpose_b=True)"}
+FACTOR = "1.0 / math.sqrt(d_k)"
+SCALE = f" * ({FACTOR})"
+FREQUENCIES = "[:, None] * frequencies"
+FLOAT32_FREQUENCIES = instead(
+    "embedding",
+    FREQUENCIES,
+    numpy=f'{FREQUENCIES}.astype("float32")',
+    torch=f"{FREQUENCIES}.float().double()",
+    jax=f'{FREQUENCIES}.astype("float32")',
+    tf="[:, None] * tf.cast(tf.cast(frequencies, tf.float32), tf.float64)",
+)
+FAST_VARIANCE = in_ports_alone(
+    norm(
+        numpy="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5",
+        torch="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.eps).sqrt()",
+        tf="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5",
+    )
+)
+TF32 = {  # what a GPU makes of float32 factors, and of nothing wider
+    "torch": """def tf32(x):
+    import torch
+
+    if x.dtype == torch.float64:
+        return x
+    return ((x.contiguous().view(torch.int32) + 4096) & -8192).view(torch.float32)
+""",
+    "jax": """def tf32(x):
+    from jax import lax
+
+    return x if x.dtype == "float64" else lax.reduce_precision(x, 8, 10)
+""",
+    "tf": """def tf32(x):
+    return x if x.dtype == "float64" else tf.bitcast((tf.bitcast(x, tf.int32) + 4096) & -8192, tf.float32)
+""",
+}
+START = "def scaled_dot_product_attention("
+
+PRECISION = [
+    # Right, and computed with too few bits.
+    Mistake(
+        "scores in TensorFloat32",
+        f"{SELF}.scores",
+        together(
+            instead("attention", START, **{port: f"{text}\n\n{START}" for port, text in TF32.items()}),
+            instead(
+                "attention",
+                PRODUCT,
+                torch="tf32(query) @ tf32(key).mT",
+                jax="tf32(query) @ tf32(key).mT",
+                tf="tf.matmul(tf32(query), tf32(key), transpose_b=True)",
+            ),
+        ),
+        dtype="float32",
+        verdict=IMPRECISE,
+        unseen=("float64",),
+    ),
+    Mistake(
+        "variance as E[x^2] - E[x]^2",
+        "output",
+        FAST_VARIANCE,
+        case="layer_norm/standard",
+        dtype="float32",
+        verdict=IMPRECISE,
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "context in bfloat16",
+        f"{SELF}.context",
+        {"torch": [("attention", "weights @ value", "(weights.bfloat16() @ value.bfloat16()).to(value.dtype)")]},
+        dtype="float32",
+        verdict=IMPRECISE,
+    ),
+    Mistake(
+        "mean in float16",
+        f"{SELF}_norm.output",
+        in_ports_alone(
+            norm(
+                numpy="(x - mean(x.astype('float16'))) / (mean((x - mean(x)) ** 2) + self.epsilon) ** 0.5",
+                torch="(x - mean(x.half()).to(x.dtype)) / (mean((x - mean(x)) ** 2) + self.eps).sqrt()",
+                tf="(x - tf.cast(mean(tf.cast(x, 'float16')), x.dtype))"
+                " / (mean((x - mean(x)) ** 2) + self.epsilon) ** 0.5",
+            )
+        ),
+        dtype="float32",
+        verdict=IMPRECISE,
+    ),
+    Mistake(
+        "long positions from float32 frequencies",
+        "output",
+        FLOAT32_FREQUENCIES,
+        case="embedding/long_positions",
+        dtype="float32",
+        verdict=IMPRECISE,
+    ),
+    Mistake(
+        "long positions from bfloat16 frequencies",
+        "output",
+        {"torch": [("embedding", FREQUENCIES, f"{FREQUENCIES}.bfloat16()")]},
+        case="embedding/long_positions",
+        dtype="bfloat16",
+        verdict=IMPRECISE,
+    ),
+    # A float32 piece in a float64 model: wrong there, and in float32 as good as any other.
+    Mistake("positions from float32 frequencies", SOURCE, FLOAT32_FREQUENCIES, unseen=("float32",)),
+    Mistake(
+        "a table of positions in float32",
+        SOURCE,
+        instead(
+            "embedding",
+            ADDED,
+            numpy=ADDED["numpy"].replace(".astype(x", ".astype('float32').astype(x"),
+            torch="encoding.float().to(x.dtype)",
+            jax='jnp.asarray(encoding.astype("float32"), x.dtype)',
+            tf="tf.cast(tf.cast(encoding, tf.float32), x.dtype)",
+        ),
+        unseen=("float32",),
+    ),
+    Mistake(
+        "softmax in float32",
+        f"{SELF}.weights",
+        instead("layers", WIDENED, torch="torch.float32", jax="jnp.float32", tf="tf.float32"),
+        unseen=("float32",),
+    ),
+    Mistake(
+        "scale in float32",
+        f"{SELF}.scores",
+        instead(
+            "attention",
+            FACTOR,
+            numpy=f"float(np.float32({FACTOR}))",
+            torch=f"query.new_tensor({FACTOR}).float().item()",
+            tf=f"tf.cast({FACTOR}, query.dtype)",  # TensorFlow reads a Python number as float32
+        ),
+        unseen=("float32",),
+    ),
+    Mistake(
+        "epsilon in float32",
+        f"{ENCODER}.feed_forward_norm.output",  # the first that sees a variance as small as epsilon
+        config={"layer_norm_epsilon": float(np.float32(1e-6))},
+        unseen=("float32",),
+    ),
+    Mistake(
+        "TensorFlow's own GELU",
+        "inner",
+        {
+            "numpy": [("functional", "_erf(x * math.sqrt(0.5))", "_erf(x * float(np.float32(math.sqrt(0.5))))")],
+            "tf": [("layers", GELU["tf"], '"gelu": tf.nn.gelu,')],
+        },
+        case="feed_forward/gelu",
+        unseen=("float32",),
+    ),
+]
+
+FULLY_MASKED = [
+    Mistake(name, at, edits, case=case, detail=detail, unseen=("full/padded",))
+    for case, at in (
+        ("attention/fully_masked_row", "weights"),
+        ("attention/nothing_allowed", "weights"),
+        ("full/source_all_padding", f"{SELF}.weights"),
+    )
+    for name, detail, edits in (
+        ("forbidden keys share the weight", "", forbidden("-1e9")),
+        (
+            "softmax of nothing but -inf",
+            "values are NaN or infinite",
+            in_ports_alone(forbidden('float("-inf")')),
+        ),
+    )
+]
+
+# On its fast path, no model of the deck has dropout on the attention, or the equal d_k and d_v that JAX's own asks for.
+FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
+FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
+D_K = "    d_k = query.shape[-1]\n"
+FAST = [
+    # With taps on, nothing is wrong.
+    Mistake(name, "output", {port: [("attention", old, new)]}, case=case, path="fast")
+    for port, name, case, old, new in (
+        ("torch", "fused kernel without the mask", "full/padded", FUSED, FUSED.replace("mask", "None")),
+        ("torch", "fused kernel without the scale", "full/padded", FUSED, FUSED.replace("rate", "rate, scale=1.0")),
+        (
+            "torch",
+            "fused kernel that is causal by itself",
+            "full/padded",
+            FUSED,
+            FUSED.replace("mask", "None").replace("rate", "rate, is_causal=query.shape == key.shape"),
+        ),
+        (
+            "torch",
+            "fused kernel with a mask to add",
+            "full/source_all_padding",
+            FUSED,
+            FUSED.replace("mask", "None if mask is None else (~mask).to(query.dtype) * -1e9"),
+        ),
+        ("torch", "fused kernel that always drops", FUSED_CASE.name, " and dropout.training", ""),
+        (
+            "jax",
+            "JAX's own attention",
+            FUSED_CASE.name,
+            D_K,
+            f"""    if tap is no_tap:
+        from jax.nn import dot_product_attention
+
+        query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
+        return dot_product_attention(query, key, value, mask=mask).transpose(0, 2, 1, 3)
+{D_K}""",
+        ),
+        (
+            "tf",
+            "Keras' own attention",
+            FUSED_CASE.name,
+            D_K,
+            f"""    if tap is no_tap:
+        query, key, value = (tf.transpose(x, [0, 2, 1, 3]) for x in (query, key, value))
+        return tf.transpose(keras.ops.dot_product_attention(query, key, value, mask=mask), [0, 2, 1, 3])
+{D_K}""",
+        ),
+    )
+]
+
+CONTROLS = [
+    # Other ways to write the same: no alarm.
+    Mistake(
+        "the query is scaled",
+        "",
+        instead(
+            "attention",
+            {port: f"{product}{SCALE}" for port, product in PRODUCT.items()},
+            torch="(query / math.sqrt(d_k)) @ key.mT",
+            jax="(query / math.sqrt(d_k)) @ key.mT",
+            tf="tf.matmul(query / math.sqrt(d_k), key, transpose_b=True)",
+        ),
+    ),
+    Mistake("variance as E[x^2] - E[x]^2", "", FAST_VARIANCE),
+    *(
+        Mistake(
+            f"forbidden scores are {score}",
+            "",
+            instead("layers", LOWEST, torch=f"-{score}", jax=f"-{score}", tf=f"tf.constant(-{score}, wide.dtype)"),
+        )
+        for score in ("1e4", "1e9", 'float("inf")')
+    ),
+    Mistake(
+        "a mask to add",
+        "",
+        instead(
+            "layers",
+            {
+                "torch": f"scores.masked_fill(~mask, {LOWEST['torch']})",
+                "jax": f"jnp.where(mask, wide, {LOWEST['jax']})",
+                "tf": f"tf.where(mask, wide, {LOWEST['tf']})",
+            },
+            torch="(scores + (~mask) * -1e9)",
+            jax="wide + (~mask) * -1e9",
+            tf="wide + tf.cast(~mask, wide.dtype) * -1e9",
+        ),
+    ),
+]

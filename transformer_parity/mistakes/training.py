@@ -1,0 +1,398 @@
+"""Known mistakes of training, as data: what each changes in a port, and where it must show.
+
+Those in the loss, the gradients and the optimizer show in a comparison with the reference: in the loss, in the norm of
+the gradient, at the first tap from the logits backwards, in a parameter's gradient, in a moment or in a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from reference_numpy.training_config import TrainingConfig
+from transformer_parity.cases.case import STEPS, Case, tiny
+from transformer_parity.cases.standard import gradient_case
+from transformer_parity.mistakes.forward import ATTENDED
+from transformer_parity.mistakes.mistake import ALL, Edits, Mistake, instead
+
+# One layer on each side, and few different sizes: JAX compiles every operation for every shape.
+_PAPER = gradient_case("paper_base")
+GRADIENTS = replace(
+    _PAPER,
+    config=tiny(
+        d_v=8, d_ff=24, num_encoder_layers=1, num_decoder_layers=1, dropout={"embedding": 0.0, "residual": 0.0}
+    ),
+    inputs={name: ids[:, :7] for name, ids in _PAPER.inputs.items()},
+)
+
+
+def steps(name: str, kind: str = "uniform", **settings: Any) -> Case:
+    """Return two steps, the second of them in the cool-down."""
+    schedule: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 2, "cooldown_steps": 1}
+    config = GRADIENTS.config.replace(label_smoothing_kind=kind)
+    return replace(GRADIENTS, name=name, rung=STEPS, config=config, settings=TrainingConfig(**schedule, **settings))
+
+
+CASES = {
+    case.name: case
+    for case in (
+        GRADIENTS,
+        steps("steps"),
+        steps("steps/off_target", "off_target"),
+        steps("steps/off_target_and_pad", "off_target_and_pad"),
+        steps("steps/large_epsilon", epsilon=1e-4),  # of the size of a gradient's elements, so that its place matters
+        steps("steps/clipped", clip_norm=0.5),
+        replace(
+            steps("steps/sliced", accumulation_steps=2),
+            inputs={name: ids[[0, 1, 2, 3, 0, 0, 3, 1]] for name, ids in GRADIENTS.inputs.items()},
+        ),
+    )
+}
+
+ENCODER = "encoder.layers.0"
+TABLE = "source_embedding.table"  # the first parameter
+LOSS, NORM = "step 1 loss", "step 1 norm of the gradient"
+FIRST, SECOND, WEIGHT = (f"step 1 {what} {TABLE}" for what in ("first moment", "second moment", "weight"))
+
+
+def later(at: str) -> str:
+    """Return the same place one step later: what the first step does not show yet."""
+    return at.replace("step 1", "step 2")
+
+
+Change = tuple[str, str]  # what stands there once, and what becomes of it
+
+
+def in_training(torch: Change | None, jax: Change | None, tf: Change | None, numpy: Change | None = None) -> Edits:
+    """Return an edit of each port's training: what stands there, and what becomes of it; None where it cannot be."""
+    edits = {"numpy": numpy, "torch": torch, "jax": jax, "tf": tf}
+    return {port: [("training", *edit)] for port, edit in edits.items() if edit}
+
+
+def also_in_torch(edits: Edits, old: str, new: str) -> Edits:
+    """Return the edits and one more: torch counts the tokens of a batch before it computes the loss."""
+    return {**edits, "torch": [*edits["torch"], ("training", old, new)]}
+
+
+def assumed(**settings: Any) -> Edits:
+    """Return edits after which a trainer goes by other settings than it was given."""
+    other = f"type(settings)(**{{**settings.to_dict(), **{settings!r}}})"
+    return instead("training", "self.settings = settings\n", f"self.settings = settings = {other}\n")
+
+
+def by_hand(edits: Edits, *changes: Change) -> Edits:
+    """Return the edits and more: what a framework differentiates by itself, NumPy's backward pass spells out."""
+    return {**edits, "numpy": [*edits.get("numpy", []), *(("backward", old, new) for old, new in changes)]}
+
+
+def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
+    """Return how each framework says that no gradient goes through an expression."""
+    return {
+        "torch": f"({torch}).detach()",
+        "jax": f"__import__('jax').lax.stop_gradient({jax})",
+        "tf": f"__import__('tensorflow').stop_gradient({tf})",
+    }
+
+
+def disguised(module: str, old: Mapping[str, str], kept: Mapping[str, str]) -> Edits:
+    """Return edits that leave a value as it is, but give it the gradient of another; in NumPy that is ``by_hand``."""
+    hidden = stopped(**{port: f"({old[port]}) - ({kept[port]})" for port in ALL})
+    return instead(module, old, **{port: f"({kept[port]}) + {hidden[port]}" for port in ALL})
+
+
+ROW = {"torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]", "tf": "tf.gather(self.table, ids)"}
+TIED = {
+    "torch": "self.output_proj(x, self.target_embedding.table)",
+    "jax": "self.output_proj(x, self.target_embedding.table[...])",
+    "tf": "self.output_proj(x, table=tf.convert_to_tensor(self.target_embedding.table))",
+}
+WEIGHTS = {
+    "torch": "weights.masked_fill(~mask, 0.0).to(scores.dtype)",
+    "jax": "jnp.where(mask, weights, 0.0).astype(scores.dtype)",
+    "tf": "tf.cast(tf.where(mask, weights, tf.zeros([], wide.dtype)), scores.dtype)",
+}
+NORMED = {"torch": "super().forward(x)", "jax": "super().__call__(x)", "tf": "super().call(x)"}
+SCALE_AND_BIAS = {"jax": ("self.scale[...]", "self.bias[...]"), "tf": ("self.gamma", "self.beta")}
+FROZEN = {  # in torch exactly: where two gradients cancel, rounding noise is left
+    "torch": "weight, bias = (p.detach() + 0.0 * p for p in (self.weight, self.bias))\n"
+    "            return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)",
+    **{
+        port: f"return ({NORMED[port]} - {bias}) / {scale} * {stopped(scale, scale, scale)[port]}"
+        f" + {stopped(bias, bias, bias)[port]}"
+        for port, (scale, bias) in SCALE_AND_BIAS.items()
+    },
+}
+SUM = {
+    "torch": "losses.masked_fill(~counted, 0.0).sum(), counted.sum()",
+    "jax": "jnp.where(counted, losses, 0.0).sum(), counted.sum()",
+    "tf": "tf.reduce_sum(tf.where(counted, losses, 0.0)), tf.math.count_nonzero(counted, dtype=tf.int32)",
+}
+# In NumPy too gradients are values, and have to be kept on purpose to be left over.
+LEFT_OVER = """        before = getattr(self, "left_over", {})
+        gradient = {name: before.get(name, 0.0) + array / max(int(tokens), 1) for name, array in gradient.items()}
+        norm = math.sqrt(sum(np.vdot(array, array) for array in gradient.values()))
+        scale = 1.0 if self.settings.clip_norm is None else self.settings.clip_norm / max(norm, self.settings.clip_norm)
+        self.left_over = {name: array * scale for name, array in gradient.items()}
+        self._update({name: array.copy() for name, array in self.left_over.items()}, 1.0)
+"""
+
+
+CATALOGUE: dict[str, list[Mistake]] = {
+    "gradient": [
+        Mistake(
+            "summed over the batch",
+            "loss",
+            in_training(
+                ("loss = total / tokens.clamp(min=1)\n    named", "loss = total\n    named"),
+                ("return total / jnp.maximum(tokens, 1)", "return total"),
+                ("loss = total / tf.cast(tf.maximum(tokens, 1), total.dtype)", "loss = total"),
+                ("scale = 1 / max(int(tokens), 1)  # a Python", "scale = 1  # a Python"),
+            ),
+        ),
+        Mistake(
+            "no gradient through the tied output projection",
+            f"of {TABLE}",
+            by_hand(
+                instead(
+                    "transformer",
+                    TIED,
+                    **{
+                        port: TIED[port].replace(table, stopped(table, table, table)[port])
+                        for port, table in {
+                            "torch": "self.target_embedding.table",
+                            "jax": "self.target_embedding.table[...]",
+                            "tf": "tf.convert_to_tensor(self.target_embedding.table)",
+                        }.items()
+                    },
+                ),
+                ("return of_x, of_kernel.T", "return of_x, 0.0 * of_kernel.T"),
+            ),
+        ),
+        Mistake(
+            "no gradient through the tied embedding",
+            f"of {TABLE}",
+            by_hand(
+                disguised("embedding", ROW, {port: f"0.0 * {row}" for port, row in ROW.items()}),
+                ("of_vectors * embedding.multiplier", "of_vectors * 0.0"),
+            ),
+        ),
+        Mistake(
+            "embedding not scaled in the backward pass",
+            f"of {TABLE}",
+            by_hand(
+                disguised("embedding", {port: f"{row} * self.multiplier" for port, row in ROW.items()}, ROW),
+                ("of_vectors * embedding.multiplier", "of_vectors"),
+            ),
+        ),
+        Mistake(
+            "no gradient through a residual connection",
+            "at source_embedding.output",
+            by_hand(
+                instead(
+                    "encoder",
+                    ATTENDED,
+                    **{port: ATTENDED.replace("x +", f"{x} +") for port, x in stopped("x", "x", "x").items()},
+                ),
+                (
+                    "return of_sum + sublayer",
+                    'return (isinstance(layer, DecoderLayer) or name == "feed_forward") * of_sum + sublayer',
+                ),
+            ),
+        ),
+        Mistake(
+            "norms are frozen",
+            "of decoder.layers.0.feed_forward_norm.bias",
+            by_hand(
+                instead("layers", {port: f"return {normed}" for port, normed in NORMED.items()}, **FROZEN),
+                (
+                    'trace.note("scale", of_scale)\n    trace.note("bias", of_bias)',
+                    'trace.note("scale", 0.0 * of_scale)\n    trace.note("bias", 0.0 * of_bias)',
+                ),
+            ),
+        ),
+        Mistake(
+            "softmax hands its gradient straight through",
+            "at decoder.layers.0.cross_attention.scores",
+            by_hand(
+                disguised("layers", WEIGHTS, dict.fromkeys(ALL, "scores")),
+                ("masked_softmax_backward(weights, of_weights)", "of_weights"),
+            ),
+        ),
+    ],
+    "loss": [
+        Mistake("label smoothing missing", LOSS, config={"label_smoothing": 0.0}, case="steps"),
+        Mistake("smoothing off the target", LOSS, config={"label_smoothing_kind": "off_target"}, case="steps"),
+        Mistake(
+            "smoothing on padding too",
+            LOSS,
+            config={"label_smoothing_kind": "off_target"},
+            case="steps/off_target_and_pad",
+        ),
+        Mistake(
+            "smoothing on the target too", LOSS, config={"label_smoothing_kind": "uniform"}, case="steps/off_target"
+        ),
+        Mistake(
+            "smoothing on the target, over one class less",
+            LOSS,
+            by_hand(
+                instead("training", "spread = spread - right", "pass"),
+                ('(share if kind == "uniform" else 0.0)', "share"),
+                ("masked_softmax(logits) - wanted", "masked_softmax(logits) * wanted.sum(-1, keepdims=True) - wanted"),
+            ),
+            case="steps/off_target",
+        ),
+        Mistake(
+            "softmax twice",
+            LOSS,
+            by_hand(
+                in_training(
+                    ("logits.log_softmax(-1", "logits.softmax(-1).log_softmax(-1"),
+                    ("log_softmax(wide)", "log_softmax(jax.nn.softmax(wide))"),
+                    ("log_softmax(wide)", "log_softmax(tf.nn.softmax(wide))"),
+                    ("log_softmax(logits)", "log_softmax(np.exp(log_softmax(logits)))"),
+                ),
+                (
+                    "of_logits = masked_softmax(logits) - wanted",
+                    "once = masked_softmax(logits)\n"
+                    "    of_logits = masked_softmax_backward(once, masked_softmax(once) - wanted)",
+                ),
+            ),
+            case="steps",
+        ),
+        Mistake(
+            "padding counts",
+            LOSS,
+            by_hand(
+                also_in_torch(
+                    instead("training", "counted = labels != config.pad_id", "counted = labels >= 0"),
+                    "(batch[2] != self.model.config.pad_id)",
+                    "(batch[2] >= 0)",
+                ),
+                ("of_logits[labels == config.pad_id] = 0.0", "pass"),
+            ),
+            case="steps",
+        ),
+        Mistake(
+            "averaged over padding too",
+            LOSS,
+            in_training(
+                ("(batch[2] != self.model.config.pad_id)", "(batch[2] >= 0)"),
+                (SUM["jax"], SUM["jax"].replace("counted.sum()", "(labels >= 0).sum()")),
+                (SUM["tf"], SUM["tf"].replace("nonzero(counted", "nonzero(labels >= 0")),
+                ("counted.sum()", "(labels >= 0).sum()"),
+            ),
+            case="steps",
+        ),
+        Mistake(
+            "averaged by sentence",
+            LOSS,
+            by_hand(
+                also_in_torch(
+                    in_training(
+                        (
+                            SUM["torch"],
+                            "(losses.masked_fill(~counted, 0.0).sum(1) / counted.sum(1)).sum(), counted.sum()",
+                        ),
+                        (
+                            SUM["jax"],
+                            "(jnp.where(counted, losses, 0.0).sum(1) / counted.sum(1)).sum(), counted.any(1).sum()",
+                        ),
+                        (
+                            SUM["tf"],
+                            "tf.reduce_sum(tf.reduce_sum(tf.where(counted, losses, 0.0), 1)"
+                            " / tf.math.count_nonzero(counted, 1, dtype=losses.dtype)), tf.shape(labels)[0]",
+                        ),
+                        (
+                            "np.where(counted, losses, 0.0).sum()), np.asarray(counted.sum()",
+                            "(np.where(counted, losses, 0.0).sum(1) / counted.sum(1)).sum()),"
+                            " np.asarray(counted.any(1).sum()",
+                        ),
+                    ),
+                    "pad_id).sum()\n",
+                    "pad_id).any(1).sum()\n",
+                ),
+                (
+                    "of_logits[labels == config.pad_id] = 0.0",
+                    "counted = labels != config.pad_id\n"
+                    "    of_logits[~counted] = 0.0\n"
+                    "    of_logits /= counted.sum(1)[:, None, None]",
+                ),
+            ),
+            case="steps",
+        ),
+        Mistake(
+            "labels are what the decoder reads",
+            LOSS,
+            in_training(
+                ("tap), labels, model.config)", "tap), target_ids, model.config)"),
+                ("tap), labels, model.config)", "tap), target_ids, model.config)"),
+                ("cross_entropy(logits, labels,", "cross_entropy(logits, target_ids,"),
+                ("    config = model.config\n    losses", "    config, labels = model.config, target_ids\n    losses"),
+            ),
+            case="steps",
+        ),
+    ],
+    "accumulation": [
+        Mistake(
+            "mean of the slices' means",
+            LOSS,
+            in_training(
+                (
+                    "total, _ = self._loss(self.model, part)",
+                    "total, tokens = self._loss(self.model, part)\n"
+                    "        tokens = tokens * self.settings.accumulation_steps",
+                ),
+                (
+                    "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",
+                    "mean, of_mean = jax.tree.map(lambda x: x / tokens / slices, (total, gradient))\n"
+                    "            return jax.tree.map(jnp.add, sums, (mean, 0, of_mean)), None",
+                ),
+                (
+                    "return (loss, tokens), _differentiate(tape, loss, [*parameters(model).values()])",
+                    "count = tf.cast(tokens * self.settings.accumulation_steps, loss.dtype)\n"
+                    "            of_sum = _differentiate(tape, loss, [*parameters(model).values()])\n"
+                    "            return (loss / count, tf.constant(0)), [g / count for g in of_sum]",
+                ),
+                (
+                    "loss, tokens = loss + part_loss, tokens + part_tokens",
+                    "count = max(int(part_tokens), 1) * slices\n"
+                    "            of_parameters = {name: array / count for name, array in of_parameters.items()}\n"
+                    "            loss = loss + part_loss / count",
+                ),
+            ),
+            case="steps/sliced",
+        ),
+        Mistake(
+            "only the last slice counts",
+            NORM,
+            in_training(
+                ("        loss.backward()", "        self.optimizer.zero_grad()\n        loss.backward()"),
+                (
+                    "jnp.add, sums, (total, tokens, gradient))",
+                    "jnp.add, (*sums[:2], zeros), (total, tokens, gradient))",
+                ),
+                (
+                    "tf.nest.map_structure(tf.add, sums, self._backward(*part))",
+                    "tf.nest.map_structure(tf.add, (sums[0], zeros), self._backward(*part))",
+                ),
+                ("array += gradient[name]", "pass"),
+            ),
+            case="steps/sliced",
+        ),
+        Mistake(
+            "gradients of the step before are still there",
+            later(NORM),
+            in_training(
+                ("        self.optimizer.zero_grad()\n", ""),
+                None,
+                None,  # where gradients are values, nothing is left over
+                (
+                    "        self._update(gradient, scale)\n",
+                    LEFT_OVER,
+                ),
+            ),
+            case="steps",
+        ),
+    ],
+}

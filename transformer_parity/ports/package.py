@@ -1,0 +1,154 @@
+"""The port protocol, NumPy at the boundary, and the four built-in ports.
+
+A port loads canonical weights and runs any block of the model: the whole (path ``""``), a method (``encode``), a
+module by its attribute path (``encoder.layers.0.self_attention``) or a function of the package
+(``scaled_dot_product_attention``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.search_plan import OnStep, SearchResult
+from reference_numpy.training_config import Gradients, TrainingConfig
+from transformer_parity.ports.protocol import MissingFrameworkError, Replay, Result, SearchOptions
+from transformer_parity.system.environment import prepare_environment
+
+# The dtype in which XLA compiles as it does for users, and what it makes of a program is compared. float64 compares the
+# formulas, and bfloat16 is a smoke test: there XLA compiles quickly in JAX, and is left out in TensorFlow.
+COMPILED_IN_FULL = "float32"
+FUNCTIONS = ("scaled_dot_product_attention",)  # blocks that belong to the package, not to the model
+
+
+class LoadedPackage:
+    """A model of one of our four packages: they differ in how arrays go in and out, and in what is fast."""
+
+    def __init__(self, package: Any, model: Any, dtype: str) -> None:
+        self.package = package
+        self.model = model
+        self.dtype = dtype
+
+    def export(self) -> dict[str, ndarray]:
+        """Return every parameter by its canonical name."""
+        return self.model.export_weights()
+
+    def run(
+        self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
+    ) -> Result:
+        """Run one block in inference mode; with taps off, the way a user runs it for speed."""
+        arrays, instead = self._to_arrays(inputs), self._to_arrays(given or {})
+        output, seen = self.run_tapped(block, arrays, instead) if taps else (self.run_fast(block, arrays), {})
+        return Result(self.to_numpy(output), {name: self.to_numpy(value) for name, value in seen.items()})
+
+    def shows(self, tap: str) -> bool:
+        """Whether the port promises to show a tap: ours show all."""
+        return True
+
+    def _to_arrays(self, arrays: Mapping[str, ndarray]) -> dict[str, Any]:
+        rounded = {name: x.astype(self.dtype) if x.dtype == np.float64 else x for name, x in arrays.items()}
+        return {name: self.to_array(x) for name, x in rounded.items()}
+
+    def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
+        """Return the loss of a batch and its gradients."""
+        return self.package.gradients(self.model, **inputs)
+
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+        """Return the logits of each target position, decoded one after another with a cache."""
+        return np.stack([self.to_numpy(logits) for logits in decode_stepwise(self.model, source_ids, target_ids)], 1)
+
+    def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
+        """Return the best hypotheses of a batch."""
+        return options.search(self.package, self.model, source_ids, on_step)
+
+    def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
+        """Return what trains this model."""
+        return self.package.Trainer(self.model, settings, seed)
+
+    def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Run a block of the model with every tap recorded."""
+        return call_tapped(self.find(self.model, block), arrays, given)
+
+    def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
+        """Run a block of the model the way a user runs it for speed."""
+        return self.find(self.model, block)(**arrays)
+
+    def find(self, model: Any, block: str) -> Any:
+        """Return the module, method or function that a block's path leads to."""
+        if block in FUNCTIONS:
+            return getattr(self.package, block)
+        return self.package.weights.find(model, block) if block else model
+
+    def to_array(self, array: ndarray) -> Any:
+        """Return the framework's own array."""
+        return array
+
+    def to_numpy(self, array: Any) -> ndarray:
+        """Return a NumPy array."""
+        return np.asarray(array)
+
+
+def call_tapped(
+    function: Callable[..., Any], arrays: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Call a block with every tap recorded; norms and embeddings have none."""
+    written = getattr(function, "forward", None) or getattr(function, "call", None) or function
+    recorder = Replay(replace=given)
+    tap = {"tap": recorder} if "tap" in inspect.signature(written).parameters else {}
+    return function(**arrays, **tap), OrderedDict(recorder)  # of a plain dict, jax.jit would sort the keys
+
+
+def decode_stepwise(model: Any, source_ids: Any, target_ids: Any) -> list[Any]:
+    cache, found = model.init_cache(source_ids, target_ids.shape[1]), []
+    for position in range(target_ids.shape[1]):
+        logits, cache = model.decode_step(target_ids[:, position], cache)
+        found.append(logits)
+    return found
+
+
+@dataclass(frozen=True)
+class PackagePort:
+    """One of our four packages."""
+
+    name: str
+    package: str
+    needs: tuple[str, ...]  # what has to be importable
+    loaded: type[LoadedPackage]
+
+    def load(
+        self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str, device: str, precision: str
+    ) -> LoadedPackage:
+        """Build a model that holds a copy of the weights."""
+        package = self.import_package()
+        return self.loaded(package, package.Transformer.from_weights(config, weights, dtype, device, precision), dtype)
+
+    def import_package(self) -> Any:
+        """Import the package and its framework.
+
+        Raises:
+            MissingFrameworkError: The framework is not installed.
+        """
+        self.check_installed()
+        prepare_environment()
+        return importlib.import_module(self.package)
+
+    def check_installed(self) -> None:
+        """Raise MissingFrameworkError, with the install line, unless the framework can be found."""
+        if missing := self.missing():
+            raise MissingFrameworkError(
+                f"backend {self.name!r} was asked for, but {missing} is not installed: "
+                f"pip install 'transformer-parity[{self.name}]', or leave it out with --backends"
+            )
+
+    def missing(self) -> str | None:
+        """Return the first module that is not installed, or None."""
+        return next((module for module in self.needs if importlib.util.find_spec(module) is None), None)

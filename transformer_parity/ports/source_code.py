@@ -1,0 +1,119 @@
+"""The definitions of the four packages as text, read without an import."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+FORWARD = ("forward", "__call__", "call")  # one method, under each framework's name for it
+READING_ORDER = ("masks", "attention", "feed_forward", "embedding", "encoder", "decoder", "transformer")  # the paper's
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of one package's code."""
+
+    place: str  # file:line
+    code: str
+    summary: str = ""  # the first paragraph of its docstring
+
+
+class Module:
+    """One file, parsed: what it defines, by name."""
+
+    def __init__(self, path: Path) -> None:
+        text = path.read_text("utf-8")
+        self.place = f"{path.parent.name}/{path.name}"
+        self.lines = text.splitlines()
+        self.tree = ast.parse(text)
+        self.definitions = dict(_definitions(self.tree))
+        self.public = [
+            name for name, node in self.definitions.items() if isinstance(node, DOCUMENTED) and not name.startswith("_")
+        ]
+
+    def dotted_names(self) -> list[str]:
+        """Return the public classes and functions, and the methods of those classes."""
+        methods = [f"{name}.{method.name}" for name in self.public for method in _methods(self.definitions[name])]
+        return [*self.public, *methods]
+
+    def find(self, name: str, docstrings: bool) -> Piece | None:
+        """Return a definition, or a method as ``Class.method``; None if there is none."""
+        owner, _, method = name.partition(".")
+        node = self.definitions.get(owner)
+        if node is None or not method:
+            return None if node is None else self.cut([node], docstrings)
+        wanted = FORWARD if method in FORWARD else (method,)
+        if methods := [child for child in _methods(node) if child.name in wanted]:
+            return self.cut(methods, docstrings)
+        if method in FORWARD and getattr(node, "bases", []):
+            return Piece(f"{self.place}:{node.lineno}", f"{self.lines[node.lineno - 1]}  # inherits this method")
+        return None
+
+    def cut(self, nodes: list[Any], docstrings: bool) -> Piece:
+        """Return the code of some neighbouring nodes, with or without their docstrings."""
+        blocks = []
+        for node in nodes:
+            hidden = set() if docstrings else {number for part in ast.walk(node) for number in self._docstring(part)}
+            first, last = self._extent(node)
+            kept = [self.lines[number - 1] for number in range(first, last + 1) if number not in hidden]
+            blocks.append(textwrap.dedent("\n".join(kept)).strip("\n"))
+        summary = (ast.get_docstring(nodes[0]) or "") if isinstance(nodes[0], DOCUMENTED) else ""
+        place = f"{self.place}:{self._extent(nodes[0])[0]}"
+        return Piece(place, "\n\n".join(blocks), " ".join(summary.partition("\n\n")[0].split()))
+
+    def _extent(self, node: Any) -> tuple[int, int]:
+        """Return the first and the last line of a node, its decorators included."""
+        if isinstance(node, ast.Module):
+            return 1, len(self.lines)
+        decorators = getattr(node, "decorator_list", [])
+        return min(part.lineno for part in (node, *decorators)), node.end_lineno
+
+    def _docstring(self, node: ast.AST) -> range:
+        """Return the lines of a node's docstring and the empty one behind it, if it holds more than that."""
+        if not isinstance(node, DOCUMENTED) or ast.get_docstring(node) is None or len(node.body) == 1:
+            return range(0)
+        first, last = self._extent(node.body[0])
+        return range(first, last + 1 if self.lines[last].strip() else last + 2)
+
+
+class Package:
+    """One package's modules, in the order in which they are read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        spec = find_spec(name)  # of a name without a dot: finds the folder and imports nothing
+        if spec is None or not spec.submodule_search_locations:
+            raise ModuleNotFoundError(f"there is no package {name}")
+        folder = Path(spec.submodule_search_locations[0])
+        files = {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
+        order = [*(name for name in READING_ORDER if name in files), *files]
+        self.modules = {name: Module(files[name]) for name in dict.fromkeys(order)}
+
+    def find(self, name: str, docstrings: bool = False) -> Piece | None:
+        """Return a module, a definition or a method; None if the package has none of that name."""
+        if name in self.modules:
+            return self.modules[name].cut([self.modules[name].tree], docstrings)
+        found = (module.find(name, docstrings) for module in self.modules.values())
+        return next((piece for piece in found if piece is not None), None)
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what a module defines: functions, classes and, as in ``Dropout = nn.Dropout``, other names."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((target.id, node) for target in targets if isinstance(target, ast.Name))
+
+
+def _methods(node: ast.AST) -> list[ast.FunctionDef]:
+    return (
+        [child for child in node.body if isinstance(child, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else []
+    )

@@ -1,0 +1,254 @@
+"""A port of your own: the few methods that it takes to be compared. NumPy goes in, NumPy comes out."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.names import tap_shapes
+from reference_numpy.search_plan import OnStep, SearchResult
+from reference_numpy.taps import Tap, matches, no_tap
+from reference_numpy.training_config import Gradients, StepResult, TrainingConfig
+from transformer_parity.ports.protocol import MissingAbilityError, Replay, Result, SearchOptions
+
+GROUP = "transformer_parity.ports"  # of entry points
+
+
+class Port:
+    """What a model of yours has to offer to be compared. Subclass it; only ``load`` and ``forward`` are needed.
+
+    Whatever else you leave out is skipped and counted. Ids are padded with ``config.pad_id``; in inference, dropout is
+    off. ``parity init-port`` writes a subclass that runs, to start from.
+
+    Attributes:
+        name: What tables call it; the name of the class if empty.
+        preset: The published conventions that it follows, one of ``reference_numpy.config.PRESETS``.
+        overrides: Fields of ``TransformerConfig`` in which it differs from the preset, conventions and sizes.
+        dtypes: Those it computes in. Without float64, a wrong convention cannot be told from rounding.
+        taps: Which intermediate values ``forward`` shows: names as in ``parity info --names``; one star stands for one
+            part of a name, two stand for any number of parts.
+        left_out: Cases that it is not made for, by name, and why; they are counted as skipped.
+    """
+
+    name = ""
+    preset = "paper_base"
+    overrides: Mapping[str, Any] = {}
+    dtypes: tuple[str, ...] = ("float64", "float32")
+    taps: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = {}
+
+    def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str) -> None:
+        """Build the model, in inference mode, and give it a copy of the weights.
+
+        Args:
+            config: Sizes and conventions.
+            weights: One float32 array per canonical name; ``kernel`` is [in, out].
+            dtype: Of parameters and computation, one of ``dtypes``.
+        """
+        raise NotImplementedError
+
+    def forward(self, source_ids: ndarray, target_ids: ndarray, tap: Tap) -> ndarray:
+        """Return the logits [B, T, V] of source [B, S] and target ids [B, T].
+
+        Show intermediate values with ``tap(name, array)``, and go on with what it returns: then a block that differs
+        can be run again on the right input. Without ``taps``, ignore it.
+        """
+        raise NotImplementedError
+
+    def export_weights(self) -> Mapping[str, ndarray]:
+        """Return every parameter by its canonical name, as it was loaded or as training has left it."""
+        raise NotImplementedError
+
+    def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
+        """Return the label-smoothed loss per target token that is no padding, and its gradient, without dropout.
+
+        ``Gradients(loss, parameters)`` by canonical name, or ``Gradients(loss, parameters, taps)`` with the gradient
+        at every tap that you show. A tied table has one gradient.
+        """
+        raise NotImplementedError
+
+    def start_training(self, settings: TrainingConfig) -> None:
+        """Make an Adam optimizer; ``settings.learning_rate(step, d_model)`` is the rate of step 1, 2, ..."""
+        raise NotImplementedError
+
+    def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
+        """Take one step, without dropout, and return the loss before it."""
+        raise NotImplementedError
+
+    def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
+        """Return the best hypothesis of each sentence [B, <= max_length], from behind the start symbol.
+
+        With a ``beam_size`` of 1, greedily; otherwise by log-probability over ``((5 + length) / 6)**length_penalty``.
+        """
+        raise NotImplementedError
+
+
+class PluginPort:
+    """A ``Port`` class as the comparison sees it."""
+
+    def __init__(self, reference: str) -> None:
+        self.reference = reference  # module:class, or the name of an entry point
+        self.kind = find(reference)
+        self.name = self.kind.name or self.kind.__name__
+        for needed in ("load", "forward"):
+            if getattr(self.kind, needed) is getattr(Port, needed):
+                raise ValueError(f"port {reference!r} must have {needed}(): see `parity init-port`")
+        self.left_out = self.kind.left_out
+
+    def config(self) -> TransformerConfig:
+        """Return the sizes of the standard cases with the conventions of the port."""
+        from transformer_parity.cases.case import tiny
+
+        known = [entry.name for entry in fields(TransformerConfig)]
+        if unknown := [name for name in self.kind.overrides if name not in known]:
+            raise ValueError(f"overrides of {self.name} has no field {unknown[0]!r}: known are {', '.join(known)}")
+        config = tiny(self.kind.preset, **{"d_k": None, "d_v": None, **self.kind.overrides})
+        for pattern in self.kind.taps:
+            if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
+                raise ValueError(f"taps of {self.name}: {pattern!r} is no tap: see `parity info --names`")
+        return config
+
+    def load(
+        self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str, device: str, precision: str
+    ) -> LoadedPlugin:
+        """Build a model that holds a copy of the weights; where it runs and how precisely is the port's business."""
+        if dtype not in self.kind.dtypes:
+            raise MissingAbilityError(f"{self.name} computes in {', '.join(self.kind.dtypes)}")
+        port = self.kind()
+        port.load(config, {name: np.array(array, np.float32) for name, array in weights.items()}, dtype)
+        return LoadedPlugin(port, config)
+
+    def describe(self) -> dict[str, str]:
+        """Return where it comes from, and the versions of what it imported."""
+        versions: dict[str, str] = {
+            name: str(getattr(sys.modules[name], "__version__", "unknown"))
+            for name in ("torch", "jax", "flax", "tensorflow", "keras", "numpy")
+            if name in sys.modules
+        }
+        return {"port": f"{self.kind.__module__}:{self.kind.__qualname__}", **versions}
+
+
+@dataclass(frozen=True)
+class LoadedPlugin:
+    """A port that holds weights."""
+
+    port: Port
+    config: TransformerConfig
+
+    def export(self) -> dict[str, ndarray]:
+        """Return every parameter by its canonical name."""
+        return _arrays(self._ability("export_weights")())
+
+    def run(
+        self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
+    ) -> Result:
+        """Run the whole model: a part of it alone, or with other masks, is not asked of a port."""
+        if block or not inputs.keys() <= {"source_ids", "target_ids"}:
+            raise MissingAbilityError("only the whole model is run, with masks derived from the ids")
+        names = tap_shapes(self.config, 1, 1, 1)
+        shown = _Shown({name: self.shows(name) for name in names}, given)
+        logits = self._ability("forward")(inputs["source_ids"], inputs["target_ids"], shown if taps else no_tap)
+        return Result(_array(logits), dict(shown))
+
+    def shows(self, tap: str) -> bool:
+        """Whether the port promises to show a tap."""
+        return any(matches(pattern, tap) for pattern in self.port.taps)
+
+    def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
+        """Return the loss of a batch and its gradients."""
+        found = self._ability("gradients")(inputs["source_ids"], inputs["target_ids"], inputs["labels"])
+        return Gradients(float(found.loss), _arrays(found.parameters), _arrays(found.taps))
+
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+        """Say that a cache is not asked of a port."""
+        raise MissingAbilityError("a cache is not asked of a port")
+
+    def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
+        """Return the best hypothesis of each sentence; its score is not asked of a port."""
+        beam_size = options.beam_size or 1
+        limit = options.limit(source_ids.shape[1], self.config)
+        ids = _array(self._ability("generate")(source_ids, limit, beam_size, options.length_penalty))
+        return SearchResult(ids[:, None], None)  # type: ignore[arg-type]  # None: not asked for
+
+    def trainer(self, settings: TrainingConfig, seed: int = 0) -> _PluginTrainer:
+        """Return what trains this model."""
+        self._ability("train_step")
+        self._ability("start_training")(settings)
+        return _PluginTrainer(self.port)
+
+    def _ability(self, name: str) -> Callable[..., Any]:
+        if getattr(type(self.port), name) is getattr(Port, name):
+            raise MissingAbilityError(f"it has no {name}()")
+        return getattr(self.port, name)
+
+
+@dataclass(frozen=True)
+class _PluginTrainer:
+    port: Port
+
+    def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> StepResult:
+        return StepResult(float(self.port.train_step(source_ids, target_ids, labels)), None, None)
+
+    def export_state(self) -> None:
+        """Moments are not asked of a port: they show in the weights."""
+
+
+class _Shown(Replay):
+    """The tap that a port is given: it keeps copies of what was promised, and refuses names that nobody knows."""
+
+    def __init__(self, promised: Mapping[str, bool], given: Mapping[str, ndarray] | None) -> None:
+        super().__init__(replace=given)
+        self.promised = promised
+
+    def __call__(self, name: str, value: Any) -> ndarray:
+        if name not in self.promised:
+            raise ValueError(f"there is no tap {name!r}: see `parity info --names`")
+        if not self.promised[name]:
+            return value
+        seen = super().__call__(name, _array(value))
+        return np.array(seen, value.dtype)  # what a port goes on with it may change, what was seen stays
+
+
+def find(reference: str) -> type[Port]:
+    """Return the class that ``module:class``, or the name of an entry point, stands for.
+
+    Raises:
+        ValueError: There is no such module, class or entry point, or it is no port.
+    """
+    module, colon, name = reference.partition(":")
+    if not colon:
+        registered = {entry.name: entry for entry in entry_points(group=GROUP)}
+        if reference not in registered:
+            known = f"registered are {', '.join(sorted(registered))}" if registered else "none is registered"
+            raise ValueError(f"a port must be module:class, or registered as {GROUP}: got {reference!r}; {known}")
+        kind = registered[reference].load()
+    else:
+        if os.getcwd() not in sys.path:  # as with `python -m`
+            sys.path.insert(0, os.getcwd())
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            hint = f"; leave out .py: {module.removesuffix('.py')}:{name}" if module.endswith(".py") else ""
+            raise ValueError(f"port {reference!r} cannot be imported: {error}{hint}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Port)):
+        raise ValueError(f"port {reference!r} must be a subclass of transformer_parity.plugin.Port: got {kind!r}")
+    return kind
+
+
+def _array(value: Any) -> ndarray:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"a port must return NumPy arrays: got {type(value).__module__}.{type(value).__name__}")
+    return value.copy()
+
+
+def _arrays(values: Mapping[str, Any]) -> dict[str, ndarray]:
+    return {name: _array(value) for name, value in values.items()}

@@ -1,0 +1,1 @@
+"""Child processes, files, signals, and the machine."""

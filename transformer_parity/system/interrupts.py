@@ -1,0 +1,62 @@
+"""Ctrl-C and SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Let Ctrl-C wait until what has begun is whole; a second one does not wait."""
+    came: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+
+    before = signal.getsignal(signal.SIGINT)
+    is_main_thread = threading.current_thread() is threading.main_thread()  # no other is sent signals
+    if before is not signal.default_int_handler or not is_main_thread:  # in the background, shells have it ignored
+        yield
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+@dataclass
+class Stop:
+    """Set by Ctrl-C and by SIGTERM; a second Ctrl-C interrupts at once."""
+
+    signal: int | None = None
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Stop]:
+    """Let a step be finished before a run is stopped."""
+    stop = Stop()
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.signal:
+            raise KeyboardInterrupt
+        stop.signal = number
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread is sent signals
+        yield stop
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

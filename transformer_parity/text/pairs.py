@@ -1,0 +1,58 @@
+"""Sentence pairs from files."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import BinaryIO
+
+Pairs = list[tuple[str, str]]
+
+
+def read_pairs(source: str | Path | None = None, target: str | Path | None = None) -> Pairs:
+    """Read two line-aligned UTF-8 files, gzip too; by default the text that ships with this project.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: The files are not UTF-8, not equally long, or empty.
+    """
+    shipped = files("transformer_parity") / "data"
+    lines = [
+        _read_lines(Path(str(path or shipped / name)))
+        for path, name in ((source, "parallel.en"), (target, "parallel.de"))
+    ]
+    if len(lines[0]) != len(lines[1]):
+        raise ValueError(f"{source} and {target} must be line-aligned: got {len(lines[0])} and {len(lines[1])} lines")
+    pairs = [(a, b) for a, b in zip(*lines, strict=True) if a and b]
+    if not pairs:
+        raise ValueError(f"{source} and {target} hold no pair of sentences")
+    return pairs
+
+
+def _read_lines(path: Path) -> list[str]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            return [line.strip() for line in file]
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is not {'gzipped ' * (path.suffix == '.gz')}UTF-8 text: {error}") from error
+
+
+def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
+    """Yield the lines of a UTF-8 text, which newlines separate and nothing else.
+
+    Raises:
+        ValueError: A line is not UTF-8, or the file is damaged.
+    """
+    try:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.removesuffix(b"\n").removesuffix(b"\r").decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{name} is not UTF-8 text: line {number}: {error}") from error
+            yield text
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{name} is not gzipped text: {error}") from error

@@ -1,0 +1,1 @@
+"""Training runs of any package: data, checkpoints, logs, evaluation and curves."""

@@ -1,0 +1,230 @@
+"""A training run: batches in; checkpoints, a log and a curve out. One backend, or several in lockstep."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy import ndarray
+
+from reference_numpy.checkpoint import average_weights, save_checkpoint
+from reference_numpy.files import save_weights
+from transformer_parity.system.interrupts import Stop
+from transformer_parity.train.batches import Batches
+from transformer_parity.train.corpora import Corpus
+from transformer_parity.train.learner import Learner
+from transformer_parity.train.log import LOG, MODEL, Log, checkpoints, step_of
+
+PATIENCE = 0.5  # seconds between two looks at what the device has computed
+SAMPLE = 200  # held-out sentences that are translated at each validation
+LONGER = 10  # tokens that a translation may be longer than the longest target held out
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is, and what it does on the way."""
+
+    steps: int
+    validate_every: int
+    save_every: int
+    keep: int  # checkpoints; the oldest go first
+    average: int  # how many of the last checkpoints make the final weights
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands, for whoever shows it."""
+
+    step: int
+    losses: Mapping[str, float]
+    learning_rate: float
+    tokens_per_second: float
+
+
+@dataclass
+class Observer:
+    """Whoever shows a run: is told of each look at the losses, and of each line worth keeping."""
+
+    status: Callable[[Status], None]
+    say: Callable[[str], None]
+
+
+class Run:
+    """Trains one learner, or several on the same batches."""
+
+    def __init__(
+        self,
+        learners: Sequence[Learner],
+        corpus: Corpus,
+        batches: Batches,
+        held_out: Batches,
+        plan: Plan,
+        folder: Path,
+        observer: Observer,
+        seconds: float = 0.0,
+    ) -> None:
+        self.learners = learners
+        self.corpus = corpus
+        self.batches = batches
+        self.held_out = held_out
+        self.plan = plan
+        self.folder = folder
+        self.observer = observer
+        self.log = Log(folder / LOG)
+        self._pending: list[tuple[int, float, list[Any]]] = []
+        self._looked = time.perf_counter()
+        self.seconds = seconds  # spent on steps, also before the run was resumed
+        self._saved: int | None = None  # the step of the last checkpoint that was written here
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self.learners[0].trainer.step
+
+    def go(self, stop: Stop, stop_at: int | None = None) -> None:
+        """Train until all steps are taken, or that one, or somebody asks to stop; save on the way and at the end."""
+        last = min(self.plan.steps, stop_at or self.plan.steps)
+        lead = self.learners[0]
+        self.log.write(
+            "start",
+            step=self.step,
+            task=self.corpus.task,
+            backends=[learner.backend for learner in self.learners],
+            config=lead.model.config.to_dict(),
+            settings=lead.trainer.settings.to_dict(),
+            batch_shapes=self.batches.shapes,
+            environment={learner.backend: learner.environment for learner in self.learners},
+        )
+        self._looked = time.perf_counter()
+        try:
+            while self.step < last and not stop.signal:
+                self._take_step()
+                if self.step % self.plan.save_every == 0:
+                    self._save()
+                if self.step % self.plan.validate_every == 0 and self.step < self.plan.steps:
+                    self._validate(SAMPLE)
+            self._look()
+            if self._saved != self.step:
+                self._save()
+        finally:
+            self.log.close()
+
+    def finish(self) -> dict[str, dict[str, float]]:
+        """Write the final weights, validate on everything held out, and return what was reached, by backend."""
+        self.log = Log(self.folder / LOG)
+        try:
+            averaged, weights = self._write_model() if len(self.learners) == 1 else (0, {})
+            reached = self._validate(None)
+            if averaged > 1:
+                reached |= self._validate_average(averaged, weights)
+            self.log.write("end", step=self.step, seconds=self.seconds, reached=reached)
+        finally:
+            self.log.close()
+        return reached
+
+    def _take_step(self) -> None:
+        batch = next(self.batches)
+        results = [learner.train_step(batch) for learner in self.learners]
+        lead = self.learners[0]
+        learning_rate = lead.trainer.settings.learning_rate(self.step, lead.model.config.d_model)
+        self._pending.append((self.step, learning_rate, results))
+        if time.perf_counter() - self._looked > PATIENCE:
+            self._look()
+
+    def _look(self) -> None:
+        """Wait for the steps that were handed to the devices, and write down what they reported."""
+        if not self._pending:
+            return
+        names = [learner.backend for learner in self.learners]
+        tokens = 0
+        for step, learning_rate, results in self._pending:
+            losses = {name: float(result.loss) for name, result in zip(names, results, strict=True)}
+            counted, norm = int(results[0].tokens), float(results[0].gradient_norm)
+            self.log.write(
+                "step", step=step, loss=losses, learning_rate=learning_rate, gradient_norm=norm, tokens=counted
+            )
+            tokens += counted
+            if not all(map(math.isfinite, losses.values())):
+                self.log.flush()
+                raise ValueError(f"the loss is not finite at step {step}: try a smaller --factor, or --clip 1")
+        self._pending.clear()
+        now = time.perf_counter()
+        elapsed, self._looked = now - self._looked, now
+        self.seconds += elapsed
+        self.log.write("time", step=self.step, seconds=self.seconds, tokens_per_second=tokens / elapsed)
+        self.log.flush()
+        self.observer.status(Status(self.step, losses, learning_rate, tokens / elapsed))
+
+    def _validate(self, sample: int | None, averaged: int = 0) -> dict[str, dict[str, float]]:
+        """Return loss and score of each learner on what was held out; of the score, on a sample."""
+        self._look()
+        found = {}
+        pairs = self.corpus.held_out[:sample]
+        max_length = longest_translation(self.held_out)
+        for learner in self.learners:
+            loss = learner.validate(self.held_out.once())
+            lines = learner.translate([source for source, _ in pairs], self.corpus.vocabulary, max_length)
+            score = self.corpus.score(lines, [target for _, target in pairs])
+            found[learner.backend] = {"loss": loss, self.corpus.metric: score}
+            found_by = {"backend": learner.backend, "averaged": averaged, "sentences": len(pairs)}
+            self.log.write("validation", step=self.step, loss=loss, score=score, **found_by)
+            self.observer.say(
+                f"step {self.step:,}  {learner.backend}: held-out loss {loss:.3f}, "
+                f"{self.corpus.metric} {score:.1f}{' %' * (self.corpus.task == 'dates')} of {len(pairs):,} sentences"
+            )
+        self._looked = time.perf_counter()  # validation is not training time
+        return found
+
+    def _save(self) -> None:
+        """Write a checkpoint and delete those that are too old; runs in lockstep are not saved."""
+        if len(self.learners) > 1:
+            return
+        self._look()
+        progress = {
+            "corpus": self.corpus.origin,
+            "position": list(self.batches.position),
+            "tokens_per_batch": self.batches.tokens_per_batch,
+            "plan": asdict(self.plan),
+            "seconds": self.seconds,
+        }
+        path = self.folder / f"checkpoint-{self.step:07}.safetensors"
+        save_checkpoint(path, self.learners[0].checkpoint(progress, self.corpus.vocabulary))
+        self.log.write("checkpoint", step=self.step, file=path.name)
+        self.log.flush()
+        self._saved = self.step
+        kept = {path, *self._regular()[-self.plan.keep :]}
+        for old in checkpoints(self.folder):
+            if old not in kept:
+                old.unlink()
+        self._looked = time.perf_counter()
+
+    def _regular(self) -> list[Path]:
+        """Return the checkpoints that a run which was never stopped has too: only they are averaged."""
+        plan = self.plan
+        steps = {path: step_of(path) for path in checkpoints(self.folder)}
+        return [path for path, step in steps.items() if step == plan.steps or (step and step % plan.save_every == 0)]
+
+    def _write_model(self) -> tuple[int, Mapping[str, ndarray]]:
+        """Write the final weights; return how many of the last checkpoints they are the average of, and themselves."""
+        chosen = self._regular()[-self.plan.average :]
+        config, weights = average_weights(chosen)
+        save_weights(self.folder / MODEL, config, weights, vocabulary=self.corpus.vocabulary.model)
+        return len(chosen), weights
+
+    def _validate_average(self, count: int, weights: Mapping[str, ndarray]) -> dict[str, dict[str, float]]:
+        learner = self.learners[0]
+        own = learner.model.export_weights()
+        learner.set_weights(weights)
+        self.observer.say(f"the average of the last {count} checkpoints:")
+        found = self._validate(None, averaged=count)
+        learner.set_weights(own)
+        return {f"{learner.backend}, {count} checkpoints averaged": found[learner.backend]}
+
+
+def longest_translation(held_out: Batches) -> int:
+    """Return the most tokens that a translation of what is held out may have."""
+    return max(target_width for _, _, target_width in held_out.shapes) + LONGER

@@ -1,0 +1,195 @@
+"""What a training run begins with: new, or as a checkpoint left it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import reference_numpy as ref
+from reference_numpy.checkpoint import load_checkpoint
+from reference_numpy.checks import check_integer
+from reference_numpy.config import TransformerConfig
+from reference_numpy.training_config import TrainingConfig, TrainingState
+from transformer_parity.text.vocabulary import SPECIAL, Vocabulary
+from transformer_parity.train import corpora
+from transformer_parity.train.batches import Batches, number
+from transformer_parity.train.corpora import Corpus, Recipe
+from transformer_parity.train.learner import Learner
+from transformer_parity.train.log import MODEL, checkpoints, step_of
+from transformer_parity.train.run import Observer, Plan, Run
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that has not been started."""
+
+    corpus: Corpus
+    config: TransformerConfig
+    settings: TrainingConfig
+    weights: Mapping[str, Any]
+    plan: Plan
+    tokens_per_batch: int
+    seed: int
+    state: TrainingState | None = None
+    position: Sequence[int] = (0, 0)  # in the data: epoch and batch
+    seconds: float = 0.0
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights."""
+        return next(iter(self.weights.values())).dtype.name
+
+    def start(
+        self, backends: Sequence[str], folder: Path, observer: Observer, dtype: str, device: str, precision: str
+    ) -> Run:
+        """Build batches and learners; several learners run in lockstep, without dropout.
+
+        Raises:
+            ValueError: The text does not fit the model, or a dtype or device the backend.
+            RuntimeError: A device is not visible.
+        """
+        training, held_out = (
+            number(pairs, self.corpus.vocabulary, self.config) for pairs in (self.corpus.training, self.corpus.held_out)
+        )
+        batches = Batches(training, self.config, self.tokens_per_batch, self.seed, self.settings.accumulation_steps)
+        validation = Batches(held_out, self.config, self.tokens_per_batch)
+        batches.seek((self.position[0], self.position[1]))
+        config = self.config
+        if len(backends) > 1:  # no two frameworks draw the same random numbers
+            config = config.replace(dropout=ref.DropoutRates(embedding=0.0, residual=0.0))
+        learners = [
+            Learner(name, config, self.weights, self.settings, self.seed, dtype, device, precision) for name in backends
+        ]
+        if self.state is not None:
+            for learner in learners:
+                learner.trainer.load_state(self.state)
+        folder.mkdir(parents=True, exist_ok=True)
+        return Run(learners, self.corpus, batches, validation, self.plan, folder, observer, self.seconds)
+
+
+def begin(
+    corpus: Corpus,
+    recipe: Recipe,
+    *,
+    preset: str,
+    steps: int,
+    tokens_per_batch: int | None,
+    dropout: float | None,
+    sizes: Mapping[str, int | None],
+    settings: Mapping[str, Any],
+    plan: Mapping[str, int | None],
+    seed: int,
+) -> Setup:
+    """Return a new run by a recipe, with whatever is not None in its place.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting makes no sense, or the sizes describe no model.
+    """
+    check_integer("seed", seed, minimum=0)
+    config = _model_config(recipe, preset, corpus.vocabulary, dropout, sizes)
+    changed = {name: value for name, value in settings.items() if value is not None}
+    # A run of another length cools down over the same share of it.
+    cooldown = round(recipe.training["cooldown_steps"] * steps / recipe.steps)
+    merged = {**recipe.training, "cooldown_steps": cooldown, **changed}
+    tenth = max(1, steps // 10)
+    average = plan["average"] or recipe.average
+    if (plan["keep"] or average) < average:
+        raise ValueError(f"--keep must be at least --average {average}: got {plan['keep']}")
+    return Setup(
+        corpus,
+        config,
+        TrainingConfig(total_steps=steps, **merged),
+        ref.init_weights(config, seed),
+        Plan(
+            steps=steps,
+            validate_every=plan["validate_every"] or tenth,
+            save_every=plan["save_every"] or tenth,
+            keep=plan["keep"] or average,
+            average=average,
+        ),
+        tokens_per_batch or recipe.tokens_per_batch,
+        seed,
+    )
+
+
+def resume(path: Path, folder: Path | None, steps: int | None, plan: Mapping[str, int | None]) -> tuple[Setup, Path]:
+    """Return a run as a checkpoint left it, and the folder that it goes on in.
+
+    Args:
+        path: A run's folder, where the newest checkpoint counts, or one checkpoint.
+        folder: Where to go on; None is where the checkpoint is.
+        steps: The new end of the run; None keeps it.
+        plan: How often to validate and save, and how many to keep and to average; None keeps it.
+
+    Raises:
+        OSError: There is no such checkpoint, or the text it was trained on is gone.
+        ValueError: The checkpoint is damaged or not from a run, the text has changed, there is nothing left to do, or
+            the run has gone on beyond the checkpoint.
+    """
+    if path.is_dir():
+        found = checkpoints(path)
+        if not found:
+            raise FileNotFoundError(f"{path} holds no checkpoint")
+        path = found[-1]
+    checkpoint = load_checkpoint(path)
+    progress = checkpoint.progress
+    try:
+        kept = Plan(**progress["plan"])
+        position, tokens, seconds = progress["position"], progress["tokens_per_batch"], progress["seconds"]
+        origin = progress["corpus"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} was not written by parity train: it lacks {error}") from error
+    if checkpoint.vocabulary is None:
+        raise ValueError(f"{path} was not written by parity train: it lacks a vocabulary")
+    corpus = corpora.rebuild(origin, Vocabulary(checkpoint.vocabulary))
+    changes = {name: value for name, value in plan.items() if value is not None}
+    settings = checkpoint.settings
+    if steps is not None:
+        changes["steps"] = steps
+        # As in a new run of that length: the same share of it is cool-down.
+        cooldown = round(settings.cooldown_steps * steps / (settings.total_steps or steps))
+        settings = replace(settings, total_steps=steps, cooldown_steps=cooldown)
+    kept = replace(kept, **changes)
+    kept = replace(kept, keep=max(kept.keep, kept.average))
+    finished = (path.parent / MODEL).exists()  # or else it was stopped before the final weights could be written
+    if checkpoint.state.step > kept.steps or (checkpoint.state.step == kept.steps and finished):
+        raise ValueError(f"{path} is the end of a run of {kept.steps} steps: ask for more with --steps")
+    later = [other.name for other in checkpoints(path.parent) if step_of(other) > checkpoint.state.step]
+    if folder is None and later:
+        raise ValueError(f"this run has gone on beyond {path.name}, to {later[-1]}: branch off with --out DIR")
+    setup = Setup(
+        corpus,
+        checkpoint.config,
+        settings,
+        checkpoint.weights,
+        kept,
+        tokens,
+        checkpoint.state.seed,
+        checkpoint.state,
+        position,
+        seconds,
+    )
+    return setup, folder or path.parent
+
+
+def _model_config(
+    recipe: Recipe, preset: str, vocabulary: Vocabulary, dropout: float | None, sizes: Mapping[str, int | None]
+) -> TransformerConfig:
+    """Return the conventions of a preset at the sizes of a recipe, with any of them replaced."""
+    vocab_size = vocabulary.size + SPECIAL
+    fields = {
+        "source_vocab_size": vocab_size,
+        "target_vocab_size": vocab_size,
+        "d_k": None,
+        "d_v": None,
+        **recipe.model,
+        **{name: size for name, size in sizes.items() if size is not None},
+    }
+    config = TransformerConfig.preset(preset, **fields)
+    # The sites are the preset's, the rate is the recipe's.
+    rate = recipe.dropout if dropout is None else dropout
+    sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}
+    return config.replace(dropout=ref.DropoutRates(**sites))

@@ -1,0 +1,65 @@
+"""A line to translate, and its translations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformer_parity.compare.near_ties import Tokens
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line to translate.
+
+    Attributes:
+        number: Counted from 1.
+        text: As it was read.
+        ids: Its subwords, and the end symbol.
+        positions: How many the model has; None where there is no limit.
+    """
+
+    number: int
+    text: str
+    ids: Sequence[int]
+    positions: int | None
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the model cannot read it."""
+        return self.positions is not None and len(self.ids) > self.positions
+
+    @property
+    def can_be_translated(self) -> bool:
+        """Whether it holds anything, and not too much."""
+        return len(self.ids) > 1 and not self.is_too_long
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A translation of a line.
+
+    Attributes:
+        text: One line.
+        score: The log-probability in nats; in beam search, over the length penalty.
+        ids: The tokens, ``eos_id`` included unless the maximum length came first.
+        pieces: The same, spelled out.
+    """
+
+    text: str
+    score: float
+    ids: Tokens
+    pieces: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What was found for a line, best first: nothing for a line that is blank or too long."""
+
+    line: Line
+    hypotheses: Sequence[Hypothesis]
+
+    @property
+    def text(self) -> str:
+        """The best hypothesis, or an empty line."""
+        return self.hypotheses[0].text if self.hypotheses else ""
