@@ -129,7 +129,7 @@ class KerasHubPreNorm(KerasHub):
 
 
 class KerasHubOddHeads(KerasHub):
-    """The same at the deck's own sizes, where Keras rounds 1 / sqrt(d_k)."""
+    """The same at the sizes of the standard cases, where Keras rounds 1 / sqrt(d_k)."""
 
     overrides = {name: value for name, value in KerasHub.overrides.items() if name not in ("d_model", "num_heads")}
 

@@ -25,7 +25,7 @@ from transformer_parity.bench.participants import OURS, DecodePackage, ForwardPa
 from transformer_parity.bench.plots import draw_growth
 from transformer_parity.bench.run import work_title
 from transformer_parity.bench.tables import exponent
-from transformer_parity.bench.verify import DecodeJudge, DisagreementError, ForwardJudge, TrainJudge
+from transformer_parity.bench.verify import DecodeVerifier, DisagreementError, ForwardVerifier, TrainVerifier
 from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork
 from transformer_parity.cli.main import main
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
@@ -70,7 +70,7 @@ def test_the_reference_agrees_with_itself(beam_size):
     found = searched(work)()
     assert found.ids.shape == (3, 5)
     assert not np.isin(found.ids, [work.config.pad_id, work.config.eos_id]).any()
-    assert DecodeJudge(work, work.weights()).judge(found, no_steps) == ""
+    assert DecodeVerifier(work, work.weights()).verify(found, no_steps) == ""
 
 
 def test_sentences_vary():
@@ -121,13 +121,13 @@ WRONG = {
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_result_is_refused(mistake):
     change, reason = WRONG[mistake]
-    reference = DecodeJudge(SMALL, SMALL.weights())
+    reference = DecodeVerifier(SMALL, SMALL.weights())
     right = searched()()
     for _ in range(2):  # known by now or not
         with pytest.raises(DisagreementError) as caught:
-            reference.judge(change(right), no_steps)
+            reference.verify(change(right), no_steps)
         assert reason in str(caught.value)
-        assert reference.judge(right, no_steps) == ""
+        assert reference.verify(right, no_steps) == ""
 
 
 def test_a_near_tie_is_no_mistake():
@@ -137,18 +137,18 @@ def test_a_near_tie_is_no_mistake():
     found = searched(weights=weights)()
     assert (found.ids == 5).all()
     found.nbest_ids[1, 0, 2] = 7
-    near_ties = DecodeJudge(SMALL, weights).judge(found, no_steps)
+    near_ties = DecodeVerifier(SMALL, weights).verify(found, no_steps)
     assert near_ties.startswith("1 near-tie; sentence 1, token 3: 7 where the reference says 5, margin 0.0e+00")
 
 
 def test_a_beam_is_followed_by_its_steps():
     work = replace(SMALL, beam_size=3)
-    reference, search = DecodeJudge(work, work.weights()), searched(work)
+    reference, search = DecodeVerifier(work, work.weights()), searched(work)
     wrong = another_token(search())
     with pytest.raises(DisagreementError, match="it finds something else when its steps are looked at"):
-        reference.judge(wrong, lambda: Decoded.by(search))
+        reference.verify(wrong, lambda: Decoded.by(search))
     with pytest.raises(DisagreementError, match="is returned, and never was in the beam"):
-        reference.judge(wrong, lambda: replace(Decoded.by(search), result=wrong))
+        reference.verify(wrong, lambda: replace(Decoded.by(search), result=wrong))
 
 
 # --- Arithmetic. ---
@@ -159,10 +159,10 @@ def test_ratios_are_taken_within_a_round():
     assert ratio(slow, quick) == Spread(2.0, 2.5, 3.0)  # and not 12.5 / 2, the medians' ratio
     assert ratio(quick, slow) == Spread(1 / 3, 0.4, 0.5)
     assert Spread.of([4.0, 1.0, 2.0, 9.0]) == Spread(1.0, 3.0, 9.0)
-    yardstick = Entry("yardstick", has_result=False, seconds=[0.1])
+    baseline = Entry("baseline", has_result=False, seconds=[0.1])
     wrong = Entry("wrong", verdict=DIVERGES, seconds=[0.5])
-    assert fastest([slow, wrong, yardstick, quick, Entry("none")]) is quick
-    assert fastest([wrong, yardstick]) is None
+    assert fastest([slow, wrong, baseline, quick, Entry("none")]) is quick
+    assert fastest([wrong, baseline]) is None
 
 
 def test_no_time_without_agreement():
@@ -295,15 +295,15 @@ def test_times_of_two_that_agree(capsys, tmp_path):
     assert (report["verdict"], found["exit_code"], found["interrupted"]) == (AGREES, 0, False)
     assert found["machine"]["matrix_rate"] > 1e9
     assert report["work"]["operations"] == DecodeWork("tiny", 8, 6, 4).operations
-    assert [entry["name"] for entry in report["contestants"]] == ["numpy", "torch"]
-    for entry in report["contestants"]:
+    assert [entry["name"] for entry in report["participants"]] == ["numpy", "torch"]
+    for entry in report["participants"]:
         assert len(entry["seconds"]) == len(entry["cores"]) == 2
         assert 0 < entry["median_seconds"] < 60
         assert entry["first_seconds"] > 0
         assert entry["peak_bytes"] is None or entry["peak_bytes"] >= entry["loaded_bytes"] > 2**20
         assert entry["environment"]["threads"] == str(min(2, processors()))
         assert f"{1e3 * entry['median_seconds']:,.1f}" in printed
-    numpy, torch = (entry["seconds"] for entry in report["contestants"])
+    numpy, torch = (entry["seconds"] for entry in report["participants"])
     expected = [ours / theirs for ours, theirs in zip(torch, numpy, strict=True)]
     assert report["ratios"]["torch"]["numpy"]["median"] == pytest.approx(sum(expected) / 2)
     assert list(report["ratios"]["torch"]) == ["numpy"]
@@ -317,7 +317,7 @@ def test_peers_do_the_same_work(capsys, tmp_path):
     assert f"Tokens and scores of every call of {agreeing} agree" in printed.replace("\n", " ")
     assert "products: only the matrix products" in printed
     report, _ = read(tmp_path / "a.json")
-    assert {entry["name"]: entry["has_result"] for entry in report["contestants"]} == {
+    assert {entry["name"]: entry["has_result"] for entry in report["participants"]} == {
         "numpy": True,
         **dict.fromkeys(["marian", "flax nnx", "keras hub", "keras hub XLA"], True),
         "products": False,
@@ -366,7 +366,7 @@ class Raising(DecodePackage):
 
 
 @pytest.mark.parametrize(
-    ("contestant", "code", "reason"),
+    ("participant", "code", "reason"),
     [
         (Wrong("torch"), 1, "DIVERGES  torch: sentence 1, token 3: "),
         (Dying("torch"), 3, "FAILED    torch: the process ended with exit code 7 in run: out of luck"),
@@ -374,15 +374,15 @@ class Raising(DecodePackage):
     ],
     ids=["wrong", "dying", "raising"],
 )
-def test_who_is_wrong_or_fails_gets_no_time(contestant, code, reason, capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(OURS["decode"], "torch", contestant)
+def test_who_is_wrong_or_fails_gets_no_time(participant, code, reason, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(OURS["decode"], "torch", participant)
     options = ["--backends", "numpy,torch", "--rounds", 3, "--json", tmp_path / "a.json"]
     found, printed, _ = parity(capsys, *options)
     assert found == code
     assert reason in printed
     assert "of numpy agree" in printed
     report, everything = read(tmp_path / "a.json")
-    numpy, torch = report["contestants"]
+    numpy, torch = report["participants"]
     assert len(numpy["seconds"]) == 3
     assert torch["seconds"] is torch["first_seconds"] is torch["median_seconds"] is None
     assert report["ratios"] == {"numpy": {}}
@@ -423,7 +423,7 @@ def test_ctrl_c_prints_what_is_there_and_leaves_no_process(tmp_path):
     assert "Traceback" not in errors.read_text()
     report, everything = read(tmp_path / "a.json")
     assert everything["interrupted"]
-    assert 2 <= len(report["contestants"][0]["seconds"]) < 100
+    assert 2 <= len(report["participants"][0]["seconds"]) < 100
     while time.monotonic() < deadline:
         try:
             os.killpg(process.pid, 0)
@@ -514,15 +514,15 @@ def logits(work=FORWARD, dtype="float32"):
 
 
 def test_logits_are_judged():
-    judge, right = ForwardJudge(FORWARD, FORWARD.weights()), logits()
+    judge, right = ForwardVerifier(FORWARD, FORWARD.weights()), logits()
     for _ in range(2):
-        assert judge.judge(right, no_steps) == ""
-        assert judge.judge(logits(dtype="float64"), no_steps) == ""
+        assert judge.verify(right, no_steps) == ""
+        assert judge.verify(logits(dtype="float64"), no_steps) == ""
     pads = FORWARD.target_ids == FORWARD.config.pad_id
     pads[:, 0] = False
     assert pads.any()
     at_pads = np.where(pads[..., None], np.float32(7), right)
-    assert judge.judge(at_pads, no_steps) == ""  # nobody's business
+    assert judge.verify(at_pads, no_steps) == ""  # nobody's business
     for wrong, reason in (
         (right * np.float32(1 + 1e-4), "the logits are off by 1.0e-04, and may be by"),
         (right[::-1], "the logits are off by"),
@@ -530,7 +530,7 @@ def test_logits_are_judged():
         (right * np.float32("nan"), "logits must be finite"),
     ):
         with pytest.raises(DisagreementError) as caught:
-            judge.judge(wrong, no_steps)
+            judge.verify(wrong, no_steps)
         assert reason in str(caught.value)
 
 
@@ -539,12 +539,12 @@ def test_losses_are_judged_step_by_step():
     trainer = ref.Trainer(model, TRAIN.settings, SEED)
     losses = [float(trainer.train_step(TRAIN.source_ids, TRAIN.target_ids, TRAIN.labels).loss) for _ in range(6)]
     assert losses[-1] < 0.9 * losses[0]  # it learns: a step that changes nothing would show
-    judge = TrainJudge(TRAIN, TRAIN.weights())
+    judge = TrainVerifier(TRAIN, TRAIN.weights())
     for step, loss in reversed(list(enumerate(losses, 1))):
-        assert judge.judge((step, loss), no_steps) == ""
+        assert judge.verify((step, loss), no_steps) == ""
     for wrong in ((2, losses[0]), (1, losses[0] * 1.001), (3, float("nan"))):
         with pytest.raises(DisagreementError, match=f"the loss of step {wrong[0]} is"):
-            judge.judge(wrong, no_steps)
+            judge.verify(wrong, no_steps)
 
 
 def test_labels_are_the_next_tokens():
@@ -561,11 +561,11 @@ def test_dropout_is_the_papers():
     work = replace(TRAIN, dropout=0.3)
     rates = work.config.dropout
     assert (rates.embedding, rates.residual, rates.attention, rates.feed_forward) == (0.3, 0.3, 0.0, 0.0)
-    judge = TrainJudge(work, work.weights())
-    expected = TrainJudge(work, work.weights())
+    judge = TrainVerifier(work, work.weights())
+    expected = TrainVerifier(work, work.weights())
     with pytest.raises(DisagreementError, match="off by"):
-        judge.judge((1, 1.0), no_steps)
-    expected.judge((1, judge._losses[0] * 1.05), no_steps)
+        judge.verify((1, 1.0), no_steps)
+    expected.verify((1, judge._losses[0] * 1.05), no_steps)
 
 
 @pytest.mark.parametrize("task", ["forward", "train"])
@@ -578,7 +578,7 @@ def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
     what = {"forward": "Logits", "train": "Losses"}[task]
     assert f"{what} of every call of numpy, torch, jax, tf agree with the float64 reference." in printed
     race_found, _ = read(tmp_path / "a.json")
-    assert [entry["name"] for entry in race_found["contestants"]] == ["numpy", "torch", "jax", "tf"]
+    assert [entry["name"] for entry in race_found["participants"]] == ["numpy", "torch", "jax", "tf"]
     assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
 
 
@@ -602,15 +602,15 @@ class Lazy(TrainPackage):
 
 
 @pytest.mark.parametrize(
-    ("task", "contestant", "reason"),
+    ("task", "participant", "reason"),
     [
         ("forward", WrongLogits("torch"), "DIVERGES  torch: the logits are off by"),
         ("train", Lazy("torch"), "DIVERGES  torch: the loss of step 2 is"),
     ],
     ids=["forward", "train"],
 )
-def test_who_computes_something_else_gets_no_time(task, contestant, reason, capsys, monkeypatch):
-    monkeypatch.setitem(OURS[task], "torch", contestant)
+def test_who_computes_something_else_gets_no_time(task, participant, reason, capsys, monkeypatch):
+    monkeypatch.setitem(OURS[task], "torch", participant)
     code, printed, _ = parity(capsys, "--backends", "numpy,torch", task=task)
     assert code == 1
     assert reason in printed
@@ -651,7 +651,7 @@ def test_first_calls_of_all_tasks(capsys, tmp_path):
     assert re.search(r"forward +forward +train +train +decode +decode", printed)
     _, found = read(tmp_path / "a.json")
     assert [entry["work"]["size"] for entry in found["races"]] == ["tiny"] * 3
-    assert all(entry["contestants"][0]["first_seconds"] > 0 for entry in found["races"])
+    assert all(entry["participants"][0]["first_seconds"] > 0 for entry in found["races"])
 
 
 def test_imports_are_compared_with_their_frameworks(capsys, tmp_path):

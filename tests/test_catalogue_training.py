@@ -22,7 +22,7 @@ def of_both(mistakes):
     return [pytest.param(mistake, id=mistake.name) for mistake in mistakes if {"numpy", "torch"} <= set(mistake.edits)]
 
 
-TRAINING = of_both(mistake for part in TRAINING.values() for mistake in part)
+OF_BOTH = of_both(mistake for part in TRAINING.values() for mistake in part)
 
 
 def load(port, case):
@@ -42,7 +42,7 @@ def well_trained(case):
 
 
 @pytest.mark.only("torch")
-@pytest.mark.parametrize("mistake", TRAINING)
+@pytest.mark.parametrize("mistake", OF_BOTH)
 def test_mistake_of_training_is_the_same_in_numpy(mistake, tmp_path):
     seen = {}
     for backend in ("numpy", "torch"):

@@ -33,8 +33,8 @@ from transformer_parity.text.vocabulary import Vocabulary, batch, pick
 TORCH_ONLY = ["check", "--backends", "numpy,torch"]
 
 
-def finding(verdict, error=0.0, budget=1.0):
-    return Finding("torch", "float64", "full model", "full/padded", "taps", "logits", error, budget, verdict)
+def finding(verdict, error=0.0, tolerance=1.0):
+    return Finding("torch", "float64", "full model", "full/padded", "taps", "logits", error, tolerance, verdict)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_nothing_compared_is_never_a_pass():
 
 def test_a_port_that_agrees(capsys, tmp_path):
     path = tmp_path / "result.json"
-    code = main([*TORCH_ONLY, "--preset", "paper_base,marian", "--only", "deck", "--json", str(path)])
+    code = main([*TORCH_ONLY, "--preset", "paper_base,marian", "--only", "cases", "--json", str(path)])
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert "AGREE  1 port, 8 cases" in printed  # the model, its gradients and two searches, twice
@@ -73,16 +73,16 @@ def test_a_port_that_agrees(capsys, tmp_path):
     assert "version" in result["environment"]["torch"]
 
 
-def test_one_rung_alone(capsys):
-    assert main([*TORCH_ONLY, "--preset", "marian", "--rung", "gradients", "--only", "deck"]) == 0
+def test_one_stage_alone(capsys):
+    assert main([*TORCH_ONLY, "--preset", "marian", "--stage", "gradients", "--only", "cases"]) == 0
     printed = capsys.readouterr().out
     assert "AGREE  1 port, 1 case," in printed
-    for line in ("NOT TESTED: activations (left out of --rung)", "NOT TESTED: steps (left out of --rung)"):
+    for line in ("NOT TESTED: activations (left out of --stage)", "NOT TESTED: steps (left out of --stage)"):
         assert line in printed
     for options, message in (
-        (["--rung", "steps", "--preset", "marian"], "leave out --preset"),
-        (["--rung", "gradients", "--only", "text"], "sentences are compared by --rung activations"),
-        (["--rung", "attention"], "unknown attention"),
+        (["--stage", "steps", "--preset", "marian"], "leave out --preset"),
+        (["--stage", "gradients", "--only", "text"], "sentences are compared by --stage activations"),
+        (["--stage", "attention"], "unknown attention"),
     ):
         with pytest.raises(SystemExit) if "attention" in options else nullcontext():
             assert main([*TORCH_ONLY, *options]) == 3
@@ -141,7 +141,7 @@ def test_an_absent_gpu_is_incomplete_not_a_pass(capsys):
 
     if torch.cuda.is_available():  # then there is nothing to be absent
         return
-    assert main([*TORCH_ONLY, "--device", "gpu", "--preset", "torch", "--only", "deck"]) == 3
+    assert main([*TORCH_ONLY, "--device", "gpu", "--preset", "torch", "--only", "cases"]) == 3
     printed = capsys.readouterr().out
     assert "no GPU is visible to torch" in printed
     assert "INCOMPLETE" in printed

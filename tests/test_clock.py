@@ -17,7 +17,7 @@ from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import AGREES, Finding, Setting
 from transformer_parity.compare.tolerances import CHUNK, relative_error
-from transformer_parity.ports import package
+from transformer_parity.ports import tensorflow
 from transformer_parity.ports.compile_clock import COMPILING, Clock, Spent, listen_to_jax
 from transformer_parity.ports.package import LoadedPackage, PackagePort
 from transformer_parity.ports.protocol import SearchOptions
@@ -77,7 +77,7 @@ def test_jax_tells_what_it_compiles(monkeypatch):
 
 def test_tensorflow_is_watched_at_the_first_call_of_each_kind(monkeypatch):
     clock = Clock(iter(np.arange(0.0, 1000.0)).__next__)
-    monkeypatch.setattr(package, "COMPILING", clock)
+    monkeypatch.setattr(tensorflow, "COMPILING", clock)
     case = CASES_BY_NAME["attention/no_mask"]
     loaded = PORTS["tf"].load(case.config, case.load_weights(), "float64", "cpu", "highest")
     counted = []
@@ -115,7 +115,7 @@ def test_the_last_line_tells_it():
 
 def test_json_tells_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = ["--preset", "marian", "--rung", "activations", "--only", "deck", "--dtype", "float32"]
+    options = ["--preset", "marian", "--stage", "activations", "--only", "cases", "--dtype", "float32"]
     assert main(["check", "--backends", "torch,jax", *options, "--json", "result.json"]) == 0
     time = json.loads((tmp_path / "result.json").read_text())["time"]
     assert time["ports"].keys() == {"torch", "jax"}

@@ -13,7 +13,7 @@ from test_search import lively, load_reference, sources
 
 import reference_numpy as ref
 from reference_numpy import SearchResult, search
-from transformer_parity.compare.near_ties import Judge, explain, follow, score, summary
+from transformer_parity.compare.near_ties import PrefixScorer, explain, follow, score, summary
 from transformer_parity.ports.protocol import Decoded, SearchOptions
 
 GREEDY = SearchOptions(max_length=11)
@@ -77,7 +77,7 @@ def test_no_doubt_about_the_reference_itself(options):
         truth = load_reference(config, weights)
         found = found_by(truth, options)
         for row, source in enumerate(sources(config)):
-            judge = Judge(truth, None, source)
+            judge = PrefixScorer(truth, None, source)
             assert follow(judge, row, found, options) == []
 
 
@@ -220,4 +220,4 @@ def test_a_source_of_nothing_but_padding_is_judged_too():
     truth = load_reference(config, weights)
     source_ids = np.full((1, 3), config.pad_id)
     found = Decoded.by(lambda on_step: BEAM.search(ref, truth, source_ids, on_step))
-    assert follow(Judge(truth, None, source_ids[0]), 0, found, BEAM) == []
+    assert follow(PrefixScorer(truth, None, source_ids[0]), 0, found, BEAM) == []

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 
 import reference_numpy as ref
-from transformer_parity.cases.case import RUNGS
+from transformer_parity.cases.case import STAGES
 from transformer_parity.cases.inputs import hard_weights
 from transformer_parity.cli.main import main
 from transformer_parity.compare.findings import AGREES, SKIPPED
@@ -152,7 +152,7 @@ def test_a_folder_agrees_with_itself_exactly(truth, capsys):
     assert {finding.error for finding in findings if finding.dtype == "float64"} == {0.0}
     assert 0.2 < max(finding.share for finding in findings) < 0.25  # float32: its own error, of which four are allowed
     held = [name for case in folder.cases for dtype in case.dtypes for name in folder.tensors(case, dtype)]
-    whole = sum(case.rung == "gradients" for case in folder.cases)
+    whole = sum(case.stage == "gradients" for case in folder.cases)
     assert len(findings) == len(held) + whole > 1400
     assert compare(truth, truth) == 0
     assert "AGREE  1 port, 9 cases, 1,417 comparisons;" in capsys.readouterr().out
@@ -160,7 +160,7 @@ def test_a_folder_agrees_with_itself_exactly(truth, capsys):
 
 def test_what_is_written_is_what_the_reference_computes(truth):
     folder = format.read(truth)
-    assert {case.rung for case in folder.cases} == set(RUNGS)
+    assert {case.stage for case in folder.cases} == set(STAGES)
     assert (folder.producer, folder.left_out) == ("numpy", ())
     assert folder.dtypes == ("float64", "float32")
     padded = next(case for case in folder.cases if case.name == PADDED)
@@ -175,7 +175,7 @@ def test_what_is_written_is_what_the_reference_computes(truth):
     config, weights = ref.load_weights(truth / "weights.safetensors")
     assert config == folder.config
     assert weights.keys() == folder.weights.keys()
-    gradients = next(case for case in folder.cases if case.rung == "gradients")
+    gradients = next(case for case in folder.cases if case.stage == "gradients")
     assert folder.tensors(gradients, "float64")["loss"].shape == ()
     with pytest.raises(ValueError, match="holds no float32 tensors of gradients/padded"):
         folder.tensors(gradients, "float32")
@@ -239,8 +239,8 @@ def put(name, make):
 @pytest.mark.parametrize(
     ("case", "dtype", "name", "change", "code", "says"),
     [
-        (PADDED, "float64", "encoder.output", scaled("encoder.output", 1 + 1e-9), 1, "times its budget of 1.0e-12"),
-        (PADDED, "float32", "encoder.output", scaled("encoder.output", 1 + 1e-4), 2, "times its budget"),
+        (PADDED, "float64", "encoder.output", scaled("encoder.output", 1 + 1e-9), 1, "times its tolerance of 1.0e-12"),
+        (PADDED, "float32", "encoder.output", scaled("encoder.output", 1 + 1e-4), 2, "times its tolerance"),
         (PADDED, "float64", "output", spoiled("output", np.nan), 1, "1 of 1036 values are NaN or infinite"),
         (PADDED, "float32", "logits", spoiled("logits", np.inf), 1, "1 of 1036 values are NaN or infinite"),
         (PADDED, "float64", "names", lambda tensors: tensors.pop("encoder.output"), 1, "missing encoder.output"),
@@ -261,21 +261,21 @@ def put(name, make):
             1,
             "dtype must be float64: got float32",
         ),
-        ("gradients/padded", "float64", "loss", scaled("loss", 1 + 1e-11), 1, "times its budget of 1.0e-13"),
+        ("gradients/padded", "float64", "loss", scaled("loss", 1 + 1e-11), 1, "times its tolerance of 1.0e-13"),
         (
             "gradients/padded",
             "float64",
             "the whole gradient",
             scaled("of source_embedding.table", 1.001),
             1,
-            "times its budget of 1.0e-11",
+            "times its tolerance of 1.0e-11",
         ),
-        (STEPS, "float64", "step 20 loss", scaled("step 20 loss", 1 + 1e-6), 1, "times its budget of 1.0e-10"),
+        (STEPS, "float64", "step 20 loss", scaled("step 20 loss", 1 + 1e-6), 1, "times its tolerance of 1.0e-10"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, ::-1] + 1), 1, "where the reference says"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x + 99), 1, "tokens must be in 0 to 36"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, :, :0]), 1, "must be of 1 to 12 tokens: got 0"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x.astype("int32")), 1, "dtype must be int64"),
-        (GREEDY, "float64", "scores", scaled("scores", 1 + 1e-9), 1, "times its budget of 1.0e-12"),
+        (GREEDY, "float64", "scores", scaled("scores", 1 + 1e-9), 1, "times its tolerance of 1.0e-12"),
         ("decode/port_beam", "float64", "tokens", put("tokens", lambda x: x[:, :, :-1].copy()), 1, "sentence"),
     ],
 )
@@ -330,10 +330,10 @@ def other_weights(folder):
         (lambda f: (f / PADDED / "float64.safetensors").unlink(), ["lacks full/padded/float64.safetensors"]),
         (truncate, ["full/padded/float64.safetensors is truncated or was altered: SHA-256 must be"]),
         (flip, ["steps/port/float64.safetensors is truncated or was altered"]),
-        (set_field("version", value=2), ["format version must be 1: got 2"]),
-        (set_field("version", value=True), ["format version must be 1: got True"]),
+        (set_field("version", value=3), ["format version must be 1 or 2: got 3"]),
+        (set_field("version", value=True), ["format version must be 1 or 2: got True"]),
         (set_field("format", value="other"), ["must have the format 'transformer-parity golden vectors'"]),
-        (set_field("cases", 0, "rung", value="logits"), ["must have a rung of activations, gradients"]),
+        (set_field("cases", 0, "stage", value="logits"), ["must have a stage of activations, gradients"]),
         (set_field("cases", 0, "inputs", "file", value="../a.safetensors"), ["must lie inside the folder"]),
         (set_field("cases", 8, "search", "num_hypotheses", value=3), ["num_hypotheses of case", "must be 1: got 3"]),
         (set_field("left_out", value=None), ["manifest.json must hold 'left_out', a list: got None"]),
@@ -480,7 +480,7 @@ def test_a_port_of_your_own(tmp_path, capsys):
     assert "left out: full/one_token: it is not made for that" in capsys.readouterr().out
     folder = format.read(mine)
     assert (folder.producer, folder.config.norm_order) == ("Forward", "pre")
-    assert {case.rung for case in folder.cases} == {"activations"}
+    assert {case.stage for case in folder.cases} == {"activations"}
     assert LeftOut(STEPS, "it has no train_step()", dtype="float64") in folder.left_out
     findings = list(compare_folders(format.read(right), folder))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
@@ -581,23 +581,23 @@ def test_the_documented_writer_writes_what_can_be_compared(truth, tmp_path, monk
     assert "AGREE  1 port, 9 cases," in printed
 
 
-def test_the_document_names_every_entry_and_the_budgets(truth):
+def test_the_document_names_every_entry_and_the_tolerances(truth):
     text = DOCUMENT.read_text("utf-8")
     manifest = manifest_of(truth)
     tables = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     file = manifest["weights"]
-    entries = {*manifest, *file, *format.LeftOut.__dataclass_fields__, *RUNGS}
+    entries = {*manifest, *file, *format.LeftOut.__dataclass_fields__, *STAGES}
     for case in manifest["cases"]:
         entries |= case.keys()
     assert tables == entries
     assert {name for case in manifest["cases"] for name in case.get("search", ())} <= set(re.findall(r"`(\w+)`", text))
     gradients, steps = POLICY["gradients"]["float64"], POLICY["steps"]["float64"]
-    budgets = (
+    tolerances = (
         f"a tap may be {POLICY['float64']['tap']:.0e}, of a loss {gradients['loss']:.0e}, of a gradient "
         f"{gradients['tensor']:.0e} and of all gradients together {gradients['whole']:.0e}, of anything after twenty "
         f"steps {steps['tensor']:.0e}."
     )
-    assert budgets in " ".join(text.split())
+    assert tolerances in " ".join(text.split())
     assert f"within {POLICY['decode']['float64']['score']:.0e} in float64" in text
     assert (POLICY["float32"]["ratio"], POLICY["float32"]["floor_in_eps"], steps["loss"]) == (4.0, 4.0, 1e-10)
 

@@ -218,10 +218,10 @@ def test_what_nobody_knows_is_unknown_or_looks_like_something(plant):
     kept = {}
     setting = Setting(("float64",))
     findings = list(compare([replace(CASE, fast=False)], Port(), setting, kept=kept))
-    (inquiry,) = investigate(findings, kept, [CASE], Port(), setting, "it")
-    assert inquiry.diagnosis.confidence == LIKELY
-    assert f"at {SCALE}, everything is 0.904105 times what it should be" in inquiry.diagnosis.sentence
-    assert len(inquiry.attention) == 6
+    (failure_report,) = investigate(findings, kept, [CASE], Port(), setting, "it")
+    assert failure_report.diagnosis.confidence == LIKELY
+    assert f"at {SCALE}, everything is 0.904105 times what it should be" in failure_report.diagnosis.sentence
+    assert len(failure_report.attention) == 6
 
 
 def test_a_correct_port_is_given_no_diagnosis():
@@ -231,8 +231,8 @@ def test_a_correct_port_is_given_no_diagnosis():
 
 
 def test_every_hypothesis_is_something_else_than_what_is_asked_for():
-    for rung in ("activations", "gradients", "steps", "decode"):
-        known = hypotheses(CASE.config, rung)
+    for stage in ("activations", "gradients", "steps", "decode"):
+        known = hypotheses(CASE.config, stage)
         contents = [repr(content(mistake)) for mistake in known]
         assert len(set(contents)) == len(contents) > 80
         for mistake in known:
@@ -247,7 +247,7 @@ def test_a_hypothesis_leaves_the_reference_alone():
     assert not np.array_equal(tensors(loaded, CASE)[SCALE], before[SCALE])
     assert np.array_equal(tensors(numpy(), CASE)[SCALE], before[SCALE])
     with pytest.raises(ValueError, match="must hold 'no such line' once: found 0 times"):
-        edited_package._variant((("attention", "no such line", ""),))
+        edited_package.variant((("attention", "no such line", ""),))
 
 
 def test_the_guilty_block_can_be_run_alone(plant, tmp_path, monkeypatch):
@@ -348,8 +348,8 @@ def test_a_hypothesis_has_to_hold_in_every_case(plant):
     assert diagnose(one, actual, "it", others=[(two, there)]).confidence == EXACT
 
 
-def test_the_deck_for_ports_has_hypotheses_that_end_and_a_penalty_that_matters():
-    cases = [case for case in model_cases(tiny(d_v=8)) if case.rung == "decode"]
+def test_the_cases_for_ports_has_hypotheses_that_end_and_a_penalty_that_matters():
+    cases = [case for case in model_cases(tiny(d_v=8)) if case.stage == "decode"]
     known = {mistake.name: mistake for mistake in search.CATALOGUE}
     for name in (
         "goes on after the end symbol",

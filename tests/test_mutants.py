@@ -20,7 +20,7 @@ from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare import outputs
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting, exit_code
-from transformer_parity.compare.tolerances import EPS, POLICY, budget, relative_error
+from transformer_parity.compare.tolerances import EPS, POLICY, relative_error, tolerance
 from transformer_parity.mistakes import forward, precision, structure
 from transformer_parity.mistakes.mistake import ALL, Mistake, instead
 from transformer_parity.ports.registry import PORTS
@@ -225,15 +225,15 @@ def test_relative_error():
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_what_is_not_finite_is_within_no_budget(wrong):
+def test_what_is_not_finite_is_within_no_tolerance(wrong):
     array = np.array([1.0, wrong])
     with np.errstate(invalid="ignore"):
         for actual, expected in ((array, np.ones(2)), (np.ones(2), array), (array, array)):
             assert not relative_error(actual, expected) <= 1e6
-    assert not budget("logits", "float32", math.nan) >= 0.0
+    assert not tolerance("logits", "float32", math.nan) >= 0.0
 
 
-def test_budgets():
+def test_tolerances():
     """Spelled out once more: whoever relaxes a number has to do it twice."""
     assert POLICY == {
         "float64": {"tap": 1e-12},
@@ -249,14 +249,14 @@ def test_budgets():
         "bench": {"loss": 1e-4, "loss_bfloat16": 6e-2, "loss_with_dropout": 1e-1},
     }
     assert [EPS[dtype] for dtype in ("float64", "float32", "bfloat16")] == [2.0**-52, 2.0**-23, 2.0**-7]
-    assert budget("encoder.output", "float64", yardstick=1.0) == 1e-12
-    assert budget("encoder.output", "float32", yardstick=0.0) == 4.0 * 2.0**-23
-    assert budget("encoder.output", "float32", yardstick=1e-6) == 4e-6 + 4.0 * 2.0**-23
-    assert budget("encoder.output", "float32", 1e-6, "fast", "cpu") == budget("encoder.output", "float32", 1e-6)
-    assert budget("encoder.output", "float32", 0.0, "fast", "gpu") == 4.0 * 2.0**-10
-    assert budget("encoder.output", "float64", 0.0, "fast", "gpu") == 1e-12
+    assert tolerance("encoder.output", "float64", baseline=1.0) == 1e-12
+    assert tolerance("encoder.output", "float32", baseline=0.0) == 4.0 * 2.0**-23
+    assert tolerance("encoder.output", "float32", baseline=1e-6) == 4e-6 + 4.0 * 2.0**-23
+    assert tolerance("encoder.output", "float32", 1e-6, "fast", "cpu") == tolerance("encoder.output", "float32", 1e-6)
+    assert tolerance("encoder.output", "float32", 0.0, "fast", "gpu") == 4.0 * 2.0**-10
+    assert tolerance("encoder.output", "float64", 0.0, "fast", "gpu") == 1e-12
     for tap, allowed in (("encoder.output", 0.06), ("logits", 0.06), ("a.scores", 0.16), ("weights", 0.16)):
-        assert budget(tap, "bfloat16", yardstick=1.0) == allowed
+        assert tolerance(tap, "bfloat16", baseline=1.0) == allowed
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def test_budgets():
         ("step 5 weight output_proj.bias", "float32", 1e-3),
     ],
 )
-def test_budgets_of_training(name, dtype, allowed):
-    assert outputs.training_budget(name, dtype, yardstick=1e-6, whole=2e-6) == pytest.approx(allowed, rel=1e-12)
+def test_tolerances_of_training(name, dtype, allowed):
+    assert outputs.training_tolerance(name, dtype, baseline=1e-6, whole=2e-6) == pytest.approx(allowed, rel=1e-12)
 
 
 def test_a_key_bias_is_measured_by_its_query_bias():
@@ -287,9 +287,9 @@ def test_a_key_bias_is_measured_by_its_query_bias():
     assert outputs.training_error("of a.key_proj.bias", expected, expected) == 0.0
 
 
-def test_share_of_the_budget():
+def test_share_of_the_tolerance():
     finding = Finding("torch", "float64", "", "", "taps", "logits", 5e-13, 1e-12, AGREES)
     assert finding.share == 0.5
     assert finding.to_dict()["share"] == 0.5
-    assert replace(finding, error=0.0, budget=0.0).share == 0.0
-    assert replace(finding, budget=0.0).share == math.inf
+    assert replace(finding, error=0.0, tolerance=0.0).share == 0.0
+    assert replace(finding, tolerance=0.0).share == math.inf

@@ -41,7 +41,7 @@ UNHEARD_OF: dict[str, Edits] = {
 
 
 def look_into(kind, cases=None):
-    """Compare a port of ``others`` as `parity check` does, and return findings and inquiries."""
+    """Compare a port of ``others`` as `parity check` does, and return findings and failure_reports."""
     port = PluginPort(f"others:{kind.__name__}")
     cases, kept = model_cases(port.config())[:2] if cases is None else cases, {}
     findings = list(compare(cases, port, SETTING, kept=kept))
@@ -50,9 +50,9 @@ def look_into(kind, cases=None):
 
 def diagnosis_of(kind):
     """Return what is said of a port that differs."""
-    findings, (inquiry,) = look_into(kind)
+    findings, (failure_report,) = look_into(kind)
     assert DIVERGES in {finding.verdict for finding in findings}
-    return inquiry.diagnosis
+    return failure_report.diagnosis
 
 
 def assert_recognised(diagnosis, names):
@@ -141,8 +141,8 @@ def correct_ports() -> list:
 
 @pytest.mark.parametrize(("kind", "case"), correct_ports())
 def test_no_alarm_where_nothing_is_wrong(kind, case):
-    findings, inquiries = look_into(kind, [case])
+    findings, failure_reports = look_into(kind, [case])
     agreed = {finding.tap for finding in findings if finding.verdict == AGREES}
     assert {"encoder.output", "decoder.output", "logits", "output"} <= agreed
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
-    assert inquiries == []
+    assert failure_reports == []

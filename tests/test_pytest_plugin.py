@@ -111,7 +111,7 @@ def test_a_failure_is_one_line(write, run):
     start = next(i for i, line in enumerate(lines) if line.startswith("____") and "full/padded" in line)
     first, second = lines[start + 1 : start + 3]
     assert first.startswith("DIVERGES MyPort float64 full/padded output: error ")
-    assert "times its budget of 1.0e-12" in first
+    assert "times its tolerance of 1.0e-12" in first
     assert second == "2 of 3 comparisons fail."
     assert "Traceback" not in result.stdout.str()
 

@@ -45,13 +45,13 @@ NASTY = "<script>alert('&')</script> \x1b[31mred\x1b[0m"
 
 def run_of(backend: str, dtype: str, case: str = "full/padded", guilty: str = "") -> list[Finding]:
     """Return what a run of a full model finds; behind the guilty tap everything is wrong."""
-    budget = {"float64": 1e-12, "float32": 1e-6}[dtype]
+    tolerance = {"float64": 1e-12, "float32": 1e-6}[dtype]
     verdict = {"float64": DIVERGES, "float32": IMPRECISE}[dtype]
     findings = []
     for tap in TAPS:
         wrong = bool(guilty) and TAPS.index(tap) >= TAPS.index(guilty)
-        error, said = (0.25, verdict) if wrong else (budget / 4, AGREES)
-        findings.append(Finding(backend, dtype, "full model", case, "taps", tap, error, budget, said))
+        error, said = (0.25, verdict) if wrong else (tolerance / 4, AGREES)
+        findings.append(Finding(backend, dtype, "full model", case, "taps", tap, error, tolerance, said))
     return findings
 
 
@@ -85,7 +85,7 @@ def result():
     weights = np.array([[[0.25, 0.75], [1.0, 0.0]]])
     attention = {"backend": "torch", "dtype": "float64", "case": "full/padded", "introduced": False}
     attention |= {"tap": "encoder.layers.0.self_attention.weights", "expected": weights, "actual": weights[:, ::-1]}
-    place = {"backend": "torch", "dtype": "float64", "case": "full/padded", "rung": "activations"}
+    place = {"backend": "torch", "dtype": "float64", "case": "full/padded", "stage": "activations"}
     fates = [Fate("a.kernel", "transposed", NASTY).to_dict(), Fate("b", "used").to_dict()]
     diagnosis = Diagnosis("torch does not scale the scores", "exact", ("scores not scaled",))
     return result_of(
@@ -177,11 +177,11 @@ def test_result_counts_skips_apart(result):
     assert (alone["verdict"], alone["comparisons"], alone["skipped"]) == (FAILED, 0, 1)
 
 
-def test_cases_have_their_rung_and_their_first_failure(result):
+def test_cases_have_their_stage_and_their_first_failure(result):
     rows = {(row["backend"], row["dtype"], row["case"]): row for row in result["cases"]}
     assert rows["torch", "float64", "full/padded"]["finding"]["tap"] == GUILTY
     assert rows["torch", "float32", "full/padded"]["verdict"] == IMPRECISE
-    assert rows["jax", "float64", "gradients/padded"]["rung"] == "gradients"  # and not of the round trip before it
+    assert rows["jax", "float64", "gradients/padded"]["stage"] == "gradients"  # and not of the round trip before it
     assert rows["jax", "float64", "decode/beam"]["skips"] == ["no search"]
 
 
@@ -320,7 +320,7 @@ def test_page_of_agreement(result):
     assert page.count("tr", "fine") == len(TAPS)
     assert page.count("tr", "fails") == 0
     assert "Nothing differs, so that nothing is to blame." in page.text
-    assert f"All {len(TAPS)} rows are within budget." in page.text
+    assert f"All {len(TAPS)} rows are within tolerance." in page.text
 
 
 def test_page_from_the_file_is_the_same(result, tmp_path):
@@ -334,7 +334,7 @@ def test_page_from_the_file_is_the_same(result, tmp_path):
 )
 def test_colour_is_the_share_on_a_logarithmic_scale(share, step):
     verdict = AGREES if share <= 1.0 else DIVERGES
-    page = Page(html(result_of([replace(SIMPLE, error=share, budget=1.0, verdict=verdict)])))
+    page = Page(html(result_of([replace(SIMPLE, error=share, tolerance=1.0, verdict=verdict)])))
     cells = [kinds for tag, kinds, _ in page.elements if tag == "td" and kinds]
     assert cells == [[f"s{step}"]]
 
@@ -381,7 +381,7 @@ def open_page(browser: str, path: Path) -> tuple[str, str]:
     """Return the DOM after rendering, and what the browser's console was told."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={path.parent / 'profile'}"]
-    command = [browser, *options, "--timeout=20000", "--virtual-time-budget=3000", "--dump-dom", path.as_uri()]
+    command = [browser, *options, "--timeout=20000", "--virtual-time-tolerance=3000", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
@@ -434,7 +434,7 @@ def test_junit_has_a_test_case_per_case_and_dtype(result):
     assert [int(suites["jax"].get(name)) for name in ("tests", "failures", "skipped")] == [5, 0, 1]
     cases = {case.get("name"): case for case in suites["torch"].iter("testcase")}
     first = cases["full/padded (float64)"].find("failure")
-    assert first.get("message").startswith(f"{GUILTY}: error 0.25, budget 1e-12")
+    assert first.get("message").startswith(f"{GUILTY}: error 0.25, tolerance 1e-12")
     assert first.text.startswith("torch does not scale the scores [exact]\n")
     assert first.get("type") == DIVERGES
     assert cases["full/padded (float32)"].find("failure").get("type") == IMPRECISE
@@ -473,7 +473,7 @@ def test_tree_folds_what_is_fine():
     assert lines[0] == "torch float64 full/padded: a sentence [likely]"
     assert [line for line in lines if "encoder.layers.0 to 1  fine, 24 tensors" in line]
     guilty = [line for line in lines if "<-" in line]
-    assert [line.strip("│├└─ ") for line in guilty] == ["inner  error 2.5e-01, budget 1e-12  <- introduced here"]
+    assert [line.strip("│├└─ ") for line in guilty] == ["inner  error 2.5e-01, tolerance 1e-12  <- introduced here"]
     assert any(line.endswith("decoder.layers.1  inherited, 20 of 20, error up to 2.5e-01") for line in lines)
     assert len(lines) <= LINES
 

@@ -63,7 +63,7 @@ BATCHES = [make_batch(0), make_batch(1), without_labels(make_batch(2)), make_bat
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_compilation(backends):
-    """Let XLA optimise little: that is half the time of this file. The rung of ``parity check`` takes the other way."""
+    """Let XLA optimise little: that is half the time of this file. ``parity check`` takes the other way."""
     if "jax" not in [backend.name for backend in backends]:
         yield
         return

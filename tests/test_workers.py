@@ -18,7 +18,7 @@ from transformer_parity.compare.findings import AGREES, FAILED, SKIPPED, Finding
 from transformer_parity.system import child, start
 
 FLOAT64 = Setting(("float64",))
-FORWARD = partial(port_cases, rungs=[ACTIVATIONS])
+FORWARD = partial(port_cases, stages=[ACTIVATIONS])
 
 PORT = """
 import os, signal, sys, time

@@ -1,4 +1,4 @@
-"""The statistics of ``parity bench``: what came of each contestant, and how two compare from round to round."""
+"""The statistics of ``parity bench``: what came of each participant, and how two compare from round to round."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TIMES = ("first_seconds", "seconds", "cores", "loaded_bytes", "peak_bytes")
 
 @dataclass
 class Entry:
-    """A contestant, and what came of it.
+    """A participant, and what came of it.
 
     Attributes:
         name: What it is called in tables.
-        has_result: Whether there is anything to agree about; without, it is a yardstick and not a competitor.
+        has_result: Whether there is anything to agree about; without, it is a baseline and not a competitor.
         verdict: AGREES as long as every result did.
         problem: Why it does not, or why it could not be timed.
         near_ties: Where its tokens differ, and may.

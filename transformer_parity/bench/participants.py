@@ -17,7 +17,7 @@ from reference_numpy.functional import FEW_ROWS
 from reference_numpy.search_plan import SearchResult
 from transformer_parity.bench.peers import PEERS, Peer
 from transformer_parity.bench.peers.marian import marian_model
-from transformer_parity.bench.rounds import Contestant
+from transformer_parity.bench.rounds import Participant
 from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.ports.protocol import Decoded, MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
@@ -179,7 +179,7 @@ class Other:
 
     def show(self) -> Any:
         """Its steps are its own affair."""
-        raise NotImplementedError(f"{self.name} does not show its steps, so what differs cannot be judged")
+        raise NotImplementedError(f"{self.name} does not show its steps, so a difference cannot be explained")
 
 
 class ForwardOther(Other):
@@ -313,7 +313,7 @@ class Products:
 
 
 @dataclass
-class Yardstick:
+class MatrixRate:
     """One large matrix product through NumPy: the rate that the machine is measured by."""
 
     name: str = "matrix rate"
@@ -349,12 +349,12 @@ class Yardstick:
         raise NotImplementedError("only a matrix product")
 
 
-OURS: dict[str, dict[str, Contestant]] = {
+OURS: dict[str, dict[str, Participant]] = {
     "forward": {name: ForwardPackage(name) for name in PORTS},
     "train": {name: TrainPackage(name) for name in PORTS},
     "decode": {name: DecodePackage(name) for name in PORTS},
 }
-OTHERS: dict[str, dict[str, Contestant]] = {
+OTHERS: dict[str, dict[str, Participant]] = {
     "forward": {name: ForwardOther(peer) for name, peer in PEERS.items()},
     "train": {name: TrainOther(peer) for name, peer in PEERS.items()},
     "decode": {
@@ -365,7 +365,7 @@ OTHERS: dict[str, dict[str, Contestant]] = {
 }
 
 
-def others(work: Work) -> list[Contestant]:
+def others(work: Work) -> list[Participant]:
     """Return who else does some work: only Marian has a beam search, and none computes activations again."""
     if isinstance(work, DecodeWork) and work.beam_size is not None:
         return [OTHERS["decode"]["marian"]]

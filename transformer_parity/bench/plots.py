@@ -1,4 +1,4 @@
-"""The pictures of ``parity bench``: one bar for each contestant, or one line for each over a size that grows."""
+"""The pictures of ``parity bench``: one bar for each participant, or one line for each over a size that grows."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entr
 def draw_growth(
     title: str, details: str, axis: str, values: Sequence[int], races: Sequence[Sequence[Entry]], machine: str
 ) -> Figure:
-    """Draw time and memory over a size that grows, one line for each contestant, both axes logarithmic.
+    """Draw time and memory over a size that grows, one line for each participant, both axes logarithmic.
 
     Args:
         title: What was done.

@@ -1,4 +1,4 @@
-"""A process for each contestant, and interleaved rounds: in each, everybody runs once, while all others wait."""
+"""A process for each participant, and interleaved rounds: in each, everybody runs once, while all others wait."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 PAUSE = 0.25  # seconds between two runs: threads that are out of work go on spinning for up to 0.2 (Intel's OpenMP)
 
 
-class Contestant(Protocol):
+class Participant(Protocol):
     """What runs in a process. It is sent there before it has imported anything."""
 
     @property
@@ -52,14 +52,14 @@ class Contestant(Protocol):
         """Do the work: what is timed."""
 
     def result(self, found: Any) -> Any:
-        """Return what ``run`` found, in the form in which it is judged."""
+        """Return what ``run`` found, in the form in which it is verified."""
 
     def show(self) -> Any:
-        """Do it again, and return every step: for a judge to whom the result alone does not say enough."""
+        """Do it again, and return every step: where the result alone is not enough to verify it."""
 
 
 Verify = Callable[[Any, Callable[[], Any]], str]  # takes a result, and what shows its steps; returns its near-ties
-Tell = Callable[[str, str], None]  # is told a contestant's name and what it does now
+Tell = Callable[[str, str], None]  # is told a participant's name and what it does now
 
 
 @dataclass(frozen=True)
@@ -87,25 +87,25 @@ class RacerError(Exception):
 
 
 class Racer:
-    """A contestant in a process of its own, and the pipe to it."""
+    """A participant in a process of its own, and the pipe to it."""
 
-    def __init__(self, contestant: Contestant, entry: Entry, folder: Path) -> None:
+    def __init__(self, participant: Participant, entry: Entry, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self.entry = entry
-        self.log = folder / f"{contestant.name}.log"
+        self.log = folder / f"{participant.name}.log"
         self.log.touch()
         self.connection, other_end = context.Pipe()
-        self.process = context.Process(target=_work, args=(contestant, other_end, self.log), daemon=True)
+        self.process = context.Process(target=_work, args=(participant, other_end, self.log), daemon=True)
         self.process.start()
         other_end.close()  # ours, so that the end of the process is the end of the pipe
 
     def ask(self, method: str, *arguments: Any) -> Reply:
-        """Call a method of the contestant and wait for its reply."""
+        """Call a method of the participant and wait for its reply."""
         self.send(method, *arguments)
         return self.receive(method)
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Call a method of the contestant, whose reply has to be received later."""
+        """Call a method of the participant, whose reply has to be received later."""
         with contextlib.suppress(OSError):  # of a dead process: said when its reply is missing
             self.connection.send((method, arguments))
 
@@ -128,15 +128,15 @@ class Racer:
 
 
 @contextmanager
-def started(contestants: Sequence[Contestant], entries: Sequence[Entry], threads: int) -> Iterator[list[Racer]]:
-    """Start a process for each contestant, all importing at the same time; they end with the block."""
+def started(participants: Sequence[Participant], entries: Sequence[Entry], threads: int) -> Iterator[list[Racer]]:
+    """Start a process for each participant, all importing at the same time; they end with the block."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         racers: list[Racer] = []
         try:
             switches = dict.fromkeys(SWITCHES, str(threads))  # read when NumPy or a framework is imported
             with _environment({**switches, "PYTHONWARNINGS": QUIET}):
-                for contestant, entry in zip(contestants, entries, strict=True):
-                    racers.append(Racer(contestant, entry, Path(folder)))
+                for participant, entry in zip(participants, entries, strict=True):
+                    racers.append(Racer(participant, entry, Path(folder)))
             for racer in racers:
                 racer.send("prepare")
             yield racers
@@ -148,7 +148,7 @@ def started(contestants: Sequence[Contestant], entries: Sequence[Entry], threads
                 racer.connection.close()
 
 
-def race(racers: Sequence[Racer], work: Any, weights: Path, rounds: int, judge: Verify, tell: Tell) -> None:
+def race(racers: Sequence[Racer], work: Any, weights: Path, rounds: int, verify: Verify, tell: Tell) -> None:
     """Let everybody load and warm up, one after another, then run in interleaved rounds.
 
     Each entry keeps what came of it, so that an interruption loses the current run only. Who fails or returns a wrong
@@ -159,7 +159,7 @@ def race(racers: Sequence[Racer], work: Any, weights: Path, rounds: int, judge: 
         work: What there is to do.
         weights: The weight file.
         rounds: How often everybody runs.
-        judge: Raises DisagreementError if a result is wrong.
+        verify: Raises DisagreementError if a result is wrong.
         tell: Told what is about to happen.
     """
     for racer in racers:
@@ -171,15 +171,15 @@ def race(racers: Sequence[Racer], work: Any, weights: Path, rounds: int, judge: 
             tell(racer.entry.name, "loading")
             racer.entry.loaded_bytes = racer.ask("load", work, weights).held_bytes
             tell(racer.entry.name, "first call")
-            racer.entry.first_seconds = _run(racer, judge).seconds
+            racer.entry.first_seconds = _run(racer, verify).seconds
             tell(racer.entry.name, "warming up")
-            _run(racer, judge)
+            _run(racer, verify)
     for number in range(rounds):
         shift = number % len(racers)
         for racer in _still_in([*racers[shift:], *racers[:shift]]):
             tell(racer.entry.name, f"round {number + 1} of {rounds}")
             with _out_on_failure(racer.entry):
-                reply = _run(racer, judge)
+                reply = _run(racer, verify)
                 racer.entry.seconds.append(reply.seconds)
                 racer.entry.cores.append(reply.processor_seconds / reply.seconds)
                 if reply.peak_bytes is not None:
@@ -200,11 +200,11 @@ def _out_on_failure(entry: Entry) -> Iterator[None]:
         entry.verdict, entry.problem = DIVERGES, str(error)
 
 
-def _run(racer: Racer, judge: Verify) -> Reply:
+def _run(racer: Racer, verify: Verify) -> Reply:
     time.sleep(PAUSE)
     reply = racer.ask("run")
     if racer.entry.has_result:
-        racer.entry.near_ties = judge(reply.answer, lambda: racer.ask("show").answer) or racer.entry.near_ties
+        racer.entry.near_ties = verify(reply.answer, lambda: racer.ask("show").answer) or racer.entry.near_ties
     return reply
 
 
@@ -221,7 +221,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _work(contestant: Contestant, pipe: Connection, log: Path) -> None:
+def _work(participant: Participant, pipe: Connection, log: Path) -> None:
     """Answer calls until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     with log.open("w") as file:  # whatever a framework prints stays off the terminal
@@ -237,10 +237,10 @@ def _work(contestant: Contestant, pipe: Connection, log: Path) -> None:
         start, processor_start = time.perf_counter(), time.process_time()
         reply: Reply | str
         try:
-            answer = getattr(contestant, method)(*arguments)
+            answer = getattr(participant, method)(*arguments)
             taken = time.perf_counter() - start, time.process_time() - processor_start
             memory = peak_bytes(), held_bytes()
-            reply = Reply(contestant.result(answer) if method == "run" else answer, *taken, *memory)
+            reply = Reply(participant.result(answer) if method == "run" else answer, *taken, *memory)
         except Exception as error:  # the parent's to report
             reply = f"{type(error).__name__}: {error}"
         pipe.send(reply)

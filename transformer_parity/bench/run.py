@@ -12,9 +12,9 @@ from typing import Any
 
 import reference_numpy as ref
 from transformer_parity.bench.measurements import Entry, Spread
-from transformer_parity.bench.participants import OURS, Products, Yardstick, others
-from transformer_parity.bench.rounds import Contestant, Tell, race, started
-from transformer_parity.bench.verify import judge_of
+from transformer_parity.bench.participants import OURS, MatrixRate, Products, others
+from transformer_parity.bench.rounds import Participant, Tell, race, started
+from transformer_parity.bench.verify import verifier_of
 from transformer_parity.bench.workload import DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.compare.findings import AGREES, FAILED
 
@@ -56,35 +56,35 @@ def work_title(work: Work, axis: str) -> str:
     return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
 
 
-def choose_participants(work: Work, options: argparse.Namespace) -> list[Contestant]:
+def choose_participants(work: Work, options: argparse.Namespace) -> list[Participant]:
     """Return who does some work, in the order of the rounds."""
-    contestants = [OURS[work.task][name] for name in options.backends]
-    return [*contestants, *others(work), Products()] if options.peers else contestants
+    participants = [OURS[work.task][name] for name in options.backends]
+    return [*participants, *others(work), Products()] if options.peers else participants
 
 
 def time_work(
     work: Work, options: argparse.Namespace, progress: Progress, machine: dict[str, Any]
 ) -> tuple[list[Entry], bool]:
     """Let everybody do some work; return what came of it, and whether Ctrl-C cut it short."""
-    contestants = choose_participants(work, options)
-    entries = [Entry(contestant.name, contestant.has_result) for contestant in contestants]
-    yardstick = Yardstick()
-    rate_entry = Entry(yardstick.name, has_result=False)
+    participants = choose_participants(work, options)
+    entries = [Entry(participant.name, participant.has_result) for participant in participants]
+    baseline = MatrixRate()
+    rate_entry = Entry(baseline.name, has_result=False)
     interrupted = False
     try:
         with (
             progress(entries, options.rounds) as tell,
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-            started([*contestants, yardstick], [*entries, rate_entry], options.threads) as racers,
+            started([*participants, baseline], [*entries, rate_entry], options.threads) as racers,
         ):
             # While they import: their model, and what they are to find.
             file, weights = Path(folder) / "model.safetensors", work.weights()
             ref.save_weights(file, work.config, weights)
-            race(racers, work, file, options.rounds, judge_of(work, weights).judge, tell)
+            race(racers, work, file, options.rounds, verifier_of(work, weights).verify, tell)
     except KeyboardInterrupt:
         interrupted = True
     if rate_entry.is_timed:
-        machine["matrix_rate"] = yardstick.operations / Spread.of(rate_entry.seconds).median
+        machine["matrix_rate"] = baseline.operations / Spread.of(rate_entry.seconds).median
     for entry in entries:
         if entry.verdict == AGREES and not entry.seconds:
             entry.verdict, entry.problem = FAILED, "interrupted before it was timed"

@@ -203,7 +203,7 @@ def times_for_machines(work: Work, entries: Sequence[Entry], matrix_rate: float 
         "matrix_rate": matrix_rate,
         "work": {**asdict(work), "title": work.title, "operations": work.operations, "produced": work.produced},
         "config": work.config.to_dict(),
-        "contestants": [entry.to_dict() for entry in entries],
+        "participants": [entry.to_dict() for entry in entries],
         "ratios": {
             entry.name: {other.name: asdict(ratio(entry, other)) for other in timed if other is not entry}
             for entry in timed

@@ -12,8 +12,8 @@ from numpy import ndarray
 import reference_numpy as ref
 from reference_numpy.search_plan import SearchResult
 from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
-from transformer_parity.compare.near_ties import differing, explain, score, score_budget, summary
-from transformer_parity.compare.tolerances import POLICY, budget, relative_error
+from transformer_parity.compare.near_ties import differing, explain, score, score_tolerance, summary
+from transformer_parity.compare.tolerances import POLICY, relative_error, tolerance
 from transformer_parity.ports.protocol import Decoded
 
 
@@ -21,10 +21,10 @@ class DisagreementError(Exception):
     """A result is not what the reference computes; the message says where."""
 
 
-class Judge(Protocol):
+class Verifier(Protocol):
     """What the reference finds for some work, and what it says of others' results."""
 
-    def judge(self, result: Any, show: Callable[[], Any]) -> str:
+    def verify(self, result: Any, show: Callable[[], Any]) -> str:
         """Return which near-ties a result differs by, which is nothing as a rule.
 
         Args:
@@ -36,8 +36,8 @@ class Judge(Protocol):
         """
 
 
-class ForwardJudge:
-    """The truth is the reference's logits in float64; the budget is that of ``parity check`` for them."""
+class ForwardVerifier:
+    """The truth is the reference's logits in float64; the tolerance is that of ``parity check`` for them."""
 
     def __init__(self, work: ForwardWork, weights: Mapping[str, ndarray]) -> None:
         self.work = work
@@ -49,10 +49,10 @@ class ForwardJudge:
         self._counted[:, 0] = True  # the start symbol, which Marian spells like padding
         self._truth = truth[self._counted]
         usual = relative_error(rounded[self._counted], self._truth)
-        self._allowed = budget("logits", work.dtype, usual)
+        self._allowed = tolerance("logits", work.dtype, usual)
         self._accepted: ndarray | None = None
 
-    def judge(self, result: ndarray, show: Callable[[], Any]) -> str:
+    def verify(self, result: ndarray, show: Callable[[], Any]) -> str:
         """Refuse logits that are not the reference's."""
         expected = (*self._counted.shape, self._truth.shape[-1])
         if result.shape != expected:
@@ -69,7 +69,7 @@ class ForwardJudge:
         return ""
 
 
-class TrainJudge:
+class TrainVerifier:
     """The truth is the losses of the reference's trainer in float64, step by step; it trains as far as is asked.
 
     With dropout, everybody drops something else: a loss may then differ from the reference's by a few percent.
@@ -84,7 +84,7 @@ class TrainJudge:
         rounding = policy["loss_bfloat16"] if work.dtype == "bfloat16" else policy["loss"]
         self._allowed = policy["loss_with_dropout"] if work.dropout else rounding
 
-    def judge(self, result: tuple[int, float], show: Callable[[], Any]) -> str:
+    def verify(self, result: tuple[int, float], show: Callable[[], Any]) -> str:
         """Refuse the loss of a step, counted from 1, that is not the reference's."""
         step, loss = result
         while len(self._losses) < step:
@@ -99,11 +99,11 @@ class TrainJudge:
         return ""
 
 
-class DecodeJudge:
+class DecodeVerifier:
     """The truth is the reference's search in float64.
 
     Another result agrees if its tokens are the same, or differ by near-ties only, and if the scores are those of its
-    tokens, within the budget of ``parity check --rung decode``.
+    tokens, within the tolerance of ``parity check --stage decode``.
     """
 
     def __init__(self, work: DecodeWork, weights: Mapping[str, ndarray]) -> None:
@@ -111,9 +111,9 @@ class DecodeJudge:
         self._truth = ref.Transformer.from_weights(work.config, weights, "float64")
         self._rounded = ref.Transformer.from_weights(work.config, weights, "float32")
         self._expected = work.search.search(ref, self._truth, work.source_ids).nbest_ids
-        self._known: dict[bytes, tuple[str, ndarray, float]] = {}  # by tokens: near-ties, scores and their budget
+        self._known: dict[bytes, tuple[str, ndarray, float]] = {}  # by tokens: near-ties, scores and their tolerance
 
-    def judge(self, result: SearchResult, show: Callable[[], Decoded]) -> str:
+    def verify(self, result: SearchResult, show: Callable[[], Decoded]) -> str:
         """Return which near-ties a result differs by.
 
         Args:
@@ -152,16 +152,16 @@ class DecodeJudge:
             raise DisagreementError(summary(doubts))
         known = score(self._truth, work.source_ids, ids, work.search)
         usual = score(self._rounded, work.source_ids, ids, work.search)
-        return summary(doubts), known, score_budget(known, usual)
+        return summary(doubts), known, score_tolerance(known, usual)
 
 
-JUDGES: dict[str, Callable[[Any, Mapping[str, ndarray]], Judge]] = {
-    "forward": ForwardJudge,
-    "train": TrainJudge,
-    "decode": DecodeJudge,
+VERIFIERS: dict[str, Callable[[Any, Mapping[str, ndarray]], Verifier]] = {
+    "forward": ForwardVerifier,
+    "train": TrainVerifier,
+    "decode": DecodeVerifier,
 }
 
 
-def judge_of(work: Work, weights: Mapping[str, ndarray]) -> Judge:
-    """Return who judges results of some work."""
-    return JUDGES[work.task](work, weights)
+def verifier_of(work: Work, weights: Mapping[str, ndarray]) -> Verifier:
+    """Return what verifies the results of some work."""
+    return VERIFIERS[work.task](work, weights)

@@ -15,7 +15,7 @@ from transformer_parity.cases.inputs import hard_weights
 from transformer_parity.ports.protocol import SearchOptions
 
 ALL_DTYPES = ("float64", "float32", "bfloat16")
-ACTIVATIONS, GRADIENTS, STEPS, DECODE = RUNGS = ("activations", "gradients", "steps", "decode")  # what is compared
+ACTIVATIONS, GRADIENTS, STEPS, DECODE = STAGES = ("activations", "gradients", "steps", "decode")  # what is compared
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Case:
     seed: int = 0  # of the hard weights
     fast: bool = True  # run the fast path too; False where attention is as in another case: compiling takes its time
     dtypes: tuple[str, ...] = ALL_DTYPES  # presets differ in conventions, which bfloat16 cannot tell apart
-    rung: str = ACTIVATIONS
+    stage: str = ACTIVATIONS
     settings: TrainingConfig | None = None  # of the optimizer, for steps
     search: SearchOptions | None = None  # for decode
 

@@ -18,7 +18,7 @@ from reference_numpy.masks import causal_mask
 from reference_numpy.search import beam_search, greedy_search
 from reference_numpy.training_config import TrainingConfig
 from reference_numpy.transformer import Transformer
-from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, RUNGS, STEPS, Case, shrunk, tiny
+from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STAGES, STEPS, Case, shrunk, tiny
 from transformer_parity.cases.inputs import (
     BATCH,
     SOURCE,
@@ -49,7 +49,7 @@ def standard_cases() -> list[Case]:
 
 def preset_case(preset: str, *, thorough: bool = False) -> Case:
     """Return the full model of a preset, at a small size; thorough runs it in every dtype and on the fast path too."""
-    # For an implementation the deck's own sizes do, since what matters is the convention.
+    # For an implementation small sizes do: what matters is the convention.
     config = tiny(preset, d_v=8) if preset in IMPLEMENTATIONS else shrunk(preset)
     dtypes = ALL_DTYPES if thorough else ("float64", "float32")
     return Case(f"preset/{preset}", "presets", config, "", token_ids(config), fast=thorough, dtypes=dtypes)
@@ -136,7 +136,7 @@ def model_cases(config: TransformerConfig) -> list[Case]:
         inputs = with_labels(batches[name], config)
         dtypes = ("float64",)
         cases.append(
-            Case(f"gradients/{name}", "gradients", config, "", inputs, seed=seed, dtypes=dtypes, rung=GRADIENTS)
+            Case(f"gradients/{name}", "gradients", config, "", inputs, seed=seed, dtypes=dtypes, stage=GRADIENTS)
         )
     settings = TrainingConfig(**_SHORT, cooldown_steps=10)
     cases.append(replace(_step_case("port", config, settings), seed=seed))
@@ -187,7 +187,7 @@ def gradient_case(preset: str) -> Case:
     """Return the gradients of a preset's full model, at a small size."""
     case = preset_case(preset)
     inputs = with_labels(case.inputs, case.config)
-    return Case(f"gradients/{preset}", "gradients", case.config, "", inputs, dtypes=("float64",), rung=GRADIENTS)
+    return Case(f"gradients/{preset}", "gradients", case.config, "", inputs, dtypes=("float64",), stage=GRADIENTS)
 
 
 def _gradients() -> Iterator[Case]:
@@ -204,10 +204,10 @@ def _gradients() -> Iterator[Case]:
         "no_label": {**ids, "labels": nothing},
     }.items():
         dtypes = ("float64", "float32") if name in ("padded", "source_all_padding") else ("float64",)
-        yield Case(f"gradients/{name}", "gradients", config, "", inputs, dtypes=dtypes, rung=GRADIENTS)
+        yield Case(f"gradients/{name}", "gradients", config, "", inputs, dtypes=dtypes, stage=GRADIENTS)
     tied = tiny("annotated", tie_embeddings="target_output", target_vocab_size=41, activation="gelu_tanh")
     inputs = with_labels(token_ids(tied), tied)
-    yield Case("gradients/tied_target", "gradients", tied, "", inputs, dtypes=("float64",), rung=GRADIENTS)
+    yield Case("gradients/tied_target", "gradients", tied, "", inputs, dtypes=("float64",), stage=GRADIENTS)
     # The other rows of Table 3 differ in sizes and rates; `--preset` compares any of them.
     yield from map(gradient_case, ("paper_base", *IMPLEMENTATIONS))
 
@@ -231,7 +231,7 @@ def _step_case(name: str, config: TransformerConfig, settings: TrainingConfig) -
     config = config.replace(dropout=DropoutRates(embedding=0.0, residual=0.0))
     inputs = with_labels(token_ids(config), config)
     dtypes = ("float64",)
-    return Case(f"steps/{name}", "optimizer steps", config, "", inputs, dtypes=dtypes, rung=STEPS, settings=settings)
+    return Case(f"steps/{name}", "optimizer steps", config, "", inputs, dtypes=dtypes, stage=STEPS, settings=settings)
 
 
 def search_cases(preset: str) -> Iterator[Case]:
@@ -276,11 +276,11 @@ def _search_cases(
             {"source_ids": ids["source_ids"], "target_ids": target_ids},
             seed=seed,
             dtypes=dtypes,
-            rung=DECODE,
+            stage=DECODE,
             search=search,
         )
 
 
-def port_cases(port: PluginPort, rungs: Sequence[str] = RUNGS) -> list[Case]:
+def port_cases(port: PluginPort, stages: Sequence[str] = STAGES) -> list[Case]:
     """Return what a port with conventions of its own is compared on."""
-    return [case for case in model_cases(port.config()) if case.rung in rungs]
+    return [case for case in model_cases(port.config()) if case.stage in stages]

@@ -88,6 +88,6 @@ def _describe(failing: Sequence[Finding], number: int) -> str:
     """Say where it shows first: what comes later may only have inherited it."""
     first = failing[0]
     place = f"{first.case} {first.tap}{' on the fast path' if first.path == 'fast' else ''}"
-    detail = first.detail or f"error {first.error:.1e}, {first.share:.3g} times its budget of {first.budget:.1e}"
+    detail = first.detail or f"error {first.error:.1e}, {first.share:.3g} times its tolerance of {first.tolerance:.1e}"
     others = f"\n{len(failing)} of {number} comparisons fail." if number > 1 else ""
     return f"{WORDS[first.verdict]} {first.backend} {first.dtype} {place}: {detail}{others}"

@@ -16,7 +16,7 @@ from transformer_parity.cases.case import ACTIVATIONS, Case
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.exceptions import described
 from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Kept, Setting, failure
-from transformer_parity.diagnose.investigate import Inquiry, investigate, look
+from transformer_parity.diagnose.investigate import FailureReport, investigate, look
 from transformer_parity.diagnose.weight_audit import Fate, as_mistake, audit
 from transformer_parity.ports.compile_clock import COMPILING, Spent, listen_to_jax
 from transformer_parity.ports.registry import PORTS
@@ -35,7 +35,7 @@ class Message:
     environment: dict[str, str] | None = None
     done: bool = False
     audit: tuple[Fate, ...] = ()
-    inquiry: Inquiry | None = None
+    failure_report: FailureReport | None = None
     name: str = ""  # by which findings call it: said once, when it is imported
     steps: int = 0  # how many cases times dtypes there are: likewise
     spent: Spent | None = None  # said at the end
@@ -86,7 +86,7 @@ def work() -> None:
         steps = sum(len([dtype for dtype in job.setting.dtypes if dtype in case.dtypes]) for case in cases)
         tell(doing=doing, name=name, steps=steps)
         suspect = None
-        main = next((case for case in cases if case.rung == ACTIVATIONS and not case.block), None)
+        main = next((case for case in cases if case.stage == ACTIVATIONS and not case.block), None)
         if main is not None and isinstance(port, PluginPort):
             dtype = next(dtype for dtype in (*job.setting.dtypes, *port.kind.dtypes) if dtype in port.kind.dtypes)
             report(f"{dtype} {main.name}")
@@ -99,10 +99,12 @@ def work() -> None:
         for finding in compare(cases, port, job.setting, report, kept):
             made.append(finding)
             found.append(finding)
-        for inquiry in investigate(found, kept, cases, port, job.setting, job.backend, job.failures, report, suspect):
-            tell(doing=doing, inquiry=inquiry)
+        for failure_report in investigate(
+            found, kept, cases, port, job.setting, job.backend, job.failures, report, suspect
+        ):
+            tell(doing=doing, failure_report=failure_report)
         if job.attention and main is not None and all(f.verdict in (AGREES, SKIPPED) for f in found):
-            tell(doing=doing, inquiry=look(main, port, job.setting))
+            tell(doing=doing, failure_report=look(main, port, job.setting))
     except SystemExit as error:
         made.append(failure(name, f"it called sys.exit({error.code!r}) at {doing}"))
     except Exception as error:

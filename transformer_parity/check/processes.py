@@ -22,7 +22,7 @@ from queue import Empty, Queue
 
 from transformer_parity.check.one_port import Cases, Job, Message, title
 from transformer_parity.compare.findings import Finding, Setting, failure
-from transformer_parity.diagnose.investigate import Inquiry
+from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.weight_audit import Fate
 from transformer_parity.ports.compile_clock import Spent
 from transformer_parity.system import start
@@ -37,7 +37,7 @@ class Outcome:
     findings: list[Finding] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)  # by which findings call what was asked for
     audits: dict[str, tuple[Fate, ...]] = field(default_factory=dict)
-    inquiries: list[Inquiry] = field(default_factory=list)
+    failure_reports: list[FailureReport] = field(default_factory=list)
     spent: dict[str, Spent] = field(default_factory=dict)
 
 
@@ -50,8 +50,8 @@ def keep(message: Message, outcome: Outcome) -> None:
     outcome.findings += [replace(finding, backend=name) for finding in message.findings]
     if message.audit:
         outcome.audits[name] = message.audit
-    if message.inquiry is not None:
-        outcome.inquiries.append(message.inquiry.of(name))
+    if message.failure_report is not None:
+        outcome.failure_reports.append(message.failure_report.of(name))
     if message.environment:
         outcome.environment[name] = message.environment
     if message.spent:

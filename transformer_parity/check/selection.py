@@ -9,7 +9,7 @@ from rich.console import Console
 
 import reference_numpy as ref
 from reference_numpy.config import TransformerConfig
-from transformer_parity.cases.case import ACTIVATIONS, RUNGS, SENTENCES, Case
+from transformer_parity.cases.case import ACTIVATIONS, SENTENCES, STAGES, Case
 from transformer_parity.cases.standard import gradient_case, preset_case, search_cases, standard_cases
 from transformer_parity.compare.tolerances import EPS
 from transformer_parity.ports.package import COMPILED_IN_FULL
@@ -27,8 +27,8 @@ def choose_cases(options: argparse.Namespace, console: Console) -> list[Case]:
             cases += chain.from_iterable(map(search_cases, options.preset))
         else:
             cases += standard_cases()
-        cases = [case for case in cases if case.rung in options.rung]
-    if options.only != "deck" and ACTIVATIONS in options.rung:
+        cases = [case for case in cases if case.stage in options.stage]
+    if options.only != "cases" and ACTIVATIONS in options.stage:
         with console.status("learning subwords from the text"):
             cases += _sentence_cases(options)
     return cases
@@ -64,13 +64,13 @@ def left_out(options: argparse.Namespace) -> list[str]:
     if COMPILED_IN_FULL not in options.dtype:
         left_out.append(f"what XLA makes of a program for users (compiled in full in {COMPILED_IN_FULL})")
     if options.weights or options.only == "text":
-        left_out.append("the deck (left out by --weights or --only text)")
+        left_out.append("the standard cases (left out by --weights or --only text)")
     elif not options.backends:
         left_out.append("sentences, fully masked rows and parts of the model alone (ask for them with --backends)")
     elif options.preset:
-        left_out.append("the rest of the deck (left out by --preset)")
-    left_out += [f"{rung} (left out of --rung)" for rung in RUNGS if rung not in options.rung]
-    if options.only == "deck":
-        left_out.append("sentences (left out by --only deck)")
+        left_out.append("the other cases (left out by --preset)")
+    left_out += [f"{stage} (left out of --stage)" for stage in STAGES if stage not in options.stage]
+    if options.only == "cases":
+        left_out.append("sentences (left out by --only cases)")
     other = "cpu" if options.device == "gpu" else "gpu"
     return [*left_out, f"{other} (ask for it with --device {other})"]

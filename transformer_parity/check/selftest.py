@@ -124,7 +124,7 @@ def where_it_is(failures: list[Finding], mistake: Mistake) -> bool:
 
 def _blamed(case: Case, mistake: Mistake, failures: list[Finding], shown: Mapping[str, Any]) -> bool:
     """Whether blame puts the mistake where it is, too; true where there is nothing to replay."""
-    if case.rung not in (ACTIVATIONS, GRADIENTS) or mistake.dtype != "float64" or mistake.path != "taps":
+    if case.stage not in (ACTIVATIONS, GRADIENTS) or mistake.dtype != "float64" or mistake.path != "taps":
         return True
     if not mistake.at or mistake.at == outputs.LOSS or not shown:
         return True
@@ -175,7 +175,7 @@ class _Training:
 
 def _is_named(found: Diagnosis, case: Case, mistake: Mistake) -> bool:
     """Whether a diagnosis names a mistake: by its own name, or by that of the convention that it amounts to."""
-    known = hypotheses(case.config, case.rung)
+    known = hypotheses(case.config, case.stage)
     names = {mistake.name, *(other.name for other in known if content(other) == content(mistake))}
     return found.confidence == EXACT and not names.isdisjoint(found.hypotheses)
 

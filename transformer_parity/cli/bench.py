@@ -20,7 +20,7 @@ from transformer_parity.bench.imports import Pair
 from transformer_parity.bench.measurements import Entry, fastest, ratio, verdict
 from transformer_parity.bench.participants import OURS
 from transformer_parity.bench.plots import draw_growth, draw_times
-from transformer_parity.bench.rounds import Contestant, Tell
+from transformer_parity.bench.rounds import Participant, Tell
 from transformer_parity.bench.run import choose_participants, grown, make_work, time_work, work_title
 from transformer_parity.bench.workload import SIZES, DecodeWork, Work
 from transformer_parity.cli.options import add_backends, positive
@@ -179,7 +179,7 @@ def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
     """Add what there is to do, and who else does it."""
     default = DecodeWork if task == "decode" else Work
     parser.add_argument("--config", choices=SIZES, default=Work.size, help="default: %(default)s")
-    parser.add_argument("--peers", action="store_true", help="other people's implementations too, and yardsticks")
+    parser.add_argument("--peers", action="store_true", help="other people's implementations too, and baselines")
     threads = min(2, processors())
     parser.add_argument("--threads", type=positive, default=threads, metavar="N", help=f"of each, default: {threads}")
     for name, what in (
@@ -368,20 +368,20 @@ def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
-def _refused(task: str, options: argparse.Namespace, contestants: Sequence[Contestant]) -> int | None:
+def _refused(task: str, options: argparse.Namespace, participants: Sequence[Participant]) -> int | None:
     """Say, before anything is timed, what could not be done, and return the exit code."""
     try:
-        _check_options(options, contestants)
+        _check_options(options, participants)
     except (MissingFrameworkError, ValueError) as error:
         print(f"parity bench {task}: error: {error}", file=sys.stderr)
         return EXIT_CODES[FAILED]
     return None
 
 
-def _check_options(options: argparse.Namespace, contestants: Sequence[Contestant]) -> None:
-    for contestant in contestants:
-        contestant.check_installed()
-    names = [contestant.name for contestant in contestants if contestant.has_result]
+def _check_options(options: argparse.Namespace, participants: Sequence[Participant]) -> None:
+    for participant in participants:
+        participant.check_installed()
+    names = [participant.name for participant in participants if participant.has_result]
     against, plot = getattr(options, "against", None), getattr(options, "plot", None)
     threads, peers = getattr(options, "threads", 1), getattr(options, "peers", False)
     if against is not None and against not in names:
@@ -410,7 +410,7 @@ def _check_options(options: argparse.Namespace, contestants: Sequence[Contestant
 @contextmanager
 def progress(console: Console, entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
     """Show who does what: as bars on a terminal, as lines on standard error elsewhere."""
-    names = {entry.name for entry in entries}  # the yardstick is nobody's news
+    names = {entry.name for entry in entries}  # the baseline is nobody's news
     if not console.is_terminal:
         said: set[str] = set()
 
@@ -422,7 +422,7 @@ def progress(console: Console, entries: Sequence[Entry], rounds: int) -> Iterato
 
         yield say
         return
-    # Drawn when something new begins, and not in between: nothing else runs while a contestant does.
+    # Drawn when something new begins, and not in between: nothing else runs while a participant does.
     width = max(len(name) for name in names)
     columns = (f"{{task.fields[name]:{width}}}", BarColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 import reference_numpy as ref
 from reference_numpy.config import PRESETS
-from transformer_parity.cases.case import ACTIVATIONS, RUNGS, STEPS, Case
+from transformer_parity.cases.case import ACTIVATIONS, STAGES, STEPS, Case
 from transformer_parity.cases.standard import port_cases
 from transformer_parity.check.one_port import Message
 from transformer_parity.check.processes import SILENCE, Outcome, keep, run_all
@@ -31,7 +31,7 @@ from transformer_parity.mistakes.catalogue import parts
 from transformer_parity.mistakes.mistake import ALL
 from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
-from transformer_parity.report.diagnoses import print_audit, print_inquiry, to_row
+from transformer_parity.report.diagnoses import print_audit, print_failure_report, to_row
 from transformer_parity.report.html import write_html
 from transformer_parity.report.junit import write_junit
 from transformer_parity.report.result import build, write_json
@@ -47,7 +47,7 @@ from transformer_parity.system.machine import describe_machine
 
 EXAMPLES = """
 examples:
-  parity check                                       the deck and the shipped sentences, every port
+  parity check                                       all cases and the shipped sentences, every port
   parity check --backends torch,jax --dtype float64  two ports, semantics only
   parity check --preset marian,fairseq               two published conventions
   parity check --text train.en.gz train.de.gz        your own sentences
@@ -104,14 +104,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--preset", type=one_or_more(PRESETS), metavar="NAME[,NAME]", help="only these; see `parity info` for the list"
     )
     parser.add_argument(
-        "--rung",
-        type=one_or_more(RUNGS),
-        default=list(RUNGS),
-        metavar=",".join(RUNGS),
+        "--stage",
+        type=one_or_more(STAGES),
+        default=list(STAGES),
+        metavar=",".join(STAGES),
         help="every intermediate value; every gradient; weights and moments after 1, 5 and 20 steps; "
         "tokens and scores of greedy and beam search. Default: all",
     )
-    parser.add_argument("--only", choices=("deck", "text"), help="only the deck, or only the sentences")
+    parser.add_argument("--only", choices=("cases", "text"), help="only the small cases, or only the sentences")
     parser.add_argument(
         "--weights", type=Path, metavar="FILE", help="a model of yours, on the sentences, in subwords learned from them"
     )
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
 
     started = time.monotonic()
     # Only in its own process is known what a port of the user's is.
-    plugins = dict.fromkeys(options.port, partial(port_cases, rungs=tuple(options.rung)))
+    plugins = dict.fromkeys(options.port, partial(port_cases, stages=tuple(options.stage)))
     messages = run_all(
         [*ports, *plugins],
         {**dict.fromkeys(ports, cases), **plugins},
@@ -187,8 +187,8 @@ def _report(
     print_depth(console, findings, ports)
     print_near_ties(console, findings)
     print_problems(console, findings)
-    for inquiry in outcome.inquiries:
-        print_inquiry(console, inquiry)
+    for failure_report in outcome.failure_reports:
+        print_failure_report(console, failure_report)
     print_skips(console, findings)
     for what in left_out(options):
         console.print(f"NOT TESTED: {what}")
@@ -203,12 +203,12 @@ def _report(
         weights=options.weights,
         text=options.text or (),
         not_tested=left_out(options),
-        blames=[inquiry.blame for inquiry in outcome.inquiries if inquiry.blame],
-        diagnoses=[to_row(inquiry) for inquiry in outcome.inquiries if inquiry.diagnosis],
+        blames=[failure_report.blame for failure_report in outcome.failure_reports if failure_report.blame],
+        diagnoses=[to_row(failure_report) for failure_report in outcome.failure_reports if failure_report.diagnosis],
         audits=[
             {"backend": name, "weights": [fate.to_dict() for fate in fates]} for name, fates in outcome.audits.items()
         ],
-        attention=[row for inquiry in outcome.inquiries for row in inquiry.attention],
+        attention=[row for failure_report in outcome.failure_reports for row in failure_report.attention],
         seconds=seconds,
         spent=outcome.spent,
     )
@@ -232,11 +232,11 @@ def _interpreters(options: argparse.Namespace) -> dict[str, str]:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Refuse options of which one would be ignored, and a result that could not be written."""
-    if options.only == "deck" and (options.text or options.weights):
-        raise ValueError("--text and --weights are about the sentences, which --only deck leaves out")
-    if ACTIVATIONS not in options.rung and (options.text or options.weights or options.only == "text"):
-        raise ValueError(f"sentences are compared by --rung {ACTIVATIONS}")
-    if options.preset and options.rung == [STEPS]:
+    if options.only == "cases" and (options.text or options.weights):
+        raise ValueError("--text and --weights are about the sentences, which --only cases leaves out")
+    if ACTIVATIONS not in options.stage and (options.text or options.weights or options.only == "text"):
+        raise ValueError(f"sentences are compared by --stage {ACTIVATIONS}")
+    if options.preset and options.stage == [STEPS]:
         raise ValueError("optimizer steps are compared on models of their own: leave out --preset")
     if options.weights and options.preset:
         raise ValueError("--weights brings its own config: leave out --preset")

@@ -27,7 +27,7 @@ from transformer_parity.compare.findings import (
     is_near_tie,
     overall,
 )
-from transformer_parity.diagnose.investigate import Inquiry
+from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.golden import format
 from transformer_parity.golden.compare import compare_folders, folder_pairs, investigate, labelled, untested_dtypes
 from transformer_parity.golden.format import DTYPES, Folder
@@ -36,7 +36,7 @@ from transformer_parity.ports.package import PackagePort
 from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort
-from transformer_parity.report.diagnoses import print_inquiry, to_row
+from transformer_parity.report.diagnoses import print_failure_report, to_row
 from transformer_parity.report.result import plain, write_json
 from transformer_parity.report.tables import print_near_ties, print_problems, print_summary, summarise, verdict_line
 from transformer_parity.system.environment import quiet_frameworks
@@ -127,13 +127,13 @@ def _write(
 ) -> list[str]:
     """Write all folders at once, or nothing, and return what there is to say about them."""
     said = []
-    decks = {name: golden_cases(config) for name, config in configs.items()}
+    chosen = {name: golden_cases(config) for name, config in configs.items()}
     with format.replaced(options.out, force=options.force) as folder:
-        total = sum(dtype in case.dtypes for cases in decks.values() for case in cases for dtype in options.dtype)
+        total = sum(dtype in case.dtypes for cases in chosen.values() for case in cases for dtype in options.dtype)
         device = options.device or "cpu"
         producer = describe(port, options.dtype, device)
         with _progress(console, port.name, total) as advance:
-            for name, cases in decks.items():
+            for name, cases in chosen.items():
                 computed, left_out = compute(port, cases, options.dtype, device, advance)
                 dtypes = [dtype for dtype in options.dtype if any(dtype in tensors for _, tensors in computed)]
                 if not computed:
@@ -174,7 +174,7 @@ examples:
   parity compare truth mine                     mine: the same cases, computed by you; see docs/golden.md
   parity compare truth mine --json result.json
 
-float64 is judged by the budgets of the policy; float32 by the error that the float32 tensors of A make themselves.
+float64 is judged by the tolerances of the policy; float32 by the error that the float32 tensors of A make themselves.
 What B leaves out is skipped if its manifest says so, and a failure otherwise.
 
 exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
@@ -201,7 +201,7 @@ def run_compare(options: argparse.Namespace) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     started = time.monotonic()
     findings: list[Finding] = []
-    inquiries: list[Inquiry] = []
+    failure_reports: list[FailureReport] = []
     try:
         if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
             raise ValueError(f"--json {options.json} is no file that could be written")
@@ -209,7 +209,7 @@ def run_compare(options: argparse.Namespace) -> int:
         for name, (truth, judged) in pairs.items():
             of_model = list(compare_folders(truth, judged))
             findings += labelled(name, of_model)
-            inquiries += investigate(of_model, judged)
+            failure_reports += investigate(of_model, judged)
     except (OSError, ValueError) as error:
         print(f"parity compare: error: {error}", file=sys.stderr)
         return EXIT_CODES[FAILED]
@@ -220,8 +220,8 @@ def run_compare(options: argparse.Namespace) -> int:
     print_near_ties(console, findings)
     _print_skipped(console, findings)
     print_problems(console, findings)
-    for inquiry in inquiries:
-        print_inquiry(console, inquiry)
+    for failure_report in failure_reports:
+        print_failure_report(console, failure_report)
     not_tested = untested_dtypes(pairs)
     for what in not_tested:
         console.print(f"NOT TESTED: {what}")
@@ -229,8 +229,10 @@ def run_compare(options: argparse.Namespace) -> int:
     code = exit_code(findings)
     if options.json is not None:
         result = _result(options, pairs, findings, not_tested)
-        result["blames"] = [inquiry.blame.to_dict() for inquiry in inquiries if inquiry.blame]
-        result["diagnoses"] = [to_row(inquiry) for inquiry in inquiries]
+        result["blames"] = [
+            failure_report.blame.to_dict() for failure_report in failure_reports if failure_report.blame
+        ]
+        result["diagnoses"] = [to_row(failure_report) for failure_report in failure_reports]
         write_json(options.json, plain(result))
     return code
 

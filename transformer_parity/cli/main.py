@@ -13,6 +13,9 @@ from transformer_parity.cli import bench, check, golden, info, show, train, tran
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
 
 
+RENAMED = {"--rung": "--stage"}  # option names of the release before
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors exit with 3, because 2 means something else here."""
 
@@ -20,6 +23,20 @@ class Parser(argparse.ArgumentParser):
         """Print usage and message, and exit."""
         self.print_usage(sys.stderr)
         self.exit(INCOMPLETE, f"{self.prog}: error: {message}\n")
+
+
+def _renamed(arguments: list[str]) -> list[str]:
+    """Return the arguments with the present names of options, and print a note for each old one."""
+    found = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name in RENAMED:
+            print(
+                f"parity: {name} is now called {RENAMED[name]}; the old name goes with the next release",
+                file=sys.stderr,
+            )
+        found.append(RENAMED.get(name, name) + equals + value)
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         show.add_parser_why,
     ):
         add_parser(commands)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(_renamed(sys.argv[1:] if arguments is None else arguments))
     try:
         return options.run(options)
     except BrokenPipeError:  # the reader, such as `head`, has had enough

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 import reference_numpy as ref
 from reference_numpy.checks import check_positions
 from transformer_parity.cli.options import add_backends, add_search, positive, search_options
-from transformer_parity.compare.near_ties import Judge, Tokens, summary
+from transformer_parity.compare.near_ties import PrefixScorer, Tokens, summary
 from transformer_parity.compare.tolerances import EPS
 from transformer_parity.figures.attention import TAPS, draw_heads
 from transformer_parity.figures.style import FORMATS, STYLE, write
@@ -305,9 +305,9 @@ def _compare(
     def reference(dtype: str) -> ref.Transformer:
         return ref.Transformer.from_weights(trained.config, trained.weights, dtype)
 
-    def judge(source: ndarray) -> Judge:
+    def judge(source: ndarray) -> PrefixScorer:
         rounded = None if options.dtype == "float64" else reference(options.dtype)
-        return Judge(reference("float64"), rounded, source)
+        return PrefixScorer(reference("float64"), rounded, source)
 
     report: list[str] = []
     counts = dict.fromkeys((SAME, NEAR_TIE, DIVERGENCE), 0)

@@ -16,7 +16,7 @@ from transformer_parity.cases.case import ACTIVATIONS, DECODE, STEPS, Case
 from transformer_parity.compare import outputs
 from transformer_parity.compare.exceptions import described
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding, Kept, Setting
-from transformer_parity.compare.near_ties import explain, score, score_budget, summary
+from transformer_parity.compare.near_ties import explain, score, score_tolerance, summary
 from transformer_parity.compare.outputs import (
     OUTPUT,
     SCORES,
@@ -27,7 +27,7 @@ from transformer_parity.compare.outputs import (
     searched,
     structure_problem,
 )
-from transformer_parity.compare.tolerances import budget, relative_error
+from transformer_parity.compare.tolerances import relative_error, tolerance
 from transformer_parity.ports.package import LoadedPackage
 from transformer_parity.ports.protocol import Decoded, LoadedPort, MissingAbilityError, Port, Result
 from transformer_parity.ports.registry import PORTS
@@ -41,7 +41,7 @@ class Expected:
 
     output: ndarray
     taps: dict[str, ndarray]
-    yardstick: dict[str, float]
+    baseline: dict[str, float]
 
 
 def compare(
@@ -76,7 +76,7 @@ def compare(
 
 def _model(case: Case) -> tuple[Any, ...]:
     """Return what has to be loaded; training changes a model, so what is to take steps is loaded for that alone."""
-    return case.config, case.weights_file, case.seed, case.rung == STEPS and case.name
+    return case.config, case.weights_file, case.seed, case.stage == STEPS and case.name
 
 
 def _compare_group(
@@ -118,12 +118,12 @@ def _compare_group(
         inputs = given(case.inputs, dtype)
         shown: dict[str, ndarray] = {}
         try:
-            if case.rung == ACTIVATIONS:
+            if case.stage == ACTIVATIONS:
                 if case.name not in known:
                     known[case.name] = truth.run(case.block, inputs, taps=True)
                 expected = _expect(case.block, inputs, known[case.name], same_dtype)
                 findings = _compare_case(case, loaded, inputs, expected, port.name, dtype, setting, shown)
-            elif case.rung == DECODE:
+            elif case.stage == DECODE:
                 findings = _compare_decoding(case, loaded, inputs, truth, same_dtype, port.name, dtype, shown)
             else:
                 findings = _compare_training(case, loaded, inputs, truth, same_dtype, port.name, dtype, shown)
@@ -136,15 +136,15 @@ def _compare_group(
 
 
 def _expect(block: str, inputs: Mapping[str, ndarray], exact: Result, same_dtype: LoadedPort | None) -> Expected:
-    """Run the reference in the working dtype for the yardstick; in float64 it has been run."""
+    """Run the reference in the working dtype for the baseline; in float64 it has been run."""
     if not all(np.isfinite(value).all() for value in (exact.output, *exact.taps.values())):
         raise ValueError("the reference itself is not finite here")
-    yardstick = {}
+    baseline = {}
     if same_dtype is not None:
         rounded = same_dtype.run(block, inputs, taps=True)
-        yardstick = {name: relative_error(rounded.taps[name], value) for name, value in exact.taps.items()}
-        yardstick[OUTPUT] = relative_error(rounded.output, exact.output)
-    return Expected(exact.output, exact.taps, yardstick)
+        baseline = {name: relative_error(rounded.taps[name], value) for name, value in exact.taps.items()}
+        baseline[OUTPUT] = relative_error(rounded.output, exact.output)
+    return Expected(exact.output, exact.taps, baseline)
 
 
 def _compare_case(
@@ -160,7 +160,7 @@ def _compare_case(
     """Compare every tap, then the output on the fast path."""
 
     def judge(path: str, tap: str, actual: ndarray, truth: ndarray) -> Finding:
-        allowed = budget(tap, dtype, expected.yardstick.get(tap, 0.0), setting.precision, setting.device)
+        allowed = tolerance(tap, dtype, expected.baseline.get(tap, 0.0), setting.precision, setting.device)
         problem = structure_problem(actual, truth, dtype)
         error = math.inf if problem else relative_error(actual, truth)
         verdict = AGREES if error <= allowed else DIVERGES if problem or dtype == "float64" else IMPRECISE
@@ -196,11 +196,11 @@ def _compare_training(
     expected = observe_training(case, truth, inputs, dtype)
     if not all(np.isfinite(value).all() for value in expected.values()):
         raise ValueError("the reference itself is not finite here")
-    rounded = {} if same_dtype is None or case.rung == STEPS else observe_training(case, same_dtype, inputs, dtype)
-    yardstick = {name: outputs.training_error(name, rounded, expected) for name in rounded}
+    rounded = {} if same_dtype is None or case.stage == STEPS else observe_training(case, same_dtype, inputs, dtype)
+    baseline = {name: outputs.training_error(name, rounded, expected) for name in rounded}
     actual = observe_training(case, loaded, inputs, dtype)
     shown.update(actual)
-    path = "fast" if case.rung == STEPS else "taps"
+    path = "fast" if case.stage == STEPS else "taps"
 
     def found(name: str, error: float, allowed: float, problem: str = "") -> Finding:
         verdict = AGREES if error <= allowed else DIVERGES if problem or dtype == "float64" else IMPRECISE
@@ -220,8 +220,8 @@ def _compare_training(
         if name in actual:
             problem = structure_problem(actual[name], value, dtype if value.ndim else "float64")
             error = math.inf if problem else outputs.training_error(name, actual, expected)
-            whole = yardstick.get(outputs.WHOLE, 0.0)
-            yield found(name, error, outputs.training_budget(name, dtype, yardstick.get(name, 0.0), whole), problem)
+            whole = baseline.get(outputs.WHOLE, 0.0)
+            yield found(name, error, outputs.training_tolerance(name, dtype, baseline.get(name, 0.0), whole), problem)
 
 
 def _compare_decoding(
@@ -251,7 +251,7 @@ def _compare_decoding(
             usual = 0.0 if rounded is None else relative_error(rounded(source_ids, inputs["target_ids"]), whole)
             problem = structure_problem(logits, whole, dtype)
             error = math.inf if problem else relative_error(logits, whole)
-            yield judge("cached", "logits", error, budget("logits", dtype, usual), "", problem)
+            yield judge("cached", "logits", error, tolerance("logits", dtype, usual), "", problem)
         except MissingAbilityError as missing:
             yield _skipped(backend, dtype, case, "cached", str(missing))
 
@@ -275,7 +275,7 @@ def _compare_decoding(
         return
     known = score(exact, source_ids, ids, options)
     usual_scores = None if rounded is None else score(rounded, source_ids, ids, options)
-    yield judge("fast", SCORES, relative_error(scores, known), score_budget(known, usual_scores))
+    yield judge("fast", SCORES, relative_error(scores, known), score_tolerance(known, usual_scores))
 
 
 def _round_trip(backend: str, case: Case, loaded: LoadedPort, weights: Mapping[str, ndarray], dtype: str) -> Finding:

@@ -29,14 +29,14 @@ class Finding:
     )
     tap: str
     error: float
-    budget: float
+    tolerance: float
     verdict: str
     detail: str = ""
 
     @property
     def share(self) -> float:
-        """How much of the budget the error uses; above 1 it fails."""
-        return self.error / self.budget if self.budget else (0.0 if self.error == 0.0 else math.inf)
+        """How much of the tolerance the error uses; above 1 it fails."""
+        return self.error / self.tolerance if self.tolerance else (0.0 if self.error == 0.0 else math.inf)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -91,7 +91,7 @@ def undecided(findings: Iterable[Finding]) -> list[str]:
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
-    """Return the finding with the worst verdict, and among equals the one that uses most of its budget."""
+    """Return the finding with the worst verdict, and among equals the one that uses most of its tolerance."""
     return max(findings, key=lambda finding: (SEVERITY.index(finding.verdict), finding.share))
 
 

@@ -102,7 +102,7 @@ class Continuations:
 
 
 @dataclass
-class Judge:
+class PrefixScorer:
     """The reference, asked about the prefixes of one sentence.
 
     Args:
@@ -157,7 +157,7 @@ def score(model: Transformer, source_ids: ndarray, nbest_ids: ndarray, options: 
     return scores.reshape(batch, count)
 
 
-def score_budget(exact: ndarray, rounded: ndarray | None) -> float:
+def score_tolerance(exact: ndarray, rounded: ndarray | None) -> float:
     """Return the largest relative error allowed to scores, from the reference's in float64 and in the working dtype."""
     if rounded is None:
         return POLICY["decode"]["float64"]["score"]
@@ -185,18 +185,18 @@ def summary(doubts: Sequence[Doubt]) -> str:
     return f"{len(doubts)} near-tie{'s' * (len(doubts) > 1)}; {largest}"
 
 
-def follow(judge: Judge, sentence: int, found: Decoded, options: SearchOptions) -> list[Doubt]:
+def follow(scorer: PrefixScorer, sentence: int, found: Decoded, options: SearchOptions) -> list[Doubt]:
     """Return every decision of a port's search of one sentence that the reference would have taken otherwise."""
-    config = judge.truth.config
-    limit = options.limit(int((judge.source != config.pad_id).sum()), config)
+    config = scorer.truth.config
+    limit = options.limit(int((scorer.source != config.pad_id).sum()), config)
     returned = [tokens_of(ids, config) for ids in found.result.nbest_ids[sentence]]
     if options.beam_size is None:
-        return _follow_greedy(judge, sentence, returned[0], limit)
+        return _follow_greedy(scorer, sentence, returned[0], limit)
     if found.result.nbest_scores is None:  # a port that is not asked for more than what came out of its beam
-        return _weigh(judge, sentence, returned[0], options, limit)
+        return _weigh(scorer, sentence, returned[0], options, limit)
     alive = [[tokens_of(ids, config) for ids in step[sentence]] for step in found.shown]
     alive = [[tokens for tokens in step if tokens] for step in alive]
-    return _BeamFollower(judge, sentence, options, limit).follow(alive, [tokens for tokens in returned if tokens])
+    return _BeamFollower(scorer, sentence, options, limit).follow(alive, [tokens for tokens in returned if tokens])
 
 
 def explain(
@@ -219,15 +219,15 @@ def explain(
     """
     doubts = []
     for row in differing(found.result.nbest_ids, expected, truth.config.pad_id):
-        of_row = follow(Judge(truth, rounded, source_ids[row]), row, found, options)
+        of_row = follow(PrefixScorer(truth, rounded, source_ids[row]), row, found, options)
         doubts += of_row or [Doubt(row, 0, math.inf, 0.0, "it returns something else, and no decision explains it")]
     return doubts
 
 
-def _follow_greedy(judge: Judge, sentence: int, tokens: Tokens, limit: int) -> list[Doubt]:
-    eos_id, doubts = judge.truth.config.eos_id, []
+def _follow_greedy(scorer: PrefixScorer, sentence: int, tokens: Tokens, limit: int) -> list[Doubt]:
+    eos_id, doubts = scorer.truth.config.eos_id, []
     for n in range(1, len(tokens) + 1):
-        ways = judge.continuations([tokens[: n - 1]])
+        ways = scorer.continuations([tokens[: n - 1]])
         (best, total), *others = ways.best(2)
         if tokens[:n] != best:
             noise = ways.noise([best, tokens[:n], *(other for other, _ in others)])
@@ -238,19 +238,19 @@ def _follow_greedy(judge: Judge, sentence: int, tokens: Tokens, limit: int) -> l
     return doubts
 
 
-def _weigh(judge: Judge, sentence: int, tokens: Tokens, options: SearchOptions, limit: int) -> list[Doubt]:
+def _weigh(scorer: PrefixScorer, sentence: int, tokens: Tokens, options: SearchOptions, limit: int) -> list[Doubt]:
     """Compare the score of a hypothesis with that of the one which the reference returns."""
-    truth, eos_id = judge.truth, judge.truth.config.eos_id
+    truth, eos_id = scorer.truth, scorer.truth.config.eos_id
     if eos_id in tokens[:-1] or not tokens or (tokens[-1] != eos_id and len(tokens) != limit):
         return [Doubt(sentence, len(tokens), math.inf, 0.0, "the hypothesis does not end where it should")]
-    best = options.search(search, truth, judge.source[None]).ids[0]
+    best = options.search(search, truth, scorer.source[None]).ids[0]
     candidates = [tokens, tokens_of(best, truth.config)]
     ids = np.full((1, 2, max(map(len, candidates))), truth.config.pad_id)
     for row, candidate in zip(ids[0], candidates, strict=True):
         row[: len(candidate)] = candidate
-    exact = score(truth, judge.source[None], ids, options)
-    usual = None if judge.rounded is None else score(judge.rounded, judge.source[None], ids, options)
-    noise = score_budget(exact, usual) * float(np.abs(exact).max())
+    exact = score(truth, scorer.source[None], ids, options)
+    usual = None if scorer.rounded is None else score(scorer.rounded, scorer.source[None], ids, options)
+    noise = score_tolerance(exact, usual) * float(np.abs(exact).max())
     margin = float(exact[0, 1] - exact[0, 0])
     what = "less" if margin > 0.0 else "more, so that it was not found by such a beam"
     return [Doubt(sentence, 0, abs(margin), noise, f"{_shortened(tokens)} is returned, and scores {what}")]
@@ -259,9 +259,9 @@ def _weigh(judge: Judge, sentence: int, tokens: Tokens, options: SearchOptions, 
 class _BeamFollower:
     """Goes through a beam search beside a port, always on from the port's own beam."""
 
-    def __init__(self, judge: Judge, sentence: int, options: SearchOptions, limit: int) -> None:
-        self.judge = judge
-        self.eos_id = judge.truth.config.eos_id
+    def __init__(self, scorer: PrefixScorer, sentence: int, options: SearchOptions, limit: int) -> None:
+        self.scorer = scorer
+        self.eos_id = scorer.truth.config.eos_id
         self.sentence = sentence
         self.options = options
         self.limit = limit
@@ -276,7 +276,7 @@ class _BeamFollower:
         for n, kept in enumerate([*alive, []], 1):  # behind the last step, nothing goes on
             if not beam or not all(doubt.is_near_tie for doubt in self.doubts):
                 break
-            ways = self.judge.continuations(beam)
+            ways = self.scorer.continuations(beam)
             best = ways.best(2 * self.beam_size + 1)
             self.noise = max(self.noise, ways.noise([*kept, *(tokens for tokens, _ in best)]))
             self._finish(best, n)

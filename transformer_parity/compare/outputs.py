@@ -25,10 +25,10 @@ Tensors = dict[str, ndarray]
 def run(case: Case, loaded: LoadedPort, dtype: str) -> Tensors:
     """Return what a case computes, in the order of computation."""
     inputs = {name: array.copy() for name, array in case.inputs.items()}
-    if case.rung == ACTIVATIONS:
+    if case.stage == ACTIVATIONS:
         result = loaded.run(case.block, inputs, taps=True)
         return {**result.taps, OUTPUT: result.output}
-    if case.rung == DECODE:
+    if case.stage == DECODE:
         if case.search is None:
             raise ValueError("a search needs its options")
         found = loaded.search(inputs["source_ids"], case.search)
@@ -57,7 +57,7 @@ def searched(result: SearchResult, options: SearchOptions) -> dict[str, ndarray]
 
 def observe_training(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
     """Return what a case of gradients or optimizer steps shows of a model."""
-    if case.rung == GRADIENTS:
+    if case.stage == GRADIENTS:
         return gradients(loaded, inputs)
     if case.settings is None:
         raise ValueError(f"case {case.name} has no training settings")
@@ -101,12 +101,12 @@ def name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
 
 def tensors(loaded: Any, case: Case) -> dict[str, ndarray]:
     """Return all that a case shows of a port in float64, in the order of computation."""
-    if case.rung == ACTIVATIONS:
+    if case.stage == ACTIVATIONS:
         result = loaded.run(case.block, case.inputs, taps=True)
         return {**result.taps, OUTPUT: result.output}
-    if case.rung == GRADIENTS:
+    if case.stage == GRADIENTS:
         return gradients(loaded, case.inputs)
-    if case.rung == DECODE:
+    if case.stage == DECODE:
         options = case.search or SearchOptions()
         found = searched(loaded.search(case.inputs["source_ids"], options), options)
         if options.beam_size is None:
@@ -208,13 +208,13 @@ def _is_noise(name: str) -> bool:
     return name.endswith("key_proj.bias")
 
 
-def training_budget(name: str, dtype: str, yardstick: float, whole: float) -> float:
+def training_tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
     """Return the largest error allowed.
 
     Args:
         name: What is looked at.
         dtype: The working dtype.
-        yardstick: The error that the NumPy reference itself makes here in float32.
+        baseline: The error that the NumPy reference itself makes here in float32.
         whole: Likewise, for the whole gradient.
     """
     kind = "steps" if name.startswith("step ") else "gradients"
@@ -222,4 +222,4 @@ def training_budget(name: str, dtype: str, yardstick: float, whole: float) -> fl
     what = LOSS if name.endswith(LOSS) else "whole" if name == WHOLE else "tensor"
     if dtype == "float64" or kind == "steps":
         return rule[what]
-    return rule["ratio"] * max(yardstick, whole if what == "tensor" else 0.0) + rule["floor_in_eps"] * EPS[dtype]
+    return rule["ratio"] * max(baseline, whole if what == "tensor" else 0.0) + rule["floor_in_eps"] * EPS[dtype]

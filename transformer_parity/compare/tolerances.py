@@ -38,13 +38,13 @@ def relative_error(actual: ndarray, expected: ndarray) -> float:
     return float(np.sqrt(difference / norm))
 
 
-def budget(tap: str, dtype: str, yardstick: float, precision: str = "highest", device: str = "cpu") -> float:
+def tolerance(tap: str, dtype: str, baseline: float, precision: str = "highest", device: str = "cpu") -> float:
     """Return the largest relative error allowed at a tap.
 
     Args:
         tap: The tap's name; its last part says what kind of value it is.
         dtype: The working dtype.
-        yardstick: The error that the NumPy reference itself makes at this tap in float32.
+        baseline: The error that the NumPy reference itself makes at this tap in float32.
         precision: ``highest``, or ``fast``, which allows TF32.
         device: TF32 exists on a ``gpu`` only.
     """
@@ -54,7 +54,7 @@ def budget(tap: str, dtype: str, yardstick: float, precision: str = "highest", d
         kind = "scores_and_weights" if tap.rpartition(".")[2] in ("scores", "weights") else "tap"
         return POLICY["bfloat16"][kind]
     rule = POLICY["float32"]
-    allowed = rule["ratio"] * yardstick + rule["floor_in_eps"] * EPS["float32"]
+    allowed = rule["ratio"] * baseline + rule["floor_in_eps"] * EPS["float32"]
     if precision == "fast" and device == "gpu":
         return allowed * POLICY["tensorfloat32"]["eps"] / EPS["float32"]
     return allowed

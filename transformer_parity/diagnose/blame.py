@@ -27,7 +27,7 @@ from reference_numpy.taps import Recorder
 from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.compare import outputs
 from transformer_parity.compare.outputs import OUTPUT
-from transformer_parity.compare.tolerances import POLICY, budget, relative_error
+from transformer_parity.compare.tolerances import POLICY, relative_error, tolerance
 from transformer_parity.ports.package import LoadedPackage
 from transformer_parity.ports.protocol import LoadedPort, Replay
 from transformer_parity.ports.user import LoadedPlugin
@@ -44,14 +44,14 @@ class Mark:
         name: A tap; backwards, the gradient ``at`` a tap or ``of`` a parameter.
         free: The error in the port's own run.
         alone: The error that this block makes by itself, from right inputs; NaN where that cannot be told.
-        budget: The largest error allowed.
+        tolerance: The largest error allowed.
         verdict: Introduced here, inherited from further up, or fine.
     """
 
     name: str
     free: float
     alone: float
-    budget: float
+    tolerance: float
     verdict: str
 
 
@@ -63,7 +63,7 @@ class Blame:
         backend: The port.
         dtype: The working dtype.
         case: The name of the case.
-        rung: Activations, or gradients.
+        stage: Activations, or gradients.
         replayed: What was run again: ``port``, ``reference``, or ``nothing`` where no tap is shown.
         marks: In the order of computation.
     """
@@ -71,7 +71,7 @@ class Blame:
     backend: str
     dtype: str
     case: str
-    rung: str
+    stage: str
     replayed: str
     marks: tuple[Mark, ...]
 
@@ -115,27 +115,27 @@ def blame(
     """Say for every tap of a case, or for every gradient, whether its difference was introduced there.
 
     Args:
-        case: A full model's case of the rung ``activations`` or ``gradients``.
+        case: A full model's case of the stage ``activations`` or ``gradients``.
         inputs: What it is run on.
         loaded: The port.
         truth: The reference in float64.
-        same_dtype: The reference in float32, where that is the working dtype: its own rounding is the yardstick.
+        same_dtype: The reference in float32, where that is the working dtype: its own rounding is the baseline.
         backend: The port's name.
         dtype: The working dtype.
 
     Raises:
         ValueError: There is nothing to replay in such a case.
     """
-    if case.rung == ACTIVATIONS:
+    if case.stage == ACTIVATIONS:
         return _forward(case, inputs, loaded, truth, same_dtype, backend, dtype)
-    if case.rung == GRADIENTS:
+    if case.stage == GRADIENTS:
         return _backward(case, inputs, loaded, truth, backend, dtype)
-    raise ValueError(f"blocks can be replayed for activations and gradients: got {case.rung}")
+    raise ValueError(f"blocks can be replayed for activations and gradients: got {case.stage}")
 
 
 def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) -> Evidence:
     """Say the same of float64 tensors that somebody wrote down; arguments as in ``blame``."""
-    if case.rung == GRADIENTS:
+    if case.stage == GRADIENTS:
         return _replay_backward(case, case.inputs, actual, truth, backend, "float64")
     exact = truth.run(case.block, case.inputs, taps=True)
     expected = {name: value for name, value in _seen(exact).items() if name in actual}
@@ -159,14 +159,14 @@ def _forward(case, inputs, loaded, truth, same_dtype, backend, dtype):
     other_way = _replay_reference(case, inputs, actual, expected, truth, same_dtype, backend, dtype)
     if not changed:
         return other_way
-    yardstick = {}
+    baseline = {}
     if same_dtype is not None:
         rounded = _seen(same_dtype.run(case.block, inputs, taps=True, given=given))
-        yardstick = {name: relative_error(rounded[name], value) for name, value in expected.items()}
+        baseline = {name: relative_error(rounded[name], value) for name, value in expected.items()}
     marks = _marks(
-        expected, actual, expected, alone, expected, lambda name: budget(name, dtype, yardstick.get(name, 0))
+        expected, actual, expected, alone, expected, lambda name: tolerance(name, dtype, baseline.get(name, 0))
     )
-    found = Blame(backend, dtype, case.name, case.rung, "port", marks)
+    found = Blame(backend, dtype, case.name, case.stage, "port", marks)
     if found.introduced != other_way.blame.introduced and not _goes_on(case, inputs, loaded, actual, given):
         return other_way
     return Evidence(found, actual, expected, alone, expected)
@@ -197,13 +197,13 @@ def _replay_reference(case, inputs, actual, expected, truth, same_dtype, backend
     }
     with np.errstate(all="ignore"):  # what a mistake left may overflow
         wanted = _seen(truth.run(case.block, inputs, taps=True, given=given))
-        yardstick = {}
+        baseline = {}
         if same_dtype is not None:
             rounded = _seen(same_dtype.run(case.block, inputs, taps=True, given=given))
-            yardstick = {name: relative_error(rounded[name], wanted[name]) for name in expected}
+            baseline = {name: relative_error(rounded[name], wanted[name]) for name in expected}
     replayed = "reference" if given else "nothing"
-    marks = _marks(expected, actual, expected, actual, wanted, partial(_budget, dtype=dtype, yardstick=yardstick))
-    return Evidence(Blame(backend, dtype, case.name, case.rung, replayed, marks), actual, expected, actual, wanted)
+    marks = _marks(expected, actual, expected, actual, wanted, partial(_tolerance, dtype=dtype, baseline=baseline))
+    return Evidence(Blame(backend, dtype, case.name, case.stage, replayed, marks), actual, expected, actual, wanted)
 
 
 def _backward(case, inputs, loaded, truth, backend, dtype):
@@ -232,7 +232,7 @@ def _replay_backward(case, inputs, actual, truth, backend, dtype):
     wanted[outputs.WHOLE] = everything[outputs.WHOLE]  # what is zero is measured by it
     marks = _marks(names, actual, expected, actual, wanted, lambda name: POLICY["gradients"]["float64"]["tensor"])
     replayed = "reference" if given else "nothing"
-    return Evidence(Blame(backend, dtype, case.name, case.rung, replayed, marks), actual, expected, actual, wanted)
+    return Evidence(Blame(backend, dtype, case.name, case.stage, replayed, marks), actual, expected, actual, wanted)
 
 
 def _marks(
@@ -263,8 +263,8 @@ def distance(name: str, actual: Arrays, expected: Arrays) -> float:
     return outputs.training_error(name, actual, expected)
 
 
-def _budget(name: str, dtype: str, yardstick: Mapping[str, float]) -> float:
-    return budget(name, dtype, yardstick.get(name, 0.0))
+def _tolerance(name: str, dtype: str, baseline: Mapping[str, float]) -> float:
+    return tolerance(name, dtype, baseline.get(name, 0.0))
 
 
 def _same_bits(first: ndarray, second: ndarray) -> bool:

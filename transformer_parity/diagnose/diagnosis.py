@@ -105,8 +105,8 @@ def diagnose(
         others: Cases of the same model that an exact hypothesis has to reproduce too, with what the port showed there;
             None where it agrees with the reference.
     """
-    known = hypotheses(case.config, case.rung) if known is None else known
-    trials = _Trials(case, actual, REPRODUCES[case.rung])
+    known = hypotheses(case.config, case.stage) if known is None else known
+    trials = _Trials(case, actual, REPRODUCES[case.stage])
     start = trials.run(Hypothesis(()))
     if start is None or start.is_exact:
         return Diagnosis(f"{port} does as the reference does here", UNKNOWN)
@@ -133,7 +133,7 @@ def _is_confirmed(attempt: _Attempt, others: Sequence[tuple[Case, Arrays | None]
         if found is None or actual is None:
             return False
         names = [name for name in actual if name != outputs.WHOLE]
-        if not all(distance(name, actual, found) <= REPRODUCES[case.rung] for name in names):
+        if not all(distance(name, actual, found) <= REPRODUCES[case.stage] for name in names):
             return False
     return True
 

@@ -70,14 +70,14 @@ class Hypothesis:
         return LoadedPackage(package, model, "float64")
 
 
-def hypotheses(config: TransformerConfig, rung: str) -> list[Mistake]:
+def hypotheses(config: TransformerConfig, stage: str) -> list[Mistake]:
     """Return every known mistake and every convention that a port of this config may follow instead.
 
     Args:
         config: What the port should do.
-        rung: ``activations``, ``gradients``, ``steps`` or ``decode``: mistakes of training cannot show in activations.
+        stage: ``activations``, ``gradients``, ``steps`` or ``decode``: mistakes of training cannot show in activations.
     """
-    found = [*conventions(config, rung), *mixed_up_weights(config.d_k == config.d_v)]
+    found = [*conventions(config, stage), *mixed_up_weights(config.d_k == config.d_v)]
     parts = [
         *forward.CATALOGUE.values(),
         forward.EVERYWHERE,
@@ -86,9 +86,9 @@ def hypotheses(config: TransformerConfig, rung: str) -> list[Mistake]:
         structure.WEIGHTS,
     ]
     parts += [structure.EDGES, structure.STRUCTURE]
-    if rung in ("gradients", "steps"):
+    if stage in ("gradients", "steps"):
         parts += TRAINING.values()
-    if rung == "decode":
+    if stage == "decode":
         parts.append(search.CATALOGUE)
     seen = {content(mistake) for mistake in found}
     for mistake in (mistake for part in parts for mistake in part):
@@ -99,13 +99,13 @@ def hypotheses(config: TransformerConfig, rung: str) -> list[Mistake]:
     return found
 
 
-def conventions(config: TransformerConfig, rung: str) -> list[Mistake]:
+def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
     """Return every other value of each field of the config that is a convention, and every preset's own set of them."""
     fields: list[dict[str, Any]] = []
     for name, choices in CHOICES.items():
         if name in ("tie_embeddings", "position_encoding"):  # which are a matter of parameters
             continue
-        if name in LOSS_FIELDS and rung not in ("gradients", "steps"):
+        if name in LOSS_FIELDS and stage not in ("gradients", "steps"):
             continue
         fields += [{name: choice} for choice in choices if choice != getattr(config, name)]
     fields += [{name: not getattr(config, name)} for name in ("final_norm", "scale_embedding")]
@@ -119,7 +119,7 @@ def conventions(config: TransformerConfig, rung: str) -> list[Mistake]:
         entry = {
             name: value
             for name, value in wanted.items()
-            if value != getattr(config, name) and (rung in ("gradients", "steps") or name not in LOSS_FIELDS)
+            if value != getattr(config, name) and (stage in ("gradients", "steps") or name not in LOSS_FIELDS)
         }
         if len(entry) > 1:
             named.append(Mistake(f"{_words(entry)} (the conventions of {preset})", "", config=entry))

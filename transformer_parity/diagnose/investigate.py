@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, RUNGS, Case
+from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, STAGES, Case
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Kept, Setting
 from transformer_parity.compare.outputs import given
 from transformer_parity.compare.tolerances import POLICY
@@ -28,14 +28,14 @@ MAPS = 6  # attention layers that are shown
 
 
 @dataclass(frozen=True)
-class Inquiry:
+class FailureReport:
     """What came out of one failing case.
 
     Attributes:
         backend: The port.
         dtype: The working dtype.
         case: The name of the case.
-        rung: What it compares.
+        stage: What it compares.
         blame: Which block introduced the difference; None where nothing can be replayed.
         diagnosis: What the port does; None where nothing is wrong, and only its attention was asked for.
         attention: The weights of the first sentence, layer by layer (see ``attention_maps``).
@@ -45,13 +45,13 @@ class Inquiry:
     backend: str
     dtype: str
     case: str
-    rung: str
+    stage: str
     blame: Blame | None
     diagnosis: Diagnosis | None
     attention: tuple[dict[str, Any], ...] = ()
     folder: Path | None = None
 
-    def of(self, name: str) -> Inquiry:
+    def of(self, name: str) -> FailureReport:
         """Return the same with another name for the port."""
         blame = None if self.blame is None else replace(self.blame, backend=name)
         attention = tuple({**row, "backend": name} for row in self.attention)
@@ -68,8 +68,8 @@ def investigate(
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
     suspect: Mistake | None = None,
-) -> Iterator[Inquiry]:
-    """Look into the first failure of each rung, of the whole model where there is one.
+) -> Iterator[FailureReport]:
+    """Look into the first failure of each stage, of the whole model where there is one.
 
     Once activations differ, what follows from them is of no interest: gradients, steps and searches are looked into
     only where activations agree; precision only where float64 agrees.
@@ -105,7 +105,7 @@ def investigate(
 
 def investigate_files(
     findings: Sequence[Finding], cases: Sequence[Case], shown: Callable[[Case], Arrays], backend: str
-) -> Iterator[Inquiry]:
+) -> Iterator[FailureReport]:
     """Look likewise into tensors that somebody wrote down, in float64; ``shown`` returns those of a case."""
     known = {case.name: case for case in cases}
     for finding in _first_failures(findings, known):
@@ -114,7 +114,7 @@ def investigate_files(
         if not actual:
             continue
         evidence = None
-        if case.rung in (ACTIVATIONS, GRADIENTS):
+        if case.stage in (ACTIVATIONS, GRADIENTS):
             truth = PORTS["numpy"].load(case.config, case.load_weights(), "float64", "cpu", "highest")
             evidence = blame_files(case, actual, truth, backend)
         same_model = [other for other in cases if other.name != case.name and _model(other) == _model(case)]
@@ -123,26 +123,26 @@ def investigate_files(
         if evidence is not None:
             found = _with_signatures(found, evidence, case, case.load_weights(), "float64")
         marks = evidence.blame if evidence is not None else None
-        yield Inquiry(backend, "float64", case.name, case.rung, marks, found)
+        yield FailureReport(backend, "float64", case.name, case.stage, marks, found)
 
 
 def _model(case: Case) -> tuple[object, ...]:
     """Return what two cases have in common if one hypothesis has to hold in both."""
-    return case.config, case.seed, case.weights_file, case.block, case.rung
+    return case.config, case.seed, case.weights_file, case.block, case.stage
 
 
 def _first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
     failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
     for dtype in ("float64", "float32"):
-        for rungs in ((ACTIVATIONS,), tuple(rung for rung in RUNGS if rung != ACTIVATIONS)):
+        for stages in ((ACTIVATIONS,), tuple(stage for stage in STAGES if stage != ACTIVATIONS)):
             chosen = []
-            for rung in rungs:
-                of_rung = [f for f in failures if f.dtype == dtype and cases[f.case].rung == rung]
+            for stage in stages:
+                of_stage = [f for f in failures if f.dtype == dtype and cases[f.case].stage == stage]
                 # Where all of the model is run, blame can tell its blocks apart.
-                of_rung.sort(key=lambda f: (f.verdict == FAILED, cases[f.case].block != ""))
-                chosen += of_rung[:1]
+                of_stage.sort(key=lambda f: (f.verdict == FAILED, cases[f.case].block != ""))
+                chosen += of_stage[:1]
             if chosen:
-                return chosen if rungs != (ACTIVATIONS,) or dtype == "float32" else chosen[:1]
+                return chosen if stages != (ACTIVATIONS,) or dtype == "float32" else chosen[:1]
     return []
 
 
@@ -157,19 +157,19 @@ def _look_into(
     progress: Callable[[str], None],
     suspect: Mistake | None,
     others: Sequence[tuple[Case, Arrays | None]],
-) -> Inquiry:
+) -> FailureReport:
     dtype, weights = finding.dtype, given(case.load_weights(), finding.dtype)
     unknown = Diagnosis(f"unknown: {finding.detail}" if finding.detail else "unknown", UNKNOWN)
-    inquiry = Inquiry(port.name, dtype, case.name, case.rung, None, unknown)
-    if finding.path == "fast" and case.rung == ACTIVATIONS:
+    failure_report = FailureReport(port.name, dtype, case.name, case.stage, None, unknown)
+    if finding.path == "fast" and case.stage == ACTIVATIONS:
         sentence = "the taps agree, and the path without taps does not: look at the fused attention, and at compilation"
-        return replace(inquiry, diagnosis=Diagnosis(sentence, LIKELY))
+        return replace(failure_report, diagnosis=Diagnosis(sentence, LIKELY))
     if not shown:
-        return inquiry
-    evidence = _blame(case, port, setting, dtype) if case.rung in (ACTIVATIONS, GRADIENTS) else None
+        return failure_report
+    evidence = _blame(case, port, setting, dtype) if case.stage in (ACTIVATIONS, GRADIENTS) else None
     found = unknown
     if dtype == "float64":
-        known = [*hypotheses(case.config, case.rung), *([suspect] if suspect else [])]
+        known = [*hypotheses(case.config, case.stage), *([suspect] if suspect else [])]
         found = diagnose(case, shown, port.name, progress, known, others)
     if evidence is not None:
         found = _with_signatures(found, evidence, case, weights, dtype)
@@ -179,9 +179,9 @@ def _look_into(
         with suppress(Exception):  # where it cannot be saved, what was found is still to be told
             saved = reproduce.save(evidence, case, given(case.inputs, dtype), weights, reference, folder)
     if evidence is None:
-        return replace(inquiry, diagnosis=found)
-    maps = attention_maps(evidence) if case.rung == ACTIVATIONS else ()
-    return replace(inquiry, blame=evidence.blame, diagnosis=found, attention=maps, folder=saved)
+        return replace(failure_report, diagnosis=found)
+    maps = attention_maps(evidence) if case.stage == ACTIVATIONS else ()
+    return replace(failure_report, blame=evidence.blame, diagnosis=found, attention=maps, folder=saved)
 
 
 def _with_signatures(
@@ -196,7 +196,7 @@ def _with_signatures(
     looks = []
     if name in evidence.alone and name in evidence.wanted:
         looks = signatures(evidence.alone[name], evidence.wanted[name], case.config, weights, far)
-    if case.rung == ACTIVATIONS:
+    if case.stage == ACTIVATIONS:
         depth = [(mark.name, mark.free) for mark in evidence.blame.marks]
         words = growth(depth, POLICY["float64"]["tap"])
         looks += [words] if words and f"at {name}," not in words and found.confidence != EXACT else []
@@ -233,11 +233,11 @@ def attention_maps(evidence: Evidence, limit: int = MAPS) -> tuple[dict[str, Any
     )
 
 
-def look(case: Case, port: Port, setting: Setting) -> Inquiry:
+def look(case: Case, port: Port, setting: Setting) -> FailureReport:
     """Return the attention of a port that agrees, for the picture."""
     dtype = next(dtype for dtype in setting.dtypes if dtype in case.dtypes)
     evidence = _blame(case, port, setting, dtype)
-    return Inquiry(port.name, dtype, case.name, case.rung, None, None, attention_maps(evidence))
+    return FailureReport(port.name, dtype, case.name, case.stage, None, None, attention_maps(evidence))
 
 
 def _blame(case: Case, port: Port, setting: Setting, dtype: str) -> Evidence:

@@ -42,7 +42,7 @@ class Guilty:
     Attributes:
         port: By what the port can be loaded: the name of a backend, or ``module:class``.
         dtype: The working dtype.
-        rung: ``activations`` or ``gradients``.
+        stage: ``activations`` or ``gradients``.
         block: The path of what the case runs; empty for the whole model.
         name: The tap, or the gradient, that is wrong.
         replayed: Whose block was run on what the other had (see ``Blame``).
@@ -51,7 +51,7 @@ class Guilty:
 
     port: str
     dtype: str
-    rung: str
+    stage: str
     block: str
     name: str
     replayed: str
@@ -65,9 +65,9 @@ def save(evidence: Evidence, case: Case, inputs: Arrays, weights: Arrays, port: 
     """
     blame = evidence.blame
     mark = next(mark for mark in blame.marks if mark.name == blame.introduced[0])
-    guilty = Guilty(port, blame.dtype, blame.rung, case.block, mark.name, blame.replayed, mark.alone)
+    guilty = Guilty(port, blame.dtype, blame.stage, case.block, mark.name, blame.replayed, mark.alone)
     truth = PORTS["numpy"].load(case.config, weights, "float64", "cpu", "highest")
-    read = _read_by_gradient if blame.rung != ACTIVATIONS else _read_by_tap
+    read = _read_by_gradient if blame.stage != ACTIVATIONS else _read_by_tap
     arrays = {
         **{f"inputs/{name}": value for name, value in read(guilty, truth, inputs, evidence).items()},
         **{f"batch/{name}": value for name, value in inputs.items()},
@@ -116,7 +116,7 @@ def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
     port = PORTS[guilty.port] if guilty.port in PORTS else PluginPort(guilty.port)
     loaded = port.load(config, weights, guilty.dtype, "cpu", "highest")
     expected = {guilty.name: arrays["expected"]}
-    if guilty.rung != ACTIVATIONS:
+    if guilty.stage != ACTIVATIONS:
         found = outputs.gradients(loaded, batch)
     else:
         truth = PORTS["numpy"].load(config, weights, "float64", "cpu", "highest")

@@ -53,7 +53,7 @@ def signatures(
     return [*found, *_where(wrong)]
 
 
-def growth(errors: list[tuple[str, float]], budget: float) -> str:
+def growth(errors: list[tuple[str, float]], tolerance: float) -> str:
     """Say how the error goes through the depth: from (block, error), in the order of computation."""
     known = [(name, error) for name, error in errors if 0.0 < error < math.inf]
     if len(known) < 3:
@@ -62,7 +62,7 @@ def growth(errors: list[tuple[str, float]], budget: float) -> str:
     largest, where = max(jumps)
     if largest > 100.0:
         return f"the error jumps at {where}, {largest:.0e} times what it was before"
-    if budget < known[-1][1] < SMALL:
+    if tolerance < known[-1][1] < SMALL:
         return f"the error grows slowly, from {known[0][1]:.0e} to {known[-1][1]:.0e}: rounding rather than a mistake"
     return ""
 

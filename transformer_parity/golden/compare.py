@@ -22,10 +22,10 @@ from transformer_parity.compare.findings import (
     SKIPPED,
     Finding,
 )
-from transformer_parity.compare.near_ties import explain, score, score_budget, summary
+from transformer_parity.compare.near_ties import explain, score, score_tolerance, summary
 from transformer_parity.compare.outputs import SCORES, TOKENS, name_problem, structure_problem
-from transformer_parity.compare.tolerances import budget, relative_error
-from transformer_parity.diagnose.investigate import Inquiry, investigate_files
+from transformer_parity.compare.tolerances import relative_error, tolerance
+from transformer_parity.diagnose.investigate import FailureReport, investigate_files
 from transformer_parity.golden import format
 from transformer_parity.golden.format import DTYPES, Folder
 from transformer_parity.ports.protocol import Decoded
@@ -43,7 +43,7 @@ def folder_pairs(truth: Path, judged: Path) -> dict[str, tuple[Folder, Folder]]:
     return {name: (format.read(ours[name]), format.read(theirs[name])) for name in ours}
 
 
-def investigate(findings: Sequence[Finding], judged: Folder) -> list[Inquiry]:
+def investigate(findings: Sequence[Finding], judged: Folder) -> list[FailureReport]:
     """Blame and diagnose by the tensors that were written down, where there are enough of them."""
 
     def shown(case: Case) -> dict[str, ndarray]:
@@ -63,7 +63,7 @@ def compare_folders(truth: Folder, judged: Folder) -> Iterator[Finding]:
     """Compare every tensor of one folder with that of the other.
 
     Args:
-        truth: What is right, in float64; its float32 tensors are the yardstick for float32.
+        truth: What is right, in float64; its float32 tensors are the baseline for float32.
         judged: What may be right too.
 
     Raises:
@@ -100,7 +100,7 @@ def _compare_case(case: Case, dtype: str, truth: Folder, judged: Folder) -> Iter
                 yield _failed(judged, case, dtype, "the case is missing, and nothing says that it is left out")
         return
     lacking = [needed for needed in dict.fromkeys(("float64", dtype)) if not truth.holds(case, needed)]
-    if lacking and case.rung == DECODE and truth.holds(case, "float64"):
+    if lacking and case.stage == DECODE and truth.holds(case, "float64"):
         lacking = []  # tokens and scores are judged by running the reference
     if lacking:
         yield _failed(judged, case, dtype, f"the truth holds no {' and no '.join(lacking)} tensors to judge it by")
@@ -122,12 +122,12 @@ def _compare_case(case: Case, dtype: str, truth: Folder, judged: Folder) -> Iter
         yield _finding(judged, case, dtype, "", 0.0, 0.0, f"{reasons.count(why)} tensors: {why}", SKIPPED)
     due = [name for name in usual if not left_out.get(name)]
     have = [name for name in actual if not unknown.get(name)]
-    if case.rung != ACTIVATIONS:  # where the order is nobody's business
+    if case.stage != ACTIVATIONS:  # where the order is nobody's business
         due, have = sorted(due), sorted(have)
     if have != due:
         yield _finding(judged, case, dtype, "names", math.inf, 0.0, name_problem(have, due))
     names = [name for name in usual if name in actual]
-    if case.rung == DECODE:
+    if case.stage == DECODE:
         yield from _judge_decoding(case, dtype, truth, judged, actual, names)
     else:
         yield from _judge_tensors(case, dtype, judged, actual, exact, usual, names)
@@ -136,26 +136,26 @@ def _compare_case(case: Case, dtype: str, truth: Folder, judged: Folder) -> Iter
 def _judge_tensors(
     case: Case, dtype: str, judged: Folder, actual: Tensors, exact: Tensors, usual: Tensors, names: Sequence[str]
 ) -> Iterator[Finding]:
-    """Judge activations, gradients, or what optimizer steps have left, one after another."""
+    """PrefixScorer activations, gradients, or what optimizer steps have left, one after another."""
     problems = {
         name: structure_problem(actual[name], usual[name], dtype if usual[name].ndim else "float64") for name in names
     }
     parameters = [name for name in names if name.startswith("of ") and not problems[name]]
-    if case.rung == GRADIENTS and parameters:
+    if case.stage == GRADIENTS and parameters:
         actual, exact, usual = (_with_whole(tensors, parameters) for tensors in (actual, exact, usual))
         names = [outputs.WHOLE, *names]
 
     def distance(name: str, tensors: Tensors) -> float:
-        if case.rung == ACTIVATIONS:
+        if case.stage == ACTIVATIONS:
             return relative_error(tensors[name], exact[name])
         return outputs.training_error(name, tensors, exact)
 
-    yardstick = {name: 0.0 if dtype == "float64" else distance(name, usual) for name in names}
+    baseline = {name: 0.0 if dtype == "float64" else distance(name, usual) for name in names}
     for name in names:
-        if case.rung == ACTIVATIONS:
-            allowed = budget(name, dtype, yardstick[name])
+        if case.stage == ACTIVATIONS:
+            allowed = tolerance(name, dtype, baseline[name])
         else:
-            allowed = outputs.training_budget(name, dtype, yardstick[name], yardstick.get(outputs.WHOLE, 0.0))
+            allowed = outputs.training_tolerance(name, dtype, baseline[name], baseline.get(outputs.WHOLE, 0.0))
         problem = problems.get(name, "")
         error = math.inf if problem else distance(name, actual)
         yield _finding(judged, case, dtype, name, error, allowed, problem)
@@ -169,7 +169,7 @@ def _with_whole(tensors: Tensors, parameters: Sequence[str]) -> dict[str, ndarra
 def _judge_decoding(
     case: Case, dtype: str, truth: Folder, judged: Folder, actual: Tensors, names: Sequence[str]
 ) -> Iterator[Finding]:
-    """Judge the tokens that were found, where they differ by asking the reference; then their scores."""
+    """PrefixScorer the tokens that were found, where they differ by asking the reference; then their scores."""
     if case.search is None or TOKENS not in names:
         return  # and the names are a finding already
     ids, expected = actual[TOKENS], truth.tensors(case, "float64")[TOKENS]
@@ -197,7 +197,7 @@ def _judge_decoding(
             known = truth.tensors(case, "float64")[SCORES]
         problem = structure_problem(actual[SCORES], known, dtype)
         error = math.inf if problem else relative_error(actual[SCORES], known)
-        yield _finding(judged, case, dtype, SCORES, error, score_budget(known, usual), problem)
+        yield _finding(judged, case, dtype, SCORES, error, score_tolerance(known, usual), problem)
 
 
 def _finding(

@@ -28,12 +28,13 @@ from safetensors import SafetensorError
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights, save_weights
 from reference_numpy.training_config import TrainingConfig
-from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, RUNGS, STEPS, Case
+from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STAGES, STEPS, Case
 from transformer_parity.compare.outputs import SNAPSHOTS
 from transformer_parity.ports.protocol import SearchOptions
 
 FORMAT = "transformer-parity golden vectors"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)  # version 1 called a stage a rung
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 DTYPES = ("float64", "float32")
@@ -148,7 +149,7 @@ def write(
 
 
 def _write_case(path: Path, case: Case, computed: Mapping[str, Arrays]) -> dict[str, Any]:
-    entry: dict[str, Any] = {"name": case.name, "rung": case.rung}
+    entry: dict[str, Any] = {"name": case.name, "stage": case.stage}
     if case.settings is not None:
         entry["settings"] = case.settings.to_dict()
         steps = range(1, SNAPSHOTS[-1] + 1)
@@ -309,29 +310,30 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST} must have the format {FORMAT!r}")
     version = manifest.get("version")
-    if type(version) is not int or version != VERSION:
-        raise ValueError(f"format version must be {VERSION}: got {version!r}")
+    if type(version) is not int or version not in READABLE:
+        raise ValueError(f"format version must be {' or '.join(map(str, READABLE))}: got {version!r}")
     return manifest
 
 
 def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, weights_file: Path) -> Case:
-    name, rung = _entry(fields, "name", str), _entry(fields, "rung", str)
-    if rung not in RUNGS:
-        raise ValueError(f"case {name} must have a rung of {', '.join(RUNGS)}: got {rung!r}")
-    search = SearchOptions(**_entry(fields, "search", dict)) if rung == DECODE else None
+    name = _entry(fields, "name", str)
+    stage = _entry({"stage": fields.get("rung"), **fields}, "stage", str)  # as version 1 calls it
+    if stage not in STAGES:
+        raise ValueError(f"case {name} must have a stage of {', '.join(STAGES)}: got {stage!r}")
+    search = SearchOptions(**_entry(fields, "search", dict)) if stage == DECODE else None
     if search is not None and search.num_hypotheses != 1:  # of the others nobody could say why they are others
         raise ValueError(f"num_hypotheses of case {name} must be 1: got {search.num_hypotheses}")
     return Case(
         name,
-        COMPONENTS[rung],
+        COMPONENTS[stage],
         config,
         "",
         _read_file(path, _entry(fields, "inputs", dict)),
         weights_file,
         fast=False,
         dtypes=tuple(_entry(fields, "outputs", dict)),
-        rung=rung,
-        settings=TrainingConfig.from_dict(_entry(fields, "settings", dict)) if rung == STEPS else None,
+        stage=stage,
+        settings=TrainingConfig.from_dict(_entry(fields, "settings", dict)) if stage == STEPS else None,
         search=search,
     )
 
@@ -396,7 +398,7 @@ def differences(first: Folder, second: Folder) -> list[str]:
 
 
 def _differing_case(first: Case, second: Case) -> list[str]:
-    for what in ("rung", "settings", "search"):
+    for what in ("stage", "settings", "search"):
         if getattr(first, what) != getattr(second, what):
             return [f"{what} of {first.name}: {getattr(first, what)} and {getattr(second, what)}"]
     if first.inputs.keys() != second.inputs.keys():

@@ -37,7 +37,7 @@ def golden_cases(config: TransformerConfig) -> list[Case]:
     """Return the cases, without dropout in their config, and with nothing among the inputs that has no part in it."""
     cases = model_cases(config.replace(dropout=NO_DROPOUT))
     return [
-        replace(case, inputs={"source_ids": case.inputs["source_ids"]}) if case.rung == DECODE else case
+        replace(case, inputs={"source_ids": case.inputs["source_ids"]}) if case.stage == DECODE else case
         for case in cases
     ]
 
@@ -71,7 +71,7 @@ def compute(
                 continue
             advance(f"{dtype} {case.name}")
             try:
-                if loaded is None or case.rung == STEPS:  # which have a model of their own: training changes it
+                if loaded is None or case.stage == STEPS:  # which have a model of their own: training changes it
                     loaded = port.load(case.config, weights, dtype, device, "highest")
                 tensors = run(case, loaded, dtype)
                 left_out += [LeftOut(case.name, why, names) for names, why in _hidden(case, loaded, tensors)]
@@ -80,7 +80,7 @@ def compute(
                 left_out.append(LeftOut(case.name, str(error), dtype=dtype))
             except Exception as error:
                 raise RuntimeError(f"{port.name}, {dtype} {case.name}: {type(error).__name__}: {error}") from error
-            if case.rung == STEPS:
+            if case.stage == STEPS:
                 loaded = None
     return [(case, computed[case.name]) for case in cases if computed[case.name]], list(dict.fromkeys(left_out))
 
@@ -88,12 +88,12 @@ def compute(
 def _hidden(case: Case, loaded: LoadedPort, tensors: Tensors) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the names of what a port does not promise to show, and why."""
     unseen = [tap for tap in tap_shapes(case.config, 1, 1, 1) if not loaded.shows(tap)]
-    if case.rung == ACTIVATIONS and unseen:
+    if case.stage == ACTIVATIONS and unseen:
         yield tuple(unseen), "these taps are not shown"
-    if case.rung == GRADIENTS and unseen and any(name.startswith("at ") for name in tensors):
+    if case.stage == GRADIENTS and unseen and any(name.startswith("at ") for name in tensors):
         yield tuple(f"at {tap}" for tap in unseen), "gradients at these taps are not shown"
-    if case.rung == DECODE and SCORES not in tensors:
+    if case.stage == DECODE and SCORES not in tensors:
         yield (SCORES,), "scores are not shown"
-    for pattern, why in OPTIONAL.get(case.rung, {}).items():
+    for pattern, why in OPTIONAL.get(case.stage, {}).items():
         if not any(fnmatchcase(name, pattern) for name in tensors):
             yield (pattern,), why

@@ -193,7 +193,7 @@ FULLY_MASKED = [
     )
 ]
 
-# On its fast path, no model of the deck has dropout on the attention, or the equal d_k and d_v that JAX's own asks for.
+# On its fast path, no standard model has dropout on the attention, or the equal d_k and d_v that JAX's own asks for.
 FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
 FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
 D_K = "    d_k = query.shape[-1]\n"

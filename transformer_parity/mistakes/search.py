@@ -16,7 +16,7 @@ from transformer_parity.mistakes.mistake import Edits, Mistake, instead, togethe
 LOGITS = "logits"
 
 
-CASES = {case.name: case for case in standard_cases() if case.rung == DECODE}
+CASES = {case.name: case for case in standard_cases() if case.stage == DECODE}
 
 
 GREEDY, BEAM = "decode/ends_apart_greedy", "decode/ends_apart_beam"

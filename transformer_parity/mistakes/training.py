@@ -31,7 +31,7 @@ def steps(name: str, kind: str = "uniform", **settings: Any) -> Case:
     """Return two steps, the second of them in the cool-down."""
     schedule: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 2, "cooldown_steps": 1}
     config = GRADIENTS.config.replace(label_smoothing_kind=kind)
-    return replace(GRADIENTS, name=name, rung=STEPS, config=config, settings=TrainingConfig(**schedule, **settings))
+    return replace(GRADIENTS, name=name, stage=STEPS, config=config, settings=TrainingConfig(**schedule, **settings))
 
 
 CASES = {

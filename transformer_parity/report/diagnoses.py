@@ -1,4 +1,4 @@
-"""What an inquiry found, and what became of the weights: printed for people, and as rows for machines."""
+"""What an failure_report found, and what became of the weights: printed for people, and as rows for machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from transformer_parity.cases.case import ACTIVATIONS
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY
-from transformer_parity.diagnose.investigate import Inquiry
+from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.reproduce import snippet
 from transformer_parity.diagnose.weight_audit import WRONG, Fate, summary
 from transformer_parity.report.tree import print_blame
@@ -32,32 +32,32 @@ def print_audit(console: Console, backend: str, fates: Sequence[Fate]) -> None:
     console.print()
 
 
-def print_inquiry(console: Console, inquiry: Inquiry) -> None:
+def print_failure_report(console: Console, failure_report: FailureReport) -> None:
     """Print which block is guilty, what the port does, and how to run the block alone."""
-    if inquiry.diagnosis is None:
+    if failure_report.diagnosis is None:
         return
     console.print()
-    if inquiry.blame is not None:
-        print_blame(console, inquiry.blame)
+    if failure_report.blame is not None:
+        print_blame(console, failure_report.blame)
     else:
-        console.print(Text(f"{inquiry.backend} {inquiry.dtype} {inquiry.case}", "bold"))
-    if inquiry.blame is not None and (between := gap(inquiry)):
+        console.print(Text(f"{failure_report.backend} {failure_report.dtype} {failure_report.case}", "bold"))
+    if failure_report.blame is not None and (between := gap(failure_report)):
         console.print(between)
-    diagnosis = inquiry.diagnosis
+    diagnosis = failure_report.diagnosis
     console.print(Text("DIAGNOSIS ", "bold") + Text(diagnosis.sentence, STYLES.get(diagnosis.confidence, "default")))
     said = diagnosis.sentence
     for words in diagnosis.signatures:
         if words not in said:
             console.print(Text(f"          {words}", "dim"))
-    if inquiry.folder is not None:
+    if failure_report.folder is not None:
         console.print(Text("To run the guilty block alone:", "bold"))
-        console.print(Syntax(snippet(_relative(inquiry.folder)), "python", background_color="default"))
+        console.print(Syntax(snippet(_relative(failure_report.folder)), "python", background_color="default"))
 
 
-def gap(inquiry: Inquiry) -> str:
+def gap(failure_report: FailureReport) -> str:
     """Say between which two places a mistake is, where the port shows so few taps that it may be in a hidden one."""
-    blame = inquiry.blame
-    if blame is None or not blame.introduced or blame.rung != ACTIVATIONS or blame.replayed == "nothing":
+    blame = failure_report.blame
+    if blame is None or not blame.introduced or blame.stage != ACTIVATIONS or blame.replayed == "nothing":
         return ""
     names = [mark.name for mark in blame.marks]
     guilty = blame.introduced[0]
@@ -69,15 +69,15 @@ def gap(inquiry: Inquiry) -> str:
     return f"It lies between {before} and {guilty}: show more taps in between to narrow it down."
 
 
-def to_row(inquiry: Inquiry) -> dict[str, Any]:
-    """Return the diagnosis of an inquiry as plain values."""
-    found = inquiry.diagnosis.to_dict() if inquiry.diagnosis else {}
+def to_row(failure_report: FailureReport) -> dict[str, Any]:
+    """Return the diagnosis of an failure_report as plain values."""
+    found = failure_report.diagnosis.to_dict() if failure_report.diagnosis else {}
     return {
-        "backend": inquiry.backend,
-        "dtype": inquiry.dtype,
-        "case": inquiry.case,
-        "rung": inquiry.rung,
-        "folder": None if inquiry.folder is None else str(_relative(inquiry.folder)),
+        "backend": failure_report.backend,
+        "dtype": failure_report.dtype,
+        "case": failure_report.case,
+        "stage": failure_report.stage,
+        "folder": None if failure_report.folder is None else str(_relative(failure_report.folder)),
         **found,
     }
 

@@ -24,7 +24,7 @@ from transformer_parity.system.files import write_atomically
 
 Result = Mapping[str, Any]
 VERDICTS = {AGREES: "Agree", DIVERGES: "Diverge", IMPRECISE: "Imprecise", FAILED: "Incomplete"}
-# Upper ends of the steps of a logarithmic scale: shares of the budget. Up to 1 it is kept.
+# Upper ends of the steps of a logarithmic scale: shares of the tolerance. Up to 1 it is kept.
 STEPS = (0.0, 0.01, 0.1, 1.0, 10.0, 1e3, 1e6, math.inf)
 STEP_NAMES = ("exact", "≤ 1 %", "≤ 10 %", "≤ 100 %", "≤ 10 times", "≤ 1,000", "≤ 1,000,000", "more")
 MATRICES = 6  # cases of which every tap is shown
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def fails(self) -> bool:
-        """Whether any column is over its budget."""
+        """Whether any column is over its tolerance."""
         return any(cell is not None and cell.verdict != AGREES for cell in self.cells)
 
 
@@ -79,7 +79,7 @@ class Plot:
     lines: list[Line]
     decades: list[tuple[float, str]]  # y, label
     blocks: list[tuple[float, str]]  # x, label
-    budgets: list[tuple[str, str]] = field(default_factory=list)  # path, label
+    tolerances: list[tuple[str, str]] = field(default_factory=list)  # path, label
 
 
 @dataclass
@@ -141,13 +141,13 @@ def number(value: float | str) -> str:
 
 
 def share(value: float | str) -> str:
-    """Write a share of the budget: a percentage of what is kept, a multiple of what is not."""
+    """Write a share of the tolerance: a percentage of what is kept, a multiple of what is not."""
     value = float(value)
     if not math.isfinite(value):
-        return "beyond any budget"
+        return "beyond any tolerance"
     if value > 1.0:
-        return f"{value:.2g} times its budget" if value < 1e3 else f"{value:.0e} times its budget"
-    return f"{100.0 * value:.2g} % of its budget" if value >= 0.001 or not value else "<0.1 % of its budget"
+        return f"{value:.2g} times its tolerance" if value < 1e3 else f"{value:.0e} times its tolerance"
+    return f"{100.0 * value:.2g} % of its tolerance" if value >= 0.001 or not value else "<0.1 % of its tolerance"
 
 
 def breakable(name: str) -> Markup:
@@ -221,10 +221,10 @@ def _trees(result: Result) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def _tree(blame: Result) -> dict[str, Any]:
     marks = [
-        Mark(**{**mark, **{key: float(mark[key]) for key in ("free", "alone", "budget")}}) for mark in blame["marks"]
+        Mark(**{**mark, **{key: float(mark[key]) for key in ("free", "alone", "tolerance")}}) for mark in blame["marks"]
     ]
     return {
-        **{key: blame[key] for key in ("backend", "dtype", "case", "rung")},
+        **{key: blame[key] for key in ("backend", "dtype", "case", "stage")},
         "way": WAYS[blame["replayed"]],
         "counts": [
             (verdict, sum(mark.verdict == verdict for mark in marks)) for verdict in (INTRODUCED, INHERITED, FINE)
@@ -295,7 +295,7 @@ def _plot(
     blames: Mapping[tuple[str, str, str, str], str],
 ) -> Plot:
     """Lay the errors out over the taps, on a logarithmic axis; nothing and infinity stand at its ends."""
-    positive = [float(entry[key]) for entry in entries for key in ("error", "budget")]
+    positive = [float(entry[key]) for entry in entries for key in ("error", "tolerance")]
     exponents = [math.log10(value) for value in positive if 0.0 < value < math.inf]
     low, high = math.floor(min(exponents, default=-16.0)) - 1, math.ceil(max(exponents, default=0.0)) + 1
 
@@ -311,7 +311,7 @@ def _plot(
 
     backends = list(dict.fromkeys(backend for backend, _ in columns))
     lines: list[Line] = []
-    budgets: dict[str, str] = {}
+    tolerances: dict[str, str] = {}
     for backend, dtype in columns:
         own = [entry for entry in entries if (entry["backend"], entry["dtype"]) == (backend, dtype)]
         marks = [
@@ -320,7 +320,7 @@ def _plot(
             if blames.get((backend, dtype, case, entry["tap"])) == INTRODUCED
         ]
         lines.append(Line(backends.index(backend) % 4, dtype, f"{backend} {dtype}", path(own, "error"), marks))
-        budgets.setdefault(dtype, path(own, "budget"))
+        tolerances.setdefault(dtype, path(own, "tolerance"))
     firsts: dict[str, str] = {}
     for tap in taps:
         firsts.setdefault(_block(tap), tap)
@@ -329,7 +329,7 @@ def _plot(
     decades = [(y(10.0**exponent), f"1e{exponent}") for exponent in range(low + 1, high, every)]
     values = {float(entry["error"]) for entry in entries}
     decades += [(y(end), label) for end, label in ((0.0, "0"), (math.inf, "∞")) if end in values]
-    return Plot(lines, decades, blocks, [(path, dtype) for dtype, path in budgets.items()])
+    return Plot(lines, decades, blocks, [(path, dtype) for dtype, path in tolerances.items()])
 
 
 def _label(block: str) -> str:

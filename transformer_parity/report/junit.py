@@ -70,13 +70,13 @@ def _suite(result: Result, backend: str) -> ElementTree.Element:
 
 def _case(row: Result, diagnosis: str) -> ElementTree.Element:
     name = f"{row['case']} ({row['dtype']})" if row["case"] else "the port as a whole"
-    case = ElementTree.Element("testcase", {"classname": f"{row['backend']}.{row['rung']}", "name": _clean(name)})
+    case = ElementTree.Element("testcase", {"classname": f"{row['backend']}.{row['stage']}", "name": _clean(name)})
     skips = "\n".join(row["skips"])
     if row["verdict"] == SKIPPED:
         ElementTree.SubElement(case, "skipped", {"message": _clean(skips)})
     elif row["verdict"] != AGREES:
         finding = row["finding"]
-        numbers = f"error {finding['error']}, budget {finding['budget']}"
+        numbers = f"error {finding['error']}, tolerance {finding['tolerance']}"
         message = f"{finding['tap']}: {finding['detail'] or numbers}".removeprefix(": ")
         failure = ElementTree.SubElement(case, "failure", {"type": row["verdict"], "message": _clean(message)})
         others = f"{row['failed']} of {row['comparisons']} comparisons failed; the first is {message}"

@@ -36,7 +36,7 @@ from transformer_parity.system.files import write_atomically
 FORMAT = 2
 MAIN_CASE = "full/padded"
 WHOLE_MODELS = ("full model", "presets", SENTENCES)  # components
-RUNGS = {"gradients": GRADIENTS, "optimizer steps": STEPS, "decoding": DECODE}  # by component; all others: activations
+STAGES = {"gradients": GRADIENTS, "optimizer steps": STEPS, "decoding": DECODE}  # by component; all others: activations
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -71,7 +71,7 @@ def build(
         text: The user's own two files of sentences; none for the shipped ones.
         not_tested: What was left out, and how to ask for it.
         blames: Where differences were introduced.
-        diagnoses: ``{backend, dtype, case, rung, **Diagnosis.to_dict()}`` each.
+        diagnoses: ``{backend, dtype, case, stage, **Diagnosis.to_dict()}`` each.
         audits: ``{backend, weights: [{name, verdict, detail}]}`` each.
         attention: What ``investigate.attention_maps`` returns.
         seconds: How long it took.
@@ -137,7 +137,7 @@ def _taps(findings: Iterable[Finding]) -> list[dict[str, Any]]:
     names = list(dict.fromkeys(finding.case for finding in taps))
     shown = {finding.case for finding in taps if finding.component == SENTENCES or finding.verdict != AGREES}
     shown |= {MAIN_CASE} if MAIN_CASE in names or shown else set(names[:1])
-    keys = ("backend", "dtype", "case", "path", "tap", "error", "budget", "share", "verdict")
+    keys = ("backend", "dtype", "case", "path", "tap", "error", "tolerance", "share", "verdict")
     return [{key: finding.to_dict()[key] for key in keys} for finding in taps if finding.case in shown]
 
 
@@ -158,7 +158,7 @@ def _by_case(findings: Iterable[Finding]) -> list[dict[str, Any]]:
                 "backend": backend,
                 "dtype": dtype,
                 "case": case,
-                "rung": RUNGS.get(component, ACTIVATIONS),
+                "stage": STAGES.get(component, ACTIVATIONS),
                 "verdict": worst(group).verdict,
                 "comparisons": len(compared),
                 "failed": len(failing),

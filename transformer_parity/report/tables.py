@@ -44,7 +44,7 @@ TITLES = {
 
 
 def print_summary(console: Console, findings: Sequence[Finding], backends: Sequence[str]) -> None:
-    """Print one table per dtype: component by backend, the worst error and how much of the budget it uses."""
+    """Print one table per dtype: component by backend, the worst error and how much of the tolerance it uses."""
     for dtype in dict.fromkeys(finding.dtype for finding in findings if finding.dtype):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("component", no_wrap=True)
@@ -89,7 +89,7 @@ def print_problems(console: Console, findings: Sequence[Finding], limit: int = 8
         by_text.setdefault((finding.backend, text), []).append(finding)
     for finding, *others in list(by_text.values())[:limit]:
         detail = finding.detail or (
-            f"error {finding.error:.1e}, {finding.share:.3g} times its budget of {finding.budget:.1e}"
+            f"error {finding.error:.1e}, {finding.share:.3g} times its tolerance of {finding.tolerance:.1e}"
         )
         where = " ".join(part for part in (finding.backend, finding.dtype, _place(finding)) if part)
         detail += f" (and in {len(others)} other cases)" if others else ""
@@ -131,7 +131,7 @@ def verdict_line(
     counted += f", {len(skipped)} skipped" if skipped else ""
     if verdict == AGREES:
         finding = worst(findings)
-        counted += f"; the largest uses {_percent(finding.share)} of its budget ({finding.backend} {finding.dtype}"
+        counted += f"; the largest uses {_percent(finding.share)} of its tolerance ({finding.backend} {finding.dtype}"
         counted += f" {_place(finding)})"
         if near_ties := sum(map(is_near_tie, findings)):
             counted += f"; {near_ties} searches with near-ties"

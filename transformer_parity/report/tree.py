@@ -157,7 +157,7 @@ def _is_spelled_out(part: Node, first: Mapping[str, int], folds: bool) -> bool:
 
 
 def _leaf(name: str, mark: Mark, others: int | None) -> Text:
-    line = Text(f"{name}  error {mark.free:.1e}, budget {mark.budget:.0e}  ", STYLES[mark.verdict])
+    line = Text(f"{name}  error {mark.free:.1e}, tolerance {mark.tolerance:.0e}  ", STYLES[mark.verdict])
     if mark.verdict != INTRODUCED:
         return line + Text(mark.verdict, STYLES[mark.verdict])
     line += Text("<- introduced here" if others is not None else "<- introduced here too", STYLES[INTRODUCED])

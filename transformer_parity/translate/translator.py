@@ -11,7 +11,7 @@ from typing import TypeVar
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
-from transformer_parity.compare.near_ties import Doubt, Judge, differing, follow, tokens_of
+from transformer_parity.compare.near_ties import Doubt, PrefixScorer, differing, follow, tokens_of
 from transformer_parity.ports.protocol import Decoded, LoadedPort, SearchOptions
 from transformer_parity.text.vocabulary import Vocabulary, pad
 from transformer_parity.translate.agreement import Comparison
@@ -61,7 +61,7 @@ class Translator:
     def compare(
         self,
         ports: Mapping[str, LoadedPort],
-        judge: Callable[[ndarray], Judge],
+        judge: Callable[[ndarray], PrefixScorer],
         lines: Iterable[str],
         progress: Callable[[str, int], None] = lambda backend, sentences: None,
     ) -> Iterator[Comparison]:
