@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from reference_numpy import target_padding_mask
 from reference_numpy.taps import no_tap
+from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import Port
 
@@ -175,7 +176,7 @@ class Packaged(Port):
 
     def load(self, config, weights, dtype):
         port = replace(PORTS[self.backend], package=self.package)
-        self.loaded = port.load(config, weights, dtype, "cpu", "highest")
+        self.loaded = port.load(config, weights, Placement(dtype))
 
     def forward(self, source_ids, target_ids, tap):
         to_array, to_numpy = self.loaded.to_array, self.loaded.to_numpy

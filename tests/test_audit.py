@@ -22,6 +22,7 @@ from transformer_parity.diagnose.weight_audit import (
     summary,
 )
 from transformer_parity.mistakes import forward, structure
+from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort, Port
 
@@ -34,7 +35,7 @@ def fates(mistake: str, folder) -> dict[str, tuple[str, str]]:
     """Return what is wrong with which weight."""
     planned = next(known for known in MISTAKES if known.name == mistake)
     with planted(planned, "numpy", folder) as port:
-        found = audit(port, CASES[planned.case], "float64")
+        found = audit(port, CASES[planned.case], Placement("float64"))
     return {fate.name: (fate.verdict, fate.detail) for fate in found if fate.verdict not in (USED, HIDDEN)}
 
 
@@ -74,7 +75,7 @@ def test_a_mistake_that_is_not_in_the_weights_leaves_them_used(tmp_path):
 
 
 def test_every_weight_of_the_reference_is_used():
-    found = audit(PORTS["numpy"], CASES["preset/torch"], "float64")
+    found = audit(PORTS["numpy"], CASES["preset/torch"], Placement("float64"))
     assert {fate.verdict for fate in found} == {USED}
     assert next(fate for fate in found if fate.name == f"{ATTENTION}.key_proj.kernel").detail == f"{ATTENTION}.key"
 
@@ -95,7 +96,7 @@ class Blind(Port):
 
 def test_without_taps_a_key_bias_stays_hidden_and_what_is_unused_is_found():
     port = PluginPort(f"{__name__}:Blind")
-    found = {fate.name: fate for fate in audit(port, model_cases(port.config())[0], "float64")}
+    found = {fate.name: fate for fate in audit(port, model_cases(port.config())[0], Placement("float64"))}
     hidden = {name for name, fate in found.items() if fate.verdict == HIDDEN}
     assert hidden == {name for name in found if name.endswith("key_proj.bias")} != set()
     lost = "encoder.layers.1.feed_forward.output_proj.kernel"
@@ -131,19 +132,19 @@ class Dropping(Forgetful):
 
 def test_a_weight_that_is_not_given_and_dropout_that_is_on_are_random():
     port = PluginPort(f"{__name__}:Forgetful")
-    found = audit(port, model_cases(port.config())[0], "float64")
+    found = audit(port, model_cases(port.config())[0], Placement("float64"))
     assert {fate.verdict for fate in found} == {RANDOM}
     assert f"{ATTENTION}.query_proj.kernel" in {fate.name for fate in found}
     assert "encoder.layers.0.self_attention.output shows" in found[0].detail
     port = PluginPort(f"{__name__}:Dropping")
-    (fate,) = audit(port, model_cases(port.config())[0], "float64")
+    (fate,) = audit(port, model_cases(port.config())[0], Placement("float64"))
     assert str(fate.detail) == "differ on the same input, first at output: is dropout on?"
 
 
 def test_what_is_in_the_place_of_a_weight_is_a_hypothesis(tmp_path):
     planned = next(known for known in MISTAKES if known.name == "one layer many times")
     with planted(planned, "numpy", tmp_path) as port:
-        suspect = as_mistake(audit(port, CASES[planned.case], "float64"))
+        suspect = as_mistake(audit(port, CASES[planned.case], Placement("float64")))
     weights = CASES[planned.case].load_weights()
     changed = suspect.convert(weights)
     for name in weights:

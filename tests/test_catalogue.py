@@ -16,7 +16,7 @@ from transformer_parity.check.uncompiled import interpreted
 from transformer_parity.compare.tolerances import POLICY, relative_error
 from transformer_parity.mistakes import forward, precision, structure
 from transformer_parity.mistakes.mistake import ALL
-from transformer_parity.ports.protocol import Port, Result
+from transformer_parity.ports.protocol import Placement, Port, Result
 from transformer_parity.ports.registry import PORTS
 
 CASES_BY_NAME = {case.name: case for case in standard_cases()}
@@ -27,7 +27,7 @@ SAME = POLICY["float64"]["tap"]
 
 
 def load_and_run(port: Port, case: Case) -> Result:
-    loaded = port.load(case.config, case.load_weights(), "float64", "cpu", "highest")
+    loaded = port.load(case.config, case.load_weights(), Placement("float64"))
     return loaded.run(case.block, case.inputs, taps=True)
 
 

@@ -13,6 +13,7 @@ from transformer_parity.compare.outputs import observe_training
 from transformer_parity.compare.tolerances import relative_error
 from transformer_parity.mistakes import search, training
 from transformer_parity.mistakes.catalogue import TRAINING
+from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 
 ALIKE = 1e-9  # what rounding leaves between two backends in float64 is far less, what a mistake changes is far more
@@ -26,7 +27,7 @@ OF_BOTH = of_both(mistake for part in TRAINING.values() for mistake in part)
 
 
 def load(port, case):
-    return port.load(case.config, case.load_weights(), "float64", "cpu", "highest")
+    return port.load(case.config, case.load_weights(), Placement("float64"))
 
 
 def trained(port, case):

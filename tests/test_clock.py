@@ -20,7 +20,7 @@ from transformer_parity.compare.tolerances import CHUNK, relative_error
 from transformer_parity.ports import tensorflow
 from transformer_parity.ports.compile_clock import COMPILING, Clock, Spent, listen_to_jax
 from transformer_parity.ports.package import LoadedPackage, PackagePort
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.protocol import Placement, SearchOptions
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.tables import verdict_line
 
@@ -79,7 +79,7 @@ def test_tensorflow_is_watched_at_the_first_call_of_each_kind(monkeypatch):
     clock = Clock(iter(np.arange(0.0, 1000.0)).__next__)
     monkeypatch.setattr(tensorflow, "COMPILING", clock)
     case = CASES_BY_NAME["attention/no_mask"]
-    loaded = PORTS["tf"].load(case.config, case.load_weights(), "float64", "cpu", "highest")
+    loaded = PORTS["tf"].load(case.config, case.load_weights(), Placement("float64"))
     counted = []
     for inputs in (case.inputs, case.inputs, CASES_BY_NAME["attention/one_key"].inputs):
         loaded.run(case.block, inputs, taps=False)

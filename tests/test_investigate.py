@@ -28,6 +28,7 @@ from transformer_parity.diagnose.investigate import investigate
 from transformer_parity.mistakes import edited_package, forward, search
 from transformer_parity.mistakes.catalogue import TRAINING
 from transformer_parity.mistakes.mistake import Mistake, instead, together
+from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort, Port
 
@@ -42,7 +43,7 @@ def named(name: str) -> Mistake:
 
 
 def numpy(case=CASE, dtype="float64"):
-    return PORTS["numpy"].load(case.config, case.load_weights(), dtype, "cpu", "highest")
+    return PORTS["numpy"].load(case.config, case.load_weights(), Placement(dtype))
 
 
 class Only:
@@ -68,7 +69,7 @@ def plant(tmp_path):
             folder = tmp_path / "planted"
             folder.mkdir()
             port = stack.enter_context(planted(mistake, "numpy", folder))
-            return port.load(case.config, case.load_weights(), dtype, "cpu", "highest")
+            return port.load(case.config, case.load_weights(), Placement(dtype))
 
         yield load
 
@@ -181,7 +182,7 @@ def test_weights_that_a_converter_mixes_up_are_named(convert, name):
     case = model_cases(tiny(d_v=8))[0]
     mixed = hypotheses_module._reordered if isinstance(convert, dict) else hypotheses_module._turned
     weights = mixed(convert, case.load_weights())
-    loaded = PORTS["numpy"].load(case.config, weights, "float64", "cpu", "highest")
+    loaded = PORTS["numpy"].load(case.config, weights, Placement("float64"))
     found = diagnose(case, tensors(loaded, case), "it")
     assert (found.confidence, found.hypotheses) == (EXACT, (name,))
 
@@ -333,7 +334,7 @@ def test_what_a_port_does_to_an_array_does_not_change_what_was_seen():
 def test_a_port_that_goes_on_at_some_taps_only_is_not_run_on_wrong_inputs():
     port = PluginPort(f"{__name__}:GoesOnOnce")
     case = model_cases(port.config())[0]
-    loaded = port.load(case.config, case.load_weights(), "float64", "cpu", "highest")
+    loaded = port.load(case.config, case.load_weights(), Placement("float64"))
     found = looked_into(case, loaded).blame
     assert found.replayed == "reference"
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}

@@ -24,7 +24,7 @@ from transformer_parity.cli import translate
 from transformer_parity.cli.main import main
 from transformer_parity.compare.near_ties import Doubt
 from transformer_parity.figures import attention
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.protocol import Placement, SearchOptions
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.text.vocabulary import Vocabulary
 from transformer_parity.translate import translator
@@ -117,7 +117,7 @@ def test_every_backend_says_the_same(model, capfd, backend):
 def test_lines_are_searched_when_they_are_due(model):
     """The first batch is the one with the first line, and no line waits for a batch that it is not in."""
     trained = read_trained(model)
-    port = PORTS["numpy"].load(trained.config, trained.weights, "float64", "cpu", "highest")
+    port = PORTS["numpy"].load(trained.config, trained.weights, Placement("float64"))
     batches = []
 
     class Spy:

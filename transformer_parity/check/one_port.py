@@ -19,6 +19,7 @@ from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Kept, 
 from transformer_parity.diagnose.investigate import FailureReport, investigate, look
 from transformer_parity.diagnose.weight_audit import Fate, as_mistake, audit
 from transformer_parity.ports.compile_clock import COMPILING, Spent, listen_to_jax
+from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort
 
@@ -91,7 +92,7 @@ def work() -> None:
             dtype = next(dtype for dtype in (*job.setting.dtypes, *port.kind.dtypes) if dtype in port.kind.dtypes)
             report(f"{dtype} {main.name}")
             with suppress(Exception):  # what is wrong will show in the comparison, and be told there
-                fates = audit(port, main, dtype, progress=report)
+                fates = audit(port, main, Placement(dtype), report)
                 suspect = as_mistake(fates)
                 tell(doing=doing, audit=tuple(fates))
         found: list[Finding] = []

@@ -21,7 +21,7 @@ from reference_numpy.training_config import Gradients, TrainingConfig
 from transformer_parity.mistakes.mistake import Mistake, Weights
 from transformer_parity.ports import jax
 from transformer_parity.ports.package import PackagePort
-from transformer_parity.ports.protocol import LoadedPort, Port, Result, SearchOptions
+from transformer_parity.ports.protocol import LoadedPort, Placement, Port, Result, SearchOptions
 from transformer_parity.ports.registry import PORTS
 
 
@@ -71,12 +71,10 @@ class MistakenPort:
     port: PackagePort
     mistake: Mistake
 
-    def load(
-        self, config: TransformerConfig, weights: Weights, dtype: str, device: str, precision: str
-    ) -> MistakenModel:
+    def load(self, config: TransformerConfig, weights: Weights, placement: Placement) -> MistakenModel:
         """Build a model from weights that may have been mixed up."""
         config, weights = config.replace(**self.mistake.config), self.mistake.convert(weights)
-        return MistakenModel(self.port.load(config, weights, dtype, device, precision), self.mistake.convert)
+        return MistakenModel(self.port.load(config, weights, placement), self.mistake.convert)
 
     def import_package(self) -> Any:
         """Import the package with the mistake in it."""
@@ -122,12 +120,10 @@ class Retrained:
     package: Any
     config: Mapping[str, Any]  # what it assumes instead
 
-    def load(
-        self, config: TransformerConfig, weights: Mapping[str, Any], dtype: str, device: str, precision: str
-    ) -> LoadedPort:
+    def load(self, config: TransformerConfig, weights: Mapping[str, Any], placement: Placement) -> LoadedPort:
         """Build our model, perhaps for another config than the one given, to be trained with the mistake."""
-        model = self.package.Transformer.from_weights(config.replace(**self.config), weights, dtype, device, precision)
-        return PORTS[self.name].loaded(self.package, model, dtype)
+        model = self.package.Transformer.from_weights(config.replace(**self.config), weights, *placement)
+        return PORTS[self.name].loaded(self.package, model, placement.dtype)
 
     def import_package(self) -> Any:
         """Return our package, but for its training."""

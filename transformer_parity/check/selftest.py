@@ -32,7 +32,7 @@ from transformer_parity.diagnose.hypotheses import content, hypotheses
 from transformer_parity.mistakes import training
 from transformer_parity.mistakes.catalogue import TRAINING, cases, parts
 from transformer_parity.mistakes.mistake import Mistake
-from transformer_parity.ports.protocol import Port
+from transformer_parity.ports.protocol import Placement, Port
 from transformer_parity.ports.registry import PORTS
 
 
@@ -128,7 +128,7 @@ def _blamed(case: Case, mistake: Mistake, failures: list[Finding], shown: Mappin
         return True
     if not mistake.at or mistake.at == outputs.LOSS or not shown:
         return True
-    truth = PORTS["numpy"].load(case.config, case.load_weights(), "float64", "cpu", "highest")
+    truth = PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
     introduced = blame_files(case, shown, truth, failures[0].backend).blame.introduced
     return introduced[:1] == [mistake.at]
 

@@ -19,7 +19,7 @@ from rich.table import Table
 import reference_numpy as ref
 from reference_numpy.config import PRESETS
 from transformer_parity.cli.options import add_backends, add_search, positive, search_options
-from transformer_parity.ports.protocol import MissingFrameworkError
+from transformer_parity.ports.protocol import MissingFrameworkError, Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.interrupts import stop_on_signal
@@ -154,8 +154,8 @@ def run(options: argparse.Namespace) -> int:
             show = _Show(terminal, options.stop_at or setup.plan.steps)
             with stop_on_signal() as stop:
                 show.say(f"loading {', '.join(options.backends)}")
-                placement = (options.dtype or setup.dtype, options.device, options.precision)
-                training = setup.start(options.backends, folder, Observer(show.status, show.say), *placement)
+                placement = Placement(options.dtype or setup.dtype, options.device, options.precision)
+                training = setup.start(options.backends, folder, Observer(show.status, show.say), placement)
                 show.say(_describe(training))
                 with show:
                     training.go(stop, options.stop_at)

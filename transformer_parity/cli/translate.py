@@ -26,7 +26,7 @@ from transformer_parity.compare.near_ties import PrefixScorer, Tokens, summary
 from transformer_parity.compare.tolerances import EPS
 from transformer_parity.figures.attention import TAPS, draw_heads
 from transformer_parity.figures.style import FORMATS, STYLE, write
-from transformer_parity.ports.protocol import LoadedPort, MissingFrameworkError
+from transformer_parity.ports.protocol import LoadedPort, MissingFrameworkError, Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.interrupts import ctrl_c_waits
@@ -243,9 +243,9 @@ def _load(options: argparse.Namespace, trained: Trained, backends: Sequence[str]
     loaded: dict[str, LoadedPort] = {}
     for name in backends:
         device = "cpu" if options.compare and name == "numpy" else options.device
-        placement = (options.dtype, device, options.precision)
+        placement = Placement(options.dtype, device, options.precision)
         with ctrl_c_waits():  # which the import of a framework may swallow
-            loaded[name] = PORTS[name].load(trained.config, trained.weights, *placement)
+            loaded[name] = PORTS[name].load(trained.config, trained.weights, placement)
     return loaded
 
 

@@ -29,7 +29,7 @@ from transformer_parity.compare.outputs import (
 )
 from transformer_parity.compare.tolerances import relative_error, tolerance
 from transformer_parity.ports.package import LoadedPackage
-from transformer_parity.ports.protocol import Decoded, LoadedPort, MissingAbilityError, Port, Result
+from transformer_parity.ports.protocol import Decoded, LoadedPort, MissingAbilityError, Placement, Port, Result
 from transformer_parity.ports.registry import PORTS
 
 ROUND_TRIP = "round trip"
@@ -104,10 +104,10 @@ def _compare_group(
     if not cases:
         return
     progress(f"{dtype} {cases[0].name}")
-    truth = PORTS["numpy"].load(config, weights, "float64", "cpu", "highest")
-    same_dtype = PORTS["numpy"].load(config, weights, "float32", "cpu", "highest") if dtype == "float32" else None
+    truth = PORTS["numpy"].load(config, weights, Placement("float64"))
+    same_dtype = PORTS["numpy"].load(config, weights, Placement("float32")) if dtype == "float32" else None
     try:
-        loaded = port.load(config, weights, dtype, setting.device, setting.precision)
+        loaded = port.load(config, weights, setting.placement(dtype))
         yield _round_trip(port.name, cases[0], loaded, weights, dtype)
     except Exception as error:
         yield from (failed(case, error) for case in cases)

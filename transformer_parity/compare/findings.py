@@ -11,6 +11,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 from numpy import ndarray
 
 from transformer_parity.compare.outputs import TOKENS
+from transformer_parity.ports.protocol import Placement
 
 AGREES, DIVERGES, IMPRECISE, FAILED = "agrees", "diverges", "imprecise", "failed"
 SKIPPED = "skipped"  # the port does not offer it: counted, and never a pass
@@ -53,6 +54,10 @@ class Setting:
     dtypes: Sequence[str] = ("float64", "float32", "bfloat16")
     device: str = "cpu"
     precision: str = "highest"
+
+    def placement(self, dtype: str) -> Placement:
+        """Return where a model in one of the dtypes runs."""
+        return Placement(dtype, self.device, self.precision)
 
 
 EXIT_CODES = {AGREES: 0, DIVERGES: 1, IMPRECISE: 2, FAILED: 3}

@@ -21,7 +21,7 @@ from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagno
 from transformer_parity.diagnose.hypotheses import hypotheses
 from transformer_parity.diagnose.signatures import growth, signatures
 from transformer_parity.mistakes.mistake import Mistake
-from transformer_parity.ports.protocol import Port
+from transformer_parity.ports.protocol import Placement, Port
 from transformer_parity.ports.registry import PORTS
 
 MAPS = 6  # attention layers that are shown
@@ -115,7 +115,7 @@ def investigate_files(
             continue
         evidence = None
         if case.stage in (ACTIVATIONS, GRADIENTS):
-            truth = PORTS["numpy"].load(case.config, case.load_weights(), "float64", "cpu", "highest")
+            truth = PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
             evidence = blame_files(case, actual, truth, backend)
         same_model = [other for other in cases if other.name != case.name and _model(other) == _model(case)]
         others = [(other, tensors) for other in same_model if (tensors := shown(other))]
@@ -243,7 +243,7 @@ def look(case: Case, port: Port, setting: Setting) -> FailureReport:
 def _blame(case: Case, port: Port, setting: Setting, dtype: str) -> Evidence:
     weights = given(case.load_weights(), dtype)
     load = PORTS["numpy"].load
-    truth = load(case.config, weights, "float64", "cpu", "highest")
-    rounded = load(case.config, weights, "float32", "cpu", "highest") if dtype == "float32" else None
-    loaded = port.load(case.config, weights, dtype, setting.device, setting.precision)
+    truth = load(case.config, weights, Placement("float64"))
+    rounded = load(case.config, weights, Placement("float32")) if dtype == "float32" else None
+    loaded = port.load(case.config, weights, setting.placement(dtype))
     return blame(case, given(case.inputs, dtype), loaded, truth, rounded, port.name, dtype)

@@ -27,7 +27,7 @@ from transformer_parity.compare import outputs
 from transformer_parity.compare.outputs import OUTPUT
 from transformer_parity.diagnose.blame import Evidence, distance
 from transformer_parity.ports.package import LoadedPackage
-from transformer_parity.ports.protocol import Replay
+from transformer_parity.ports.protocol import Placement, Replay
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort
 
@@ -66,7 +66,7 @@ def save(evidence: Evidence, case: Case, inputs: Arrays, weights: Arrays, port: 
     blame = evidence.blame
     mark = next(mark for mark in blame.marks if mark.name == blame.introduced[0])
     guilty = Guilty(port, blame.dtype, blame.stage, case.block, mark.name, blame.replayed, mark.alone)
-    truth = PORTS["numpy"].load(case.config, weights, "float64", "cpu", "highest")
+    truth = PORTS["numpy"].load(case.config, weights, Placement("float64"))
     read = _read_by_gradient if blame.stage != ACTIVATIONS else _read_by_tap
     arrays = {
         **{f"inputs/{name}": value for name, value in read(guilty, truth, inputs, evidence).items()},
@@ -114,12 +114,12 @@ def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
     arrays = load(folder)
     batch = {name.removeprefix("batch/"): value for name, value in arrays.items() if name.startswith("batch/")}
     port = PORTS[guilty.port] if guilty.port in PORTS else PluginPort(guilty.port)
-    loaded = port.load(config, weights, guilty.dtype, "cpu", "highest")
+    loaded = port.load(config, weights, Placement(guilty.dtype))
     expected = {guilty.name: arrays["expected"]}
     if guilty.stage != ACTIVATIONS:
         found = outputs.gradients(loaded, batch)
     else:
-        truth = PORTS["numpy"].load(config, weights, "float64", "cpu", "highest")
+        truth = PORTS["numpy"].load(config, weights, Placement("float64"))
         right = truth.run(guilty.block, batch, taps=True).taps
         given = right if guilty.replayed == "port" else {}
         result = loaded.run(guilty.block, batch, taps=True, given=given)

@@ -18,7 +18,7 @@ from transformer_parity.compare.outputs import OUTPUT
 from transformer_parity.diagnose.blame import distance
 from transformer_parity.diagnose.hypotheses import Hypothesis
 from transformer_parity.mistakes.mistake import Mistake
-from transformer_parity.ports.protocol import LoadedPort, Port
+from transformer_parity.ports.protocol import LoadedPort, Placement, Port
 
 USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM = (
     "used",
@@ -63,9 +63,7 @@ class Fate:
 def audit(
     port: Port,
     case: Case,
-    dtype: str,
-    device: str = "cpu",
-    precision: str = "highest",
+    placement: Placement,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Fate]:
     """Return what became of every weight of a port.
@@ -73,28 +71,26 @@ def audit(
     Args:
         port: What to audit.
         case: A full model, and what it is run on.
-        dtype: The dtype to run it in.
-        device: Where to.
-        precision: How.
+        placement: In which dtype, and where.
         progress: Told which weight is disturbed.
     """
     weights = dict(case.load_weights())
 
     def run(given: Weights) -> dict[str, ndarray]:
-        return _shown(port.load(case.config, given, dtype, device, precision), case)
+        return _shown(port.load(case.config, given, placement), case)
 
     def run_reference(given: Weights) -> dict[str, ndarray]:
         """Let the reference go on from what the port has at each tap, so that only one block is compared at a time."""
         found = _shown(Hypothesis(()).load(case.config, given), case, taps)
         return {name: value for name, value in found.items() if name in usual}
 
-    loaded = port.load(case.config, weights, dtype, device, precision)
+    loaded = port.load(case.config, weights, placement)
     usual = _shown(loaded, case)
-    if first := first_change(usual, _shown(loaded, case), CHANGED[dtype]):
+    if first := first_change(usual, _shown(loaded, case), CHANGED[placement.dtype]):
         return [Fate("two calls", RANDOM, f"differ on the same input, first at {first}: is dropout on?")]
     taps = {name: np.asarray(value, np.float64) for name, value in usual.items() if name != OUTPUT}
     expected = run_reference(weights)
-    if first := first_change(usual, run(weights), CHANGED[dtype]):
+    if first := first_change(usual, run(weights), CHANGED[placement.dtype]):
         reads = [
             name
             for name, weight in weights.items()
@@ -109,7 +105,7 @@ def audit(
     for name, weight in weights.items():
         progress(f"weight {name}")
         disturbed = {**weights, name: _disturbed(weight)}
-        here = first_change(usual, run(disturbed), CHANGED[dtype])
+        here = first_change(usual, run(disturbed), CHANGED[placement.dtype])
         there = first_change(expected, run_reference(disturbed), CHANGED["float64"])
         if here == there:
             fates.append(_fate_in_place(name, weights, here, usual, expected, run_reference))

@@ -16,6 +16,7 @@ import reference_numpy as ref
 from reference_numpy.config import DEPTHS, TransformerConfig
 from transformer_parity.cases.inputs import hard_weights
 from transformer_parity.ports.package import PackagePort
+from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.text.pairs import read_pairs
@@ -129,7 +130,7 @@ def attention_weights(
     with quiet_frameworks() as terminal, Console(file=terminal).status("") as spinner:
         for port in ports:
             spinner.update(f"running {port.package}")
-            loaded = port.load(config, weights, dtype, "cpu", "highest")
+            loaded = port.load(config, weights, Placement(dtype))
             seen[port.name] = loaded.run("", inputs, taps=True).taps[tap][0].astype(np.float64)
     return seen
 

@@ -14,7 +14,7 @@ from transformer_parity.cases.standard import model_cases
 from transformer_parity.compare.outputs import SCORES, Tensors, run
 from transformer_parity.golden.format import LeftOut
 from transformer_parity.ports.package import PackagePort
-from transformer_parity.ports.protocol import LoadedPort, MissingAbilityError
+from transformer_parity.ports.protocol import LoadedPort, MissingAbilityError, Placement
 from transformer_parity.ports.user import PluginPort
 from transformer_parity.system.machine import describe_machine
 
@@ -72,7 +72,7 @@ def compute(
             advance(f"{dtype} {case.name}")
             try:
                 if loaded is None or case.stage == STEPS:  # which have a model of their own: training changes it
-                    loaded = port.load(case.config, weights, dtype, device, "highest")
+                    loaded = port.load(case.config, weights, Placement(dtype, device))
                 tensors = run(case, loaded, dtype)
                 left_out += [LeftOut(case.name, why, names) for names, why in _hidden(case, loaded, tensors)]
                 computed[case.name][dtype] = tensors

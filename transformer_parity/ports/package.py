@@ -21,7 +21,7 @@ from numpy import ndarray
 from reference_numpy.config import TransformerConfig
 from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.training_config import Gradients, TrainingConfig
-from transformer_parity.ports.protocol import MissingFrameworkError, Replay, Result, SearchOptions
+from transformer_parity.ports.protocol import MissingFrameworkError, Placement, Replay, Result, SearchOptions
 from transformer_parity.system.environment import prepare_environment
 
 # The dtype in which XLA compiles as it does for users, and what it makes of a program is compared. float64 compares the
@@ -124,12 +124,10 @@ class PackagePort:
     needs: tuple[str, ...]  # what has to be importable
     loaded: type[LoadedPackage]
 
-    def load(
-        self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str, device: str, precision: str
-    ) -> LoadedPackage:
+    def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPackage:
         """Build a model that holds a copy of the weights."""
         package = self.import_package()
-        return self.loaded(package, package.Transformer.from_weights(config, weights, dtype, device, precision), dtype)
+        return self.loaded(package, package.Transformer.from_weights(config, weights, *placement), placement.dtype)
 
     def import_package(self) -> Any:
         """Import the package and its framework.

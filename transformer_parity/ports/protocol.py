@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numpy import ndarray
 
@@ -12,6 +12,14 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.search_plan import EXTRA_LENGTH, OnStep, SearchResult, length_penalty
 from reference_numpy.taps import Recorder
 from reference_numpy.training_config import Gradients, TrainingConfig
+
+
+class Placement(NamedTuple):
+    """In which dtype, on which device and how precisely a model computes: see ``Transformer.from_weights``."""
+
+    dtype: str = "float32"
+    device: str = "cpu"
+    precision: str = "highest"
 
 
 @dataclass(frozen=True)
@@ -116,9 +124,7 @@ class Port(Protocol):
     def name(self) -> str:
         """What it is called in tables."""
 
-    def load(
-        self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str, device: str, precision: str
-    ) -> LoadedPort:
+    def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPort:
         """Build a model that holds a copy of the weights."""
 
 

@@ -18,7 +18,7 @@ from reference_numpy.names import tap_shapes
 from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.taps import Tap, matches, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig
-from transformer_parity.ports.protocol import MissingAbilityError, Replay, Result, SearchOptions
+from transformer_parity.ports.protocol import MissingAbilityError, Placement, Replay, Result, SearchOptions
 
 GROUP = "transformer_parity.ports"  # of entry points
 
@@ -117,14 +117,12 @@ class PluginPort:
                 raise ValueError(f"taps of {self.name}: {pattern!r} is no tap: see `parity info --names`")
         return config
 
-    def load(
-        self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str, device: str, precision: str
-    ) -> LoadedPlugin:
+    def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPlugin:
         """Build a model that holds a copy of the weights; where it runs and how precisely is the port's business."""
-        if dtype not in self.kind.dtypes:
+        if placement.dtype not in self.kind.dtypes:
             raise MissingAbilityError(f"{self.name} computes in {', '.join(self.kind.dtypes)}")
         port = self.kind()
-        port.load(config, {name: np.array(array, np.float32) for name, array in weights.items()}, dtype)
+        port.load(config, {name: np.array(array, np.float32) for name, array in weights.items()}, placement.dtype)
         return LoadedPlugin(port, config)
 
     def describe(self) -> dict[str, str]:

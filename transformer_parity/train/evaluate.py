@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from reference_numpy.training_config import TrainingConfig
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.protocol import Placement, SearchOptions
 from transformer_parity.text.vocabulary import Vocabulary
 from transformer_parity.train import corpora
 from transformer_parity.train.batches import Batches, number
@@ -29,7 +29,7 @@ def held_out(vocabulary: Vocabulary, options: argparse.Namespace) -> Corpus:
 
 def evaluate(trained: Trained, corpus: Corpus, backend: str, device: str, search: SearchOptions) -> dict[str, Any]:
     config = trained.config
-    learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, "float32", device, "highest")
+    learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, Placement("float32", device))
     batches = Batches(number(corpus.held_out, corpus.vocabulary, config), config, TOKENS)
     loss = learner.validate(batches.once())
     sources = [source for source, _ in corpus.held_out]

@@ -11,7 +11,7 @@ from numpy import ndarray
 from reference_numpy.checkpoint import Checkpoint
 from reference_numpy.config import TransformerConfig
 from reference_numpy.training_config import StepResult, TrainingConfig
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.protocol import Placement, SearchOptions
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.text.vocabulary import Vocabulary
 from transformer_parity.train.batches import Batch
@@ -30,16 +30,14 @@ class Learner:
         weights: Mapping[str, ndarray],
         settings: TrainingConfig,
         seed: int,
-        dtype: str,
-        device: str,
-        precision: str,
+        placement: Placement,
     ) -> None:
         port = PORTS[backend]
         self.package = package = port.import_package()
         self.backend = backend
-        self.model = package.Transformer.from_weights(config, weights, dtype, device, precision)
+        self.model = package.Transformer.from_weights(config, weights, *placement)
         self.trainer = package.Trainer(self.model, settings, seed)
-        self.loaded = port.loaded(package, self.model, dtype)
+        self.loaded = port.loaded(package, self.model, placement.dtype)
         self.environment: dict[str, str] = package.describe()
 
     def train_step(self, batch: Batch) -> StepResult:

@@ -12,6 +12,7 @@ from reference_numpy.checkpoint import load_checkpoint
 from reference_numpy.checks import check_integer
 from reference_numpy.config import TransformerConfig
 from reference_numpy.training_config import TrainingConfig, TrainingState
+from transformer_parity.ports.protocol import Placement
 from transformer_parity.text.vocabulary import SPECIAL, Vocabulary
 from transformer_parity.train import corpora
 from transformer_parity.train.batches import Batches, number
@@ -41,9 +42,7 @@ class Setup:
         """The dtype of the weights."""
         return next(iter(self.weights.values())).dtype.name
 
-    def start(
-        self, backends: Sequence[str], folder: Path, observer: Observer, dtype: str, device: str, precision: str
-    ) -> Run:
+    def start(self, backends: Sequence[str], folder: Path, observer: Observer, placement: Placement) -> Run:
         """Build batches and learners; several learners run in lockstep, without dropout.
 
         Raises:
@@ -59,9 +58,7 @@ class Setup:
         config = self.config
         if len(backends) > 1:  # no two frameworks draw the same random numbers
             config = config.replace(dropout=ref.DropoutRates(embedding=0.0, residual=0.0))
-        learners = [
-            Learner(name, config, self.weights, self.settings, self.seed, dtype, device, precision) for name in backends
-        ]
+        learners = [Learner(name, config, self.weights, self.settings, self.seed, placement) for name in backends]
         if self.state is not None:
             for learner in learners:
                 learner.trainer.load_state(self.state)

@@ -28,7 +28,7 @@ class MyPort(Port):
     """My model."""
 
     # The published conventions that your model follows (`parity info` lists them), and where it differs: for instance
-    # {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. The sizes are those of the standard cases, unless you give others here.
+    # {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. Sizes are small ones, unless you give others here.
     preset = "paper_base"
     overrides: Mapping[str, Any] = {}
     # In float64, rounding is far below any mistake: without it, a wrong convention looks like a loss of precision.
