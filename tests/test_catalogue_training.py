@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from transformer_parity.check.planted_ports import planted
-from transformer_parity.compare import outputs
+from transformer_parity.compare import training_outputs
 from transformer_parity.compare.outputs import observe_training
 from transformer_parity.compare.tolerances import relative_error
 from transformer_parity.mistakes import search, training
@@ -33,7 +33,7 @@ def load(port, case):
 def trained(port, case):
     """Return what a gradient, or two steps of training, show."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outputs, "SNAPSHOTS", (1, 2))
+        patch.setattr(training_outputs, "SNAPSHOTS", (1, 2))
         return observe_training(case, load(port, case), case.inputs, "float64")
 
 
@@ -50,10 +50,10 @@ def test_mistake_of_training_is_the_same_in_numpy(mistake, tmp_path):
         with planted(mistake, backend, tmp_path) as port:
             seen[backend] = trained(port, training.CASES.get(mistake.case, training.GRADIENTS))
     assert seen["numpy"].keys() == seen["torch"].keys()
-    apart = {name: outputs.training_error(name, seen["torch"], seen["numpy"]) for name in seen["numpy"]}
+    apart = {name: training_outputs.training_error(name, seen["torch"], seen["numpy"]) for name in seen["numpy"]}
     assert {name: error for name, error in apart.items() if not error <= ALIKE} == {}
     right = well_trained(mistake.case)
-    assert max(outputs.training_error(name, seen["numpy"], right) for name in right) > ALIKE
+    assert max(training_outputs.training_error(name, seen["numpy"], right) for name in right) > ALIKE
 
 
 def decoded(port, case):

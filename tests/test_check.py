@@ -17,16 +17,8 @@ import reference_numpy as ref
 from transformer_parity.cases.standard import standard_cases
 from transformer_parity.check import processes
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import (
-    AGREES,
-    DIVERGES,
-    FAILED,
-    IMPRECISE,
-    Finding,
-    Setting,
-    exit_code,
-    overall,
-)
+from transformer_parity.compare.findings import Finding, Setting, exit_code, overall
+from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE
 from transformer_parity.text.pairs import read_pairs
 from transformer_parity.text.vocabulary import Vocabulary, batch, pick
 

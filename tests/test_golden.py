@@ -18,8 +18,8 @@ import reference_numpy as ref
 from transformer_parity.cases.case import STAGES
 from transformer_parity.cases.inputs import hard_weights
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import AGREES, SKIPPED
 from transformer_parity.compare.tolerances import POLICY
+from transformer_parity.compare.verdict import AGREES, SKIPPED
 from transformer_parity.golden import format, produce
 from transformer_parity.golden.compare import compare_folders
 from transformer_parity.golden.format import LeftOut

@@ -10,7 +10,8 @@ from transformer_parity.cases.standard import model_cases
 from transformer_parity.cli.check import FRAMEWORKS
 from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, SKIPPED, Setting
+from transformer_parity.compare.findings import Setting
+from transformer_parity.compare.verdict import AGREES, SKIPPED
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort, Port
 

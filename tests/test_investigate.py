@@ -15,10 +15,11 @@ import reference_numpy
 from transformer_parity.cases.case import tiny
 from transformer_parity.cases.standard import gradient_case, model_cases, standard_cases
 from transformer_parity.check.planted_ports import planted
-from transformer_parity.compare import outputs
+from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, SKIPPED, Setting
+from transformer_parity.compare.findings import Setting
 from transformer_parity.compare.outputs import tensors
+from transformer_parity.compare.verdict import AGREES, SKIPPED
 from transformer_parity.diagnose import hypotheses as hypotheses_module
 from transformer_parity.diagnose import reproduce
 from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, blame, blame_files, distance
@@ -283,9 +284,9 @@ def test_a_guilty_gradient_is_saved_with_what_it_comes_from(plant, tmp_path):
 
 
 def test_gradients_that_should_be_nothing_are_measured_by_the_whole():
-    expected = {"at a": np.zeros(2), outputs.WHOLE: np.array([3.0, 4.0])}
-    assert outputs.training_error("at a", {"at a": np.array([5e-12, 0.0])}, expected) == pytest.approx(1e-12)
-    assert outputs.training_error("at a", {"at a": np.zeros(2)}, expected) == 0.0
+    expected = {"at a": np.zeros(2), training_outputs.WHOLE: np.array([3.0, 4.0])}
+    assert training_outputs.training_error("at a", {"at a": np.array([5e-12, 0.0])}, expected) == pytest.approx(1e-12)
+    assert training_outputs.training_error("at a", {"at a": np.zeros(2)}, expected) == 0.0
 
 
 class Wrapped(Port):

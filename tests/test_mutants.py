@@ -17,10 +17,11 @@ from transformer_parity.cases import standard
 from transformer_parity.cases.inputs import hard_weights
 from transformer_parity.cases.standard import standard_cases
 from transformer_parity.check.planted_ports import planted
-from transformer_parity.compare import outputs
+from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting, exit_code
+from transformer_parity.compare.findings import Finding, Setting, exit_code
 from transformer_parity.compare.tolerances import EPS, POLICY, relative_error, tolerance
+from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE
 from transformer_parity.mistakes import forward, precision, structure
 from transformer_parity.mistakes.mistake import ALL, Mistake, instead
 from transformer_parity.ports.registry import PORTS
@@ -263,28 +264,30 @@ def test_tolerances():
     ("name", "dtype", "allowed"),
     [
         ("loss", "float64", 1e-13),
-        (outputs.WHOLE, "float64", 1e-11),
+        (training_outputs.WHOLE, "float64", 1e-11),
         ("of output_proj.bias", "float64", 1e-10),
         ("at logits", "float64", 1e-10),
         ("step 20 loss", "float64", 1e-10),
         ("step 20 weight output_proj.bias", "float64", 1e-10),
         ("loss", "float32", 4e-6 + 4.0 * 2.0**-23),
-        (outputs.WHOLE, "float32", 4e-6 + 4.0 * 2.0**-23),
+        (training_outputs.WHOLE, "float32", 4e-6 + 4.0 * 2.0**-23),
         ("of output_proj.bias", "float32", 8e-6 + 4.0 * 2.0**-23),  # no tensor is held to more than the whole is
         ("step 5 loss", "float32", 1e-5),
         ("step 5 weight output_proj.bias", "float32", 1e-3),
     ],
 )
 def test_tolerances_of_training(name, dtype, allowed):
-    assert outputs.training_tolerance(name, dtype, baseline=1e-6, whole=2e-6) == pytest.approx(allowed, rel=1e-12)
+    assert training_outputs.training_tolerance(name, dtype, baseline=1e-6, whole=2e-6) == pytest.approx(
+        allowed, rel=1e-12
+    )
 
 
 def test_a_key_bias_is_measured_by_its_query_bias():
     expected = {"of a.key_proj.bias": np.full(2, 1e-17), "of a.query_proj.bias": np.array([3.0, 4.0])}
     actual = {"of a.key_proj.bias": np.array([0.5, 0.0]) + 1e-17, "of a.query_proj.bias": np.array([3.0, 4.5])}
-    assert outputs.training_error("of a.key_proj.bias", actual, expected) == pytest.approx(0.1)
-    assert outputs.training_error("of a.query_proj.bias", actual, expected) == pytest.approx(0.1)
-    assert outputs.training_error("of a.key_proj.bias", expected, expected) == 0.0
+    assert training_outputs.training_error("of a.key_proj.bias", actual, expected) == pytest.approx(0.1)
+    assert training_outputs.training_error("of a.query_proj.bias", actual, expected) == pytest.approx(0.1)
+    assert training_outputs.training_error("of a.key_proj.bias", expected, expected) == 0.0
 
 
 def test_share_of_the_tolerance():

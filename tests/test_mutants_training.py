@@ -13,9 +13,10 @@ from misbehaviour import MISBEHAVIOUR
 
 from transformer_parity.check.planted_ports import planted, retrained
 from transformer_parity.check.uncompiled import interpreted_training
-from transformer_parity.compare import outputs
+from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, Finding, Setting
+from transformer_parity.compare.findings import Finding, Setting
+from transformer_parity.compare.verdict import AGREES
 from transformer_parity.mistakes.catalogue import TRAINING
 from transformer_parity.mistakes.mistake import ALL, Mistake
 from transformer_parity.mistakes.optimizer import CONTROLS
@@ -41,7 +42,7 @@ def run(name: str, mistake: Mistake, folder) -> list[Finding]:
     """Compare a port that has the mistake with the reference, and return what does not agree."""
     case = CASES.get(mistake.case, GRADIENTS)
     with plant(name, mistake, folder) as port, interpreted_training(name), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outputs, "SNAPSHOTS", (1,) if mistake.at.startswith("step 1") else (1, 2))
+        patch.setattr(training_outputs, "SNAPSHOTS", (1,) if mistake.at.startswith("step 1") else (1, 2))
         findings = list(compare([case], port, Setting(("float64",))))
     assert len(findings) > 1
     return [finding for finding in findings if finding.verdict != AGREES]

@@ -12,7 +12,8 @@ from reference_numpy import PRESETS
 from transformer_parity.cases.standard import model_cases, preset_case
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, DIVERGES, SKIPPED, Setting
+from transformer_parity.compare.findings import Setting
+from transformer_parity.compare.verdict import AGREES, DIVERGES, SKIPPED
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
 from transformer_parity.diagnose.investigate import investigate
 from transformer_parity.mistakes import forward

@@ -11,7 +11,8 @@ import pytest
 from transformer_parity.cases.case import tiny
 from transformer_parity.cases.standard import model_cases
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import DIVERGES, SKIPPED, Setting
+from transformer_parity.compare.findings import Setting
+from transformer_parity.compare.verdict import DIVERGES, SKIPPED
 
 pytest_plugins = ["pytester"]
 

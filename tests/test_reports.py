@@ -22,8 +22,9 @@ from rich.console import Console
 from reference_numpy.names import parameter_shapes, tap_shapes
 from transformer_parity.cases.case import tiny
 from transformer_parity.cases.standard import standard_cases
-from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding, Setting
+from transformer_parity.compare.findings import Finding, Setting
 from transformer_parity.compare.outputs import OUTPUT
+from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
 from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
 from transformer_parity.diagnose.diagnosis import Diagnosis
 from transformer_parity.diagnose.weight_audit import Fate

@@ -14,7 +14,8 @@ import reference_numpy
 from transformer_parity.cases.case import ACTIVATIONS, Case, tiny
 from transformer_parity.cases.standard import port_cases, standard_cases
 from transformer_parity.check.processes import run_all
-from transformer_parity.compare.findings import AGREES, FAILED, SKIPPED, Finding, Setting
+from transformer_parity.compare.findings import Finding, Setting
+from transformer_parity.compare.verdict import AGREES, FAILED, SKIPPED
 from transformer_parity.system import child, start
 
 FLOAT64 = Setting(("float64",))

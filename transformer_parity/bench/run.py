@@ -16,7 +16,7 @@ from transformer_parity.bench.participants import OURS, MatrixRate, Products, ot
 from transformer_parity.bench.rounds import Participant, Tell, race, started
 from transformer_parity.bench.verify import verifier_of
 from transformer_parity.bench.workload import DecodeWork, ForwardWork, TrainWork, Work
-from transformer_parity.compare.findings import AGREES, FAILED
+from transformer_parity.compare.verdict import AGREES, FAILED
 
 Progress = Callable[[list[Entry], int], AbstractContextManager[Tell]]
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from transformer_parity.bench.imports import Pair
 from transformer_parity.bench.measurements import Entry, Spread, ratio, verdict
 from transformer_parity.bench.workload import Work
-from transformer_parity.compare.findings import WORDS
+from transformer_parity.compare.verdict import WORDS
 from transformer_parity.report.tables import STYLES
 from transformer_parity.system.machine import describe_machine, processor
 

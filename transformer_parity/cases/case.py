@@ -35,6 +35,20 @@ class Case:
     settings: TrainingConfig | None = None  # of the optimizer, for steps
     search: SearchOptions | None = None  # for decode
 
+    @property
+    def training(self) -> TrainingConfig:
+        """The settings of the optimizer; ValueError if there are none."""
+        if self.settings is None:
+            raise ValueError(f"case {self.name} has no training settings")
+        return self.settings
+
+    @property
+    def options(self) -> SearchOptions:
+        """The options of the search; ValueError if there are none."""
+        if self.search is None:
+            raise ValueError(f"case {self.name} has no search options")
+        return self.search
+
     def load_weights(self) -> Mapping[str, ndarray]:
         """Return the weights that every port is given."""
         return hard_weights(self.config, self.seed) if self.weights_file is None else load_weights(self.weights_file)[1]

@@ -10,7 +10,8 @@ from itertools import islice
 from transformer_parity.cases.case import ALL_DTYPES, Case
 from transformer_parity.cases.standard import model_cases
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, SKIPPED, WORDS, Finding, Setting
+from transformer_parity.compare.findings import Finding, Setting
+from transformer_parity.compare.verdict import AGREES, SKIPPED, WORDS
 from transformer_parity.ports.user import PluginPort
 
 WEIGHTS = "weights"  # the test that they come back as they were given

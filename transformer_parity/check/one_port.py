@@ -15,7 +15,8 @@ from typing import Any
 from transformer_parity.cases.case import ACTIVATIONS, Case
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.exceptions import described
-from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Kept, Setting, failure
+from transformer_parity.compare.findings import Finding, Kept, Setting, failure
+from transformer_parity.compare.verdict import AGREES, SKIPPED
 from transformer_parity.diagnose.investigate import FailureReport, investigate, look
 from transformer_parity.diagnose.weight_audit import Fate, as_mistake, audit
 from transformer_parity.ports.compile_clock import COMPILING, Spent, listen_to_jax

@@ -1,76 +1,175 @@
-"""Which cases a run compares, and what it leaves out."""
+"""What a run compares: which ports, in which dtypes and stages, on which cases, and what that leaves out."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
-
-from rich.console import Console
+from pathlib import Path
 
 import reference_numpy as ref
 from reference_numpy.config import TransformerConfig
-from transformer_parity.cases.case import ACTIVATIONS, SENTENCES, STAGES, Case
+from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, SENTENCES, STAGES, STEPS, Case
 from transformer_parity.cases.standard import gradient_case, preset_case, search_cases, standard_cases
-from transformer_parity.compare.tolerances import EPS
+from transformer_parity.compare.findings import Setting
+from transformer_parity.compare.verdict import Asked
 from transformer_parity.ports.package import COMPILED_IN_FULL
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.text.pairs import read_pairs
 from transformer_parity.text.vocabulary import SPECIAL, VOCAB_SIZE, Vocabulary, batch, pick
 
+CASES, TEXT = ONLY = ("cases", "text")
 
-def choose_cases(options: argparse.Namespace, console: Console) -> list[Case]:
-    cases: list[Case] = []
-    if options.only != "text" and options.weights is None:
-        if options.preset:
-            cases += [preset_case(name, thorough=True) for name in options.preset]
-            cases += map(gradient_case, options.preset)
-            cases += chain.from_iterable(map(search_cases, options.preset))
+
+@dataclass(frozen=True)
+class Selection:
+    """What ``parity check`` was asked to compare.
+
+    Attributes:
+        backends: Packages, without the reference.
+        ports: Ports of the user's own: ``module:class``, or the names of entry points.
+        dtypes: Those that were named; None is all of them.
+        stages: Those that were named; None is all that there are cases for.
+        device: ``cpu`` or ``gpu``.
+        precision: ``highest`` or ``fast``.
+        presets: Those that were named; none is the standard cases.
+        only: ``cases`` or ``text``; None is both.
+        weights: A weight file of the user's own, in place of the standard cases.
+        text: Two line-aligned files of the user's own; none is the shipped text.
+        sentences: How many pairs of the text.
+
+    Raises:
+        ValueError: One option would be ignored beside another.
+    """
+
+    backends: Sequence[str]
+    ports: Sequence[str] = ()
+    dtypes: Sequence[str] | None = None
+    stages: Sequence[str] | None = None
+    device: str = "cpu"
+    precision: str = "highest"
+    presets: Sequence[str] = ()
+    only: str | None = None
+    weights: Path | None = None
+    text: Sequence[Path] = ()
+    sentences: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.backends and not self.ports:
+            raise ValueError("numpy is the reference: name at least one port to compare with it")
+        about_text = bool(self.text or self.weights)
+        if self.only == CASES and about_text:
+            raise ValueError("--text and --weights are about the sentences, which --only cases leaves out")
+        if ACTIVATIONS not in self.chosen_stages and (about_text or self.only == TEXT):
+            raise ValueError(f"sentences are compared by --stage {ACTIVATIONS}")
+        if self.presets and self.stages and STEPS in self.stages:
+            raise ValueError("optimizer steps are compared on models of their own: leave out --preset")
+        if self.weights and self.presets:
+            raise ValueError("--weights brings its own config: leave out --preset")
+        if not self.backends and (self.presets or about_text or self.only == TEXT):
+            raise ValueError(
+                "a port says itself what it is compared on: leave out --preset, --weights, --text and --only"
+            )
+        if self.sentences < 1:
+            raise ValueError(f"--sentences must be at least 1: got {self.sentences}")
+
+    @property
+    def chosen_stages(self) -> Sequence[str]:
+        """The stages that were named, or all."""
+        return STAGES if self.stages is None else self.stages
+
+    @property
+    def setting(self) -> Setting:
+        """How the ports are run."""
+        return Setting(ALL_DTYPES if self.dtypes is None else self.dtypes, self.device, self.precision)
+
+    def cases(self) -> list[Case]:
+        """Return the cases of the packages; ports of the user's own have theirs from ``standard.port_cases``.
+
+        Raises:
+            OSError: A file cannot be read.
+            ValueError: A file is not what it should be.
+        """
+        if not self.backends:
+            return []
+        cases: list[Case] = []
+        if self.only != TEXT and self.weights is None:
+            cases = list(chain.from_iterable(map(_preset_cases, self.presets))) if self.presets else standard_cases()
+        if self.only != CASES and ACTIVATIONS in self.chosen_stages:
+            cases += self._sentence_cases()
+        return [case for case in cases if case.stage in self.chosen_stages]
+
+    def _sentence_cases(self) -> list[Case]:
+        pairs = read_pairs(*self.text)
+        lines = [line for pair in pairs for line in pair]
+        if self.weights is not None:
+            config, _ = ref.load_weights(self.weights)
+            smaller = min(config.source_vocab_size, config.target_vocab_size)
+            vocabulary = Vocabulary.train(lines, min(smaller - SPECIAL, VOCAB_SIZE))
+            configs = {self.weights.name: config}
         else:
-            cases += standard_cases()
-        cases = [case for case in cases if case.stage in options.stage]
-    if options.only != "cases" and ACTIVATIONS in options.stage:
-        with console.status("learning subwords from the text"):
-            cases += _sentence_cases(options)
-    return cases
+            vocabulary = Vocabulary.train(lines)
+            sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), vocabulary.size + SPECIAL)
+            configs = {name: TransformerConfig.preset(name, **sizes) for name in self.presets or ["paper_base"]}
+        chosen = pick(pairs, self.sentences)
+        return [
+            Case(f"{SENTENCES}/{name}", SENTENCES, config, "", batch(chosen, vocabulary, config), self.weights)
+            for name, config in configs.items()
+        ]
+
+    def asked(self, port: str, cases: Sequence[Case], offered: Sequence[str] = ALL_DTYPES) -> Asked:
+        """Return what has to be compared of a port.
+
+        Args:
+            port: Its name.
+            cases: Its cases.
+            offered: The dtypes that it computes in.
+        """
+        dtypes = [dtype for dtype in self.setting.dtypes if dtype in offered or dtype in (self.dtypes or ())]
+        stages = self.stages or [
+            stage
+            for stage in STAGES
+            if any(case.stage == stage and set(case.dtypes) & set(self.setting.dtypes) for case in cases)
+        ]
+        planned: dict[tuple[str, str], int] = {}
+        for case in cases:
+            for dtype in dtypes:
+                if dtype in case.dtypes:
+                    planned[case.stage, dtype] = planned.get((case.stage, dtype), 0) + 1
+        pairs = self.stages is not None and self.dtypes is not None
+        return Asked(port, tuple(stages), tuple(self.dtypes or ()), pairs, planned)
+
+    def not_tested(self, cases: Iterable[Case]) -> list[str]:
+        """Return what this run leaves out, and how to ask for it; ``cases`` are those of all ports."""
+        return [*self._left_out(), *self._without_a_case(list(cases))]
+
+    def _left_out(self) -> Iterator[str]:
+        if self.backends:
+            yield from (f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *self.backends))
+        dtypes = self.setting.dtypes
+        yield from (f"{dtype} (left out of --dtype)" for dtype in ALL_DTYPES if dtype not in dtypes)
+        if COMPILED_IN_FULL not in dtypes:
+            yield f"what XLA makes of a program for users (compiled in full in {COMPILED_IN_FULL})"
+        if self.weights or self.only == TEXT:
+            yield "the standard cases (left out by --weights or --only text)"
+        elif not self.backends:
+            yield "sentences, fully masked rows and parts of the model alone (ask for them with --backends)"
+        elif self.presets:
+            yield "the other cases, and optimizer steps (left out by --preset)"
+        yield from (f"{stage} (left out of --stage)" for stage in STAGES if stage not in self.chosen_stages)
+        if self.only == CASES:
+            yield "sentences (left out by --only cases)"
+        other = "cpu" if self.device == "gpu" else "gpu"
+        yield f"{other} (ask for it with --device {other})"
+
+    def _without_a_case(self, cases: Sequence[Case]) -> Iterator[str]:
+        """Yield the stages that have no case in a dtype that was asked for."""
+        known = {(case.stage, dtype) for case in cases for dtype in case.dtypes}
+        present = dict.fromkeys(case.stage for case in cases)
+        for dtype in self.setting.dtypes:
+            if absent := [stage for stage in present if (stage, dtype) not in known]:
+                yield f"{', '.join(absent)} in {dtype} (there is no such case)"
 
 
-def _sentence_cases(options: argparse.Namespace) -> list[Case]:
-    if options.sentences < 1:
-        raise ValueError(f"--sentences must be at least 1: got {options.sentences}")
-    pairs = read_pairs(*(options.text or ()))
-    lines = [line for pair in pairs for line in pair]
-    if options.weights is not None:
-        config, _ = ref.load_weights(options.weights)
-        smaller = min(config.source_vocab_size, config.target_vocab_size)
-        vocabulary = Vocabulary.train(lines, min(smaller - SPECIAL, VOCAB_SIZE))
-        configs = {options.weights.name: config}
-    else:
-        vocabulary = Vocabulary.train(lines)
-        sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), vocabulary.size + SPECIAL)
-        configs = {name: TransformerConfig.preset(name, **sizes) for name in options.preset or ["paper_base"]}
-    chosen = pick(pairs, options.sentences)
-    return [
-        Case(f"{SENTENCES}/{name}", SENTENCES, config, "", batch(chosen, vocabulary, config), options.weights)
-        for name, config in configs.items()
-    ]
-
-
-def left_out(options: argparse.Namespace) -> list[str]:
-    """Return what this run did not look at, and how to ask for it."""
-    left_out = []
-    if options.backends:
-        left_out += [f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *options.backends)]
-    left_out += [f"{dtype} (left out of --dtype)" for dtype in EPS if dtype not in options.dtype]
-    if COMPILED_IN_FULL not in options.dtype:
-        left_out.append(f"what XLA makes of a program for users (compiled in full in {COMPILED_IN_FULL})")
-    if options.weights or options.only == "text":
-        left_out.append("the standard cases (left out by --weights or --only text)")
-    elif not options.backends:
-        left_out.append("sentences, fully masked rows and parts of the model alone (ask for them with --backends)")
-    elif options.preset:
-        left_out.append("the other cases (left out by --preset)")
-    left_out += [f"{stage} (left out of --stage)" for stage in STAGES if stage not in options.stage]
-    if options.only == "cases":
-        left_out.append("sentences (left out by --only cases)")
-    other = "cpu" if options.device == "gpu" else "gpu"
-    return [*left_out, f"{other} (ask for it with --device {other})"]
+def _preset_cases(name: str) -> list[Case]:
+    return [preset_case(name, thorough=True), gradient_case(name), *search_cases(name)]

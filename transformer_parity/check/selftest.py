@@ -23,9 +23,10 @@ from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.check import planted_ports
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.check.uncompiled import interpreted, interpreted_training
-from transformer_parity.compare import outputs
+from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, DIVERGES, SKIPPED, Finding, Kept, Setting
+from transformer_parity.compare.findings import Finding, Kept, Setting
+from transformer_parity.compare.verdict import AGREES, DIVERGES, SKIPPED
 from transformer_parity.diagnose.blame import blame_files
 from transformer_parity.diagnose.diagnosis import EXACT, Diagnosis, diagnose
 from transformer_parity.diagnose.hypotheses import content, hypotheses
@@ -111,7 +112,7 @@ def where_it_is(failures: list[Finding], mistake: Mistake) -> bool:
         announcement = rest.pop(0)
         if announcement.verdict != DIVERGES or not announcement.detail.startswith(mistake.announced):
             return False
-    if rest and rest[0].tap == outputs.WHOLE:  # which says that something is wrong, not where
+    if rest and rest[0].tap == training_outputs.WHOLE:  # which says that something is wrong, not where
         del rest[0]
     if not mistake.at:
         return not rest
@@ -126,7 +127,7 @@ def _blamed(case: Case, mistake: Mistake, failures: list[Finding], shown: Mappin
     """Whether blame puts the mistake where it is, too; true where there is nothing to replay."""
     if case.stage not in (ACTIVATIONS, GRADIENTS) or mistake.dtype != "float64" or mistake.path != "taps":
         return True
-    if not mistake.at or mistake.at == outputs.LOSS or not shown:
+    if not mistake.at or mistake.at == training_outputs.LOSS or not shown:
         return True
     truth = PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
     introduced = blame_files(case, shown, truth, failures[0].backend).blame.introduced
@@ -162,7 +163,7 @@ class _Training:
     """A context for mistakes of training."""
 
     def __init__(self, backend: str, snapshots: tuple[int, ...]) -> None:
-        self.contexts = (interpreted_training(backend), patch.object(outputs, "SNAPSHOTS", snapshots))
+        self.contexts = (interpreted_training(backend), patch.object(training_outputs, "SNAPSHOTS", snapshots))
 
     def __enter__(self) -> None:
         for context in self.contexts:

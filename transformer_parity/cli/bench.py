@@ -24,7 +24,7 @@ from transformer_parity.bench.rounds import Participant, Tell
 from transformer_parity.bench.run import choose_participants, grown, make_work, time_work, work_title
 from transformer_parity.bench.workload import SIZES, DecodeWork, Work
 from transformer_parity.cli.options import add_backends, positive
-from transformer_parity.compare.findings import AGREES, EXIT_CODES, FAILED
+from transformer_parity.compare.verdict import AGREES, EXIT_CODES, FAILED
 from transformer_parity.figures.style import FORMATS, STYLE, write
 from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS

@@ -15,21 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from reference_numpy.config import TransformerConfig
-from transformer_parity.cases.case import tiny
+from transformer_parity.cases.case import STAGES, tiny
 from transformer_parity.cli.options import one_or_more
-from transformer_parity.compare.findings import (
-    AGREES,
-    EXIT_CODES,
-    FAILED,
-    SKIPPED,
-    Finding,
-    exit_code,
-    is_near_tie,
-    overall,
-)
+from transformer_parity.compare.findings import Finding, is_near_tie
+from transformer_parity.compare.verdict import AGREES, SKIPPED, Verdict
 from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.golden import format
-from transformer_parity.golden.compare import compare_folders, folder_pairs, investigate, labelled, untested_dtypes
+from transformer_parity.golden.compare import Pair, compare_folders, investigate, read_pairs
 from transformer_parity.golden.format import DTYPES, Folder
 from transformer_parity.golden.produce import PRESETS, compute, describe, golden_cases, words
 from transformer_parity.ports.package import PackagePort
@@ -38,7 +30,15 @@ from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort
 from transformer_parity.report.diagnoses import print_failure_report, to_row
 from transformer_parity.report.result import plain, write_json
-from transformer_parity.report.tables import print_near_ties, print_problems, print_summary, summarise, verdict_line
+from transformer_parity.report.tables import (
+    print_coverage,
+    print_near_ties,
+    print_problems,
+    print_skips,
+    print_summary,
+    summarise,
+    verdict_line,
+)
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.machine import describe_machine
 
@@ -171,27 +171,32 @@ def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[str
 COMPARE_EXAMPLES = """
 examples:
   parity golden --out truth
-  parity compare truth mine                     mine: the same cases, computed by you; see docs/golden.md
+  parity compare truth mine                      mine: the same cases, computed by you; see docs/golden.md
+  parity compare truth mine --stage activations  only this has to be there
   parity compare truth mine --json result.json
 
-float64 is judged by the tolerances of the policy; float32 by the error that the float32 tensors of A make themselves.
-What B leaves out is skipped if its manifest says so, and a failure otherwise.
+The NumPy reference computes every case again from A's weights and inputs, and both folders are compared with that.
+What B leaves out is listed if its manifest says so, and a failure otherwise; each stage needs half of its cases.
 
 exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
 """
 
 
-def add_parser_compare(commands: Any) -> None:
+def add_parser_compare(commands: argparse._SubParsersAction) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "compare",
         help="compare two folders that `parity golden`, or a port of yours, has written",
-        description="Compare two folders of golden vectors, tensor by tensor. A is the truth, and B is judged.",
+        description="Compare two folders of golden vectors, tensor by tensor. A says what is computed: model, weights, "
+        "inputs and cases. B is compared with the NumPy reference, and so is A.",
         epilog=COMPARE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("truth", type=Path, metavar="A", help="golden vectors that are right")
-    parser.add_argument("judged", type=Path, metavar="B", help="golden vectors that may be")
+    parser.add_argument("truth", type=Path, metavar="A", help="golden vectors of the reference")
+    parser.add_argument("candidate", type=Path, metavar="B", help="golden vectors of the same cases")
+    parser.add_argument(
+        "--stage", type=one_or_more(STAGES), default=list(STAGES), metavar=",".join(STAGES), help="default: all of A"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
     parser.set_defaults(run=run_compare)
 
@@ -201,67 +206,63 @@ def run_compare(options: argparse.Namespace) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     started = time.monotonic()
     findings: list[Finding] = []
-    failure_reports: list[FailureReport] = []
+    reports: list[FailureReport] = []
     try:
         if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
             raise ValueError(f"--json {options.json} is no file that could be written")
-        pairs = folder_pairs(options.truth, options.judged)
-        for name, (truth, judged) in pairs.items():
-            of_model = list(compare_folders(truth, judged))
-            findings += labelled(name, of_model)
-            failure_reports += investigate(of_model, judged)
+        pairs = read_pairs(options.truth, options.candidate, options.stage)
+        with console.status("computing the reference again") as status:
+            for pair in pairs:
+                of_model = list(compare_folders(pair, status.update))
+                findings += of_model
+                reports += investigate(pair, of_model)
     except (OSError, ValueError) as error:
         print(f"parity compare: error: {error}", file=sys.stderr)
-        return EXIT_CODES[FAILED]
-    seconds = time.monotonic() - started
-
-    backends = list(dict.fromkeys(judged.producer for _, judged in pairs.values()))
+        return INCOMPLETE
+    backends = [pair.backend for pair in pairs]
+    verdict = Verdict.of(findings, [pair.asked for pair in pairs])
+    not_tested = [what for pair in pairs for what in pair.not_tested]
     print_summary(console, findings, backends)
     print_near_ties(console, findings)
-    _print_skipped(console, findings)
-    print_problems(console, findings)
-    for failure_report in failure_reports:
-        print_failure_report(console, failure_report)
-    not_tested = untested_dtypes(pairs)
-    for what in not_tested:
-        console.print(f"NOT TESTED: {what}")
-    console.print(verdict_line(findings, backends, seconds))
-    code = exit_code(findings)
+    print_skips(console, findings)
+    print_problems(console, findings, verdict)
+    for report in reports:
+        print_failure_report(console, report)
+    print_coverage(console, verdict, not_tested)
+    console.print(verdict_line(verdict, findings, backends, time.monotonic() - started))
     if options.json is not None:
-        result = _result(options, pairs, findings, not_tested)
-        result["blames"] = [
-            failure_report.blame.to_dict() for failure_report in failure_reports if failure_report.blame
-        ]
-        result["diagnoses"] = [to_row(failure_report) for failure_report in failure_reports]
+        result = _result(options, pairs, findings, verdict)
+        result["not_tested"] = not_tested
+        result["blames"] = [report.blame.to_dict() for report in reports if report.blame]
+        result["diagnoses"] = [to_row(report) for report in reports]
         write_json(options.json, plain(result))
-    return code
-
-
-def _print_skipped(console: Console, findings: Sequence[Finding]) -> None:
-    """Print why something was not compared, and how often."""
-    reasons = [f"{finding.dtype}: {finding.detail}" for finding in findings if finding.verdict == SKIPPED]
-    for why in dict.fromkeys(reasons):
-        console.print(f"SKIPPED   {why} ({reasons.count(why)} cases)" if reasons.count(why) > 1 else f"SKIPPED   {why}")
+    return verdict.exit_code
 
 
 def _result(
-    options: argparse.Namespace,
-    pairs: Mapping[str, tuple[Folder, Folder]],
-    findings: Sequence[Finding],
-    not_tested: Sequence[str],
+    options: argparse.Namespace, pairs: Sequence[Pair], findings: Sequence[Finding], verdict: Verdict
 ) -> dict[str, Any]:
     """Return the result for machines."""
+    skips = [finding for finding in findings if finding.verdict == SKIPPED]
+    failures = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
+    producers = [sorted({folder.producer for folder in side}) for side in zip(*map(_sides, pairs), strict=True)]
     return {
-        "format": 1,
+        "format": 2,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "exit_code": exit_code(findings),
-        "verdict": overall(findings),
-        "truth": {"path": str(options.truth), "producers": sorted({truth.producer for truth, _ in pairs.values()})},
-        "judged": {"path": str(options.judged), "producers": sorted({judged.producer for _, judged in pairs.values()})},
-        "not_tested": not_tested,
+        "exit_code": verdict.exit_code,
+        "verdict": verdict.verdict,
+        "missing": verdict.missing,
+        "truth": {"path": str(options.truth), "producers": producers[0]},
+        "candidate": {"path": str(options.candidate), "producers": producers[1]},
         "machine": describe_machine(),
-        "comparisons": len(findings),
+        "comparisons": len(findings) - len(skips),
+        "skipped": len(skips),
         "summary": summarise(findings),
         "near_ties": [finding.to_dict() for finding in findings if is_near_tie(finding)],
-        "failures": [finding.to_dict() for finding in findings if finding.verdict != AGREES],
+        "failures": [finding.to_dict() for finding in failures],
+        "skips": [finding.to_dict() for finding in skips],
     }
+
+
+def _sides(pair: Pair) -> tuple[Folder, Folder]:
+    return pair.truth, pair.candidate

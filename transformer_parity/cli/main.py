@@ -8,7 +8,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from transformer_parity.cli import bench, check, golden, info, show, train, translate
+from transformer_parity.cli import bench, check, golden, info, init_port, selftest, show, train, translate
 
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
 
@@ -49,10 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add_parser in (
         check.add_parser,
-        check.add_parser_init_port,
+        init_port.add_parser,
         golden.add_parser,
         golden.add_parser_compare,
-        check.add_parser_selftest,
+        selftest.add_parser,
         train.add_parser,
         train.add_parser_curve,
         train.add_parser_evaluate,

@@ -1,47 +1,42 @@
-"""Run every port, dtype and case against the float64 reference, tap by tap."""
+"""The comparator: the outputs of a case against what the reference yields, tensor by tensor.
+
+It is the only one: a port in this process, a port in another process and a folder of files are compared here.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.cases.case import ACTIVATIONS, DECODE, STEPS, Case
-from transformer_parity.compare import outputs
-from transformer_parity.compare.exceptions import described
-from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding, Kept, Setting
+from reference_numpy.search_plan import SearchResult
+from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.compare.expected import Expected, Reference
+from transformer_parity.compare.findings import Author, Finding, Kept, Setting
 from transformer_parity.compare.near_ties import explain, score, score_tolerance, summary
 from transformer_parity.compare.outputs import (
+    CACHED,
+    FAST,
+    FILES,
+    LOGITS,
     OUTPUT,
     SCORES,
     TOKENS,
-    given,
+    Digest,
+    Outputs,
+    Tensors,
     name_problem,
-    observe_training,
-    searched,
+    run_cases,
     structure_problem,
+    wide_tokens,
 )
-from transformer_parity.compare.tolerances import relative_error, tolerance
-from transformer_parity.ports.package import LoadedPackage
-from transformer_parity.ports.protocol import Decoded, LoadedPort, MissingAbilityError, Placement, Port, Result
-from transformer_parity.ports.registry import PORTS
-
-ROUND_TRIP = "round trip"
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a case must yield in one dtype: the float64 truth, and the reference's own float32 error at each tap."""
-
-    output: ndarray
-    taps: dict[str, ndarray]
-    baseline: dict[str, float]
+from transformer_parity.compare.tolerances import NotFiniteError, relative_error
+from transformer_parity.compare.training_outputs import OPTIONAL, WHOLE, training_error
+from transformer_parity.compare.verdict import AGREES, SKIPPED
+from transformer_parity.ports.protocol import Decoded, Port
 
 
 def compare(
@@ -51,254 +46,214 @@ def compare(
     progress: Callable[[str], None] = lambda text: None,
     kept: Kept | None = None,
 ) -> Iterator[Finding]:
-    """Run every case on a port in every dtype and yield each comparison as it is made.
+    """Run every case on a port in every dtype, in this process, and yield each comparison.
 
     Args:
-        cases: What to run; cases that share a config and weights are run one after another, on one loaded model.
+        cases: What to run.
         port: What to run it on.
         setting: Dtypes, device and precision.
         progress: Told what is about to run.
-        kept: Receives all that the port showed in each case in which something failed.
+        kept: Receives the tensors of each case in which something failed.
     """
-    groups: dict[tuple[Any, ...], list[Case]] = {}
-    for case in cases:
-        groups.setdefault(_model(case), []).append(case)
-    for same_model in groups.values():
-        weights = same_model[0].load_weights()
-        exact: dict[str, Result] = {}
-        for dtype in setting.dtypes:
-            runs = [case for case in same_model if dtype in case.dtypes]
-            if runs:
-                # Only to bfloat16 are weights and inputs rounded beforehand: otherwise the truth is the same.
-                known = {} if dtype == "bfloat16" else exact
-                yield from _compare_group(runs, port, dtype, setting, given(weights, dtype), progress, kept, known)
+    by_name = {case.name: case for case in cases}
+    placements = [setting.placement(dtype) for dtype in setting.dtypes]
+    comparator = Comparator(port.name, setting, Reference())
+    for outputs in run_cases(by_name.values(), port, placements, progress):
+        yield from comparator.compare(by_name[outputs.case], outputs, kept)
 
 
-def _model(case: Case) -> tuple[Any, ...]:
-    """Return what has to be loaded; training changes a model, so what is to take steps is loaded for that alone."""
-    return case.config, case.weights_file, case.seed, case.stage == STEPS and case.name
+class Comparator:
+    """Compares the outputs of one port with what the reference yields.
+
+    Args:
+        backend: The name of the port.
+        setting: How it was run.
+        reference: What computes the truth.
+    """
+
+    def __init__(self, backend: str, setting: Setting, reference: Reference) -> None:
+        self.backend = backend
+        self.setting = setting
+        self.reference = reference
+
+    def compare(self, case: Case, outputs: Outputs, kept: Kept | None = None) -> Iterator[Finding]:
+        """Yield every comparison of one case, in the order of computation.
+
+        Args:
+            case: The case that was run.
+            outputs: What came of it.
+            kept: Receives the tensors if something failed.
+        """
+        for finding in self._findings(case, outputs):
+            if kept is not None and finding.verdict not in (AGREES, SKIPPED):
+                kept[case.name, outputs.dtype] = _for_diagnosis(case, outputs)
+            yield finding
+
+    def _findings(self, case: Case, outputs: Outputs) -> Iterator[Finding]:
+        author = Author(self.backend, outputs.dtype, case)
+        if outputs.weights is not None:
+            yield author.round_trip(_weights_problem(outputs.weights, self.reference.digests(case, outputs.dtype)))
+        yield from (author.skipped(path, why) for path, why in outputs.skipped)
+        for path, name, problem in outputs.problems:
+            yield author.compared(path, name, math.inf, 0.0, problem=problem)
+        if outputs.paths:
+            try:
+                expected = self.reference.expected(case, self.setting.placement(outputs.dtype))
+            except NotFiniteError as error:
+                yield author.failed("run", str(error))
+                return
+            for path, tensors in outputs.paths.items():
+                yield from _Path(author, path, tensors, expected).findings(outputs)
+        yield from (author.failed(path, why) for path, why in outputs.failures)
 
 
-def _compare_group(
-    cases: list[Case],
-    port: Port,
-    dtype: str,
-    setting: Setting,
-    weights: Mapping[str, ndarray],
-    progress: Callable[[str], None],
-    kept: Kept | None,
-    known: dict[str, Result],
-) -> Iterator[Finding]:
-    """Load one model and run all cases that use it; ``known`` holds the truth by case, from one dtype to the next."""
-    config = cases[0].config
+class _Path:
+    """The tensors that a port yields in a case in one way, beside what is expected."""
 
-    def failed(case: Case, error: Exception) -> Finding:  # a finding, not a crash of the comparison
-        if isinstance(error, MissingAbilityError):
-            return _skipped(port.name, dtype, case, "run", str(error))
-        message = described(error)
-        return Finding(port.name, dtype, case.component, case.name, "run", OUTPUT, math.inf, 0.0, FAILED, message)
+    def __init__(self, author: Author, path: str, tensors: Tensors, expected: Expected) -> None:
+        self.author = author
+        self.case = author.case
+        self.path = path
+        self.expected = expected
+        self.tensors = _with_whole(tensors, expected.tensors) if self.case.stage == GRADIENTS else tensors
 
-    left_out = getattr(port, "left_out", {})
-    yield from (_skipped(port.name, dtype, case, "run", left_out[case.name]) for case in cases if case.name in left_out)
-    cases = [case for case in cases if case.name not in left_out]
-    if not cases:
-        return
-    progress(f"{dtype} {cases[0].name}")
-    truth = PORTS["numpy"].load(config, weights, Placement("float64"))
-    same_dtype = PORTS["numpy"].load(config, weights, Placement("float32")) if dtype == "float32" else None
-    try:
-        loaded = port.load(config, weights, setting.placement(dtype))
-        yield _round_trip(port.name, cases[0], loaded, weights, dtype)
-    except Exception as error:
-        yield from (failed(case, error) for case in cases)
-        return
+    def findings(self, outputs: Outputs) -> Iterator[Finding]:
+        """Yield what is not shown, what is wrong with the names, and then each tensor."""
+        due, skips = self._due(outputs)
+        yield from (self.author.skipped(self.path, why) for why in skips)
+        have = [name for name in self.tensors if name in due or name not in self.expected.tensors]
+        ordered = self.case.stage == ACTIVATIONS  # where the order is that of the computation
+        if (have != due) if ordered else (sorted(have) != sorted(due)):
+            yield self.author.compared(self.path, "names", math.inf, 0.0, problem=name_problem(have, due))
+        names = [name for name in due if name in self.tensors]
+        if self.case.stage == DECODE:
+            yield from self._search(names, outputs)
+            return
+        for name in names:
+            yield self._tensor(name)
 
-    for case in cases:
-        progress(f"{dtype} {case.name}")
-        inputs = given(case.inputs, dtype)
-        shown: dict[str, ndarray] = {}
-        try:
-            if case.stage == ACTIVATIONS:
-                if case.name not in known:
-                    known[case.name] = truth.run(case.block, inputs, taps=True)
-                expected = _expect(case.block, inputs, known[case.name], same_dtype)
-                findings = _compare_case(case, loaded, inputs, expected, port.name, dtype, setting, shown)
-            elif case.stage == DECODE:
-                findings = _compare_decoding(case, loaded, inputs, truth, same_dtype, port.name, dtype, shown)
-            else:
-                findings = _compare_training(case, loaded, inputs, truth, same_dtype, port.name, dtype, shown)
-            for finding in findings:
-                if kept is not None and finding.verdict not in (AGREES, SKIPPED):
-                    kept[case.name, dtype] = shown
-                yield finding
-        except Exception as error:
-            yield failed(case, error)
+    def _due(self, outputs: Outputs) -> tuple[list[str], list[str]]:
+        """Return the names that have to be there, and why others need not be."""
+        due = list(self.expected.tensors)
+        if self.path == FAST and self.case.stage == ACTIVATIONS:
+            due = [OUTPUT]
+        elif self.case.stage == DECODE:
+            due = [name for name in due if (name == LOGITS) == (self.path == CACHED)]
+        if self.path == FILES:
+            absent = {name: why for name in due if name not in self.tensors and (why := _why_absent(name, outputs))}
+            reasons = list(absent.values())
+            skips = [f"{reasons.count(why)} tensors: {why}" for why in dict.fromkeys(reasons)]
+            return [name for name in due if name not in absent], skips
+        hidden = {*outputs.hidden, *(f"at {name}" for name in outputs.hidden)} - self.tensors.keys()
+        skips = []
+        if (unseen := [name for name in due if name in hidden]) and self.case.stage == ACTIVATIONS:
+            skips.append(f"{len(unseen)} of {len(due) - 1} taps are not shown")
+        due = [name for name in due if name not in hidden or self._all_or_nothing(name)]
+        if self.case.stage in (GRADIENTS, STEPS):
+            for what, is_one in OPTIONAL.items():
+                names = [name for name in due if is_one(name)]
+                if names and not any(name in self.tensors for name in names):
+                    skips.append(f"{len(names)} {what} are not shown")
+                    due = [name for name in due if name not in names]
+        if self.case.stage == DECODE and SCORES in due and SCORES not in self.tensors:
+            skips.append("scores are not shown")
+            due.remove(SCORES)
+        return due, skips
 
+    def _all_or_nothing(self, name: str) -> bool:
+        """Whether a gradient at a hidden tap is due all the same: none is shown, which is skipped as a whole."""
+        return name.startswith("at ") and not any(other.startswith("at ") for other in self.tensors)
 
-def _expect(block: str, inputs: Mapping[str, ndarray], exact: Result, same_dtype: LoadedPort | None) -> Expected:
-    """Run the reference in the working dtype for the baseline; in float64 it has been run."""
-    if not all(np.isfinite(value).all() for value in (exact.output, *exact.taps.values())):
-        raise ValueError("the reference itself is not finite here")
-    baseline = {}
-    if same_dtype is not None:
-        rounded = same_dtype.run(block, inputs, taps=True)
-        baseline = {name: relative_error(rounded.taps[name], value) for name, value in exact.taps.items()}
-        baseline[OUTPUT] = relative_error(rounded.output, exact.output)
-    return Expected(exact.output, exact.taps, baseline)
+    def _tensor(self, name: str) -> Finding:
+        actual, truth = self.tensors[name], self.expected.tensors[name]
+        is_scalar = self.case.stage in (GRADIENTS, STEPS) and not truth.ndim
+        problem = _masked_scores(name, actual) or structure_problem(
+            actual, truth, "float64" if is_scalar else self.author.dtype
+        )
+        if problem:
+            return self.author.compared(self.path, name, math.inf, self.expected.tolerances[name], problem=problem)
+        if self.case.stage in (GRADIENTS, STEPS):
+            error = training_error(name, self.tensors, self.expected.tensors)
+        else:
+            error = relative_error(actual, truth)
+        return self.author.compared(self.path, name, error, self.expected.tolerances[name])
 
+    def _search(self, names: Sequence[str], outputs: Outputs) -> Iterator[Finding]:
+        """Compare the cached logits, then the tokens, then their scores."""
+        if LOGITS in names:
+            yield self._tensor(LOGITS)
+        if TOKENS not in names:
+            return
+        ids, scores = self.tensors[TOKENS], self.tensors.get(SCORES)
+        known = self.expected.tensors
+        if problem := self._tokens_problem(ids, known[TOKENS]):
+            yield self.author.compared(self.path, TOKENS, math.inf, 0.0, problem=problem)
+            return
+        exact = self.expected.exact.model
+        rounded = None if self.expected.rounded is None else self.expected.rounded.model
+        source_ids, options = self.case.inputs["source_ids"], self.case.options
+        if scores is not None and (problem := structure_problem(scores, known[SCORES], self.author.dtype)):
+            yield self.author.compared(self.path, SCORES, math.inf, 0.0, problem=problem)
+        # Of a search whose steps are not known, only the result is explained.
+        unknown = None if self.path == FILES or scores is None else scores
+        found = Decoded(SearchResult(ids, unknown), outputs.steps)  # type: ignore[arg-type]
+        doubts = explain(exact, rounded, source_ids, found, known[TOKENS], options)
+        worst = max(doubts, key=lambda doubt: (not doubt.is_near_tie, doubt.margin), default=None)
+        problem = summary(doubts) if worst and worst.margin == math.inf else ""  # which no rounding explains
+        margin, noise = (worst.margin, worst.noise) if worst else (0.0, 0.0)
+        yield self.author.compared(self.path, TOKENS, margin, noise, problem=problem, detail=summary(doubts))
+        if scores is not None and not structure_problem(scores, known[SCORES], self.author.dtype):
+            truth = score(exact, source_ids, ids, options)
+            usual = None if rounded is None else score(rounded, source_ids, ids, options)
+            yield self.author.compared(self.path, SCORES, relative_error(scores, truth), score_tolerance(truth, usual))
 
-def _compare_case(
-    case: Case,
-    loaded: LoadedPort,
-    inputs: Mapping[str, ndarray],
-    expected: Expected,
-    backend: str,
-    dtype: str,
-    setting: Setting,
-    shown: dict[str, ndarray],
-) -> Iterator[Finding]:
-    """Compare every tap, then the output on the fast path."""
-
-    def judge(path: str, tap: str, actual: ndarray, truth: ndarray) -> Finding:
-        allowed = tolerance(tap, dtype, expected.baseline.get(tap, 0.0), setting.precision, setting.device)
-        problem = structure_problem(actual, truth, dtype)
-        error = math.inf if problem else relative_error(actual, truth)
-        verdict = AGREES if error <= allowed else DIVERGES if problem or dtype == "float64" else IMPRECISE
-        return Finding(backend, dtype, case.component, case.name, path, tap, error, allowed, verdict, problem)
-
-    result = loaded.run(case.block, inputs, taps=True)
-    shown.update(result.taps, **{OUTPUT: result.output})
-    promised = {tap: truth for tap, truth in expected.taps.items() if loaded.shows(tap)}
-    if list(result.taps) != list(promised):
-        problem = name_problem(result.taps, promised)
-        yield Finding(backend, dtype, case.component, case.name, "taps", "names", math.inf, 0.0, DIVERGES, problem)
-    if hidden := len(expected.taps) - len(promised):
-        yield _skipped(backend, dtype, case, "taps", f"{hidden} of {len(expected.taps)} taps are not shown")
-    for tap, truth in promised.items():
-        if tap in result.taps:
-            yield judge("taps", tap, result.taps[tap], truth)
-    yield judge("taps", OUTPUT, result.output, expected.output)
-    if case.fast:
-        yield judge("fast", OUTPUT, loaded.run(case.block, inputs, taps=False).output, expected.output)
-
-
-def _compare_training(
-    case: Case,
-    loaded: LoadedPort,
-    inputs: Mapping[str, ndarray],
-    truth: LoadedPort,
-    same_dtype: LoadedPort | None,
-    backend: str,
-    dtype: str,
-    shown: dict[str, ndarray],
-) -> Iterator[Finding]:
-    """Compare loss and gradients, or losses, weights and moments after some steps."""
-    expected = observe_training(case, truth, inputs, dtype)
-    if not all(np.isfinite(value).all() for value in expected.values()):
-        raise ValueError("the reference itself is not finite here")
-    rounded = {} if same_dtype is None or case.stage == STEPS else observe_training(case, same_dtype, inputs, dtype)
-    baseline = {name: outputs.training_error(name, rounded, expected) for name in rounded}
-    actual = observe_training(case, loaded, inputs, dtype)
-    shown.update(actual)
-    path = "fast" if case.stage == STEPS else "taps"
-
-    def found(name: str, error: float, allowed: float, problem: str = "") -> Finding:
-        verdict = AGREES if error <= allowed else DIVERGES if problem or dtype == "float64" else IMPRECISE
-        return Finding(backend, dtype, case.component, case.name, path, name, error, allowed, verdict, problem)
-
-    if actual.keys() & {name for name in expected if name.startswith("at ")}:
-        promised = {name for name in expected if not name.startswith("at ") or loaded.shows(name.removeprefix("at "))}
-        expected = {name: value for name, value in expected.items() if name in promised}
-    for what, starts in outputs.OPTIONAL.items():
-        names = [name for name in expected if starts(name)]
-        if names and not any(name in actual for name in names):  # all or nothing
-            yield _skipped(backend, dtype, case, path, f"{len(names)} {what} are not shown")
-            expected = {name: value for name, value in expected.items() if name not in names}
-    if sorted(actual) != sorted(expected):
-        yield found("names", math.inf, 0.0, name_problem(sorted(actual), sorted(expected)))
-    for name, value in expected.items():
-        if name in actual:
-            problem = structure_problem(actual[name], value, dtype if value.ndim else "float64")
-            error = math.inf if problem else outputs.training_error(name, actual, expected)
-            whole = baseline.get(outputs.WHOLE, 0.0)
-            yield found(name, error, outputs.training_tolerance(name, dtype, baseline.get(name, 0.0), whole), problem)
+    def _tokens_problem(self, ids: ndarray, truth: ndarray) -> str:
+        """Return what is wrong with tokens before any decision is compared; empty if nothing is."""
+        limit = self.case.options.limit(self.case.inputs["source_ids"].shape[1], self.case.config)
+        shape, size = list(truth.shape[:2]), self.case.config.target_vocab_size
+        if ids.dtype.kind not in "iu":
+            return f"tokens must be integers: got {ids.dtype.name}"
+        if ids.ndim != 3 or list(ids.shape[:2]) != shape:
+            return f"shape must be {[*shape, 'length']}: got {list(ids.shape)}".replace("'", "")
+        if not 0 < ids.shape[2] <= limit:
+            return f"hypotheses must be of 1 to {limit} tokens: got {ids.shape[2]}"
+        if not ((ids >= 0) & (ids < size)).all():
+            return f"tokens must be in 0 to {size - 1}: got {ids.min()} to {ids.max()}"
+        return ""
 
 
-def _compare_decoding(
-    case: Case,
-    loaded: LoadedPort,
-    inputs: Mapping[str, ndarray],
-    truth: LoadedPackage,
-    same_dtype: LoadedPackage | None,
-    backend: str,
-    dtype: str,
-    shown: dict[str, ndarray],
-) -> Iterator[Finding]:
-    """Compare the cache, then the tokens that a search finds, then the scores of what it found."""
-    options, source_ids = case.search, inputs["source_ids"]
-    if options is None:
-        raise ValueError(f"case {case.name} has no search options")
-    exact, rounded = truth.model, None if same_dtype is None else same_dtype.model
-
-    def judge(path: str, tap: str, error: float, allowed: float, detail: str = "", problem: str = "") -> Finding:
-        verdict = AGREES if error <= allowed else DIVERGES if problem or dtype == "float64" else IMPRECISE
-        return Finding(backend, dtype, case.component, case.name, path, tap, error, allowed, verdict, problem or detail)
-
-    if options.beam_size is None:  # one position after another must yield what all at once do
-        try:
-            shown["logits"] = logits = loaded.decode_stepwise(source_ids, inputs["target_ids"])
-            whole = exact(source_ids, inputs["target_ids"])
-            usual = 0.0 if rounded is None else relative_error(rounded(source_ids, inputs["target_ids"]), whole)
-            problem = structure_problem(logits, whole, dtype)
-            error = math.inf if problem else relative_error(logits, whole)
-            yield judge("cached", "logits", error, tolerance("logits", dtype, usual), "", problem)
-        except MissingAbilityError as missing:
-            yield _skipped(backend, dtype, case, "cached", str(missing))
-
-    expected = truth.search(source_ids, options)
-    found = Decoded.by(partial(loaded.search, source_ids, options))
-    ids, scores = found.result.nbest_ids, found.result.nbest_scores
-    shown.update(searched(found.result, options))
-    shape = (*expected.nbest_ids.shape[:2], *ids.shape[2:])
-    problem = "" if ids.shape == shape else f"shape must be {list(shape)}: got {list(ids.shape)}"
-    if ids.dtype.kind not in "iu":
-        problem = f"tokens must be integers: got {ids.dtype.name}"
-    if problem := problem or (structure_problem(scores, expected.nbest_scores, dtype) if scores is not None else ""):
-        yield judge("fast", TOKENS, math.inf, 0.0, "", problem)
-        return
-    doubts = explain(exact, rounded, source_ids, found, expected.nbest_ids, options)
-    worst = max(doubts, key=lambda doubt: (not doubt.is_near_tie, doubt.margin), default=None)
-    problem = summary(doubts) if worst and worst.margin == math.inf else ""  # which no rounding explains
-    yield judge("fast", TOKENS, worst.margin if worst else 0.0, worst.noise if worst else 0.0, summary(doubts), problem)
-    if scores is None:
-        yield _skipped(backend, dtype, case, "fast", "scores are not shown")
-        return
-    known = score(exact, source_ids, ids, options)
-    usual_scores = None if rounded is None else score(rounded, source_ids, ids, options)
-    yield judge("fast", SCORES, relative_error(scores, known), score_tolerance(known, usual_scores))
+def _why_absent(name: str, outputs: Outputs) -> str:
+    return next((why for pattern, why in outputs.absent if fnmatchcase(name, pattern)), "")
 
 
-def _round_trip(backend: str, case: Case, loaded: LoadedPort, weights: Mapping[str, ndarray], dtype: str) -> Finding:
-    """Compare the weights that come back with those that were given, bit by bit."""
-    try:
-        problem = _weights_problem(loaded.export(), weights, dtype)
-    except MissingAbilityError as missing:
-        return _skipped(backend, dtype, case, "load", str(missing))
-    distance, verdict = (math.inf, DIVERGES) if problem else (0.0, AGREES)
-    return Finding(backend, dtype, "weights", case.name, "load", ROUND_TRIP, distance, 0.0, verdict, problem)
-
-
-def _weights_problem(back: Mapping[str, ndarray], weights: Mapping[str, ndarray], dtype: str) -> str:
-    if sorted(back) != sorted(weights):
-        return name_problem(back, weights)
-    for name, array in weights.items():
-        wanted = array.astype(dtype)
-        if back[name].shape != wanted.shape:
-            return f"{name} must come back in the shape {list(wanted.shape)}: got {list(back[name].shape)}"
-        if back[name].dtype != wanted.dtype or back[name].tobytes() != wanted.tobytes():
-            return f"{name} does not come back as it was given"
+def _masked_scores(name: str, actual: ndarray) -> str:
+    if name.endswith("scores") and actual.dtype.kind == "f" and np.isneginf(actual).any():
+        return "scores are compared before the mask is added: show them before it"
     return ""
 
 
-def _skipped(backend: str, dtype: str, case: Case, path: str, why: str) -> Finding:
-    return Finding(backend, dtype, case.component, case.name, path, "", 0.0, 0.0, SKIPPED, why)
+def _with_whole(tensors: Mapping[str, ndarray], expected: Mapping[str, ndarray]) -> Tensors:
+    """Return the tensors with the gradient of all parameters, one after another, computed here."""
+    names = sorted(name for name in expected if name.startswith("of "))
+    if any(name not in tensors for name in names):
+        return {name: value for name, value in tensors.items() if name != WHOLE}
+    return {**tensors, WHOLE: np.concatenate([np.ravel(tensors[name]) for name in names])}
+
+
+def _for_diagnosis(case: Case, outputs: Outputs) -> Tensors:
+    """Return the tensors by name, in the form in which hypotheses yield them."""
+    shown = outputs.shown
+    if TOKENS in shown and shown[TOKENS].ndim == 3:
+        shown[TOKENS] = wide_tokens(shown[TOKENS], case.options)
+    return shown
+
+
+def _weights_problem(back: Mapping[str, Digest], weights: Mapping[str, Digest]) -> str:
+    if sorted(back) != sorted(weights):
+        return name_problem(back, weights)
+    for name, wanted in weights.items():
+        if back[name][1] != wanted[1]:
+            return f"{name} must come back in the shape {list(wanted[1])}: got {list(back[name][1])}"
+        if back[name] != wanted:
+            return f"{name} does not come back as it was given"
+    return ""

@@ -1,95 +1,259 @@
-"""What training shows: losses, gradients, and weights and moments after some steps, as tensors with names."""
+"""The outputs of a case: named tensors, the same from a port that runs and from a folder of files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.names import tap_shapes
 from reference_numpy.search_plan import SearchResult
-from reference_numpy.training_config import TrainingConfig
-from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, Case
-from transformer_parity.compare.tolerances import EPS, POLICY, relative_error
-from transformer_parity.ports.protocol import (
-    LoadedPort,
-    MissingAbilityError,
-    SearchOptions,
-)
+from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, STEPS, Case
+from transformer_parity.compare.exceptions import described
+from transformer_parity.compare.training_outputs import gradients, last_step, shifted, steps
+from transformer_parity.ports.protocol import Decoded, LoadedPort, MissingAbilityError, Placement, Port, SearchOptions
 
-Tensors = dict[str, ndarray]
-
-
-def run(case: Case, loaded: LoadedPort, dtype: str) -> Tensors:
-    """Return what a case computes, in the order of computation."""
-    inputs = {name: array.copy() for name, array in case.inputs.items()}
-    if case.stage == ACTIVATIONS:
-        result = loaded.run(case.block, inputs, taps=True)
-        return {**result.taps, OUTPUT: result.output}
-    if case.stage == DECODE:
-        if case.search is None:
-            raise ValueError("a search needs its options")
-        found = loaded.search(inputs["source_ids"], case.search)
-        if found.nbest_ids.dtype.kind not in "iu":
-            raise TypeError(f"tokens must be integers: got {found.nbest_ids.dtype}")
-        scores = {} if found.nbest_scores is None else {SCORES: found.nbest_scores}
-        return {TOKENS: found.nbest_ids.astype(np.int64), **scores}
-    shown = observe_training(case, loaded, inputs, dtype)
-    shown.pop(WHOLE, None)  # which is the others, one after another
-    return shown
-
-
-OUTPUT = "output"  # the name under which a block's return value is compared when no tap is on
-
-
+# How a model was run: with taps on; the way a user runs it; position by position; weights in and out; elsewhere.
+TAPS, FAST, CACHED, LOAD, FILES = PATHS = ("taps", "fast", "cached", "load", "files")
+OUTPUT = "output"  # the name of what a block returns
+LOGITS = "logits"
 TOKENS, SCORES = "tokens", "scores"  # of a search
+Tensors = dict[str, ndarray]
+Digest = tuple[str, tuple[int, ...], str]  # dtype, shape, SHA-256 of the bytes
 
 
-def searched(result: SearchResult, options: SearchOptions) -> dict[str, ndarray]:
-    """Return what a search found as tensors of fixed shapes; padding is 0, and any token above."""
-    ids = result.nbest_ids
-    tokens = np.zeros((*ids.shape[:2], max(options.max_length or 0, ids.shape[2])))
-    tokens[..., : ids.shape[2]] = ids + 1
-    return {TOKENS: tokens} if result.nbest_scores is None else {TOKENS: tokens, SCORES: result.nbest_scores}
+@dataclass
+class Outputs:
+    """What one implementation computes in one case, in one dtype.
+
+    Attributes:
+        case: The name of the case.
+        dtype: The working dtype.
+        paths: The tensors by path and name, in the order of computation.
+        steps: The unfinished hypotheses after each step of a search, [B, K, n] each.
+        hidden: The taps that are not shown, on purpose.
+        weights: The digests of the weights that come back, where the model was loaded for this case.
+        skipped: What is not offered: its path, and why.
+        problems: What is wrong whatever the numbers are: path, name, and what.
+        failures: What ended with an exception: path, and the exception.
+        absent: Patterns of names that files leave out on purpose, and why.
+    """
+
+    case: str
+    dtype: str
+    paths: dict[str, Tensors] = field(default_factory=dict)
+    steps: list[ndarray] = field(default_factory=list)
+    hidden: tuple[str, ...] = ()
+    weights: dict[str, Digest] | None = None
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[tuple[str, str, str]] = field(default_factory=list)
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    absent: list[tuple[str, str]] = field(default_factory=list)
+
+    def attempt(self, path: str, run: Callable[[], Mapping[str, ndarray]]) -> None:
+        """Run the model one way and keep its tensors, or why there are none."""
+        try:
+            self.paths[path] = {str(name): _plain(value) for name, value in run().items()}
+        except MissingAbilityError as missing:
+            self.skipped.append((path, str(missing)))
+        except Exception as error:  # a finding, not a crash of the comparison
+            self.failures.append((path, described(error)))
+
+    @property
+    def shown(self) -> Tensors:
+        """All tensors by name: those of a search as ``searched`` returns them, and no fast path beside taps."""
+        found: Tensors = {}
+        for path, tensors in self.paths.items():
+            if path != FAST or TAPS not in self.paths:
+                found |= tensors
+        return found
 
 
-def observe_training(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
-    """Return what a case of gradients or optimizer steps shows of a model."""
-    if case.stage == GRADIENTS:
-        return gradients(loaded, inputs)
-    if case.settings is None:
-        raise ValueError(f"case {case.name} has no training settings")
-    return steps(loaded, shifted(inputs), case.settings, last_step(dtype))
+def _plain(value: ndarray) -> ndarray:
+    """Return the values as an array of no subclass: another class can answer for its shape and its comparisons."""
+    return value if type(value) is ndarray else np.array(value, subok=False)
 
 
-def given(arrays: Mapping[str, ndarray], dtype: str) -> dict[str, ndarray]:
-    """Return what a port is given: arrays it cannot write to, rounded to bfloat16 beforehand where that is the dtype.
+def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
+    """Return what a port is given: read-only copies, rounded to bfloat16 beforehand where that is the dtype.
 
     Both sides start from the same numbers, and a port that changes its caller's arrays is found out.
     """
-    given = {}
+    found = {}
     for name, array in arrays.items():
         rounds = dtype == "bfloat16" and array.dtype.kind == "f"
-        given[name] = array.astype("bfloat16").astype(array.dtype) if rounds else array.view()
-        given[name].setflags(write=False)
-    return given
+        found[name] = array.astype("bfloat16").astype(array.dtype) if rounds else array.copy()
+        found[name].setflags(write=False)
+    return found
+
+
+def run_cases(
+    cases: Iterable[Case], port: Port, placements: Sequence[Placement], progress: Callable[[str], None]
+) -> Iterator[Outputs]:
+    """Run every case on a port in every dtype; cases that share a config and weights run on one loaded model.
+
+    Args:
+        cases: What to run.
+        port: What to run it on.
+        placements: One per dtype.
+        progress: Told what is about to run.
+    """
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases:
+        groups.setdefault(_model(case), []).append(case)
+    for same_model in groups.values():
+        weights: Mapping[str, ndarray] = {}
+        for placement in placements:
+            if due := [case for case in same_model if placement.dtype in case.dtypes]:
+                weights = weights or same_model[0].load_weights()
+                yield from _run_group(due, port, weights, placement, progress)
+
+
+def _model(case: Case) -> tuple[Any, ...]:
+    """Return what has to be loaded; training changes a model, so what is to take steps is loaded for that alone."""
+    return case.config, case.weights_file, case.seed, case.stage == STEPS and case.name
+
+
+def _run_group(
+    cases: Sequence[Case],
+    port: Port,
+    weights: Mapping[str, ndarray],
+    placement: Placement,
+    progress: Callable[[str], None],
+) -> Iterator[Outputs]:
+    left_out = getattr(port, "left_out", {})
+    loaded: LoadedPort | None = None
+    problem: tuple[str, str] | None = None
+    for case in cases:
+        outputs = Outputs(case.name, placement.dtype)
+        if case.name in left_out:
+            outputs.skipped.append(("run", str(left_out[case.name])))
+            yield outputs
+            continue
+        progress(f"{placement.dtype} {case.name}")
+        if loaded is None and problem is None:
+            try:
+                loaded = port.load(case.config, given(weights, placement.dtype), placement)
+                _export(loaded, outputs)
+            except MissingAbilityError as missing:
+                problem = ("skipped", str(missing))
+            except Exception as error:
+                problem = ("failures", described(error))
+        if loaded is None or problem is not None:
+            getattr(outputs, problem[0] if problem else "failures").append(("run", problem[1] if problem else ""))
+        else:
+            run_case(case, loaded, outputs)
+        yield outputs
+
+
+def _export(loaded: LoadedPort, outputs: Outputs) -> None:
+    try:
+        outputs.weights = {str(name): digest(_plain(array)) for name, array in loaded.export().items()}
+    except MissingAbilityError as missing:
+        outputs.skipped.append((LOAD, str(missing)))
+
+
+def digest(array: ndarray) -> Digest:
+    """Return what two arrays have in common if they are equal bit by bit."""
+    return array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def run_case(case: Case, loaded: LoadedPort, outputs: Outputs) -> None:
+    """Run one case on a loaded model and add its tensors to ``outputs``."""
+    dtype = outputs.dtype
+    inputs = given(case.inputs, dtype)
+    if case.stage == ACTIVATIONS:
+        outputs.attempt(TAPS, lambda: _activations(case, loaded, inputs))
+        outputs.hidden = tuple(tap for tap in tap_shapes(case.config, 1, 1, 1) if not loaded.shows(tap))
+        if case.fast and TAPS in outputs.paths:
+            outputs.attempt(FAST, lambda: {OUTPUT: loaded.run(case.block, inputs, taps=False).output})
+    elif case.stage == GRADIENTS:
+        outputs.attempt(TAPS, lambda: gradients(loaded, inputs))
+        outputs.hidden = tuple(tap for tap in tap_shapes(case.config, 1, 1, 1) if not loaded.shows(tap))
+    elif case.stage == STEPS:
+        outputs.attempt(FAST, lambda: steps(loaded, shifted(inputs), case.training, last_step(dtype)))
+    else:
+        if (
+            case.options.beam_size is None and "target_ids" in inputs
+        ):  # one position after another must yield what all at once do
+            stepwise = partial(loaded.decode_stepwise, inputs["source_ids"], inputs["target_ids"])
+            outputs.attempt(CACHED, lambda: {LOGITS: stepwise()})
+        outputs.attempt(FAST, lambda: _search(case, loaded, inputs, outputs))
+    for name, array in given(case.inputs, dtype).items():
+        if array.tobytes() != inputs[name].tobytes():
+            outputs.problems.append(("run", name, "the port changes the array that it is given"))
+
+
+def _activations(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray]) -> Tensors:
+    result = loaded.run(case.block, inputs, taps=True)
+    return {**result.taps, OUTPUT: result.output}
+
+
+def _search(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray], outputs: Outputs) -> Tensors:
+    found = Decoded.by(partial(loaded.search, inputs["source_ids"], case.options))
+    outputs.steps = [_plain(np.asarray(step)) for step in found.shown]
+    scores = found.result.nbest_scores
+    return {TOKENS: found.result.nbest_ids, **({} if scores is None else {SCORES: scores})}
+
+
+def searched(result: SearchResult, options: SearchOptions) -> Tensors:
+    """Return the result of a search as tensors of fixed shapes; padding is 0, and any token above."""
+    return {TOKENS: wide_tokens(result.nbest_ids, options)} | (
+        {} if result.nbest_scores is None else {SCORES: result.nbest_scores}
+    )
+
+
+def wide_tokens(ids: ndarray, options: SearchOptions) -> ndarray:
+    """Return tokens [B, N, max_length] as floats, padded with 0; a token is its id + 1."""
+    tokens = np.zeros((*ids.shape[:2], max(options.max_length or 0, ids.shape[2])))
+    tokens[..., : ids.shape[2]] = ids + 1
+    return tokens
+
+
+def tensors(loaded: Any, case: Case) -> Tensors:
+    """Return all tensors that a model yields in a case in float64, in the order of computation.
+
+    Raises:
+        ValueError: The case lacks its settings.
+    """
+    if case.stage == ACTIVATIONS:
+        return _activations(case, loaded, case.inputs)
+    if case.stage == GRADIENTS:
+        return gradients(loaded, case.inputs)
+    if case.stage == STEPS:
+        return steps(loaded, shifted(case.inputs), case.training, last_step("float64"))
+    found = searched(loaded.search(case.inputs["source_ids"], case.options), case.options)
+    if case.options.beam_size is None and "target_ids" in case.inputs:
+        found = {LOGITS: loaded.decode_stepwise(case.inputs["source_ids"], case.inputs["target_ids"]), **found}
+    return found
 
 
 def structure_problem(actual: ndarray, truth: ndarray, dtype: str) -> str:
-    """Say what is wrong with a tensor before any number is compared; empty if nothing is."""
+    """Return what is wrong with a tensor before any number is compared; empty if nothing is."""
     if actual.shape != truth.shape:
         return f"shape must be {list(truth.shape)}: got {list(actual.shape)}"
-    if actual.dtype.name != dtype:
+    if actual.dtype.name != dtype and not _holds_bfloat16(actual, dtype):
         return f"dtype must be {dtype}: got {actual.dtype.name}"
     if not np.isfinite(actual).all():
         return f"{int((~np.isfinite(actual)).sum())} of {actual.size} values are NaN or infinite"
     return ""
 
 
+def _holds_bfloat16(actual: ndarray, dtype: str) -> bool:
+    """Whether float32 values are bfloat16 values: NumPy has no bfloat16 of its own, so ports widen them."""
+    if dtype != "bfloat16" or actual.dtype != np.float32:
+        return False
+    return bool((actual.view(np.uint32) & 0xFFFF == 0).all())
+
+
 def name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
-    """Say in what two different lists of names differ."""
+    """Return in what two different lists of names differ."""
     actual, expected = list(actual), list(expected)
     if missing := [name for name in expected if name not in actual]:
         return f"missing {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -97,129 +261,3 @@ def name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
         return f"unexpected {', '.join(extra[:3])}" + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
     first = next(i for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)) if ours != theirs)
     return f"{actual[first]} fired where {expected[first]} was due"
-
-
-def tensors(loaded: Any, case: Case) -> dict[str, ndarray]:
-    """Return all that a case shows of a port in float64, in the order of computation."""
-    if case.stage == ACTIVATIONS:
-        result = loaded.run(case.block, case.inputs, taps=True)
-        return {**result.taps, OUTPUT: result.output}
-    if case.stage == GRADIENTS:
-        return gradients(loaded, case.inputs)
-    if case.stage == DECODE:
-        options = case.search or SearchOptions()
-        found = searched(loaded.search(case.inputs["source_ids"], options), options)
-        if options.beam_size is None:
-            found = {"logits": loaded.decode_stepwise(case.inputs["source_ids"], case.inputs["target_ids"]), **found}
-        return found
-    if case.settings is None:
-        raise ValueError(f"case {case.name} has no training settings")
-    return steps(loaded, shifted(case.inputs), case.settings, last_step("float64"))
-
-
-SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are looked at
-LOSS, WHOLE = "loss", "the whole gradient"
-OPTIONAL = {  # what a port need not show
-    "gradients at taps": lambda name: name.startswith("at "),
-    "norms of the gradient": lambda name: name.endswith("norm of the gradient"),
-    "moments": lambda name: " moment " in name,
-    "weights": lambda name: " weight " in name,
-}
-Arrays = Mapping[str, ndarray]
-
-
-def gradients(loaded: Any, inputs: Arrays) -> dict[str, ndarray]:
-    """Return loss and gradients in the order of the backward pass: where a mistake is introduced, it shows first."""
-    found = loaded.gradients(inputs)
-    whole = np.concatenate([np.ravel(found.parameters[name]) for name in sorted(found.parameters)])
-    return {
-        LOSS: np.asarray(found.loss),
-        WHOLE: whole,
-        **{f"at {name}": found.taps[name] for name in reversed(found.taps)},
-        **{f"of {name}": found.parameters[name] for name in reversed(found.parameters)},
-    }
-
-
-def shifted(inputs: Arrays) -> list[dict[str, ndarray]]:
-    """Return another batch for each step, of the same shape: the sentences change places with one another's targets."""
-    source_ids = inputs["source_ids"]
-    return [{**inputs, "source_ids": np.roll(source_ids, shift, axis=0)} for shift in range(len(source_ids))]
-
-
-def last_step(dtype: str) -> int:
-    """Return how many steps are taken: to the last snapshot in float64 only (``steps.float32`` in policy.toml)."""
-    return SNAPSHOTS[-1] if dtype == "float64" else SNAPSHOTS[-2]
-
-
-def steps(loaded: Any, batches: Sequence[Arrays], settings: TrainingConfig, last: int) -> dict[str, ndarray]:
-    """Train a model and return every loss, and weights and moments after the steps of ``SNAPSHOTS``.
-
-    But not the weights of key biases: their gradients are rounding noise (see ``error``), which Adam scales up to whole
-    steps; what they are changes no output.
-    """
-    trainer = loaded.trainer(settings)
-    found = {}
-    for step in range(1, last + 1):
-        result = trainer.train_step(**batches[step % len(batches)])
-        found[f"step {step} {LOSS}"] = np.asarray(float(result.loss))
-        if result.gradient_norm is not None:
-            found[f"step {step} norm of the gradient"] = np.asarray(float(result.gradient_norm))
-        if step in SNAPSHOTS:
-            state = trainer.export_state()
-            for what, tensors in (
-                ("first moment", state.first_moment if state else {}),
-                ("second moment", state.second_moment if state else {}),
-                ("weight", _weights(loaded)),
-            ):
-                found |= {
-                    f"step {step} {what} {name}": tensor
-                    for name, tensor in tensors.items()
-                    if what != "weight" or not _is_noise(name)
-                }
-    return found
-
-
-def _weights(loaded: Any) -> Mapping[str, ndarray]:
-    try:
-        return loaded.export()
-    except MissingAbilityError:  # losses are still to be seen
-        return {}
-
-
-def training_error(name: str, actual: Arrays, expected: Arrays) -> float:
-    """Return how far a tensor is from what is expected of it.
-
-    The gradient of a key bias is zero: adding the same to every score changes no weight. What is left is rounding
-    noise, which is measured by the gradient of the query bias. Other gradients are zero now and then, as those of
-    scores are where there is one key: noise in them is measured by the whole gradient.
-    """
-    if not _is_noise(name):
-        whole = expected.get(WHOLE)
-        if whole is None or expected[name].any() or expected[name].shape != np.shape(actual[name]):
-            return relative_error(actual[name], expected[name])
-        noise = np.linalg.norm(np.asarray(actual[name], np.float64))
-        return float(noise / np.linalg.norm(whole)) if noise else 0.0
-    difference = np.linalg.norm(np.asarray(actual[name], np.float64) - expected[name])
-    scale = np.linalg.norm(expected[name.replace("key_proj.bias", "query_proj.bias")])
-    return float(difference / scale) if difference else 0.0
-
-
-def _is_noise(name: str) -> bool:
-    return name.endswith("key_proj.bias")
-
-
-def training_tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
-    """Return the largest error allowed.
-
-    Args:
-        name: What is looked at.
-        dtype: The working dtype.
-        baseline: The error that the NumPy reference itself makes here in float32.
-        whole: Likewise, for the whole gradient.
-    """
-    kind = "steps" if name.startswith("step ") else "gradients"
-    rule = POLICY[kind][dtype]
-    what = LOSS if name.endswith(LOSS) else "whole" if name == WHOLE else "tensor"
-    if dtype == "float64" or kind == "steps":
-        return rule[what]
-    return rule["ratio"] * max(baseline, whole if what == "tensor" else 0.0) + rule["floor_in_eps"] * EPS[dtype]

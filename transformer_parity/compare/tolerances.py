@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from importlib.resources import files
 from typing import Any
@@ -22,8 +23,15 @@ def relative_error(actual: ndarray, expected: ndarray) -> float:
     """Return the L2 norm of the difference over the L2 norm of the expected tensor, in float64.
 
     Where nothing but zero is expected, anything else is infinitely wrong.
+
+    Raises:
+        ValueError: The shapes differ.
     """
-    actual, expected = np.broadcast_arrays(actual, np.asarray(expected, np.float64))
+    actual, expected = np.asarray(actual), np.asarray(expected, np.float64)
+    if actual.shape != expected.shape:
+        raise ValueError(
+            f"actual and expected must have one shape: got {list(actual.shape)} and {list(expected.shape)}"
+        )
     largest = np.maximum(expected.max(initial=0.0), -expected.min(initial=0.0))
     if largest == 0.0:
         return 0.0 if not actual.any() else float("inf")
@@ -36,6 +44,21 @@ def relative_error(actual: ndarray, expected: ndarray) -> float:
         difference += wrong @ wrong
         norm += right @ right
     return float(np.sqrt(difference / norm))
+
+
+class NotFiniteError(ArithmeticError):
+    """The reference itself overflows, so that nothing can be compared with it."""
+
+
+def finite(baseline: float, name: str) -> float:
+    """Return the error of the reference in float32.
+
+    Raises:
+        NotFiniteError: It is infinite or NaN: no error would be too large.
+    """
+    if not 0.0 <= baseline < math.inf:
+        raise NotFiniteError(f"the reference is not finite in float32 at {name}")
+    return baseline
 
 
 def tolerance(tap: str, dtype: str, baseline: float, precision: str = "highest", device: str = "cpu") -> float:
@@ -54,7 +77,7 @@ def tolerance(tap: str, dtype: str, baseline: float, precision: str = "highest",
         kind = "scores_and_weights" if tap.rpartition(".")[2] in ("scores", "weights") else "tap"
         return POLICY["bfloat16"][kind]
     rule = POLICY["float32"]
-    allowed = rule["ratio"] * baseline + rule["floor_in_eps"] * EPS["float32"]
+    allowed = rule["ratio"] * finite(baseline, tap) + rule["floor_in_eps"] * EPS["float32"]
     if precision == "fast" and device == "gpu":
         return allowed * POLICY["tensorfloat32"]["eps"] / EPS["float32"]
     return allowed

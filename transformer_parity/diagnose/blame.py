@@ -25,7 +25,7 @@ from numpy import ndarray
 from reference_numpy.backward import cross_entropy_backward, transformer_backward
 from reference_numpy.taps import Recorder
 from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, Case
-from transformer_parity.compare import outputs
+from transformer_parity.compare import training_outputs
 from transformer_parity.compare.outputs import OUTPUT
 from transformer_parity.compare.tolerances import POLICY, relative_error, tolerance
 from transformer_parity.ports.package import LoadedPackage
@@ -207,12 +207,12 @@ def _replay_reference(case, inputs, actual, expected, truth, same_dtype, backend
 
 
 def _backward(case, inputs, loaded, truth, backend, dtype):
-    return _replay_backward(case, inputs, outputs.gradients(loaded, inputs), truth, backend, dtype)
+    return _replay_backward(case, inputs, training_outputs.gradients(loaded, inputs), truth, backend, dtype)
 
 
 def _replay_backward(case, inputs, actual, truth, backend, dtype):
     """Let the reference's backward pass go on from the port's gradient at every tap."""
-    everything = outputs.gradients(truth, inputs)
+    everything = training_outputs.gradients(truth, inputs)
     expected = {name: value for name, value in everything.items() if name in actual}
     model, seen = truth.model, Recorder()
     source_ids, target_ids, labels = (inputs[name] for name in ("source_ids", "target_ids", "labels"))
@@ -228,8 +228,10 @@ def _replay_backward(case, inputs, actual, truth, backend, dtype):
     with np.errstate(all="ignore"):
         transformer_backward(model, source_ids, target_ids, of_logits, seen, found)
     wanted = {name: found.get(name.partition(" ")[2], value) for name, value in expected.items()}
-    names = {name: value for name, value in expected.items() if name not in (outputs.LOSS, outputs.WHOLE)}
-    wanted[outputs.WHOLE] = everything[outputs.WHOLE]  # what is zero is measured by it
+    names = {
+        name: value for name, value in expected.items() if name not in (training_outputs.LOSS, training_outputs.WHOLE)
+    }
+    wanted[training_outputs.WHOLE] = everything[training_outputs.WHOLE]  # what is zero is measured by it
     marks = _marks(names, actual, expected, actual, wanted, lambda name: POLICY["gradients"]["float64"]["tensor"])
     replayed = "reference" if given else "nothing"
     return Evidence(Blame(backend, dtype, case.name, case.stage, replayed, marks), actual, expected, actual, wanted)
@@ -260,7 +262,7 @@ def distance(name: str, actual: Arrays, expected: Arrays) -> float:
         return math.inf
     if not finite.all():
         return relative_error(mine[finite], theirs[finite])
-    return outputs.training_error(name, actual, expected)
+    return training_outputs.training_error(name, actual, expected)
 
 
 def _tolerance(name: str, dtype: str, baseline: Mapping[str, float]) -> float:

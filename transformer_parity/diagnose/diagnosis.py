@@ -19,7 +19,7 @@ from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
-from transformer_parity.compare import outputs
+from transformer_parity.compare import training_outputs
 from transformer_parity.compare.outputs import tensors
 from transformer_parity.diagnose.blame import distance
 from transformer_parity.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
@@ -132,7 +132,7 @@ def _is_confirmed(attempt: _Attempt, others: Sequence[tuple[Case, Arrays | None]
         actual = usual if shown is None else shown
         if found is None or actual is None:
             return False
-        names = [name for name in actual if name != outputs.WHOLE]
+        names = [name for name in actual if name != training_outputs.WHOLE]
         if not all(distance(name, actual, found) <= REPRODUCES[case.stage] for name in names):
             return False
     return True
@@ -151,7 +151,7 @@ class _Trials:
         found = _observed(hypothesis, self.case)
         if found is None:
             return None
-        names = [name for name in self.actual if name != outputs.WHOLE]
+        names = [name for name in self.actual if name != training_outputs.WHOLE]
         worst = 0.0
         for matched, name in enumerate(names):
             worst = max(worst, error := distance(name, self.actual, found))
@@ -167,7 +167,7 @@ def _observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
     Kept for the next port that fails in the same case.
     """
     model = (repr(case.config), case.seed, case.weights_file)
-    key = (case.name, model, repr(case.settings), repr(case.search), outputs.SNAPSHOTS, hypothesis.content)
+    key = (case.name, model, repr(case.settings), repr(case.search), training_outputs.SNAPSHOTS, hypothesis.content)
     if key not in _OBSERVED:
         if len(_OBSERVED) >= OBSERVATIONS:
             _OBSERVED.popitem(last=False)

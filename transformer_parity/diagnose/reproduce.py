@@ -23,7 +23,7 @@ from reference_numpy.backward import cross_entropy_backward, transformer_backwar
 from reference_numpy.files import load_weights, save_weights
 from reference_numpy.taps import Recorder
 from transformer_parity.cases.case import ACTIVATIONS, Case
-from transformer_parity.compare import outputs
+from transformer_parity.compare import training_outputs
 from transformer_parity.compare.outputs import OUTPUT
 from transformer_parity.diagnose.blame import Evidence, distance
 from transformer_parity.ports.package import LoadedPackage
@@ -117,7 +117,7 @@ def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
     loaded = port.load(config, weights, Placement(guilty.dtype))
     expected = {guilty.name: arrays["expected"]}
     if guilty.stage != ACTIVATIONS:
-        found = outputs.gradients(loaded, batch)
+        found = training_outputs.gradients(loaded, batch)
     else:
         truth = PORTS["numpy"].load(config, weights, Placement("float64"))
         right = truth.run(guilty.block, batch, taps=True).taps

@@ -29,7 +29,7 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights, save_weights
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STAGES, STEPS, Case
-from transformer_parity.compare.outputs import SNAPSHOTS
+from transformer_parity.compare.training_outputs import SNAPSHOTS
 from transformer_parity.ports.protocol import SearchOptions
 
 FORMAT = "transformer-parity golden vectors"
@@ -57,11 +57,9 @@ class LeftOut:
     tensors: tuple[str, ...] = ("*",)
     dtype: str = "*"
 
-    def covers(self, case: str, dtype: str, tensor: str | None = None) -> bool:
-        """Whether it speaks of a tensor, or of everything in a case."""
-        if not (fnmatchcase(case, self.case) and fnmatchcase(dtype, self.dtype)):
-            return False
-        return "*" in self.tensors if tensor is None else any(fnmatchcase(tensor, name) for name in self.tensors)
+    def covers(self, case: str, dtype: str) -> bool:
+        """Whether it is about a case, in a dtype."""
+        return fnmatchcase(case, self.case) and fnmatchcase(dtype, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,10 @@ class Folder:
         """Whether anything was computed in a case, in a dtype."""
         return (case.name, dtype) in self._computed
 
-    def why_not(self, case: Case, dtype: str, tensor: str | None = None) -> str | None:
-        """Return why a tensor, or all of a case, is left out on purpose; None if nobody says so."""
-        return next((entry.reason for entry in self.left_out if entry.covers(case.name, dtype, tensor)), None)
+    def why_not(self, case: Case, dtype: str) -> str | None:
+        """Return why a case is left out as a whole; None if no entry covers it."""
+        whole = (entry for entry in self.left_out if "*" in entry.tensors)
+        return next((entry.reason for entry in whole if entry.covers(case.name, dtype)), None)
 
 
 def write(

@@ -7,17 +7,20 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
+
 from reference_numpy.config import IMPLEMENTATIONS, DropoutRates, TransformerConfig
-from reference_numpy.names import tap_shapes
 from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.cases.standard import model_cases
-from transformer_parity.compare.outputs import SCORES, Tensors, run
+from transformer_parity.compare.outputs import FAST, LOAD, SCORES, TAPS, TOKENS, Outputs, Tensors, run_cases
+from transformer_parity.compare.training_outputs import WHOLE
 from transformer_parity.golden.format import LeftOut
 from transformer_parity.ports.package import PackagePort
-from transformer_parity.ports.protocol import LoadedPort, MissingAbilityError, Placement
+from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.user import PluginPort
 from transformer_parity.system.machine import describe_machine
 
+Progress = Callable[[str], None]
 PRESETS = ("paper_base", "paper_learned", *IMPLEMENTATIONS)  # the others differ from these in sizes and rates
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
 OPTIONAL = {  # what a port need not show
@@ -36,8 +39,11 @@ def words(entry: LeftOut) -> str:
 def golden_cases(config: TransformerConfig) -> list[Case]:
     """Return the cases, without dropout in their config, and with nothing among the inputs that has no part in it."""
     cases = model_cases(config.replace(dropout=NO_DROPOUT))
+    cases = [case for case in cases if case.seed == cases[0].seed]  # a folder holds the weights of one model
     return [
-        replace(case, inputs={"source_ids": case.inputs["source_ids"]}) if case.stage == DECODE else case
+        replace(
+            case, inputs={"source_ids": case.inputs["source_ids"]} if case.stage == DECODE else case.inputs, fast=False
+        )
         for case in cases
     ]
 
@@ -53,43 +59,46 @@ def describe(port: PackagePort | PluginPort, dtypes: Sequence[str], device: str)
 
 
 def compute(
-    port: PackagePort | PluginPort,
-    cases: Sequence[Case],
-    dtypes: Sequence[str],
-    device: str,
-    advance: Callable[[str], None],
+    port: PackagePort | PluginPort, cases: Sequence[Case], dtypes: Sequence[str], device: str, advance: Progress
 ) -> tuple[list[tuple[Case, dict[str, Tensors]]], list[LeftOut]]:
-    """Run all cases; return the tensors of each by dtype, and what the port does not offer."""
-    weights = cases[0].load_weights()
-    without = port.kind.left_out if isinstance(port, PluginPort) else {}
-    left_out = [LeftOut(case.name, without[case.name]) for case in cases if case.name in without]
+    """Run all cases; return the tensors of each by dtype, and what the port does not offer.
+
+    Raises:
+        RuntimeError: A case ended with an exception, or the port changed its inputs.
+        TypeError: The tokens of a search are no integers.
+    """
+    known = {case.name: case for case in cases}
+    left_out: list[LeftOut] = []
     computed: dict[str, dict[str, Tensors]] = {case.name: {} for case in cases}
-    for dtype in dtypes:
-        loaded: LoadedPort | None = None
-        for case in cases:
-            if dtype not in case.dtypes or case.name in without:
-                continue
-            advance(f"{dtype} {case.name}")
-            try:
-                if loaded is None or case.stage == STEPS:  # which have a model of their own: training changes it
-                    loaded = port.load(case.config, weights, Placement(dtype, device))
-                tensors = run(case, loaded, dtype)
-                left_out += [LeftOut(case.name, why, names) for names, why in _hidden(case, loaded, tensors)]
-                computed[case.name][dtype] = tensors
-            except MissingAbilityError as error:
-                left_out.append(LeftOut(case.name, str(error), dtype=dtype))
-            except Exception as error:
-                raise RuntimeError(f"{port.name}, {dtype} {case.name}: {type(error).__name__}: {error}") from error
-            if case.stage == STEPS:
-                loaded = None
+    for outputs in run_cases(cases, port, [Placement(dtype, device) for dtype in dtypes], advance):
+        case = known[outputs.case]
+        if tensors := _tensors(port.name, case, outputs):
+            computed[case.name][outputs.dtype] = tensors
+            left_out += [LeftOut(case.name, why, names) for names, why in _hidden(case, outputs, tensors)]
+        declared = port.left_out if isinstance(port, PluginPort) else {}
+        dtype = "*" if case.name in declared else outputs.dtype
+        left_out += [LeftOut(case.name, why, dtype=dtype) for path, why in outputs.skipped if path != LOAD]
     return [(case, computed[case.name]) for case in cases if computed[case.name]], list(dict.fromkeys(left_out))
 
 
-def _hidden(case: Case, loaded: LoadedPort, tensors: Tensors) -> Iterator[tuple[tuple[str, ...], str]]:
+def _tensors(port: str, case: Case, outputs: Outputs) -> Tensors:
+    """Return what is written of a case, in the order of computation."""
+    problems = [why for _, why in outputs.failures] + [f"{name}: {why}" for _, name, why in outputs.problems]
+    if problems:
+        raise RuntimeError(f"{port}, {outputs.dtype} {case.name}: {problems[0]}")
+    tensors = outputs.paths.get(TAPS if case.stage in (ACTIVATIONS, GRADIENTS) else FAST, {})
+    if TOKENS in tensors:
+        if tensors[TOKENS].dtype.kind not in "iu":
+            raise TypeError(f"{port}: tokens must be integers: got {tensors[TOKENS].dtype}")
+        tensors = {**tensors, TOKENS: tensors[TOKENS].astype(np.int64)}
+    return {name: value for name, value in tensors.items() if name != WHOLE}  # which is the others together
+
+
+def _hidden(case: Case, outputs: Outputs, tensors: Tensors) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the names of what a port does not promise to show, and why."""
-    unseen = [tap for tap in tap_shapes(case.config, 1, 1, 1) if not loaded.shows(tap)]
+    unseen = outputs.hidden
     if case.stage == ACTIVATIONS and unseen:
-        yield tuple(unseen), "these taps are not shown"
+        yield unseen, "these taps are not shown"
     if case.stage == GRADIENTS and unseen and any(name.startswith("at ") for name in tensors):
         yield tuple(f"at {tap}" for tap in unseen), "gradients at these taps are not shown"
     if case.stage == DECODE and SCORES not in tensors:

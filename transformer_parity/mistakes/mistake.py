@@ -14,7 +14,7 @@ from typing import Any
 
 from numpy import ndarray
 
-from transformer_parity.compare.findings import DIVERGES
+from transformer_parity.compare.verdict import DIVERGES
 
 ALL = ("torch", "jax", "tf")  # where mistakes are planted to be found
 FOUR = ("numpy", *ALL)

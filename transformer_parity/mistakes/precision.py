@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from transformer_parity.cases.standard import preset_case
-from transformer_parity.compare.findings import IMPRECISE
+from transformer_parity.compare.verdict import IMPRECISE
 from transformer_parity.mistakes.forward import (
     ADDED,
     ENCODER,

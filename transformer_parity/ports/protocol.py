@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from numpy import ndarray
 
+from reference_numpy.checks import check_choice, check_integer
 from reference_numpy.config import TransformerConfig
-from reference_numpy.search_plan import EXTRA_LENGTH, OnStep, SearchResult, length_penalty
+from reference_numpy.search_plan import EXTRA_LENGTH, LENGTH_PENALTIES, OnStep, SearchResult, length_penalty
 from reference_numpy.taps import Recorder
 from reference_numpy.training_config import Gradients, TrainingConfig
 
@@ -31,6 +33,20 @@ class SearchOptions:
     max_length: int | None = None
     num_hypotheses: int = 1
     length_penalty_kind: str = "gnmt"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no search.
+
+        Raises:
+            TypeError: A size is no integer.
+            ValueError: A size is below 1, the penalty is negative or not finite, or its kind is not known.
+        """
+        for name in ("beam_size", "max_length", "num_hypotheses"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), minimum=1)
+        if isinstance(self.length_penalty, bool) or not 0.0 <= self.length_penalty < math.inf:
+            raise ValueError(f"length_penalty must be a number of at least 0: got {self.length_penalty!r}")
+        check_choice("length_penalty_kind", self.length_penalty_kind, LENGTH_PENALTIES)
 
     def search(
         self, package: Any, model: Any, source_ids: Any, on_step: Callable[[ndarray], None] | None = None

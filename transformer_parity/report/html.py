@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from numpy import ndarray
 
-from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
+from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
 from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Mark
 from transformer_parity.report.result import MAIN_CASE
 from transformer_parity.report.tree import WAYS, Node, first_places, nodes

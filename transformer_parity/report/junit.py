@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from transformer_parity.compare.findings import AGREES, SKIPPED
+from transformer_parity.compare.verdict import AGREES, SKIPPED
 from transformer_parity.system.files import write_atomically
 
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # of XML 1.0, section 2.2
@@ -49,6 +49,11 @@ def _suite(result: Result, backend: str) -> ElementTree.Element:
         case = ElementTree.Element("testcase", {"classname": backend, "name": "something was compared"})
         ElementTree.SubElement(case, "failure", {"type": "nothing compared", "message": "nothing was compared"})
         cases.append(case)
+    for what in result["missing"]:
+        if what.startswith(f"{backend}: "):
+            case = ElementTree.Element("testcase", {"classname": backend, "name": _clean(f"compared: {what}")})
+            ElementTree.SubElement(case, "failure", {"type": "not compared", "message": _clean(what)})
+            cases.append(case)
     counts = {
         "tests": len(cases),
         "failures": sum(case.find("failure") is not None for case in cases),
@@ -62,6 +67,7 @@ def _suite(result: Result, backend: str) -> ElementTree.Element:
         ("fingerprint", result["fingerprint"]["sha256"]),
         ("precision", result["setting"]["precision"]),
         *result["environment"].get(backend, {}).items(),
+        *(("not tested", what) for what in result["not_tested"]),
     ):
         ElementTree.SubElement(properties, "property", {"name": _clean(name), "value": _clean(value)})
     suite.extend(cases)

@@ -9,104 +9,105 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, SENTENCES, STEPS, Case
-from transformer_parity.compare.findings import (
-    AGREES,
-    SKIPPED,
-    Finding,
-    Setting,
-    exit_code,
-    is_near_tie,
-    overall,
-    worst,
-)
-from transformer_parity.diagnose.blame import Blame
+from transformer_parity.cases.case import ACTIVATIONS, SENTENCES, Case
+from transformer_parity.compare.findings import Finding, Setting, is_near_tie
+from transformer_parity.compare.verdict import AGREES, SKIPPED, Asked, Verdict, worst
+from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.ports.compile_clock import Spent
+from transformer_parity.report.diagnoses import to_row
 from transformer_parity.report.tables import summarise
 from transformer_parity.system.files import write_atomically
 
-FORMAT = 2
+FORMAT = 3
 MAIN_CASE = "full/padded"
 WHOLE_MODELS = ("full model", "presets", SENTENCES)  # components
-STAGES = {"gradients": GRADIENTS, "optimizer steps": STEPS, "decoding": DECODE}  # by component; all others: activations
 Rows = Sequence[Mapping[str, Any]]
 
 
-def build(
-    findings: Sequence[Finding],
-    ports: Sequence[str],
-    setting: Setting,
-    environment: Mapping[str, Mapping[str, str]],
-    machine: Mapping[str, Any],
-    *,
-    cases: Sequence[Case] = (),
-    weights: Path | None = None,
-    text: Sequence[Path] = (),
-    not_tested: Sequence[str] = (),
-    blames: Iterable[Blame] = (),
-    diagnoses: Rows = (),
-    audits: Rows = (),
-    attention: Rows = (),
-    seconds: float = 0.0,
-    spent: Mapping[str, Spent] | None = None,
-) -> dict[str, Any]:
-    """Return all that is known of a comparison, as plain values that JSON can hold.
+@dataclass
+class Run:
+    """A run of ``parity check``: what was asked for, and what came of it.
 
-    Args:
-        findings: Every comparison made.
+    Attributes:
+        setting: How the ports were run.
+        findings: Every comparison.
         ports: The names of the ports that were asked for.
-        setting: How they were run.
+        asked: What had to be compared of each.
         environment: Versions and switches, by backend.
         machine: What it ran on.
         cases: What was run, for the fingerprint.
         weights: The file of a model of the user's own.
         text: The user's own two files of sentences; none for the shipped ones.
-        not_tested: What was left out, and how to ask for it.
-        blames: Where differences were introduced.
-        diagnoses: ``{backend, dtype, case, stage, **Diagnosis.to_dict()}`` each.
+        not_tested: What was not asked for, and how to ask for it.
+        failure_reports: Where differences were introduced, and what explains them.
         audits: ``{backend, weights: [{name, verdict, detail}]}`` each.
-        attention: What ``investigate.attention_maps`` returns.
         seconds: How long it took.
         spent: What each port's process took of it, by backend.
     """
-    skips = [finding for finding in findings if finding.verdict == SKIPPED]
-    failures = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
-    texts = [str(path) for path in text or ("shipped",)]
+
+    setting: Setting
+    findings: Sequence[Finding] = ()
+    ports: Sequence[str] = ()
+    asked: Sequence[Asked] = ()
+    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    cases: Sequence[Case] = ()
+    weights: Path | None = None
+    text: Sequence[Path] = ()
+    not_tested: Sequence[str] = ()
+    failure_reports: Sequence[FailureReport] = ()
+    audits: Rows = ()
+    seconds: float = 0.0
+    spent: Mapping[str, Spent] = field(default_factory=dict)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """What the run ends with."""
+        return Verdict.of(self.findings, self.asked)
+
+
+def build(run: Run) -> dict[str, Any]:
+    """Return all that is known of a comparison, as plain values that JSON can hold."""
+    skips = [finding for finding in run.findings if finding.verdict == SKIPPED]
+    failures = [finding for finding in run.findings if finding.verdict not in (AGREES, SKIPPED)]
+    texts = [str(path) for path in run.text or ("shipped",)]
     content = {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "verdict": overall(findings),
-        "exit_code": exit_code(findings),
-        "backends": list(ports),
-        "setting": asdict(setting),
-        "weights": None if weights is None else str(weights),
+        "verdict": run.verdict.verdict,
+        "exit_code": run.verdict.exit_code,
+        "missing": run.verdict.missing,
+        "backends": list(run.ports),
+        "setting": asdict(run.setting),
+        "weights": None if run.weights is None else str(run.weights),
         "text": texts,
-        "not_tested": not_tested,
-        "machine": machine,
-        "environment": environment,
-        "fingerprint": _fingerprint(setting, environment, machine, cases, weights, texts),
-        "time": {"seconds": seconds, "ports": {name: asdict(port) for name, port in (spent or {}).items()}},
-        "comparisons": len(findings) - len(skips),
+        "not_tested": run.not_tested,
+        "machine": run.machine,
+        "environment": run.environment,
+        "fingerprint": _fingerprint(run, texts),
+        "time": {"seconds": run.seconds, "ports": {name: asdict(port) for name, port in run.spent.items()}},
+        "comparisons": len(run.findings) - len(skips),
         "skipped": len(skips),
-        "summary": summarise(findings),
-        "cases": _by_case(findings),
-        "near_ties": [finding.to_dict() for finding in findings if is_near_tie(finding)],
+        "summary": summarise(run.findings),
+        "cases": _by_case(run.findings),
+        "near_ties": [finding.to_dict() for finding in run.findings if is_near_tie(finding)],
         "failures": [finding.to_dict() for finding in failures],
         "skips": [finding.to_dict() for finding in skips],
-        "sentences": [finding.to_dict() for finding in findings if finding.component == SENTENCES],
-        "taps": _taps(findings),
-        "blames": [blame.to_dict() for blame in blames],
-        "diagnoses": diagnoses,
-        "audits": audits,
-        "attention": attention,
+        "sentences": [finding.to_dict() for finding in run.findings if finding.component == SENTENCES],
+        "taps": _taps(run.findings),
+        "blames": [report.blame.to_dict() for report in run.failure_reports if report.blame],
+        "diagnoses": [to_row(report) for report in run.failure_reports if report.diagnosis],
+        "audits": run.audits,
+        "attention": [row for report in run.failure_reports for row in report.attention],
     }
     return plain(content)
 
@@ -148,8 +149,6 @@ def _by_case(findings: Iterable[Finding]) -> list[dict[str, Any]]:
         groups.setdefault((finding.backend, finding.dtype, finding.case), []).append(finding)
     rows = []
     for (backend, dtype, case), group in groups.items():
-        # The round trip of the weights stands beside the first case of a model.
-        component = next((finding.component for finding in group if finding.component != "weights"), "weights")
         compared = [finding for finding in group if finding.verdict != SKIPPED]
         failing = [finding for finding in compared if finding.verdict != AGREES]
         shown = failing[0] if failing else worst(compared or group)
@@ -158,7 +157,7 @@ def _by_case(findings: Iterable[Finding]) -> list[dict[str, Any]]:
                 "backend": backend,
                 "dtype": dtype,
                 "case": case,
-                "stage": STAGES.get(component, ACTIVATIONS),
+                "stage": group[0].stage or ACTIVATIONS,
                 "verdict": worst(group).verdict,
                 "comparisons": len(compared),
                 "failed": len(failing),
@@ -169,28 +168,21 @@ def _by_case(findings: Iterable[Finding]) -> list[dict[str, Any]]:
     return rows
 
 
-def _fingerprint(
-    setting: Setting,
-    environment: Mapping[str, Mapping[str, str]],
-    machine: Mapping[str, Any],
-    cases: Sequence[Case],
-    weights: Path | None,
-    texts: Sequence[str],
-) -> dict[str, Any]:
+def _fingerprint(run: Run, texts: Sequence[str]) -> dict[str, Any]:
     """Return what has to be equal to get the same numbers again, and one hash over it."""
-    versions = {**machine, **{backend: described.get("version", "") for backend, described in environment.items()}}
+    versions = {backend: described.get("version", "") for backend, described in run.environment.items()}
     switches = {
         backend: {name: value for name, value in described.items() if name != "version"}
-        for backend, described in environment.items()
+        for backend, described in run.environment.items()
     }
+    weights = None if run.weights is None else _hash([run.weights.read_bytes()])
     content = plain(
         {
-            "config": _configs(cases),
-            "versions": versions,
+            "config": _configs(run.cases),
+            "versions": {**run.machine, **versions},
             "settings": {
-                **asdict(setting),
-                **{"weights": None if weights is None else _hash([weights.read_bytes()]), "text": texts},
-                "inputs": _hash(_input_bytes(cases)),
+                **asdict(run.setting),
+                **{"weights": weights, "text": texts, "inputs": _hash(_input_bytes(run.cases))},
                 **switches,
             },
         }

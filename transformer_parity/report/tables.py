@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -11,21 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from transformer_parity.cases.case import SENTENCES
-from transformer_parity.compare.findings import (
+from transformer_parity.compare.findings import Finding, is_near_tie
+from transformer_parity.compare.outputs import OUTPUT
+from transformer_parity.compare.tolerances import POLICY
+from transformer_parity.compare.verdict import (
     AGREES,
     DIVERGES,
     FAILED,
     IMPRECISE,
     SKIPPED,
     WORDS,
-    Finding,
-    is_near_tie,
-    overall,
-    undecided,
+    Verdict,
     worst,
 )
-from transformer_parity.compare.outputs import OUTPUT
-from transformer_parity.compare.tolerances import POLICY
 from transformer_parity.ports.compile_clock import Spent
 
 STYLES = {SKIPPED: "dim", AGREES: "green", IMPRECISE: "yellow", DIVERGES: "bold red", FAILED: "bold magenta"}
@@ -77,7 +75,7 @@ def print_depth(console: Console, findings: Sequence[Finding], backends: Sequenc
         _print_table(console, "Real sentences, block by block: the error of the worst tap.", table)
 
 
-def print_problems(console: Console, findings: Sequence[Finding], limit: int = 8) -> None:
+def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdict, limit: int = 8) -> None:
     """Print, per backend and case, the first tap that failed: what comes later may only have inherited it."""
     first: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
@@ -94,8 +92,9 @@ def print_problems(console: Console, findings: Sequence[Finding], limit: int = 8
         where = " ".join(part for part in (finding.backend, finding.dtype, _place(finding)) if part)
         detail += f" (and in {len(others)} other cases)" if others else ""
         console.print(Text(f"{WORDS[finding.verdict]:9}", STYLES[finding.verdict]) + Text(f" {where}: {detail}"))
-    if backends := undecided(findings):
-        console.print(f"Whether {', '.join(backends)} lost only precision stays open: compare in float64 too.")
+    if verdict.undecided:
+        names = ", ".join(verdict.undecided)
+        console.print(f"Whether {names} lost only precision stays open: compare in float64 too.")
     if len(by_text) > limit:
         console.print(f"... and {len(by_text) - limit} more; --json holds them all.")
 
@@ -117,11 +116,22 @@ def print_skips(console: Console, findings: Sequence[Finding]) -> None:
         console.print(Text("SKIPPED  ", STYLES[SKIPPED]) + Text(f" {backend}: {detail} ({where})", "default"))
 
 
+def print_coverage(console: Console, verdict: Verdict, not_tested: Iterable[str]) -> None:
+    """Print what was asked for and not compared, and what was not asked for."""
+    for what in verdict.missing:
+        console.print(Text("MISSING  ", STYLES[FAILED]) + Text(f" {what}", "default"))
+    for what in not_tested:
+        console.print(Text(f"NOT TESTED: {what}", "default"))
+
+
 def verdict_line(
-    findings: Sequence[Finding], backends: Sequence[str], seconds: float, spent: Mapping[str, Spent] | None = None
+    verdict: Verdict,
+    findings: Sequence[Finding],
+    backends: Sequence[str],
+    seconds: float,
+    spent: Mapping[str, Spent] | None = None,
 ) -> Text:
     """Return the last line: one word, then what it stands on, and how much of the time was spent compiling."""
-    verdict = overall(findings)
     skipped = [finding for finding in findings if finding.verdict == SKIPPED]
     cases = len({finding.case for finding in findings if finding.case})
     counted = ", ".join(
@@ -129,7 +139,7 @@ def verdict_line(
         for number, word in ((len(backends), "port"), (cases, "case"), (len(findings) - len(skipped), "comparison"))
     )
     counted += f", {len(skipped)} skipped" if skipped else ""
-    if verdict == AGREES:
+    if verdict.verdict == AGREES:
         finding = worst(findings)
         counted += f"; the largest uses {_percent(finding.share)} of its tolerance ({finding.backend} {finding.dtype}"
         counted += f" {_place(finding)})"
@@ -137,11 +147,11 @@ def verdict_line(
             counted += f"; {near_ties} searches with near-ties"
     else:
         failing = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
-        counted += f"; {len(failing):,} failed"
-    word = {AGREES: "AGREE", DIVERGES: "DIVERGE", IMPRECISE: "IMPRECISE", FAILED: "INCOMPLETE"}[verdict]
+        counted += f"; {len(failing):,} failed" if failing else ""
+        counted += f"; {len(verdict.missing)} asked for and not compared" if verdict.missing else ""
     compiling = [f"{name} {port.compiling:.0f} s" for name, port in (spent or {}).items() if port.compiling]
     counted += f"; {seconds:.0f} s" + (f" (compiling: {', '.join(compiling)})" if compiling else "")
-    return Text(word, STYLES[verdict]) + Text(f"  {counted}.", "default")
+    return Text(verdict.word, STYLES[verdict.verdict]) + Text(f"  {counted}.", "default")
 
 
 def summarise(findings: Sequence[Finding]) -> list[dict[str, Any]]:

@@ -1,0 +1,71 @@
+"""``parity init-port``: a port that runs and agrees, to start from."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from transformer_parity.compare.verdict import EXIT_CODES, FAILED
+
+FRAMEWORKS = ("torch", "jax", "tf", "other")
+NAME = "my_port"  # of the templates' module, as it stands in them
+
+
+EXAMPLES = """
+examples:
+  parity init-port --framework torch                     writes my_port.py
+  parity init-port --framework other --out marian.py     any framework: NumPy arrays go in and come out
+
+exit code: 0 written, 3 not written
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Describe the options."""
+    parser = commands.add_parser(
+        "init-port",
+        help="write a port of your own, to start from",
+        description="Write a port that runs and agrees, around a stand-in: replace it by your own model, method by "
+        "method, and compare after each.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--framework", choices=FRAMEWORKS, required=True, help="what your model is written in")
+    parser.add_argument(
+        "--out", type=Path, default=Path(f"{NAME}.py"), metavar="FILE", help=f"where to; default: {NAME}.py"
+    )
+    parser.add_argument("--force", action="store_true", help="write over a file that exists")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the file and return the exit code."""
+    path: Path = options.out
+    try:
+        if path.suffix != ".py" or not path.stem.isidentifier():
+            raise ValueError(f"--out must be a module that Python can import, such as {NAME}.py: got {path.name}")
+        with path.open("w" if options.force else "x", encoding="utf-8") as file:
+            file.write(skeleton(options.framework, path.stem))
+    except FileExistsError:
+        return _refuse(f"{path} exists: choose another name with --out, or write over it with --force")
+    except (OSError, ValueError) as error:
+        return _refuse(str(error))
+    print(f"Wrote {path}. It agrees as it stands; compare it with")
+    if path.parent.resolve() != Path.cwd():  # where `module:class` is looked for
+        print(f"  cd {path.parent}")
+    print(f"  parity check --port {path.stem}:MyPort")
+    print(f"  pytest --parity-port={path.stem}:MyPort")
+    return 0
+
+
+def skeleton(framework: str, module: str) -> str:
+    """Return the source of a port, as a module of some name."""
+    template = files("transformer_parity.ports.templates").joinpath(f"{framework}_port.py")
+    return template.read_text("utf-8").replace(NAME, module)
+
+
+def _refuse(problem: str) -> int:
+    print(f"parity init-port: error: {problem}", file=sys.stderr)
+    return EXIT_CODES[FAILED]

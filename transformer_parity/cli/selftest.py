@@ -1,0 +1,144 @@
+"""``parity selftest``: whether every known mistake is caught, located and named."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from transformer_parity.check.selftest import Trial, all_trials
+from transformer_parity.cli.options import one_or_more
+from transformer_parity.compare.verdict import EXIT_CODES, FAILED
+from transformer_parity.mistakes.catalogue import parts
+from transformer_parity.mistakes.mistake import ALL
+from transformer_parity.ports.protocol import MissingFrameworkError
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.report.result import write_json
+
+NAMED = 0.9  # of those that have a name
+DESCRIPTION = """\
+Plant every known mistake in a copy of each port, one at a time, and compare it with the reference. Caught: the
+comparison fails. Located: it fails first where the mistake is, and blame puts it there. Named: the diagnosis chooses
+this mistake among all hypotheses; some have no name, because the failure itself says what it is.
+"""
+
+
+EXAMPLES = """\
+examples:
+  parity selftest                                  everything; a quarter of an hour on two cores
+  parity selftest --backends torch --part norm     one part of the catalogue, in one port
+  parity selftest --json selftest.json             every mistake by name, for machines
+
+exit code: 0 all caught and located, and nine of ten named; 1 not; 3 not everything could be tried
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Describe the options."""
+    parser = commands.add_parser(
+        "selftest",
+        help="plant every known mistake: is it caught, located and named?",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--backend",
+        "--backends",
+        dest="backends",
+        type=one_or_more(ALL),
+        default=list(ALL),
+        metavar=",".join(ALL),
+        help="which ports (default: all)",
+    )
+    names = [name.replace(" ", "-") for name in parts()]
+    parser.add_argument(
+        "--part", type=one_or_more(names), default=names, metavar="NAME[,NAME]", help=f"of {', '.join(names)}"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Try every mistake and return the exit code."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    chosen = [name for name in parts() if name.replace(" ", "-") in options.part]
+    try:
+        for backend in options.backends:
+            PORTS[backend].check_installed()
+        if options.json is not None and not options.json.parent.is_dir():
+            raise ValueError(f"there is no folder {options.json.parent}")
+    except (MissingFrameworkError, ValueError) as error:
+        print(f"parity selftest: error: {error}", file=sys.stderr)
+        return EXIT_CODES[FAILED]
+    expected = sum(backend in m.edits for name in chosen for m in parts()[name] for backend in options.backends)
+    started = time.monotonic()
+    found: list[Trial] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("mistakes", total=expected)
+        try:
+            for backend, part, batch in all_trials(options.backends, chosen):
+                found += batch
+                progress.update(task, advance=len(batch), description=f"{backend}: {part}")
+                if not console.is_terminal:
+                    print(f"{backend}: {part}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            console.print("interrupted before everything was tried")
+    order = {(backend, part): i for i, (backend, part) in enumerate((b, p) for b in options.backends for p in chosen)}
+    found.sort(key=lambda trial: order[trial.backend, trial.part])
+    _print(console, found, options.backends, chosen)
+    code = _exit_code(found, expected)
+    nameable = [trial for trial in found if trial.named is not None]
+    counts = f"{sum(trial.caught for trial in found):,} caught, {sum(trial.located for trial in found):,} located, "
+    counts += f"{sum(bool(trial.named) for trial in nameable):,} of {len(nameable):,} named"
+    word = {0: "PASS", 1: "FAIL", 3: "INCOMPLETE"}[code]
+    console.print(
+        Text(word, "bold green" if code == 0 else "bold red")
+        + Text(
+            f"  {len(found):,} of {expected:,} mistakes planted: {counts}; {time.monotonic() - started:.0f} s.",
+            "default",
+        )
+    )
+    if options.json is not None:
+        write_json(options.json, {"format": 1, "exit_code": code, "trials": [trial.to_dict() for trial in found]})
+    return code
+
+
+def _exit_code(found: Sequence[Trial], expected: int) -> int:
+    if len(found) < expected or not found:
+        return EXIT_CODES[FAILED]
+    named = [trial.named for trial in found if trial.named is not None]
+    good = all(trial.caught and trial.located for trial in found) and sum(named) >= NAMED * len(named)
+    return 0 if good else 1
+
+
+def _print(console: Console, found: Sequence[Trial], backends: Sequence[str], chosen: Sequence[str]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("part", no_wrap=True)
+    for backend in backends:
+        table.add_column(f"{backend}\ncaught", justify="right")
+        table.add_column("\nlocated", justify="right")
+        table.add_column("\nnamed", justify="right")
+    for part in chosen:
+        row = [part]
+        for backend in backends:
+            group = [trial for trial in found if trial.part == part and trial.backend == backend]
+            named = [trial for trial in group if trial.named is not None]
+            row.append(f"{sum(trial.caught for trial in group)}/{len(group)}")
+            row.append(f"{sum(trial.located for trial in group)}/{len(group)}")
+            row.append(f"{sum(bool(trial.named) for trial in named)}/{len(named)}" if named else "-")
+        table.add_row(*row)
+    console.print(table)
+    for trial in found:
+        if not (trial.caught and trial.located and trial.named is not False):
+            what = "not caught" if not trial.caught else "not located" if not trial.located else "not named"
+            console.print(Text(f"{what:11}", "bold red") + Text(f" {trial.backend}, {trial.mistake}: {trial.said}"))

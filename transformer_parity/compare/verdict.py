@@ -1,0 +1,143 @@
+"""Verdicts: when one tensor agrees, and when a whole run does.
+
+``decide`` is the only place where an error becomes a verdict, and ``Verdict.of`` the only one where findings become the
+word that a run ends with. docs/agreement.md says what AGREE promises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformer_parity.compare.findings import Finding
+
+AGREES, DIVERGES, IMPRECISE, FAILED = "agrees", "diverges", "imprecise", "failed"
+SKIPPED = "skipped"  # not offered, and so not compared
+EXIT_CODES = {AGREES: 0, DIVERGES: 1, IMPRECISE: 2, FAILED: 3}
+SEVERITY = (SKIPPED, AGREES, IMPRECISE, FAILED, DIVERGES)
+WORDS = {SKIPPED: "skip", AGREES: "ok", IMPRECISE: "IMPRECISE", DIVERGES: "DIVERGES", FAILED: "FAILED"}
+LAST_WORDS = {AGREES: "AGREE", DIVERGES: "DIVERGE", IMPRECISE: "IMPRECISE", FAILED: "INCOMPLETE"}
+
+
+def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str:
+    """Return the verdict on one tensor.
+
+    Args:
+        error: The relative error; NaN never agrees.
+        tolerance: The largest error that agrees.
+        dtype: The working dtype: below float64, an error above the tolerance may be a loss of precision.
+        problem: What no tolerance applies to: another name, shape or dtype, a value that is not finite.
+
+    Raises:
+        ValueError: The tolerance is negative, infinite or NaN.
+    """
+    if not 0.0 <= tolerance < math.inf:
+        raise ValueError(f"a tolerance must be finite and at least 0: got {tolerance}")
+    if problem:
+        return DIVERGES
+    if error <= tolerance:
+        return AGREES
+    return DIVERGES if dtype == "float64" else IMPRECISE
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run has to compare of one port.
+
+    Attributes:
+        port: Its name.
+        stages: Those that were asked for, by name or by default; each must be compared in at least one dtype.
+        dtypes: Those that were asked for by name; each must be compared in at least one stage.
+        pairs: Whether stages and dtypes were both named, so that each stage must be compared in each dtype.
+        planned: The number of cases by stage and dtype.
+    """
+
+    port: str
+    stages: Sequence[str]
+    dtypes: Sequence[str] = ()
+    pairs: bool = False
+    planned: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    def missing(self, findings: Iterable[Finding]) -> list[str]:
+        """Return what was asked for and not compared: nothing at all, or fewer than half of the cases."""
+        own = [finding for finding in findings if finding.backend == self.port]
+        if self.pairs:
+            wanted = [(f"{stage} in {dtype}", {stage}, {dtype}) for stage in self.stages for dtype in self.dtypes]
+        else:
+            every = {dtype for _, dtype in self.planned}
+            wanted = [(stage, {stage}, every) for stage in self.stages]
+            wanted += [(dtype, set(self.stages), {dtype}) for dtype in self.dtypes]
+        return [
+            f"{self.port}: {what}: {why}" for what, stages, dtypes in wanted if (why := self._why(own, stages, dtypes))
+        ]
+
+    def _why(self, findings: Sequence[Finding], stages: set[str], dtypes: set[str]) -> str:
+        """Return what is missing of some stages in some dtypes; empty if nothing is."""
+        planned = sum(n for (stage, dtype), n in self.planned.items() if stage in stages and dtype in dtypes)
+        if not planned:
+            return "there is no such case"
+        inside = [finding for finding in findings if finding.stage in stages and finding.dtype in dtypes]
+        compared = len({(finding.case, finding.dtype) for finding in inside if finding.is_numeric})
+        if 2 * compared >= planned:
+            return ""
+        skips = dict.fromkeys(finding.detail for finding in inside if finding.verdict == SKIPPED)
+        reasons = f" ({'; '.join(list(skips)[:2])})" if skips else ""
+        return f"{compared} of {planned} cases compared{reasons}" if compared else f"nothing was compared{reasons}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run ends with.
+
+    Attributes:
+        verdict: ``AGREES``, ``DIVERGES``, ``IMPRECISE``, or ``FAILED`` where not everything was compared.
+        missing: What was asked for and not compared, each with its port and reason.
+        undecided: The ports that lost precision and were not compared in float64: any mistake looks like that.
+    """
+
+    verdict: str
+    missing: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, findings: Iterable[Finding], asked: Iterable[Asked] = ()) -> Verdict:
+        """Return the worst verdict of any port; AGREES only if all that was asked for was compared."""
+        findings, asked = list(findings), list(asked)
+        by_port: dict[str, list[Finding]] = {entry.port: [] for entry in asked}
+        for finding in findings:
+            by_port.setdefault(finding.backend, []).append(finding)
+        missing = [why for entry in asked for why in entry.missing(by_port[entry.port])]
+        undecided = [name for name, own in by_port.items() if _is_undecided(own)]
+        worst = max((_of_port(own) for own in by_port.values()), key=SEVERITY.index, default=FAILED)
+        incomplete = (missing or undecided) and worst != DIVERGES
+        return cls(FAILED if incomplete else worst, tuple(missing), tuple(undecided))
+
+    @property
+    def word(self) -> str:
+        """AGREE, DIVERGE, IMPRECISE or INCOMPLETE."""
+        return LAST_WORDS[self.verdict]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all agree, 1 for a semantic divergence, 2 for precision only, 3 if not everything was compared."""
+        return EXIT_CODES[self.verdict]
+
+
+def _of_port(findings: Sequence[Finding]) -> str:
+    """Return the worst verdict; a port of which no number was compared has failed."""
+    verdict = max((finding.verdict for finding in findings), key=SEVERITY.index, default=FAILED)
+    compared = any(finding.is_numeric for finding in findings)
+    return FAILED if verdict in (SKIPPED, AGREES, IMPRECISE) and not compared else verdict
+
+
+def _is_undecided(findings: Sequence[Finding]) -> bool:
+    imprecise = any(finding.verdict == IMPRECISE for finding in findings)
+    return imprecise and not any(finding.dtype == "float64" and finding.is_numeric for finding in findings)
+
+
+def worst(findings: Iterable[Finding]) -> Finding:
+    """Return the finding with the worst verdict, and among equals the one that uses most of its tolerance."""
+    return max(findings, key=lambda finding: (SEVERITY.index(finding.verdict), finding.share))
