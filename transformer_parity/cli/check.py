@@ -20,7 +20,7 @@ import reference_numpy as ref
 from reference_numpy.config import PRESETS
 from transformer_parity.cases.case import ACTIVATIONS, STAGES, STEPS, Case
 from transformer_parity.cases.standard import port_cases
-from transformer_parity.check.one_port import Message
+from transformer_parity.check.one_port import Job, Message
 from transformer_parity.check.processes import SILENCE, Outcome, keep, run_all
 from transformer_parity.check.selection import choose_cases, left_out
 from transformer_parity.check.selftest import Trial, all_trials
@@ -90,7 +90,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=positive,
         default=int(SILENCE),
         metavar="SECONDS",
-        help="end a port that is silent so long (default: %(default)s)",
+        help="end a port that is silent so long, not counting what it waits for a processor (default: %(default)s)",
     )
     parser.add_argument("--dtype", type=one_or_more(EPS), default=list(EPS), metavar=",".join(EPS), help="default: all")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
@@ -154,15 +154,11 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     # Only in its own process is known what a port of the user's is.
     plugins = dict.fromkeys(options.port, partial(port_cases, stages=tuple(options.stage)))
-    messages = run_all(
-        [*ports, *plugins],
-        {**dict.fromkeys(ports, cases), **plugins},
-        setting,
-        interpreters=interpreters,
-        timeout=options.timeout,
-        failures=options.failures.absolute(),
-        attention=options.html is not None,
-    )
+    jobs = [
+        Job(name, chosen, setting, options.failures.absolute(), attention=options.html is not None)
+        for name, chosen in {**dict.fromkeys(ports, cases), **plugins}.items()
+    ]
+    messages = run_all(jobs, interpreters=interpreters, timeout=options.timeout)
     outcome = Outcome({"numpy": ref.describe()})
     _listen(messages, [*ports, *plugins], cases, setting, console, outcome)
     seconds = time.monotonic() - started
