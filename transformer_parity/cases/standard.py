@@ -32,7 +32,6 @@ from transformer_parity.cases.inputs import (
     with_labels,
 )
 from transformer_parity.ports.protocol import SearchOptions
-from transformer_parity.ports.user import PluginPort
 
 EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # and yet nothing drops
 LONGEST = 12  # tokens of a hypothesis
@@ -281,6 +280,6 @@ def _search_cases(
         )
 
 
-def port_cases(port: PluginPort, stages: Sequence[str] = STAGES) -> list[Case]:
+def port_cases(config: TransformerConfig, stages: Sequence[str] = STAGES) -> list[Case]:
     """Return what a port with conventions of its own is compared on."""
-    return [case for case in model_cases(port.config()) if case.stage in stages]
+    return [case for case in model_cases(config) if case.stage in stages]

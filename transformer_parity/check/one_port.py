@@ -1,9 +1,10 @@
-"""What the process of one port does: audit, compare, investigate."""
+"""What the process of one port does: run the cases, and replay blocks where something differs.
+
+It compares nothing: outputs go to the parent process, where no port runs, and what differs comes back.
+"""
 
 from __future__ import annotations
 
-import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,113 +13,184 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformer_parity.cases.case import ACTIVATIONS, Case
-from transformer_parity.compare.comparator import compare
+from reference_numpy.config import TransformerConfig
+from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, STAGES, Case
+from transformer_parity.cases.standard import port_cases
 from transformer_parity.compare.exceptions import described
-from transformer_parity.compare.findings import Finding, Kept, Setting, failure
+from transformer_parity.compare.findings import Finding, Kept, Setting
+from transformer_parity.compare.outputs import Outputs, run_cases
 from transformer_parity.compare.verdict import AGREES, SKIPPED
 from transformer_parity.diagnose.investigate import FailureReport, investigate, look
 from transformer_parity.diagnose.weight_audit import Fate, as_mistake, audit
+from transformer_parity.mistakes.mistake import Mistake
 from transformer_parity.ports.compile_clock import COMPILING, Spent, listen_to_jax
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort
-
-Cases = Sequence[Case] | Callable[[Any], Sequence[Case]]  # or what returns them for a port, in the port's process
-
-
-@dataclass(frozen=True)
-class Message:
-    """What a worker says: findings made, and what it does next."""
-
-    backend: str  # as it was asked for
-    findings: tuple[Finding, ...] = ()
-    doing: str = ""
-    environment: dict[str, str] | None = None
-    done: bool = False
-    audit: tuple[Fate, ...] = ()
-    failure_report: FailureReport | None = None
-    name: str = ""  # by which findings call it: said once, when it is imported
-    steps: int = 0  # how many cases times dtypes there are: likewise
-    spent: Spent | None = None  # said at the end
+from transformer_parity.system.messages import Parent
 
 
 @dataclass(frozen=True)
 class Job:
+    """What a process is to run.
+
+    Attributes:
+        backend: A name of ``PORTS``, or a port of the user's own: ``module:class``, or the name of an entry point.
+        setting: Dtypes, device and precision.
+        cases: What to run; None is what ``port_cases`` returns for the port, whose conventions only its process knows.
+        stages: Those of a port of the user's own.
+        failures: Where to save what a guilty block was given; None saves nothing.
+        attention: Whether the attention of a port that agrees is wanted too.
+    """
+
     backend: str
-    cases: Cases
     setting: Setting
-    failures: Path | None
-    attention: bool
+    cases: tuple[Case, ...] | None = None
+    stages: Sequence[str] = STAGES
+    failures: Path | None = None
+    attention: bool = False
+
+    @property
+    def title(self) -> str:
+        """What to call a port that did not say its name."""
+        return self.backend.rpartition(":")[2]
 
 
-def title(backend: str) -> str:
-    """Return what to call a port that could not be asked for its name."""
-    return backend.rpartition(":")[2]
+@dataclass(frozen=True)
+class Facts:
+    """What a port says of itself when it is imported: its name, its config if it has its own, and its dtypes."""
+
+    name: str
+    config: TransformerConfig | None = None
+    dtypes: Sequence[str] = ALL_DTYPES
 
 
-def work() -> None:
-    """Do the job that comes through standard input, and speak through what was standard output."""
-    started = time.monotonic()
-    pipe = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the port prints goes where its errors go
-    job: Job = pickle.load(sys.stdin.buffer)
-    made: list[Finding] = []
-    name, doing = title(job.backend), "importing"
-    describe: Callable[[], dict[str, str]] = dict
+@dataclass(frozen=True)
+class Message:
+    """What a process sends: what it does next, and what came of what it did.
 
-    def tell(**what: Any) -> None:
-        pickle.dump(Message(job.backend, tuple(made), **what), pipe)
-        pipe.flush()
-        made.clear()
+    Attributes:
+        backend: The port, as it was asked for.
+        doing: What it does next.
+        facts: Sent once, after the import.
+        outputs: Of one case in one dtype.
+        ran: Whether all cases have run; the process now waits for the findings.
+        problem: Why it could not go on.
+        audit: What became of the weights.
+        failure_report: Where a difference was introduced, and what explains it.
+        environment: Versions and switches, sent at the end.
+        spent: Time, likewise.
+        done: Whether that was all.
+        findings: Of the outputs; the parent process puts them here.
+    """
 
-    def report(what: str) -> None:
-        nonlocal doing
-        doing = what
-        tell(doing=what)
+    backend: str
+    doing: str = ""
+    facts: Facts | None = None
+    outputs: Outputs | None = None
+    ran: bool = False
+    problem: str = ""
+    audit: tuple[Fate, ...] = ()
+    failure_report: FailureReport | None = None
+    environment: dict[str, str] | None = None
+    spent: Spent | None = None
+    done: bool = False
+    findings: tuple[Finding, ...] = ()
 
-    try:
-        report(doing)
-        port, describe = _import(job.backend)
-        name = port.name
-        if job.backend in PORTS:
-            for dtype in job.setting.dtypes:
-                port.import_package().runtime.check_placement(dtype, job.setting.device)
-        cases = job.cases(port) if callable(job.cases) else job.cases
-        steps = sum(len([dtype for dtype in job.setting.dtypes if dtype in case.dtypes]) for case in cases)
-        tell(doing=doing, name=name, steps=steps)
-        suspect = None
+
+class _Process:
+    """The work of one process, which sends messages meanwhile."""
+
+    def __init__(self, parent: Parent, job: Job) -> None:
+        self.parent = parent
+        self.job = job
+        self.doing = ""
+        self.describe: Callable[[], dict[str, str]] = dict
+
+    def send(self, **what: Any) -> None:
+        """Send a message."""
+        self.parent.send(Message(self.job.backend, doing=self.doing, **what))
+
+    def report(self, doing: str) -> None:
+        """Say what is done next."""
+        self.doing = doing
+        self.send()
+
+    def run(self) -> None:
+        """Run the cases, wait for the findings, and look for the cause of what differs."""
+        self.report("importing")
+        port, facts = self._import()
+        self.send(facts=facts)
+        cases = cases_of(self.job, facts)
         main = next((case for case in cases if case.stage == ACTIVATIONS and not case.block), None)
-        if main is not None and isinstance(port, PluginPort):
-            dtype = next(dtype for dtype in (*job.setting.dtypes, *port.kind.dtypes) if dtype in port.kind.dtypes)
-            report(f"{dtype} {main.name}")
-            with suppress(Exception):  # what is wrong will show in the comparison, and be told there
-                fates = audit(port, main, Placement(dtype), report)
-                suspect = as_mistake(fates)
-                tell(doing=doing, audit=tuple(fates))
-        found: list[Finding] = []
-        kept: Kept = {}
-        for finding in compare(cases, port, job.setting, report, kept):
-            made.append(finding)
-            found.append(finding)
-        for failure_report in investigate(
-            found, kept, cases, port, job.setting, job.backend, job.failures, report, suspect
-        ):
-            tell(doing=doing, failure_report=failure_report)
-        if job.attention and main is not None and all(f.verdict in (AGREES, SKIPPED) for f in found):
-            tell(doing=doing, failure_report=look(main, port, job.setting))
+        suspect = self._audit(port, main) if main is not None and isinstance(port, PluginPort) else None
+        setting = self.job.setting
+        placements = [setting.placement(dtype) for dtype in setting.dtypes]
+        for outputs in run_cases(cases, port, placements, self.report):
+            self.send(outputs=outputs)
+        self.send(ran=True)
+        findings, kept = self._receive()
+        reports = investigate(
+            findings, kept, cases, port, setting, self.job.backend, self.job.failures, self.report, suspect
+        )
+        for report in reports:
+            self.send(failure_report=report)
+        if self.job.attention and main is not None and all(f.verdict in (AGREES, SKIPPED) for f in findings):
+            self.send(failure_report=look(main, port, setting))
+
+    def _receive(self) -> tuple[Sequence[Finding], Kept]:
+        return self.parent.receive()
+
+    def _import(self) -> tuple[Any, Facts]:
+        """Import a port; return it, and what it says of itself."""
+        backend, setting = self.job.backend, self.job.setting
+        if backend in PORTS:
+            port: Any = PORTS[backend]
+            package = port.import_package()
+            self.describe = package.describe
+            for dtype in setting.dtypes:
+                package.runtime.check_placement(dtype, setting.device)
+            facts = Facts(port.name)
+        else:
+            port = PluginPort(backend)
+            self.describe = port.describe
+            facts = Facts(str(port.name), port.config(), tuple(map(str, port.kind.dtypes)))
+        if "jax" in sys.modules:
+            listen_to_jax()
+        return port, facts
+
+    def _audit(self, port: PluginPort, main: Case) -> Mistake | None:
+        """Send what became of the weights, and return the mistake that it looks like."""
+        dtypes = (*self.job.setting.dtypes, *port.kind.dtypes)
+        dtype = next((dtype for dtype in dtypes if dtype in port.kind.dtypes and dtype in ALL_DTYPES), None)
+        if dtype is None:
+            return None
+        self.report(f"{dtype} {main.name}")
+        with suppress(Exception):  # what is wrong shows in the comparison
+            fates = audit(port, main, Placement(dtype), self.report)
+            self.send(audit=tuple(fates))
+            return as_mistake(fates)
+        return None
+
+
+def cases_of(job: Job, facts: Facts) -> list[Case]:
+    """Return the cases of a job: the same in both processes."""
+    if job.cases is not None:
+        return list(job.cases)
+    if facts.config is None:
+        raise ValueError(f"{job.backend} has no cases, and no config to make them of")
+    return port_cases(facts.config, job.stages)
+
+
+def work(parent: Parent) -> None:
+    """Receive a job and do it."""
+    started = time.monotonic()
+    process = _Process(parent, parent.receive())
+    try:
+        process.run()
     except SystemExit as error:
-        made.append(failure(name, f"it called sys.exit({error.code!r}) at {doing}"))
+        process.send(problem=f"it called sys.exit({error.code!r}) at {process.doing}")
     except Exception as error:
-        made.append(failure(name, f"{described(error)} at {doing}"))
+        process.send(problem=f"{described(error)} at {process.doing}")
     spent = Spent(time.monotonic() - started, time.process_time(), COMPILING.seconds)
-    tell(environment=describe(), done=True, spent=spent)
-
-
-def _import(backend: str) -> tuple[Any, Callable[[], dict[str, str]]]:
-    """Return a port, and what describes its environment."""
-    port = PORTS[backend] if backend in PORTS else PluginPort(backend)
-    describe = port.describe if isinstance(port, PluginPort) else port.import_package().describe
-    if "jax" in sys.modules:
-        listen_to_jax()
-    return port, describe
+    process.send(environment=process.describe(), done=True, spent=spent)

@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,15 +13,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 import reference_numpy as ref
 from reference_numpy.config import PRESETS
-from transformer_parity.cases.case import STAGES, Case
-from transformer_parity.cases.standard import port_cases
-from transformer_parity.check.one_port import Message
-from transformer_parity.check.processes import SILENCE, Outcome, keep, run_all
+from transformer_parity.cases.case import STAGES
+from transformer_parity.check.one_port import Job, Message
+from transformer_parity.check.processes import SILENCE, Outcome, run_all
 from transformer_parity.check.selection import ONLY, Selection
 from transformer_parity.cli.options import add_backends, one_or_more, positive
-from transformer_parity.compare.findings import Setting, failure
+from transformer_parity.compare.findings import failure
 from transformer_parity.compare.tolerances import EPS
-from transformer_parity.compare.verdict import EXIT_CODES, FAILED, SKIPPED
+from transformer_parity.compare.verdict import EXIT_CODES, FAILED
 from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.diagnoses import print_audit, print_failure_report
@@ -85,7 +83,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=positive,
         default=int(SILENCE),
         metavar="SECONDS",
-        help="end a port that is silent so long (default: %(default)s)",
+        help="end a port that is silent so long, not counting what it waits for a processor (default: %(default)s)",
     )
     parser.add_argument("--dtype", type=one_or_more(EPS), metavar=",".join(EPS), help="default: all")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
@@ -146,32 +144,24 @@ def run(options: argparse.Namespace) -> int:
         return EXIT_CODES[FAILED]
 
     started = time.monotonic()
-    # Only in its own process is known what a port of the user's is.
-    plugins = dict.fromkeys(selection.ports, partial(port_cases, stages=tuple(selection.chosen_stages)))
-    asked = [*selection.backends, *plugins]
-    messages = run_all(
-        asked,
-        {**dict.fromkeys(selection.backends, cases), **plugins},
-        selection.setting,
-        interpreters=interpreters,
-        timeout=options.timeout,
-        failures=options.failures.absolute(),
-        attention=options.html is not None,
-    )
+    common = {"failures": options.failures.absolute(), "attention": options.html is not None}
+    jobs = [Job(name, selection.setting, tuple(cases), **common) for name in selection.backends]
+    jobs += [Job(name, selection.setting, None, selection.chosen_stages, **common) for name in selection.ports]
     outcome = Outcome({"numpy": ref.describe()})
-    _listen(messages, asked, cases, selection.setting, console, outcome)
-    ports = [outcome.names.get(name, name.rpartition(":")[2]) for name in asked]
+    _listen(run_all(jobs, interpreters=interpreters, timeout=options.timeout), jobs, console, outcome)
+    ports = [outcome.name(job) for job in jobs]
+    ran = {case.name: case for own in outcome.cases.values() for case in own}
     result = Run(
         selection.setting,
         outcome.findings,
         ports,
-        [selection.asked(name, cases) for name in ports],
+        [selection.asked(name, outcome.cases.get(name, ()), outcome.dtypes.get(name, ())) for name in ports],
         outcome.environment,
         describe_machine(),
         cases,
         selection.weights,
         selection.text,
-        selection.not_tested(cases),
+        selection.not_tested(ran.values()),
         outcome.failure_reports,
         [{"backend": name, "weights": [fate.to_dict() for fate in fates]} for name, fates in outcome.audits.items()],
         time.monotonic() - started,
@@ -228,19 +218,11 @@ def _interpreters(isolate: Sequence[str], asked: Sequence[str]) -> dict[str, str
     return found
 
 
-def _listen(
-    messages: Iterator[Message],
-    asked: Sequence[str],
-    cases: Sequence[Case],
-    setting: Setting,
-    console: Console,
-    outcome: Outcome,
-) -> None:
-    """Collect what the workers say, with a progress bar for each, until they are done or somebody presses Ctrl-C.
+def _listen(messages: Iterator[Message], jobs: Sequence[Job], console: Console, outcome: Outcome) -> None:
+    """Collect the messages of all processes, with a progress bar for each, until they are done or interrupted.
 
     An interruption is a finding too: what was compared until then is kept, and it is no agreement.
     """
-    steps = sum(len([dtype for dtype in setting.dtypes if dtype in case.dtypes]) for case in cases)
     columns = (
         SpinnerColumn(),
         "{task.fields[backend]:6}",
@@ -248,33 +230,32 @@ def _listen(
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
+    by_name = {job.backend: job for job in jobs}
     done: set[str] = set()
     with Progress(*columns, console=console, transient=True) as progress:
-        titles = {name: name.rpartition(":")[2] for name in asked}
-        bars = {name: progress.add_task("waiting", total=steps, backend=titles[name]) for name in asked}
+        bars = {job.backend: progress.add_task("waiting", total=None, backend=job.title) for job in jobs}
         logged: set[tuple[str, str]] = set()
         try:
             for message in messages:
-                keep(message, outcome)
+                job = by_name[message.backend]
+                outcome.keep(message, job)
                 if not console.is_terminal:
                     _log_progress(message, logged)
-                if message.steps:
-                    progress.update(bars[message.backend], total=message.steps)
+                if message.facts is not None:
+                    dtypes, cases = job.setting.dtypes, outcome.cases[outcome.name(job)]
+                    total = sum(dtype in case.dtypes for case in cases for dtype in dtypes)
+                    progress.update(bars[message.backend], total=total)
                 if message.done:
                     done.add(message.backend)
                 doing = "done" if message.done else message.doing
                 progress.update(bars[message.backend], description=doing, advance=1 if message.findings else 0)
         except KeyboardInterrupt:
-            unfinished = [outcome.names.get(name, titles[name]) for name in asked if name not in done]
-            outcome.findings += [failure(name, "interrupted before everything was compared") for name in unfinished]
-    for name in asked:
-        title = outcome.names.get(name, titles[name])
-        if all(finding.verdict == SKIPPED for finding in outcome.findings if finding.backend == title):
-            outcome.findings.append(failure(title, "nothing was compared, and a skip is no pass"))
+            problem = "interrupted before everything was compared"
+            outcome.findings += [failure(outcome.name(job), problem) for job in jobs if job.backend not in done]
 
 
 def _log_progress(message: Message, logged: set[tuple[str, str]]) -> None:
-    """Say on standard error, where no bar can be drawn, which component a port has reached."""
+    """Print to standard error, where no bar can be drawn, which component a port has reached."""
     for finding in message.findings:
         if (message.backend, finding.component) not in logged:
             logged.add((message.backend, finding.component))
