@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,6 +18,13 @@ from reference_numpy.training_config import TrainingState
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A Transformer of any package: the attribute path of each of its parameters is the parameter's name."""
+
+    config: TransformerConfig
 
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
-from reference_numpy.names import check_weights, parameter_shapes, rounded
-
-if TYPE_CHECKING:
-    from reference_numpy.transformer import Transformer
+from reference_numpy.names import Model, check_weights, parameter_shapes, rounded
 
 
 def init_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
@@ -36,7 +33,7 @@ def init_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
     return weights
 
 
-def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
+def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
 
     Raises:
@@ -49,7 +46,7 @@ def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
         parameter[...] = rounded(name, weights[name], parameter.dtype.name)
 
 
-def get_weights(model: Transformer) -> dict[str, ndarray]:
+def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
     return {name: find(model, name).copy() for name in parameter_shapes(model.config)}
 

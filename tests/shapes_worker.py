@@ -29,13 +29,11 @@ CONVENTIONS = (
 def checked_import(name: str):
     """Import a package so that each annotation is checked on each call."""
     importlib.import_module(FRAMEWORKS[name])  # before the hook: only our own annotations are of interest
-    # The packages import these names for the type checker only, where two modules may import each other; here they
-    # have to exist at run time.
+    # The packages import these names for the type checker only; here they have to exist at run time.
     for shape in ("Bool", "Float", "Int"):
         setattr(builtins, shape, getattr(jaxtyping, shape))
     with jaxtyping.install_import_hook(["reference_numpy", BACKENDS[name]], "beartype.beartype"):
         package = importlib.import_module(BACKENDS[name])
-    package.weights.Transformer = package.Transformer
     if name == "tf":  # Keras reads the signature of a constructor, and a check has another
         for cls in definitions(package, inspect.isclass):
             if "__init__" in vars(cls):

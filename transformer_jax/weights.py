@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.names import check_weights, parameter_shapes, rounded
-
-if TYPE_CHECKING:
-    from transformer_jax.transformer import Transformer
+from reference_numpy.names import Model, check_weights, parameter_shapes, rounded
 
 
-def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
+def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
 
     Raises:
@@ -24,14 +21,15 @@ def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
         ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights)
+    device = find(model, "device")  # which the models of the other packages need not have
     for name in parameter_shapes(model.config):
         parameter = find(model, name)
         # JAX may alias a NumPy array for as long as it lives: this copy is JAX's alone.
         array = rounded(name, weights[name], parameter.dtype.name)
-        parameter.set_value(jax.device_put(array, model.device))
+        parameter.set_value(jax.device_put(array, device))
 
 
-def get_weights(model: Transformer) -> dict[str, ndarray]:
+def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
     return {name: np.array(find(model, name)[...]) for name in parameter_shapes(model.config)}
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import tensorflow as tf
 from numpy import ndarray
 
-from reference_numpy.names import check_weights, parameter_shapes, rounded
-
-if TYPE_CHECKING:
-    from transformer_tf.transformer import Transformer
+from reference_numpy.names import Model, check_weights, parameter_shapes, rounded
 
 KERAS_NAMES = {"scale": "gamma", "bias": "beta"}  # of a norm; everything else has the canonical name
 
 
-def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
+def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
 
     Raises:
@@ -30,7 +27,7 @@ def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
         parameter.assign(rounded(name, weights[name], parameter.dtype.name))
 
 
-def get_weights(model: Transformer) -> dict[str, ndarray]:
+def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
     return {name: parameter.numpy() for name, parameter in parameters(model).items()}
 
@@ -44,7 +41,7 @@ def find(model: Any, path: str) -> Any:
     return reduce(step, path.split("."), model)
 
 
-def parameters(model: Transformer) -> dict[str, tf.Variable]:
+def parameters(model: Model) -> dict[str, tf.Variable]:
     """Return the model's own parameters by canonical name, as TensorFlow's variables behind those of Keras."""
     return {name: find(model, _keras_path(name)).value for name in parameter_shapes(model.config)}
 

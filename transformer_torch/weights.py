@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,16 +15,13 @@ import torch
 from numpy import ndarray
 from torch import Tensor, nn
 
-from reference_numpy.names import check_weights, parameter_shapes, rounded
+from reference_numpy.names import Model, check_weights, parameter_shapes, rounded
 from transformer_torch.runtime import dtype_name
-
-if TYPE_CHECKING:
-    from transformer_torch.transformer import Transformer
 
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "bias": "bias", "table": "table"}
 
 
-def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
+def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
 
     Raises:
@@ -36,7 +33,7 @@ def set_weights(model: Transformer, weights: Mapping[str, ndarray]) -> None:
         copy_in(name, weights[name], parameter)
 
 
-def get_weights(model: Transformer) -> dict[str, ndarray]:
+def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
     return {name: copy_out(name, parameter) for name, parameter in parameters(model).items()}
 
@@ -50,7 +47,7 @@ def find(model: Any, path: str) -> Any:
     return reduce(step, path.split("."), model)
 
 
-def parameters(model: Transformer) -> dict[str, nn.Parameter]:
+def parameters(model: Model) -> dict[str, nn.Parameter]:
     """Return the model's own parameters by canonical name; a kernel is still transposed."""
     return {name: find(model, _torch_path(name)) for name in parameter_shapes(model.config)}
 
