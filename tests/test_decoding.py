@@ -22,11 +22,15 @@ BOTH = pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"]
 
 
 def twins(difference):
-    """Return a model in which token 7 is what token 5 is, but likelier by ``difference`` nats."""
+    """Return a model in which token 7 is what token 5 is, but likelier by ``difference`` nats.
+
+    No rounding of a product tells them apart: both logits are 1.0 times a number of their kernel, plus their bias.
+    """
     config, weights = lively()
     weights["target_embedding.table"][5] = weights["target_embedding.table"][7]
-    weights["output_proj.kernel"][:, 5] = weights["output_proj.kernel"][:, 7]
-    weights["output_proj.bias"] -= weights["output_proj.bias"][7]  # which changes nothing
+    weights["decoder.final_norm.scale"][0], weights["decoder.final_norm.bias"][0] = 0.0, 1.0
+    weights["output_proj.kernel"][:, [5, 7]] = 0.0
+    weights["output_proj.kernel"][0, [5, 7]] = 1.5
     weights["output_proj.bias"][[5, 7]] = 0.0, difference
     return config, weights
 
