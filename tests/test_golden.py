@@ -663,7 +663,7 @@ def test_a_near_tie_of_a_search_is_no_divergence(tmp_path, monkeypatch, capsys):
         ref.save_weights(tmp_path / "weights", cases[0].config, weights)
         return [replace(case, weights_file=tmp_path / "weights") for case in cases]
 
-    monkeypatch.setattr(produce, "golden_cases", undecided)
+    monkeypatch.setattr("transformer_parity.cli.golden.golden_cases", undecided)
     right, mine = tmp_path / "right", tmp_path / "mine"
     for path in (right, mine):
         assert main(["golden", "--dtype", "float64", "--out", str(path)]) == 0
