@@ -18,6 +18,12 @@ from transformer_parity.compare.verdict import DIVERGES
 
 ALL = ("torch", "jax", "tf")  # where mistakes are planted to be found
 FOUR = ("numpy", *ALL)
+
+# Where mistakes show: paths of blocks, and taps.
+ENCODER, DECODER = "encoder.layers.0", "decoder.layers.0"
+SELF, CAUSAL, CROSS = f"{ENCODER}.self_attention", f"{DECODER}.self_attention", f"{DECODER}.cross_attention"
+SOURCE, TARGET = "source_embedding.output", "target_embedding.output"
+
 Edit = tuple[str, str, str]  # module, what stands there once, what the mistake makes of it
 Edits = Mapping[str, list[Edit]]  # by port
 Weights = Mapping[str, ndarray]
@@ -52,6 +58,11 @@ def together(*changes: Edits) -> Edits:
     """Return several edits as one mistake."""
     common = [port for port in changes[0] if all(port in change for change in changes)]
     return {port: [edit for change in changes for edit in change[port]] for port in common}
+
+
+def in_ports_alone(edits: Edits) -> Edits:
+    """Return edits without the reference's: an exception, NaN or mere rounding is not known by its numbers."""
+    return {port: edits[port] for port in ALL if port in edits}
 
 
 def swapped(first: str, second: str) -> Callable[[Weights], Weights]:

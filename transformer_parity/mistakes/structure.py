@@ -1,10 +1,24 @@
-"""Mistakes of structure and of weights, and those that take an edge case of their own."""
+"""Mistakes of structure, of weights and of edge cases: taps, shapes and dtypes, misplaced weights, unusual inputs."""
 
 from __future__ import annotations
 
 from transformer_parity.compare.verdict import FAILED
-from transformer_parity.mistakes.forward import CAUSAL, CROSS, ENCODER, SELF, SOURCE, TARGET, in_ports_alone
-from transformer_parity.mistakes.mistake import FOUR, Edits, Mistake, instead, swapped, together, transposed
+from transformer_parity.mistakes.mistake import (
+    CAUSAL,
+    CROSS,
+    ENCODER,
+    FOUR,
+    SELF,
+    SOURCE,
+    TARGET,
+    Edits,
+    Mistake,
+    in_ports_alone,
+    instead,
+    swapped,
+    together,
+    transposed,
+)
 
 PROJECTED = "self.output_proj(merge_heads(context))"
 LOGITS = {
@@ -12,6 +26,7 @@ LOGITS = {
     "torch": 'tap("logits", self.output_proj(x, self.target_embedding.table))',
     "jax": 'tap("logits", self.output_proj(x, self.target_embedding.table[...]))',
 }
+ENCODED, THEN = "self._encode(source_ids, source_mask", "        return self._decode"
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
 KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
 
@@ -164,13 +179,7 @@ STRUCTURE = [
         {
             "torch": [("transformer", "model.eval()", "model")],
             "jax": [("transformer", "        model.eval()\n", "")],
-            "tf": [
-                (
-                    "transformer",
-                    "self._encode(source_ids, source_mask, tap, training)\n        return self._decode",
-                    "self._encode(source_ids, source_mask, tap, True)\n        return self._decode",
-                )
-            ],
+            "tf": [("transformer", f"{ENCODED}, tap, training)\n{THEN}", f"{ENCODED}, tap, True)\n{THEN}")],
         },
     ),
 ]
@@ -272,16 +281,7 @@ EDGES = [
     Mistake(
         "encode without padding mask",
         f"{SELF}.weights",
-        {
-            port: [
-                (
-                    "transformer",
-                    "return self._encode(source_ids, source_mask",
-                    "return self._encode(source_ids, source_mask | True",
-                )
-            ]
-            for port in ("numpy", "torch")
-        },
+        {port: [("transformer", f"return {ENCODED}", f"return {ENCODED} | True")] for port in ("numpy", "torch")},
         case="encoder/encode",
         unseen=("full/padded",),
     ),

@@ -13,7 +13,7 @@ from typing import Any
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.cases.case import STEPS, Case, tiny
 from transformer_parity.cases.standard import gradient_case
-from transformer_parity.mistakes.forward import ATTENDED
+from transformer_parity.mistakes.layers import ATTENDED
 from transformer_parity.mistakes.mistake import ALL, Edits, Mistake, instead
 
 # One layer on each side, and few different sizes: JAX compiles every operation for every shape.
@@ -50,7 +50,6 @@ CASES = {
     )
 }
 
-ENCODER = "encoder.layers.0"
 TABLE = "source_embedding.table"  # the first parameter
 LOSS, NORM = "step 1 loss", "step 1 norm of the gradient"
 FIRST, SECOND, WEIGHT = (f"step 1 {what} {TABLE}" for what in ("first moment", "second moment", "weight"))
@@ -128,14 +127,6 @@ SUM = {
     "jax": "jnp.where(counted, losses, 0.0).sum(), counted.sum()",
     "tf": "tf.reduce_sum(tf.where(counted, losses, 0.0)), tf.math.count_nonzero(counted, dtype=tf.int32)",
 }
-# In NumPy too gradients are values, and have to be kept on purpose to be left over.
-LEFT_OVER = """        before = getattr(self, "left_over", {})
-        gradient = {name: before.get(name, 0.0) + array / max(int(tokens), 1) for name, array in gradient.items()}
-        norm = math.sqrt(sum(np.vdot(array, array) for array in gradient.values()))
-        scale = 1.0 if self.settings.clip_norm is None else self.settings.clip_norm / max(norm, self.settings.clip_norm)
-        self.left_over = {name: array * scale for name, array in gradient.items()}
-        self._update({name: array.copy() for name, array in self.left_over.items()}, 1.0)
-"""
 
 
 CATALOGUE: dict[str, list[Mistake]] = {
@@ -329,68 +320,6 @@ CATALOGUE: dict[str, list[Mistake]] = {
                 ("tap), labels, model.config)", "tap), target_ids, model.config)"),
                 ("cross_entropy(logits, labels,", "cross_entropy(logits, target_ids,"),
                 ("    config = model.config\n    losses", "    config, labels = model.config, target_ids\n    losses"),
-            ),
-            case="steps",
-        ),
-    ],
-    "accumulation": [
-        Mistake(
-            "mean of the slices' means",
-            LOSS,
-            in_training(
-                (
-                    "total, _ = self._loss(self.model, part)",
-                    "total, tokens = self._loss(self.model, part)\n"
-                    "        tokens = tokens * self.settings.accumulation_steps",
-                ),
-                (
-                    "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",
-                    "mean, of_mean = jax.tree.map(lambda x: x / tokens / slices, (total, gradient))\n"
-                    "            return jax.tree.map(jnp.add, sums, (mean, 0, of_mean)), None",
-                ),
-                (
-                    "return (loss, tokens), _differentiate(tape, loss, [*parameters(model).values()])",
-                    "count = tf.cast(tokens * self.settings.accumulation_steps, loss.dtype)\n"
-                    "            of_sum = _differentiate(tape, loss, [*parameters(model).values()])\n"
-                    "            return (loss / count, tf.constant(0)), [g / count for g in of_sum]",
-                ),
-                (
-                    "loss, tokens = loss + part_loss, tokens + part_tokens",
-                    "count = max(int(part_tokens), 1) * slices\n"
-                    "            of_parameters = {name: array / count for name, array in of_parameters.items()}\n"
-                    "            loss = loss + part_loss / count",
-                ),
-            ),
-            case="steps/sliced",
-        ),
-        Mistake(
-            "only the last slice counts",
-            NORM,
-            in_training(
-                ("        loss.backward()", "        self.optimizer.zero_grad()\n        loss.backward()"),
-                (
-                    "jnp.add, sums, (total, tokens, gradient))",
-                    "jnp.add, (*sums[:2], zeros), (total, tokens, gradient))",
-                ),
-                (
-                    "tf.nest.map_structure(tf.add, sums, self._backward(*part))",
-                    "tf.nest.map_structure(tf.add, (sums[0], zeros), self._backward(*part))",
-                ),
-                ("array += gradient[name]", "pass"),
-            ),
-            case="steps/sliced",
-        ),
-        Mistake(
-            "gradients of the step before are still there",
-            later(NORM),
-            in_training(
-                ("        self.optimizer.zero_grad()\n", ""),
-                None,
-                None,  # where gradients are values, nothing is left over
-                (
-                    "        self._update(gradient, scale)\n",
-                    LEFT_OVER,
-                ),
             ),
             case="steps",
         ),

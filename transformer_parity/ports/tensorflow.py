@@ -11,7 +11,7 @@ from numpy import ndarray
 from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.ports.compile_clock import COMPILING
-from transformer_parity.ports.package import COMPILED_IN_FULL, LoadedPackage
+from transformer_parity.ports.package import COMPILED_IN_FULL, LoadedPackage, find
 from transformer_parity.ports.protocol import SearchOptions
 
 
@@ -40,7 +40,7 @@ class LoadedTf(LoadedPackage):
         import tensorflow as tf
 
         if block not in self._compiled:
-            function = self.find(self.model, block)
+            function = find(self.package, self.model, block)
             by_xla = self.dtype == COMPILED_IN_FULL
             self._compiled[block] = tf.function(lambda arrays: function(**arrays), jit_compile=by_xla)
         shapes = tuple((name, *array.shape) for name, array in arrays.items())
