@@ -91,7 +91,7 @@ def test_of_two_mistakes_both_are_introduced():
 
 def test_blocks_between_two_taps_are_blamed_together():
     shown = ("encoder.layers.0.output", "encoder.layers.1.output", "encoder.output", "decoder.output")
-    found = looked_into(CASE, Only(plant(named("a final norm nobody asked for")), shown)).blame
+    found = looked_into(CASE, Only(plant(named("a final norm that the config does not have")), shown)).blame
     assert found.introduced == ["encoder.output"]
 
 
@@ -125,7 +125,7 @@ def test_lost_precision_is_blamed_in_float32():
 
 def test_gradients_are_blamed_backwards():
     assert looked_into(GRADIENTS, numpy(GRADIENTS)).blame.introduced == []
-    loaded = plant(named("softmax hands its gradient straight through"), GRADIENTS)
+    loaded = plant(named("softmax passes its gradient through unchanged"), GRADIENTS)
     found = looked_into(GRADIENTS, loaded).blame
     assert found.replayed == "reference"
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
@@ -262,7 +262,7 @@ def test_the_guilty_block_can_be_run_alone(tmp_path, monkeypatch):
 
 
 def test_a_guilty_gradient_is_saved_with_what_it_comes_from(tmp_path):
-    evidence = looked_into(GRADIENTS, plant(named("softmax hands its gradient straight through"), GRADIENTS))
+    evidence = looked_into(GRADIENTS, plant(named("softmax passes its gradient through unchanged"), GRADIENTS))
     folder = reproduce.save(evidence, GRADIENTS, GRADIENTS.inputs, GRADIENTS.load_weights(), "numpy", Path(tmp_path))
     parent = "decoder.layers.1.cross_attention"
     read = {name for name in load_file(folder / "block.safetensors") if name.startswith("inputs/")}

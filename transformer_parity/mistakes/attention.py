@@ -17,7 +17,7 @@ from transformer_parity.mistakes.mistake import (
     together,
 )
 
-# Lines that more than one mistake touches, where the ports differ.
+# Lines of the ports that more than one mistake edits.
 SPLIT = {
     "numpy": "x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)",
     "torch": "x.view(batch, length, num_heads, width // num_heads).transpose(1, 2)",
@@ -84,7 +84,7 @@ def without_bias(projection: str, x: str) -> Edits:
 
 
 def forbidden(score: str) -> Edits:
-    """Return edits that give forbidden keys another score; where none is allowed they then share the weight."""
+    """Return edits that give forbidden keys another score; where all are forbidden, they share the weight."""
     ports = instead("layers", LOWEST, torch=score, jax=score, tf=f"tf.constant({score}, wide.dtype)")
     numpy = [("functional", MINIMUM, f"np.where(mask, scores, {score})")]
     return {**together(ports, instead("layers", ZEROED, "weights")), "numpy": numpy}
@@ -158,7 +158,7 @@ CATALOGUE = {
         Mistake("key bias missing", f"{SELF}.key", without_bias("key_proj", "memory"), case="preset/torch"),
         Mistake("value bias missing", f"{SELF}.value", without_bias("value_proj", "memory"), case="preset/torch"),
         Mistake(
-            "the memory asks",
+            "queries and memory of cross-attention swapped",
             f"{CROSS}.query",
             instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,"),
             case="full/source_as_long_as_target",
@@ -186,12 +186,12 @@ CATALOGUE = {
             causal("np.tri(length, dtype=bool).T", ".triu()", "positions[:, None] <= positions[None, :]"),
         ),
         Mistake(
-            "a position cannot see itself",
+            "a position does not attend to itself",
             f"{CAUSAL}.weights",
             causal("np.tri(length, k=-1, dtype=bool)", ".tril(-1)", "positions[:, None] > positions[None, :]"),
         ),
         Mistake(
-            "a position sees the next one",
+            "a position attends to the next one",
             f"{CAUSAL}.weights",
             causal("np.tri(length, k=1, dtype=bool)", ".tril(1)", "positions[:, None] + 1 >= positions[None, :]"),
         ),

@@ -15,7 +15,7 @@ from transformer_parity.mistakes.mistake import (
     together,
 )
 
-# Lines that more than one mistake touches, where the ports differ.
+# Lines of the ports that more than one mistake edits.
 ADDED = {
     "numpy": "self.vectors(x.shape[1]).astype(x.dtype)",
     "torch": "encoding.to(x.dtype)",
@@ -103,7 +103,7 @@ CATALOGUE = {
             ),
         ),
         Mistake(
-            "a final norm nobody asked for",
+            "a final norm that the config does not have",
             "encoder.output",
             instead(
                 "encoder",
@@ -212,7 +212,7 @@ CATALOGUE = {
                     "layers",
                     GELU,
                     torch='"gelu": partial(F.gelu, approximate="tanh")',
-                    jax="jax.nn.gelu",  # whose default it is
+                    jax="jax.nn.gelu",  # tanh-GELU is its default
                     tf='"gelu": gelu_tanh,',
                 ),
             },
@@ -236,7 +236,7 @@ CATALOGUE = {
 
 
 EVERYWHERE = [
-    # What is planted in one place above: whole models have it in all. Only hypotheses.
+    # The same mistakes as above, in every sub-layer. Only hypotheses.
     Mistake("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
     Mistake("no residual connections", "", everywhere("{norm}({y})")),
 ]

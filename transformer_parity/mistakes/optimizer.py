@@ -314,7 +314,7 @@ CATALOGUE: dict[str, list[Mistake]] = {
 }
 
 CONTROLS = [
-    # Other ways to write the same: no alarm.
+    # Equivalent ways to write the same: no alarm.
     Mistake(
         "Adam written out",
         "",

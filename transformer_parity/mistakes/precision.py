@@ -28,7 +28,7 @@ FAST_VARIANCE = in_ports_alone(
         tf="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5",
     )
 )
-TF32 = {  # what a GPU makes of float32 factors, and of nothing wider
+TF32 = {  # rounds float32 factors as a GPU does, and no wider ones
     "torch": """def tf32(x):
     import torch
 
@@ -48,7 +48,7 @@ TF32 = {  # what a GPU makes of float32 factors, and of nothing wider
 START = "def scaled_dot_product_attention("
 
 PRECISION = [
-    # Right, and computed with too few bits.
+    # Right formulas, computed with too few bits.
     Mistake(
         "scores in TensorFloat32",
         f"{SELF}.scores",
@@ -112,7 +112,7 @@ PRECISION = [
         dtype="bfloat16",
         verdict=IMPRECISE,
     ),
-    # A float32 piece in a float64 model: wrong there, and in float32 as good as any other.
+    # One part of a float64 model in float32: wrong there, and right in a float32 model.
     Mistake("positions from float32 frequencies", SOURCE, FLOAT32_FREQUENCIES, unseen=("float32",)),
     Mistake(
         "a table of positions in float32",
@@ -147,7 +147,7 @@ PRECISION = [
     ),
     Mistake(
         "epsilon in float32",
-        f"{ENCODER}.feed_forward_norm.output",  # the first that sees a variance as small as epsilon
+        f"{ENCODER}.feed_forward_norm.output",  # the first whose variance is as small as epsilon
         config={"layer_norm_epsilon": float(np.float32(1e-6))},
         unseen=("float32",),
     ),
@@ -164,7 +164,7 @@ PRECISION = [
 ]
 
 CONTROLS = [
-    # Other ways to write the same: no alarm.
+    # Equivalent ways to write the same: no alarm.
     Mistake(
         "the query is scaled",
         "",

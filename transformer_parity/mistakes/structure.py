@@ -32,7 +32,7 @@ KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
 
 
 def one_value(value: str) -> Edits:
-    """Return edits that spoil one number of the attention's output."""
+    """Return edits that set one number of the attention's output."""
     returned = f'return tap("output", {PROJECTED}.reshape(shape))'
     spoilt = f"x = {PROJECTED}\n        x[0, 0, 0] = {value}\n        return tap('output', x)"
     return {
@@ -41,7 +41,7 @@ def one_value(value: str) -> Edits:
     }
 
 
-# A padding mask of a shape seen before is not made again.
+# The padding mask of the first batch of a shape is kept for all later ones.
 STALE = Mistake(
     "a mask kept from the last batch",
     f"{SELF}.weights",
@@ -166,7 +166,7 @@ STRUCTURE = [
         detail="later",
     ),
     Mistake(
-        "the memory asks, and nothing fits",
+        "queries and memory of cross-attention swapped, of other lengths",
         "output",
         in_ports_alone(instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,")),
         path="run",
@@ -250,7 +250,7 @@ WEIGHTS = [
 ]
 
 EDGES = [
-    # Each takes a case of its own.
+    # Each shows in a case of its own.
     Mistake(
         "every head has the mask of the first",
         "weights",
