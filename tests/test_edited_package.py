@@ -22,7 +22,7 @@ from transformer_parity.mistakes.structure import STALE
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 
-CASE = next(case for case in standard_cases() if case.name == "full/padded")
+CASES = {case.name: case for case in standard_cases()}
 CATALOGUE = [mistake for part in parts().values() for mistake in part]
 EVERY = [*CATALOGUE, *EVERYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
 UNSCALED = Mistake("unscaled", "", instead("attention", "1.0 / math.sqrt(d_k)", "1.0"))
@@ -35,9 +35,10 @@ def of(mistake, name):
     return tuple(mistake.edits[name])
 
 
-def logits(port, dtype="float64", taps=False):
-    loaded = port.load(CASE.config, CASE.load_weights(), Placement(dtype))
-    return loaded.run(CASE.block, CASE.inputs, taps=taps).output
+def output(port, dtype="float64", taps=False, case="full/padded"):
+    case = CASES[case]
+    loaded = port.load(case.config, case.load_weights(), Placement(dtype))
+    return loaded.run(case.block, case.inputs, taps=taps).output
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -86,15 +87,15 @@ def test_only_what_imports_an_edited_module_is_copied(ours):
 @pytest.mark.parametrize("ours", PACKAGES)
 def test_mistakes_disturb_neither_the_original_nor_each_other(ours):
     taps, path = ours.name == "torch", list(sys.path)  # the fused kernel of PyTorch has its own scale
-    before = logits(ours, taps=taps)
+    before = output(ours, taps=taps)
     one, other = planted(UNSCALED, ours.name), planted(SQUARED, ours.name)
-    wrong, also_wrong = logits(one, taps=taps), logits(other, taps=taps)
-    assert np.array_equal(logits(ours, taps=taps), before)
-    assert np.array_equal(logits(one, taps=taps), wrong)
-    assert np.array_equal(logits(planted(UNSCALED, ours.name), taps=taps), wrong)
+    wrong, also_wrong = output(one, taps=taps), output(other, taps=taps)
+    assert np.array_equal(output(ours, taps=taps), before)
+    assert np.array_equal(output(one, taps=taps), wrong)
+    assert np.array_equal(output(planted(UNSCALED, ours.name), taps=taps), wrong)
     for a, b in ((wrong, before), (also_wrong, before), (wrong, also_wrong)):
         assert np.abs(a - b).max() > 1e-3
-    truth = logits(planted(UNSCALED, "numpy"))
+    truth = output(planted(UNSCALED, "numpy"))
     np.testing.assert_allclose(wrong, truth, rtol=1e-9, atol=1e-9)
     assert sys.path == path
 
@@ -131,9 +132,10 @@ def test_tensorflow_compiles_the_source_of_each_copy(jit_compile):
     rng = np.random.default_rng(0)
     inputs = [tf.constant(rng.normal(size=(2, 3, 5, 4))) for _ in range(3)]
     right = importlib.import_module("transformer_tf").scaled_dot_product_attention
-    for factor in (2.0, 3.0, 4.0):  # of the same length, on the same lines
-        edit = ("attention", "    d_k = query.shape[-1]\n", CONDITION.format(factor))
-        attention = edited_package("transformer_tf", (edit,)).scaled_dot_product_attention
+    factors = (2.0, 3.0, 4.0)  # of the same length, on the same lines
+    edits = [("attention", "    d_k = query.shape[-1]\n", CONDITION.format(factor)) for factor in factors]
+    copies = [edited_package("transformer_tf", (edit,)) for edit in edits]
+    for factor, attention in zip(factors, (copy.scaled_dot_product_attention for copy in copies), strict=True):
         compiled = tf.function(attention, jit_compile=jit_compile)
         query, key, value = inputs
         np.testing.assert_allclose(compiled(query, key, value), right(query, key * factor, value), rtol=1e-12)
@@ -145,9 +147,9 @@ def test_tensorflow_compiles_the_source_of_each_copy(jit_compile):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_tensorflow_compiles_each_copy_of_a_model(dtype):
     """In float32 by XLA."""
-    found = [logits(planted(mistake, "tf"), dtype) for mistake in (UNSCALED, SQUARED)]
+    found = [output(planted(mistake, "tf"), dtype) for mistake in (UNSCALED, SQUARED)]
     for actual, mistake in zip(found, (UNSCALED, SQUARED), strict=True):
-        truth = logits(planted(mistake, "numpy"))
+        truth = output(planted(mistake, "numpy"))
         np.testing.assert_allclose(actual, truth, rtol=1e-4, atol=1e-4)
     assert np.abs(found[0] - found[1]).max() > 1e-3
 
@@ -188,11 +190,12 @@ def test_torch_compiles_each_copy():
 
 @pytest.mark.only("jax")
 @pytest.mark.parametrize("taps", [False, True])
-def test_a_mistake_is_not_hidden_by_what_jax_compiled_before(taps):
+@pytest.mark.parametrize("case", ["full/padded", "attention/padding"])
+def test_a_mistake_is_not_hidden_by_what_jax_compiled_before(case, taps):
     """One function is compiled for all models of a package: for no other package."""
-    right = logits(PORTS["jax"], taps=taps)
+    right = output(PORTS["jax"], taps=taps, case=case)
     for mistake in (UNSCALED, SQUARED):
-        wrong = logits(planted(mistake, "jax"), taps=taps)
-        np.testing.assert_allclose(wrong, logits(planted(mistake, "numpy")), rtol=1e-9, atol=1e-9)
+        wrong = output(planted(mistake, "jax"), taps=taps, case=case)
+        np.testing.assert_allclose(wrong, output(planted(mistake, "numpy"), case=case), rtol=1e-9, atol=1e-9)
         assert np.abs(wrong - right).max() > 1e-3
-    assert np.array_equal(logits(PORTS["jax"], taps=taps), right)
+    assert np.array_equal(output(PORTS["jax"], taps=taps, case=case), right)
