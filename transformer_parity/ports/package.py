@@ -109,6 +109,7 @@ def call_tapped(
 
 
 def decode_stepwise(model: Any, source_ids: Any, target_ids: Any) -> list[Any]:
+    """Return the logits of each target position, decoded one after another with a cache."""
     cache, found = model.init_cache(source_ids, target_ids.shape[1]), []
     for position in range(target_ids.shape[1]):
         logits, cache = model.decode_step(target_ids[:, position], cache)
