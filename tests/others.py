@@ -207,9 +207,7 @@ class Tf(Packaged):
 
 
 class Mistaken(Packaged):
-    """Ours in PyTorch, with what has been planted."""
-
-    package = "mistaken_torch"
+    """Ours in PyTorch, with what has been planted: a test sets the package."""
 
 
 class MistakenUnseen(Mistaken):

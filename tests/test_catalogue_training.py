@@ -12,7 +12,7 @@ from transformer_parity.compare import training_outputs
 from transformer_parity.compare.outputs import observe_training
 from transformer_parity.compare.tolerances import relative_error
 from transformer_parity.mistakes import search, training
-from transformer_parity.mistakes.catalogue import TRAINING
+from transformer_parity.mistakes.catalogue import SEARCH, TRAINING
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 
@@ -44,11 +44,10 @@ def well_trained(case):
 
 @pytest.mark.only("torch")
 @pytest.mark.parametrize("mistake", OF_BOTH)
-def test_mistake_of_training_is_the_same_in_numpy(mistake, tmp_path):
+def test_mistake_of_training_is_the_same_in_numpy(mistake):
     seen = {}
     for backend in ("numpy", "torch"):
-        with planted(mistake, backend, tmp_path) as port:
-            seen[backend] = trained(port, training.CASES.get(mistake.case, training.GRADIENTS))
+        seen[backend] = trained(planted(mistake, backend), training.CASES.get(mistake.case, training.GRADIENTS))
     assert seen["numpy"].keys() == seen["torch"].keys()
     apart = {name: training_outputs.training_error(name, seen["torch"], seen["numpy"]) for name in seen["numpy"]}
     assert {name: error for name, error in apart.items() if not error <= ALIKE} == {}
@@ -75,16 +74,15 @@ def differ(one, other):
 
 
 @pytest.mark.only("torch")
-@pytest.mark.parametrize("mistake", of_both(search.CATALOGUE))
-def test_mistake_of_search_is_the_same_in_numpy(mistake, tmp_path):
+@pytest.mark.parametrize("mistake", of_both(SEARCH))
+def test_mistake_of_search_is_the_same_in_numpy(mistake):
     case, seen = search.CASES[mistake.case], {}
     for backend in ("numpy", "torch"):
-        with planted(mistake, backend, tmp_path) as port:
-            seen[backend] = decoded(port, case)
+        seen[backend] = decoded(planted(mistake, backend), case)
     assert not differ(seen["torch"], seen["numpy"])
     assert differ(seen["numpy"], decoded(PORTS["numpy"], case))
 
 
 def test_every_mistake_is_one_of_numpy_too():
-    mistakes = [*search.CATALOGUE, *(mistake for part in TRAINING.values() for mistake in part)]
+    mistakes = [*SEARCH, *(mistake for part in TRAINING.values() for mistake in part)]
     assert [mistake.name for mistake in mistakes if "numpy" not in mistake.edits] == []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import test_dropout
 from conftest import Backend
 from misbehaviour import MISBEHAVIOUR
 
-from transformer_parity.check.planted_ports import planted, retrained
+from transformer_parity.check.planted_ports import planted
 from transformer_parity.check.uncompiled import interpreted_training
 from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
@@ -32,16 +31,11 @@ def in_every_port(mistakes: list[Mistake]) -> list:
     ]
 
 
-def plant(name: str, mistake: Mistake, folder) -> Any:
-    """Return a context with the port that has the mistake."""
-    in_the_model = any(module != "training" for module, _, _ in mistake.edits[name])
-    return planted(mistake, name, folder) if in_the_model else retrained(mistake, name)
-
-
-def run(name: str, mistake: Mistake, folder) -> list[Finding]:
+def run(name: str, mistake: Mistake) -> list[Finding]:
     """Compare a port that has the mistake with the reference, and return what does not agree."""
     case = CASES.get(mistake.case, GRADIENTS)
-    with plant(name, mistake, folder) as port, interpreted_training(name), pytest.MonkeyPatch.context() as patch:
+    port = planted(mistake, name)
+    with interpreted_training(name), pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_outputs, "SNAPSHOTS", (1,) if mistake.at.startswith("step 1") else (1, 2))
         findings = list(compare([case], port, Setting(("float64",))))
     assert len(findings) > 1
@@ -49,18 +43,17 @@ def run(name: str, mistake: Mistake, folder) -> list[Finding]:
 
 
 @pytest.mark.parametrize(("name", "control"), in_every_port(CONTROLS))
-def test_equivalent_mathematics_raises_no_alarm(name, control, tmp_path):
-    assert run(name, control, tmp_path) == []
+def test_equivalent_mathematics_raises_no_alarm(name, control):
+    assert run(name, control) == []
 
 
 @pytest.mark.parametrize(("name", "mistake"), in_every_port(MISBEHAVIOUR))
-def test_misbehaviour_is_caught_by_its_check(name, mistake, tmp_path):
+def test_misbehaviour_is_caught_by_its_check(name, mistake):
     check, *arguments = mistake.check
-    with plant(name, Mistake(mistake.name, "", mistake.edits), tmp_path) as port:
-        backend = Backend(name, port.import_package())
-        compiled = nullcontext() if check == "check_mixed_precision" else test_dropout.interpreted(backend)
-        with compiled, pytest.raises(AssertionError, match=re.escape(mistake.complaint)):
-            getattr(test_dropout, check)(backend, *arguments)
+    backend = Backend(name, planted(Mistake(mistake.name, "", mistake.edits), name).import_package())
+    compiled = nullcontext() if check == "check_mixed_precision" else test_dropout.interpreted(backend)
+    with compiled, pytest.raises(AssertionError, match=re.escape(mistake.complaint)):
+        getattr(test_dropout, check)(backend, *arguments)
 
 
 def test_every_part_of_training_is_spoilt_in_every_port():

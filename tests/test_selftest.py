@@ -24,8 +24,8 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("name", "part", "mistake"), EVERY)
-def test_mistake_is_caught_located_and_named(name, part, mistake, tmp_path):
-    trial = selftest.try_out(name, part, mistake, tmp_path)
+def test_mistake_is_caught_located_and_named(name, part, mistake):
+    trial = selftest.try_out(name, part, mistake)
     assert trial.caught, "not caught"
     assert trial.located, trial.said
     assert trial.named is not False, trial.said
@@ -73,9 +73,9 @@ def test_a_mistake_in_the_wrong_place_is_not_located():
 
 
 @pytest.mark.only("torch")
-def test_what_is_no_mistake_is_not_caught(tmp_path):
+def test_what_is_no_mistake_is_not_caught():
     nothing = Mistake("nothing", "logits", instead("attention", "1.0 / math.sqrt(d_k)", "d_k**-0.5"))
-    trial = selftest.try_out("torch", "attention", nothing, tmp_path)
+    trial = selftest.try_out("torch", "attention", nothing)
     assert (trial.caught, trial.located, trial.named) == (False, False, None)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-@keras.saving.register_keras_serializable("transformer_tf")
+@keras.saving.register_keras_serializable(__package__)
 class Transformer(keras.Model):
     """Map source tokens and the target tokens so far to the logits of each next target token.
 

@@ -18,7 +18,7 @@ WEIGHTS = "weights"  # the test that they come back as they were given
 
 
 class DisagreementError(Exception):
-    """A port does not agree; the message says where it shows first."""
+    """A port does not agree; the message names the first tap that fails."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Comparison:
     of_weights: bool = False
 
     def run(self) -> str:
-        """Compare, and return why there was nothing to compare; empty if there was.
+        """Compare, and return why nothing was compared; empty if something was.
 
         Raises:
             DisagreementError: Something differs.
         """
         found = compare([self.case], self.port, Setting((self.dtype,)))
-        if self.of_weights:  # which come first
+        if self.of_weights:  # the first finding
             findings = list(islice(found, 1))
-        else:  # and are none of the case's business
+        else:  # which are not part of the case
             findings = [finding for finding in found if finding.path != "load"]
         if failing := [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]:
             raise DisagreementError(_describe(failing, len(findings)))
@@ -86,7 +86,7 @@ def _tests(title: str, port: PluginPort) -> Iterator[Comparison]:
 
 
 def _describe(failing: Sequence[Finding], number: int) -> str:
-    """Say where it shows first: what comes later may only have inherited it."""
+    """Return where the first difference is: later ones may be inherited from it."""
     first = failing[0]
     place = f"{first.case} {first.tap}{' on the fast path' if first.path == 'fast' else ''}"
     detail = first.detail or f"error {first.error:.1e}, {first.share:.3g} times its tolerance of {first.tolerance:.1e}"

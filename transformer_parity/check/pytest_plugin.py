@@ -72,7 +72,7 @@ class Conformance:
     @pytest.hookimpl(tryfirst=True)  # before -k chooses
     def pytest_collection_modifyitems(self, session: pytest.Session, items: list[pytest.Item]) -> None:
         """Add our tests to those that pytest has found."""
-        collector = Deck.from_parent(session, name=FOLDER, nodeid=FOLDER, conformance=self)
+        collector = Cases.from_parent(session, name=FOLDER, nodeid=FOLDER, conformance=self)
         session.ihook.pytest_collectstart(collector=collector)
         report = session.ihook.pytest_make_collect_report(collector=collector)
         vars(report).pop("call", None)  # as pytest does: pytest-xdist cannot send it
@@ -104,7 +104,7 @@ class Conformance:
             terminalreporter.write_line("FAILED: no case of a port was compared, and a skip is not a pass", red=True)
 
 
-class Deck(pytest.Collector):
+class Cases(pytest.Collector):
     """All tests of all ports."""
 
     def __init__(self, *, conformance: Conformance, **options: Any) -> None:

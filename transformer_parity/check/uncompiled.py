@@ -1,9 +1,9 @@
-"""Running one operation at a time: compiling takes longer than running, and for every mistake anew."""
+"""Running models one operation at a time: for a mistake that is run once, compiling takes longer than running."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +36,7 @@ def interpreted(backend: str) -> Iterator[None]:
 def interpreted_training(backend: str) -> Iterator[None]:
     """Run the training of a backend one operation at a time.
 
-    Only the model of JAX is compiled, once for all mistakes that are not in it.
+    JAX's own model is compiled, once for all mistakes that share it: those whose edits leave its modules alone.
     """
     if backend != "jax":
         with interpreted(backend):
@@ -46,16 +46,15 @@ def interpreted_training(backend: str) -> Iterator[None]:
 
     from transformer_jax import Transformer
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(Transformer, "__call__", _compiled_call()))
-        stack.enter_context(patch.object(jax, "jit", lambda function, **_: function))
-        stack.enter_context(patch.object(jax.lax, "scan", _loop))
+    model = patch.object(Transformer, "__call__", _compiled_call())
+    step = patch.object(jax, "jit", lambda function, **_: function)
+    with model, step, patch.object(jax.lax, "scan", _loop):
         yield
 
 
 @cache
 def _compiled_call() -> Callable[..., Any]:
-    """Return the call of JAX's model, compiled where nobody listens to its taps."""
+    """Return the call of JAX's model, compiled where no tap is recorded."""
     import jax
     from flax import nnx
 
@@ -69,7 +68,7 @@ def _compiled_call() -> Callable[..., Any]:
             return call(self, source_ids, target_ids, tap=tap)
         config = self.config
         for module in (self, self.source_position, self.target_position):
-            module.config = GRADIENTS.config  # other smoothing is no reason to compile once more
+            module.config = GRADIENTS.config  # another label smoothing must not compile the model again
         parts = nnx.split(self)
         self.config = config
         return compiled(*parts, source_ids, target_ids)
@@ -78,7 +77,7 @@ def _compiled_call() -> Callable[..., Any]:
 
 
 def _loop(function: Callable[..., Any], carry: Any, inputs: Any) -> tuple[Any, None]:
-    """Do what jax.lax.scan does, one step after another."""
+    """Compute what jax.lax.scan computes, one step after another."""
     import jax
 
     for i in range(len(jax.tree.leaves(inputs)[0])):

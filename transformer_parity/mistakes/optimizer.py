@@ -1,9 +1,9 @@
-"""Mistakes of the optimizer: Adam, clipping, the learning rate."""
+"""Mistakes of a training step: accumulation over slices of a batch, clipping, the learning rate, Adam."""
 
 from __future__ import annotations
 
 from transformer_parity.mistakes.mistake import FOUR, Edits, Mistake, instead
-from transformer_parity.mistakes.training import FIRST, SECOND, WEIGHT, Change, assumed, in_training, later
+from transformer_parity.mistakes.training import FIRST, LOSS, NORM, SECOND, WEIGHT, Change, assumed, in_training, later
 
 
 def rate(new: str) -> Edits:
@@ -17,7 +17,7 @@ def rate(new: str) -> Edits:
     return instead("training", old, **changed)
 
 
-# What torch.optim.Adam computes, written out: nobody can make a mistake inside of the original.
+# What torch.optim.Adam computes, written out, since the original cannot be edited.
 WRITTEN_OUT = """with torch.no_grad():
             for p in self.model.parameters():
                 g, m, v = p.grad, self.optimizer.state[p]["exp_avg"], self.optimizer.state[p]["exp_avg_sq"]
@@ -28,7 +28,7 @@ WRITTEN_OUT = """with torch.no_grad():
                 p -= group["lr"] * m_hat / (v_hat.sqrt() + settings.epsilon)"""
 
 
-# And TensorFlow's kernel.
+# The same for TensorFlow's kernel.
 KERNEL = "tf.raw_ops.ResourceApplyAdam(var=parameter.handle, m=m.handle, v=v.handle, grad=g, **numbers)\n"
 TF_WRITTEN_OUT = """m = m.assign_add((1.0 - settings.beta1) * (g - m))
             v = v.assign_add((1.0 - settings.beta2) * (g * g - v))
@@ -56,8 +56,79 @@ CLIP = {
 
 CLIPPED = {"jax": "scale * g, numbers)", "tf": "[g * scale for g in gradient]"}
 
+# In NumPy, gradients are values: only those that are stored are left over.
+LEFT_OVER = """        before = getattr(self, "left_over", {})
+        gradient = {name: before.get(name, 0.0) + array / max(int(tokens), 1) for name, array in gradient.items()}
+        norm = math.sqrt(sum(np.vdot(array, array) for array in gradient.values()))
+        scale = 1.0 if self.settings.clip_norm is None else self.settings.clip_norm / max(norm, self.settings.clip_norm)
+        self.left_over = {name: array * scale for name, array in gradient.items()}
+        self._update({name: array.copy() for name, array in self.left_over.items()}, 1.0)
+"""
+
 
 CATALOGUE: dict[str, list[Mistake]] = {
+    "accumulation": [
+        Mistake(
+            "mean of the slices' means",
+            LOSS,
+            in_training(
+                (
+                    "total, _ = self._loss(self.model, part)",
+                    "total, tokens = self._loss(self.model, part)\n"
+                    "        tokens = tokens * self.settings.accumulation_steps",
+                ),
+                (
+                    "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",
+                    "mean, of_mean = jax.tree.map(lambda x: x / tokens / slices, (total, gradient))\n"
+                    "            return jax.tree.map(jnp.add, sums, (mean, 0, of_mean)), None",
+                ),
+                (
+                    "return (loss, tokens), _differentiate(tape, loss, [*parameters(model).values()])",
+                    "count = tf.cast(tokens * self.settings.accumulation_steps, loss.dtype)\n"
+                    "            of_sum = _differentiate(tape, loss, [*parameters(model).values()])\n"
+                    "            return (loss / count, tf.constant(0)), [g / count for g in of_sum]",
+                ),
+                (
+                    "loss, tokens = loss + part_loss, tokens + part_tokens",
+                    "count = max(int(part_tokens), 1) * slices\n"
+                    "            of_parameters = {name: array / count for name, array in of_parameters.items()}\n"
+                    "            loss = loss + part_loss / count",
+                ),
+            ),
+            case="steps/sliced",
+        ),
+        Mistake(
+            "only the last slice counts",
+            NORM,
+            in_training(
+                ("        loss.backward()", "        self.optimizer.zero_grad()\n        loss.backward()"),
+                (
+                    "jnp.add, sums, (total, tokens, gradient))",
+                    "jnp.add, (*sums[:2], zeros), (total, tokens, gradient))",
+                ),
+                (
+                    "tf.nest.map_structure(tf.add, sums, self._backward(*part))",
+                    "tf.nest.map_structure(tf.add, (sums[0], zeros), self._backward(*part))",
+                ),
+                ("array += gradient[name]", "pass"),
+            ),
+            case="steps/sliced",
+        ),
+        Mistake(
+            "gradients of the step before are still there",
+            later(NORM),
+            in_training(
+                ("        self.optimizer.zero_grad()\n", ""),
+                None,
+                None,  # where gradients are values, nothing is left over
+                (
+                    "        self._update(gradient, scale)\n",
+                    LEFT_OVER,
+                ),
+            ),
+            case="steps",
+        ),
+    ],
     "clipping": [
         Mistake("no clipping", FIRST, assumed(clip_norm=None), case="steps/clipped"),
         Mistake(
@@ -243,7 +314,7 @@ CATALOGUE: dict[str, list[Mistake]] = {
 }
 
 CONTROLS = [
-    # Other ways to write the same: no alarm.
+    # Equivalent ways to write the same: no alarm.
     Mistake(
         "Adam written out",
         "",

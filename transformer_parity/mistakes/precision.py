@@ -1,26 +1,13 @@
-"""Mistakes of precision, of fully masked rows and of fused kernels; and other ways to write the same."""
+"""Mistakes of precision, and equivalent ways to write the same, which must raise no alarm."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from transformer_parity.cases.standard import preset_case
 from transformer_parity.compare.verdict import IMPRECISE
-from transformer_parity.mistakes.forward import (
-    ADDED,
-    ENCODER,
-    GELU,
-    LOWEST,
-    SELF,
-    SOURCE,
-    WIDENED,
-    forbidden,
-    in_ports_alone,
-    norm,
-)
-from transformer_parity.mistakes.mistake import Mistake, instead, together
+from transformer_parity.mistakes.attention import LOWEST, WIDENED
+from transformer_parity.mistakes.layers import ADDED, GELU, norm
+from transformer_parity.mistakes.mistake import ENCODER, SELF, SOURCE, Mistake, in_ports_alone, instead, together
 
 PRODUCT = {"torch": "query @ key.mT", "jax": "query @ key.mT", "tf": "tf.matmul(query, key, transpose_b=True)"}
 FACTOR = "1.0 / math.sqrt(d_k)"
@@ -41,7 +28,7 @@ FAST_VARIANCE = in_ports_alone(
         tf="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5",
     )
 )
-TF32 = {  # what a GPU makes of float32 factors, and of nothing wider
+TF32 = {  # rounds float32 factors as a GPU does, and no wider ones
     "torch": """def tf32(x):
     import torch
 
@@ -61,7 +48,7 @@ TF32 = {  # what a GPU makes of float32 factors, and of nothing wider
 START = "def scaled_dot_product_attention("
 
 PRECISION = [
-    # Right, and computed with too few bits.
+    # Right formulas, computed with too few bits.
     Mistake(
         "scores in TensorFloat32",
         f"{SELF}.scores",
@@ -125,7 +112,7 @@ PRECISION = [
         dtype="bfloat16",
         verdict=IMPRECISE,
     ),
-    # A float32 piece in a float64 model: wrong there, and in float32 as good as any other.
+    # One part of a float64 model in float32: wrong there, and right in a float32 model.
     Mistake("positions from float32 frequencies", SOURCE, FLOAT32_FREQUENCIES, unseen=("float32",)),
     Mistake(
         "a table of positions in float32",
@@ -160,7 +147,7 @@ PRECISION = [
     ),
     Mistake(
         "epsilon in float32",
-        f"{ENCODER}.feed_forward_norm.output",  # the first that sees a variance as small as epsilon
+        f"{ENCODER}.feed_forward_norm.output",  # the first whose variance is as small as epsilon
         config={"layer_norm_epsilon": float(np.float32(1e-6))},
         unseen=("float32",),
     ),
@@ -176,75 +163,8 @@ PRECISION = [
     ),
 ]
 
-FULLY_MASKED = [
-    Mistake(name, at, edits, case=case, detail=detail, unseen=("full/padded",))
-    for case, at in (
-        ("attention/fully_masked_row", "weights"),
-        ("attention/nothing_allowed", "weights"),
-        ("full/source_all_padding", f"{SELF}.weights"),
-    )
-    for name, detail, edits in (
-        ("forbidden keys share the weight", "", forbidden("-1e9")),
-        (
-            "softmax of nothing but -inf",
-            "values are NaN or infinite",
-            in_ports_alone(forbidden('float("-inf")')),
-        ),
-    )
-]
-
-# On its fast path, no standard model has dropout on the attention, or the equal d_k and d_v that JAX's own asks for.
-FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
-FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
-D_K = "    d_k = query.shape[-1]\n"
-FAST = [
-    # With taps on, nothing is wrong.
-    Mistake(name, "output", {port: [("attention", old, new)]}, case=case, path="fast")
-    for port, name, case, old, new in (
-        ("torch", "fused kernel without the mask", "full/padded", FUSED, FUSED.replace("mask", "None")),
-        ("torch", "fused kernel without the scale", "full/padded", FUSED, FUSED.replace("rate", "rate, scale=1.0")),
-        (
-            "torch",
-            "fused kernel that is causal by itself",
-            "full/padded",
-            FUSED,
-            FUSED.replace("mask", "None").replace("rate", "rate, is_causal=query.shape == key.shape"),
-        ),
-        (
-            "torch",
-            "fused kernel with a mask to add",
-            "full/source_all_padding",
-            FUSED,
-            FUSED.replace("mask", "None if mask is None else (~mask).to(query.dtype) * -1e9"),
-        ),
-        ("torch", "fused kernel that always drops", FUSED_CASE.name, " and dropout.training", ""),
-        (
-            "jax",
-            "JAX's own attention",
-            FUSED_CASE.name,
-            D_K,
-            f"""    if tap is no_tap:
-        from jax.nn import dot_product_attention
-
-        query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-        return dot_product_attention(query, key, value, mask=mask).transpose(0, 2, 1, 3)
-{D_K}""",
-        ),
-        (
-            "tf",
-            "Keras' own attention",
-            FUSED_CASE.name,
-            D_K,
-            f"""    if tap is no_tap:
-        query, key, value = (tf.transpose(x, [0, 2, 1, 3]) for x in (query, key, value))
-        return tf.transpose(keras.ops.dot_product_attention(query, key, value, mask=mask), [0, 2, 1, 3])
-{D_K}""",
-        ),
-    )
-]
-
 CONTROLS = [
-    # Other ways to write the same: no alarm.
+    # Equivalent ways to write the same: no alarm.
     Mistake(
         "the query is scaled",
         "",

@@ -29,7 +29,7 @@ def cached(name: str, edits: Edits, case: str = GREEDY, at: str = LOGITS) -> Mis
 
 
 def own(name: str, edits: Edits) -> Mistake:
-    """Return the same, for one that sees how far JAX and TensorFlow round up lengths."""
+    """Return a mistake in the cache whose numbers depend on the lengths to which JAX and TensorFlow pad."""
     return replace(cached(name, edits), own_numbers=("jax", "tf"))
 
 
@@ -64,7 +64,7 @@ CATALOGUE = [
     ),
     own("padding in the source is seen", instead("decoder", "cache.cross_mask,", "None,")),
     cached(
-        "all layers ask the first layer's memory",
+        "all layers attend to the first layer's memory",
         instead("decoder", "cache.memory, cache.past,", "cache.memory[:1] * len(cache.memory), cache.past,"),
     ),
     cached(
@@ -84,7 +84,7 @@ CATALOGUE = [
         ),
     ),
     cached(
-        "hypotheses ask the memory of other sentences",
+        "hypotheses attend to the memory of other sentences",
         instead(
             "attention",
             {

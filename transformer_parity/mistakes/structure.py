@@ -1,10 +1,24 @@
-"""Mistakes of structure and of weights, and those that take an edge case of their own."""
+"""Mistakes of structure, of weights and of edge cases: taps, shapes and dtypes, misplaced weights, unusual inputs."""
 
 from __future__ import annotations
 
 from transformer_parity.compare.verdict import FAILED
-from transformer_parity.mistakes.forward import CAUSAL, CROSS, ENCODER, SELF, SOURCE, TARGET, in_ports_alone
-from transformer_parity.mistakes.mistake import FOUR, Edits, Mistake, instead, swapped, together, transposed
+from transformer_parity.mistakes.mistake import (
+    CAUSAL,
+    CROSS,
+    ENCODER,
+    FOUR,
+    SELF,
+    SOURCE,
+    TARGET,
+    Edits,
+    Mistake,
+    in_ports_alone,
+    instead,
+    swapped,
+    together,
+    transposed,
+)
 
 PROJECTED = "self.output_proj(merge_heads(context))"
 LOGITS = {
@@ -12,12 +26,13 @@ LOGITS = {
     "torch": 'tap("logits", self.output_proj(x, self.target_embedding.table))',
     "jax": 'tap("logits", self.output_proj(x, self.target_embedding.table[...]))',
 }
+ENCODED, THEN = "self._encode(source_ids, source_mask", "        return self._decode"
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
 KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
 
 
 def one_value(value: str) -> Edits:
-    """Return edits that spoil one number of the attention's output."""
+    """Return edits that set one number of the attention's output."""
     returned = f'return tap("output", {PROJECTED}.reshape(shape))'
     spoilt = f"x = {PROJECTED}\n        x[0, 0, 0] = {value}\n        return tap('output', x)"
     return {
@@ -26,7 +41,7 @@ def one_value(value: str) -> Edits:
     }
 
 
-# A padding mask of a shape seen before is not made again.
+# The padding mask of the first batch of a shape is kept for all later ones.
 STALE = Mistake(
     "a mask kept from the last batch",
     f"{SELF}.weights",
@@ -151,7 +166,7 @@ STRUCTURE = [
         detail="later",
     ),
     Mistake(
-        "the memory asks, and nothing fits",
+        "queries and memory of cross-attention swapped, of other lengths",
         "output",
         in_ports_alone(instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,")),
         path="run",
@@ -164,13 +179,7 @@ STRUCTURE = [
         {
             "torch": [("transformer", "model.eval()", "model")],
             "jax": [("transformer", "        model.eval()\n", "")],
-            "tf": [
-                (
-                    "transformer",
-                    "self._encode(source_ids, source_mask, tap, training)\n        return self._decode",
-                    "self._encode(source_ids, source_mask, tap, True)\n        return self._decode",
-                )
-            ],
+            "tf": [("transformer", f"{ENCODED}, tap, training)\n{THEN}", f"{ENCODED}, tap, True)\n{THEN}")],
         },
     ),
 ]
@@ -241,7 +250,7 @@ WEIGHTS = [
 ]
 
 EDGES = [
-    # Each takes a case of its own.
+    # Each shows in a case of its own.
     Mistake(
         "every head has the mask of the first",
         "weights",
@@ -272,16 +281,7 @@ EDGES = [
     Mistake(
         "encode without padding mask",
         f"{SELF}.weights",
-        {
-            port: [
-                (
-                    "transformer",
-                    "return self._encode(source_ids, source_mask",
-                    "return self._encode(source_ids, source_mask | True",
-                )
-            ]
-            for port in ("numpy", "torch")
-        },
+        {port: [("transformer", f"return {ENCODED}", f"return {ENCODED} | True")] for port in ("numpy", "torch")},
         case="encoder/encode",
         unseen=("full/padded",),
     ),

@@ -13,10 +13,10 @@ from typing import Any
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.cases.case import STEPS, Case, tiny
 from transformer_parity.cases.standard import gradient_case
-from transformer_parity.mistakes.forward import ATTENDED
+from transformer_parity.mistakes.layers import ATTENDED
 from transformer_parity.mistakes.mistake import ALL, Edits, Mistake, instead
 
-# One layer on each side, and few different sizes: JAX compiles every operation for every shape.
+# One layer per stack, and few different sizes: JAX compiles every operation for every shape.
 _PAPER = gradient_case("paper_base")
 GRADIENTS = replace(
     _PAPER,
@@ -50,44 +50,43 @@ CASES = {
     )
 }
 
-ENCODER = "encoder.layers.0"
 TABLE = "source_embedding.table"  # the first parameter
 LOSS, NORM = "step 1 loss", "step 1 norm of the gradient"
 FIRST, SECOND, WEIGHT = (f"step 1 {what} {TABLE}" for what in ("first moment", "second moment", "weight"))
 
 
 def later(at: str) -> str:
-    """Return the same place one step later: what the first step does not show yet."""
+    """Return the same place one step later, for what the first step does not show."""
     return at.replace("step 1", "step 2")
 
 
-Change = tuple[str, str]  # what stands there once, and what becomes of it
+Change = tuple[str, str]  # text that occurs once, text in its place
 
 
 def in_training(torch: Change | None, jax: Change | None, tf: Change | None, numpy: Change | None = None) -> Edits:
-    """Return an edit of each port's training: what stands there, and what becomes of it; None where it cannot be."""
+    """Return an edit of each port's training; None where a port cannot have the mistake."""
     edits = {"numpy": numpy, "torch": torch, "jax": jax, "tf": tf}
     return {port: [("training", *edit)] for port, edit in edits.items() if edit}
 
 
 def also_in_torch(edits: Edits, old: str, new: str) -> Edits:
-    """Return the edits and one more: torch counts the tokens of a batch before it computes the loss."""
+    """Return the edits and one more in PyTorch, which counts the tokens of a batch before the loss is computed."""
     return {**edits, "torch": [*edits["torch"], ("training", old, new)]}
 
 
 def assumed(**settings: Any) -> Edits:
-    """Return edits after which a trainer goes by other settings than it was given."""
+    """Return edits after which a trainer uses other settings than the given ones."""
     other = f"type(settings)(**{{**settings.to_dict(), **{settings!r}}})"
     return instead("training", "self.settings = settings\n", f"self.settings = settings = {other}\n")
 
 
 def by_hand(edits: Edits, *changes: Change) -> Edits:
-    """Return the edits and more: what a framework differentiates by itself, NumPy's backward pass spells out."""
+    """Return the edits and the same for NumPy's backward pass, which the frameworks derive by themselves."""
     return {**edits, "numpy": [*edits.get("numpy", []), *(("backward", old, new) for old, new in changes)]}
 
 
 def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
-    """Return how each framework says that no gradient goes through an expression."""
+    """Return an expression without a gradient, as each framework writes it."""
     return {
         "torch": f"({torch}).detach()",
         "jax": f"__import__('jax').lax.stop_gradient({jax})",
@@ -96,7 +95,7 @@ def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
 
 
 def disguised(module: str, old: Mapping[str, str], kept: Mapping[str, str]) -> Edits:
-    """Return edits that leave a value as it is, but give it the gradient of another; in NumPy that is ``by_hand``."""
+    """Return edits that keep a value but give it the gradient of another; in NumPy, ``by_hand`` does."""
     hidden = stopped(**{port: f"({old[port]}) - ({kept[port]})" for port in ALL})
     return instead(module, old, **{port: f"({kept[port]}) + {hidden[port]}" for port in ALL})
 
@@ -114,7 +113,7 @@ WEIGHTS = {
 }
 NORMED = {"torch": "super().forward(x)", "jax": "super().__call__(x)", "tf": "super().call(x)"}
 SCALE_AND_BIAS = {"jax": ("self.scale[...]", "self.bias[...]"), "tf": ("self.gamma", "self.beta")}
-FROZEN = {  # in torch exactly: where two gradients cancel, rounding noise is left
+FROZEN = {  # in torch without a difference of two gradients, which would leave rounding noise
     "torch": "weight, bias = (p.detach() + 0.0 * p for p in (self.weight, self.bias))\n"
     "            return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)",
     **{
@@ -128,14 +127,6 @@ SUM = {
     "jax": "jnp.where(counted, losses, 0.0).sum(), counted.sum()",
     "tf": "tf.reduce_sum(tf.where(counted, losses, 0.0)), tf.math.count_nonzero(counted, dtype=tf.int32)",
 }
-# In NumPy too gradients are values, and have to be kept on purpose to be left over.
-LEFT_OVER = """        before = getattr(self, "left_over", {})
-        gradient = {name: before.get(name, 0.0) + array / max(int(tokens), 1) for name, array in gradient.items()}
-        norm = math.sqrt(sum(np.vdot(array, array) for array in gradient.values()))
-        scale = 1.0 if self.settings.clip_norm is None else self.settings.clip_norm / max(norm, self.settings.clip_norm)
-        self.left_over = {name: array * scale for name, array in gradient.items()}
-        self._update({name: array.copy() for name, array in self.left_over.items()}, 1.0)
-"""
 
 
 CATALOGUE: dict[str, list[Mistake]] = {
@@ -212,7 +203,7 @@ CATALOGUE: dict[str, list[Mistake]] = {
             ),
         ),
         Mistake(
-            "softmax hands its gradient straight through",
+            "softmax passes its gradient through unchanged",
             "at decoder.layers.0.cross_attention.scores",
             by_hand(
                 disguised("layers", WEIGHTS, dict.fromkeys(ALL, "scores")),
@@ -329,68 +320,6 @@ CATALOGUE: dict[str, list[Mistake]] = {
                 ("tap), labels, model.config)", "tap), target_ids, model.config)"),
                 ("cross_entropy(logits, labels,", "cross_entropy(logits, target_ids,"),
                 ("    config = model.config\n    losses", "    config, labels = model.config, target_ids\n    losses"),
-            ),
-            case="steps",
-        ),
-    ],
-    "accumulation": [
-        Mistake(
-            "mean of the slices' means",
-            LOSS,
-            in_training(
-                (
-                    "total, _ = self._loss(self.model, part)",
-                    "total, tokens = self._loss(self.model, part)\n"
-                    "        tokens = tokens * self.settings.accumulation_steps",
-                ),
-                (
-                    "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",
-                    "mean, of_mean = jax.tree.map(lambda x: x / tokens / slices, (total, gradient))\n"
-                    "            return jax.tree.map(jnp.add, sums, (mean, 0, of_mean)), None",
-                ),
-                (
-                    "return (loss, tokens), _differentiate(tape, loss, [*parameters(model).values()])",
-                    "count = tf.cast(tokens * self.settings.accumulation_steps, loss.dtype)\n"
-                    "            of_sum = _differentiate(tape, loss, [*parameters(model).values()])\n"
-                    "            return (loss / count, tf.constant(0)), [g / count for g in of_sum]",
-                ),
-                (
-                    "loss, tokens = loss + part_loss, tokens + part_tokens",
-                    "count = max(int(part_tokens), 1) * slices\n"
-                    "            of_parameters = {name: array / count for name, array in of_parameters.items()}\n"
-                    "            loss = loss + part_loss / count",
-                ),
-            ),
-            case="steps/sliced",
-        ),
-        Mistake(
-            "only the last slice counts",
-            NORM,
-            in_training(
-                ("        loss.backward()", "        self.optimizer.zero_grad()\n        loss.backward()"),
-                (
-                    "jnp.add, sums, (total, tokens, gradient))",
-                    "jnp.add, (*sums[:2], zeros), (total, tokens, gradient))",
-                ),
-                (
-                    "tf.nest.map_structure(tf.add, sums, self._backward(*part))",
-                    "tf.nest.map_structure(tf.add, (sums[0], zeros), self._backward(*part))",
-                ),
-                ("array += gradient[name]", "pass"),
-            ),
-            case="steps/sliced",
-        ),
-        Mistake(
-            "gradients of the step before are still there",
-            later(NORM),
-            in_training(
-                ("        self.optimizer.zero_grad()\n", ""),
-                None,
-                None,  # where gradients are values, nothing is left over
-                (
-                    "        self._update(gradient, scale)\n",
-                    LEFT_OVER,
-                ),
             ),
             case="steps",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,27 +12,33 @@ from numpy import ndarray
 
 from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.training_config import TrainingConfig
-from transformer_parity.ports.package import COMPILED_IN_FULL, LoadedPackage, call_tapped, decode_stepwise
+from transformer_parity.ports.package import COMPILED_IN_FULL, LoadedPackage, call_tapped, decode_stepwise, find
 from transformer_parity.ports.protocol import SearchOptions
 
 
 class LoadedJax(LoadedPackage):
+    """A model of the JAX package: every block is compiled."""
+
     def to_array(self, array: ndarray) -> Any:
+        """Return the framework's own array."""
         import jax
 
         return jax.device_put(array.copy(), self.model.device)
 
     def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Run a block of the model with every tap recorded."""
         from flax import nnx
 
-        return self._jitted(tapped=True)(*nnx.split(self.model), block, arrays, given)
+        return self._compiled(tapped=True)(*nnx.split(self.model), block, arrays, given)
 
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
+        """Run a block of the model the way a user runs it for speed."""
         from flax import nnx
 
-        return self._jitted(tapped=False)(*nnx.split(self.model), block, arrays, {})
+        return self._compiled(tapped=False)(*nnx.split(self.model), block, arrays, {})
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+        """Return the logits of each target position, decoded one after another with a cache."""
         import jax
         from flax import nnx
 
@@ -43,28 +50,17 @@ class LoadedJax(LoadedPackage):
         options = self.package.runtime.quick_compilation()
         return np.asarray(jax.jit(run, compiler_options=options)(state, source_ids, target_ids))
 
-    def _jitted(self, tapped: bool) -> Callable[..., Any]:
-        """Return one compiled function for all models: JAX compiles it again only where something static differs."""
-        import jax
-        from flax import nnx
-
-        def run(graphdef: Any, state: Any, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> Any:
-            function = self.find(nnx.merge(graphdef, state), block)
-            return call_tapped(function, arrays, given) if tapped else function(**arrays)
-
-        quick = tapped or self.dtype != COMPILED_IN_FULL
-        key = (self.package.__name__, tapped, quick)
-        if key not in _JITTED:
-            # With taps on, too, nobody waits for the result, only for the compiler.
-            options = self.package.runtime.quick_compilation() if quick else None
-            _JITTED[key] = jax.jit(run, static_argnums=(0, 2), compiler_options=options)
-        return _JITTED[key]
+    def _compiled(self, tapped: bool) -> Callable[..., Any]:
+        # With taps on, too, compiling takes longer than running.
+        return _compile(self.package, tapped, tapped or self.dtype != COMPILED_IN_FULL)
 
     def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
+        """Return the best hypotheses of a batch."""
         with self._compiling():
             return super().search(source_ids, options, on_step)
 
     def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
+        """Return what trains this model."""
         trainer = super().trainer(settings, seed)
         step = trainer.train_step
 
@@ -90,4 +86,15 @@ class LoadedJax(LoadedPackage):
             jax.config.update(name, before)
 
 
-_JITTED: dict[tuple[str, bool, bool], Callable[..., Any]] = {}
+@cache
+def _compile(package: Any, tapped: bool, quick: bool) -> Callable[..., Any]:
+    """Return one function for all models of a package: JAX compiles it again only where something static differs."""
+    import jax
+    from flax import nnx
+
+    def run(graphdef: Any, state: Any, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> Any:
+        function = find(package, nnx.merge(graphdef, state), block)
+        return call_tapped(function, arrays, given) if tapped else function(**arrays)
+
+    options = package.runtime.quick_compilation() if quick else None
+    return jax.jit(run, static_argnums=(0, 2), compiler_options=options)

@@ -76,17 +76,11 @@ class LoadedPackage:
 
     def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Run a block of the model with every tap recorded."""
-        return call_tapped(self.find(self.model, block), arrays, given)
+        return call_tapped(find(self.package, self.model, block), arrays, given)
 
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         """Run a block of the model the way a user runs it for speed."""
-        return self.find(self.model, block)(**arrays)
-
-    def find(self, model: Any, block: str) -> Any:
-        """Return the module, method or function that a block's path leads to."""
-        if block in FUNCTIONS:
-            return getattr(self.package, block)
-        return self.package.weights.find(model, block) if block else model
+        return find(self.package, self.model, block)(**arrays)
 
     def to_array(self, array: ndarray) -> Any:
         """Return the framework's own array."""
@@ -95,6 +89,13 @@ class LoadedPackage:
     def to_numpy(self, array: Any) -> ndarray:
         """Return a NumPy array."""
         return np.asarray(array)
+
+
+def find(package: Any, model: Any, block: str) -> Any:
+    """Return the module, method or function that a block's path leads to."""
+    if block in FUNCTIONS:
+        return getattr(package, block)
+    return package.weights.find(model, block) if block else model
 
 
 def call_tapped(
@@ -108,6 +109,7 @@ def call_tapped(
 
 
 def decode_stepwise(model: Any, source_ids: Any, target_ids: Any) -> list[Any]:
+    """Return the logits of each target position, decoded one after another with a cache."""
     cache, found = model.init_cache(source_ids, target_ids.shape[1]), []
     for position in range(target_ids.shape[1]):
         logits, cache = model.decode_step(target_ids[:, position], cache)

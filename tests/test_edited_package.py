@@ -1,0 +1,201 @@
+"""Mistakes are planted in memory, in copies of the packages: none of them disturbs the original or another copy."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+from misbehaviour import MISBEHAVIOUR
+
+from transformer_parity.cases.standard import standard_cases
+from transformer_parity.check.planted_ports import planted
+from transformer_parity.mistakes import optimizer, precision
+from transformer_parity.mistakes.catalogue import EVERYWHERE, parts
+from transformer_parity.mistakes.edited_package import edited_package
+from transformer_parity.mistakes.mistake import FOUR, Mistake, instead
+from transformer_parity.mistakes.structure import STALE
+from transformer_parity.ports.protocol import Placement
+from transformer_parity.ports.registry import PORTS
+
+CASES = {case.name: case for case in standard_cases()}
+CATALOGUE = [mistake for part in parts().values() for mistake in part]
+EVERY = [*CATALOGUE, *EVERYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
+UNSCALED = Mistake("unscaled", "", instead("attention", "1.0 / math.sqrt(d_k)", "1.0"))
+SQUARED = Mistake("squared", "", instead("attention", "1.0 / math.sqrt(d_k)", "1.0 / d_k"))
+IN_TRAINING = Mistake("training", "", instead("training", "self.settings = settings\n", "self.settings = None\n"))
+PACKAGES = [pytest.param(port, id=name, marks=pytest.mark.only(name)) for name, port in PORTS.items()]
+
+
+def of(mistake, name):
+    return tuple(mistake.edits[name])
+
+
+def output(port, dtype="float64", taps=False, case="full/padded"):
+    case = CASES[case]
+    loaded = port.load(case.config, case.load_weights(), Placement(dtype))
+    return loaded.run(case.block, case.inputs, taps=taps).output
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_every_old_text_stands_there_once(name):
+    folder = Path(__file__).parent.parent / PORTS[name].package
+    sources = {file.stem: file.read_text("utf-8") for file in folder.glob("*.py")}
+    seen = 0
+    for mistake in EVERY if name == "numpy" else [*EVERY, *MISBEHAVIOUR]:
+        texts = dict(sources)
+        for module, old, new in mistake.edits.get(name, ()):
+            assert texts[module].count(old) == 1, (mistake.name, module, old)
+            texts[module] = texts[module].replace(old, new)
+            assert texts[module] != sources[module], mistake.name
+            seen += 1
+        for module in texts.keys() & {module for module, _, _ in mistake.edits.get(name, ())}:
+            compile(texts[module], module, "exec")
+    assert seen > 100
+
+
+@pytest.mark.parametrize("old", ["no such line", "import"])
+def test_a_text_that_does_not_stand_there_once_is_refused(old):
+    with pytest.raises(ValueError, match=rf"reference_numpy\.attention must hold '{old}' once: found \d+ times"):
+        edited_package("reference_numpy", (("attention", old, ""),))
+    with pytest.raises(ValueError, match=r"reference_numpy\.nowhere must hold 'x' once: found 0 times"):
+        edited_package("reference_numpy", (("nowhere", "x", ""),))
+
+
+@pytest.mark.parametrize("ours", PACKAGES)
+def test_only_what_imports_an_edited_module_is_copied(ours):
+    original = ours.import_package()
+    assert edited_package(ours.package, ()) is original
+    trained = edited_package(ours.package, of(IN_TRAINING, ours.name))
+    assert trained.Trainer is not original.Trainer
+    assert trained.Transformer is original.Transformer  # what is compiled of it stays compiled
+    assert trained.weights is original.weights
+    unscaled = edited_package(ours.package, of(UNSCALED, ours.name))
+    copied = {"attention", "encoder", "decoder", "transformer", "search"}
+    shared = {"masks", "layers", "feed_forward", "embedding", "runtime"}
+    for module in copied | shared:
+        same = getattr(unscaled, module) is getattr(original, module)
+        assert same == (module in shared), module
+    assert unscaled.transformer.Encoder is unscaled.Encoder is not original.Encoder
+    assert edited_package(ours.package, of(UNSCALED, ours.name)) is unscaled
+
+
+@pytest.mark.parametrize("ours", PACKAGES)
+def test_mistakes_disturb_neither_the_original_nor_each_other(ours):
+    taps, path = ours.name == "torch", list(sys.path)  # the fused kernel of PyTorch has its own scale
+    before = output(ours, taps=taps)
+    one, other = planted(UNSCALED, ours.name), planted(SQUARED, ours.name)
+    wrong, also_wrong = output(one, taps=taps), output(other, taps=taps)
+    assert np.array_equal(output(ours, taps=taps), before)
+    assert np.array_equal(output(one, taps=taps), wrong)
+    assert np.array_equal(output(planted(UNSCALED, ours.name), taps=taps), wrong)
+    for a, b in ((wrong, before), (also_wrong, before), (wrong, also_wrong)):
+        assert np.abs(a - b).max() > 1e-3
+    truth = output(planted(UNSCALED, "numpy"))
+    np.testing.assert_allclose(wrong, truth, rtol=1e-9, atol=1e-9)
+    assert sys.path == path
+
+
+@pytest.mark.parametrize("ours", PACKAGES)
+def test_the_source_of_a_copy_is_found(ours):
+    for mistake, scale in ((UNSCALED, "1.0"), (SQUARED, "1.0 / d_k")):
+        package = edited_package(ours.package, of(mistake, ours.name))
+        source = inspect.getsource(package.scaled_dot_product_attention)
+        assert "1.0 / math.sqrt(d_k)" not in source
+        assert scale in source
+        assert inspect.getsource(package.Encoder).startswith("class Encoder")
+        with pytest.raises(AttributeError) as caught:
+            package.scaled_dot_product_attention(None, None, None)
+        frame = traceback.extract_tb(caught.value.__traceback__)[1]
+        assert frame.filename.endswith(f"/{ours.package}/attention.py")
+        assert frame.line in source
+
+
+# A condition on values: in a graph, only AutoGraph can make an operation of it, and it reads the source.
+CONDITION = """    d_k = query.shape[-1]
+    if tf.reduce_sum(tf.abs(query)) > 0.0:
+        key = key * {}
+    else:
+        key = key * 0.0
+"""
+
+
+@pytest.mark.only("tf")
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_tensorflow_compiles_the_source_of_each_copy(jit_compile):
+    import tensorflow as tf
+
+    rng = np.random.default_rng(0)
+    inputs = [tf.constant(rng.normal(size=(2, 3, 5, 4))) for _ in range(3)]
+    right = importlib.import_module("transformer_tf").scaled_dot_product_attention
+    factors = (2.0, 3.0, 4.0)  # of the same length, on the same lines
+    edits = [("attention", "    d_k = query.shape[-1]\n", CONDITION.format(factor)) for factor in factors]
+    copies = [edited_package("transformer_tf", (edit,)) for edit in edits]
+    for factor, attention in zip(factors, (copy.scaled_dot_product_attention for copy in copies), strict=True):
+        compiled = tf.function(attention, jit_compile=jit_compile)
+        query, key, value = inputs
+        np.testing.assert_allclose(compiled(query, key, value), right(query, key * factor, value), rtol=1e-12)
+        with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+            tf.function(attention, autograph=False)(query, key, value)
+
+
+@pytest.mark.only("tf")
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_tensorflow_compiles_each_copy_of_a_model(dtype):
+    """In float32 by XLA."""
+    found = [output(planted(mistake, "tf"), dtype) for mistake in (UNSCALED, SQUARED)]
+    for actual, mistake in zip(found, (UNSCALED, SQUARED), strict=True):
+        truth = output(planted(mistake, "numpy"))
+        np.testing.assert_allclose(actual, truth, rtol=1e-4, atol=1e-4)
+    assert np.abs(found[0] - found[1]).max() > 1e-3
+
+
+@pytest.mark.only("tf")
+def test_a_copy_is_saved_under_a_name_of_its_own():
+    import keras
+
+    original = importlib.import_module("transformer_tf").Transformer
+    for mistake in (UNSCALED, SQUARED):
+        package = edited_package("transformer_tf", of(mistake, "tf"))
+        name = keras.saving.get_registered_name(package.Transformer)
+        assert name == f"{package.__name__}>Transformer"
+        assert keras.saving.get_registered_object(name) is package.Transformer
+    assert keras.saving.get_registered_name(original) == "transformer_tf>Transformer"
+    assert keras.saving.get_registered_object("transformer_tf>Transformer") is original
+
+
+@pytest.mark.only("torch")
+def test_torch_compiles_each_copy():
+    import torch
+
+    rng = np.random.default_rng(0)
+    query, key, value = (torch.tensor(rng.normal(size=(2, 3, 5, 4))) for _ in range(3))
+    for mistake, scale in ((UNSCALED, 1.0), (SQUARED, 0.25)):
+        attention = edited_package("transformer_torch", of(mistake, "torch")).scaled_dot_product_attention
+        compiled = torch.compile(attention, backend="eager", fullgraph=True)
+        expected = (query @ key.mT * scale).softmax(-1) @ value
+        shown = {}
+
+        def tap(name, array, shown=shown):
+            shown[name] = array
+            return array
+
+        torch.testing.assert_close(compiled(query, key, value, tap=tap), expected)
+        torch.testing.assert_close(shown["scores"], query @ key.mT * scale)
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("taps", [False, True])
+@pytest.mark.parametrize("case", ["full/padded", "attention/padding"])
+def test_a_mistake_is_not_hidden_by_what_jax_compiled_before(case, taps):
+    """One function is compiled for all models of a package: for no other package."""
+    right = output(PORTS["jax"], taps=taps, case=case)
+    for mistake in (UNSCALED, SQUARED):
+        wrong = output(planted(mistake, "jax"), taps=taps, case=case)
+        np.testing.assert_allclose(wrong, output(planted(mistake, "numpy"), case=case), rtol=1e-9, atol=1e-9)
+        assert np.abs(wrong - right).max() > 1e-3
+    assert np.array_equal(output(PORTS["jax"], taps=taps, case=case), right)
