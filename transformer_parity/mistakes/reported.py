@@ -10,6 +10,7 @@ from numpy import ndarray
 from transformer_parity.catalogue.forward import (
     ANSWERED,
     ATTENDED,
+    CAUSAL,
     CROSS,
     ENCODER,
     POSITIONED,
@@ -168,7 +169,12 @@ CATALOGUE = {
     "mask": [
         # hyunwoongko/transformer#40
         Mistake(
-            "padding mask over the queries",
+            "the target's padding mask over the queries",
+            f"{CAUSAL}.weights",
+            instead("transformer", " & target_mask[:, None, None, :]", " & target_mask[:, None, :, None]"),
+        ),
+        Mistake(
+            "the source's padding mask over the queries",
             f"{SELF}.weights",
             instead(
                 "transformer",
@@ -515,7 +521,7 @@ IDS = [
             {"numpy": "self.table[ids]", "torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]"},
             numpy='self.table[ids.astype("int16")]',
             torch="self.table[ids.short().long()]",
-            jax='self.table[ids.astype("int16")]',
+            jax='self.table[ids.astype("int16").astype("int32")]',
         ),
         case="full/large_vocabulary",
         unseen=("full/padded",),

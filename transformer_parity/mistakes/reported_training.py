@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transformer_parity.catalogue.planting import Edits, Mistake, instead, together
-from transformer_parity.catalogue.search import beam, cached, greedy
+from transformer_parity.catalogue.search import TWICE_THE_BEAM, beam, cached, greedy
 from transformer_parity.catalogue.training import (
     KERNEL,
     LOSS,
@@ -27,7 +27,37 @@ ONE_MORE = (
     "    plan = __import__('dataclasses').replace(plan, penalties=penalties)\n"
 )
 CORRECTED = "m / (1.0 - settings.beta1**self.step)\n" + 16 * " " + "v_hat = v / (1.0 - settings.beta2**self.step)"
+TOTALS = {
+    **dict.fromkeys(("numpy", "jax"), "alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)"),
+    "torch": "alive[:, :, None] + log_probabilities.view(batch, beam_size, vocabulary)",
+    "tf": "state.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])",
+}
+CUT = "({} == n)[:, None, None] & ({}(vocabulary) != config.eos_id)"
 SELF_MASK = "self_mask = cache.self_mask[..., : cache.length + 1]"
+
+
+def where_none_has_ended(within: str) -> Edits:
+    """Return edits by which what is cut off at the maximum length is finished only where nothing else is.
+
+    Args:
+        within: Which of the continuations [B, 2K] may say the end symbol.
+    """
+    comment = "# 2. Of those within the beam that end, keep the best.\n"
+    kept = "(finished > -9e9).any(1) | said.any(1)"
+    line = f"said_anywhere = token == config.eos_id\n{{0}}said = said_anywhere{within}\n{{0}}none_has = ~({{1}})[:, None]\n{{0}}{comment}"
+    widths = {"numpy": 8, "torch": 12, "jax": 8, "tf": 4}
+    ended = {**dict.fromkeys(widths, kept), "tf": "tf.reduce_any(state.finished > -9e9, 1) | tf.reduce_any(said, 1)"}
+    return together(
+        instead("search", comment, **{port: line.format(width * " ", ended[port]) for port, width in widths.items()}),
+        instead(
+            "search",
+            {**dict.fromkeys(widths, "where(ends, best"), "torch": ".where(ends"},
+            **{
+                **dict.fromkeys(widths, "where(ends & (said_anywhere | none_has), best"),
+                "torch": ".where(ends & (said_anywhere | none_has)",
+            },
+        ),
+    )
 
 
 def no_gradient_of(rows: dict[str, str]) -> Edits:
@@ -256,5 +286,25 @@ SEARCH = [
     beam("the start symbol has a length", TOKENS, instead("search", PLANNED, f"{PLANNED}{ONE_MORE}")),
     beam(
         "length penalty n^alpha", TOKENS, instead("search", PLANNED, PLANNED.replace("length_penalty_kind", '"power"'))
+    ),
+    # PaddlePaddle/PaddleNLP#838: as in tensor2tensor
+    beam("a hypothesis that is cut off counts where none has ended", TOKENS, where_none_has_ended("[:, :beam_size]")),
+    beam(
+        "tensor2tensor's ends: within twice the beam, and cut off where none has ended",
+        TOKENS,
+        together(where_none_has_ended(""), TWICE_THE_BEAM),
+    ),
+    # huggingface/transformers#3908
+    beam(
+        "the end symbol is forced at the maximum length",
+        TOKENS,
+        instead(
+            "search",
+            TOTALS,
+            numpy=f"np.where({CUT.format('plan.limits', 'np.arange')}, -np.inf, {TOTALS['numpy']})",
+            torch=f"torch.where({CUT.format('limits', 'torch.arange')}, -torch.inf, {TOTALS['torch']})",
+            jax=f"jnp.where({CUT.format('limits', 'jnp.arange')}, -jnp.inf, {TOTALS['jax']})",
+            tf=f"tf.where({CUT.format('limits', 'tf.range')}, none, {TOTALS['tf']})",
+        ),
     ),
 ]
