@@ -21,13 +21,13 @@ from transformer_parity.diagnose.weight_audit import (
     audit,
     summary,
 )
-from transformer_parity.mistakes import forward, structure
+from transformer_parity.mistakes.catalogue import FORWARD, STRUCTURE
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort, Port
 
 CASES = {case.name: case for case in standard_cases()}
-MISTAKES = [mistake for part in (*forward.CATALOGUE.values(), structure.WEIGHTS) for mistake in part]
+MISTAKES = [mistake for part in (*FORWARD.values(), STRUCTURE["weights"]) for mistake in part]
 ATTENTION, CROSS = "encoder.layers.0.self_attention", "decoder.layers.0.cross_attention"
 
 

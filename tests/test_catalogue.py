@@ -14,15 +14,16 @@ from transformer_parity.cases.standard import standard_cases
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.check.uncompiled import interpreted
 from transformer_parity.compare.tolerances import POLICY, relative_error
-from transformer_parity.mistakes import forward, precision, structure
+from transformer_parity.mistakes.catalogue import FORWARD, STRUCTURE
 from transformer_parity.mistakes.mistake import ALL
 from transformer_parity.ports.protocol import Placement, Port, Result
 from transformer_parity.ports.registry import PORTS
 
 CASES_BY_NAME = {case.name: case for case in standard_cases()}
-FORWARD = [mistake for part in forward.CATALOGUE.values() for mistake in part]
-OTHERS = precision.PRECISION + precision.FULLY_MASKED + structure.STRUCTURE + structure.WEIGHTS + structure.EDGES
-HYPOTHESES = {f"{mistake.name}-{mistake.case}": mistake for mistake in FORWARD + OTHERS if "numpy" in mistake.edits}
+OF_THE_MODEL = [mistake for part in FORWARD.values() for mistake in part]
+OTHERS = [mistake for part in STRUCTURE.values() for mistake in part]
+EVERY = OF_THE_MODEL + OTHERS
+HYPOTHESES = {f"{mistake.name}-{mistake.case}": mistake for mistake in EVERY if "numpy" in mistake.edits}
 SAME = POLICY["float64"]["tap"]
 
 
@@ -58,8 +59,8 @@ def in_the_first_port() -> list:
 
 
 def test_every_mistake_of_the_forward_pass_is_a_hypothesis():
-    assert [mistake.name for mistake in FORWARD if mistake not in HYPOTHESES.values()] == []
-    assert len(HYPOTHESES) == len([mistake for mistake in FORWARD + OTHERS if "numpy" in mistake.edits])
+    assert [mistake.name for mistake in OF_THE_MODEL if mistake not in HYPOTHESES.values()] == []
+    assert len(HYPOTHESES) == len([mistake for mistake in EVERY if "numpy" in mistake.edits])
 
 
 @pytest.mark.parametrize("mistake", HYPOTHESES)

@@ -12,7 +12,7 @@ from transformer_parity.compare import training_outputs
 from transformer_parity.compare.outputs import observe_training
 from transformer_parity.compare.tolerances import relative_error
 from transformer_parity.mistakes import search, training
-from transformer_parity.mistakes.catalogue import TRAINING
+from transformer_parity.mistakes.catalogue import SEARCH, TRAINING
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 
@@ -75,7 +75,7 @@ def differ(one, other):
 
 
 @pytest.mark.only("torch")
-@pytest.mark.parametrize("mistake", of_both(search.CATALOGUE))
+@pytest.mark.parametrize("mistake", of_both(SEARCH))
 def test_mistake_of_search_is_the_same_in_numpy(mistake, tmp_path):
     case, seen = search.CASES[mistake.case], {}
     for backend in ("numpy", "torch"):
@@ -86,5 +86,5 @@ def test_mistake_of_search_is_the_same_in_numpy(mistake, tmp_path):
 
 
 def test_every_mistake_is_one_of_numpy_too():
-    mistakes = [*search.CATALOGUE, *(mistake for part in TRAINING.values() for mistake in part)]
+    mistakes = [*SEARCH, *(mistake for part in TRAINING.values() for mistake in part)]
     assert [mistake.name for mistake in mistakes if "numpy" not in mistake.edits] == []

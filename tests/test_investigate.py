@@ -26,8 +26,8 @@ from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, blame
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
 from transformer_parity.diagnose.hypotheses import Hypothesis, content, hypotheses
 from transformer_parity.diagnose.investigate import investigate
-from transformer_parity.mistakes import edited_package, forward, search
-from transformer_parity.mistakes.catalogue import TRAINING
+from transformer_parity.mistakes import edited_package
+from transformer_parity.mistakes.catalogue import FORWARD, SEARCH, TRAINING
 from transformer_parity.mistakes.mistake import Mistake, instead, together
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
@@ -35,7 +35,7 @@ from transformer_parity.ports.user import PluginPort, Port
 
 CASE = next(case for case in standard_cases() if case.name == "full/padded")
 GRADIENTS = gradient_case("paper_base")
-ALL = [mistake for part in (*forward.CATALOGUE.values(), *TRAINING.values()) for mistake in part]
+ALL = [mistake for part in (*FORWARD.values(), *TRAINING.values()) for mistake in part]
 SCALE, NORM = "encoder.layers.0.self_attention.scores", "encoder.layers.0.self_attention_norm.output"
 
 
@@ -352,7 +352,7 @@ def test_a_hypothesis_has_to_hold_in_every_case(plant):
 
 def test_the_cases_for_ports_has_hypotheses_that_end_and_a_penalty_that_matters():
     cases = [case for case in model_cases(tiny(d_v=8)) if case.stage == "decode"]
-    known = {mistake.name: mistake for mistake in search.CATALOGUE}
+    known = {mistake.name: mistake for mistake in SEARCH}
     for name in (
         "goes on after the end symbol",
         "no length penalty",

@@ -16,12 +16,12 @@ from transformer_parity.compare.findings import Setting
 from transformer_parity.compare.verdict import AGREES, DIVERGES, SKIPPED
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
 from transformer_parity.diagnose.investigate import investigate
-from transformer_parity.mistakes import forward
+from transformer_parity.mistakes.catalogue import FORWARD
 from transformer_parity.mistakes.mistake import Edits, Mistake, together
 from transformer_parity.ports.user import PluginPort
 
 SETTING = Setting(("float64",))
-KNOWN = {mistake.name: mistake for part in forward.CATALOGUE.values() for mistake in part}
+KNOWN = {mistake.name: mistake for part in FORWARD.values() for mistake in part}
 PRE, FINAL, EPSILON = "norm_order='pre'", "final_norm=True", "layer_norm_epsilon=1e-05"
 UNSCALED, SPLIT, SWISH = "scale_embedding=False", "position_layout='split'", "activation='swish'"
 SEEDS = range(20)

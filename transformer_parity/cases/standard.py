@@ -18,7 +18,7 @@ from reference_numpy.masks import causal_mask
 from reference_numpy.search import beam_search, greedy_search
 from reference_numpy.training_config import TrainingConfig
 from reference_numpy.transformer import Transformer
-from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STAGES, STEPS, Case, shrunk, tiny
+from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STAGES, STEPS, TOKENS, Case, shrunk, tiny
 from transformer_parity.cases.inputs import (
     BATCH,
     SOURCE,
@@ -40,6 +40,7 @@ STEPWISE = 4  # positions that are decoded one after another
 PENALTY = 4.0  # so that a late end may be worth more than an early one
 SEEDS = 32  # of which the one with the most to decide is taken
 LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
+VOCABULARY = 33_000  # tokens, of which int16 holds 32,768
 
 
 def standard_cases() -> list[Case]:
@@ -127,19 +128,23 @@ def model_cases(config: TransformerConfig) -> list[Case]:
     """Return the cases for a port with conventions of its own: the whole model, from logits to searches.
 
     Fully masked rows are left to the ports that define them: elsewhere a sentence that is all padding does not occur.
+    A target that starts with padding is one of them only where padding is the start symbol.
     """
     seed = _varied_seed(config)
-    names = ("padded", "source_as_long_as_target", "one_token", "one_sentence")
+    starts = ("starts_with_padding",) if config.bos_id == config.pad_id else ()
+    names = ("padded", "source_as_long_as_target", "one_token", "one_sentence", *starts)
     batches = {name: inputs for name, inputs in model_batches(config).items() if name in names}
     cases = [Case(f"full/{name}", "full model", config, "", inputs, seed=seed) for name, inputs in batches.items()]
-    for name in ("padded", "one_token"):
+    for name in ("padded", "one_token", *starts):
         inputs = with_labels(batches[name], config)
         dtypes = ("float64",)
         cases.append(
             Case(f"gradients/{name}", "gradients", config, "", inputs, seed=seed, dtypes=dtypes, stage=GRADIENTS)
         )
-    settings = TrainingConfig(**_SHORT, cooldown_steps=10)
-    cases.append(replace(_step_case("port", config, settings), seed=seed))
+    clipped: dict[str, Any] = {"clip_norm": 0.5, "accumulation_steps": 2}
+    for name, more in (("port", {}), ("port_clipped", clipped)):
+        settings = TrainingConfig(**_SHORT, cooldown_steps=10, **more)
+        cases.append(replace(_step_case(name, config, settings), seed=seed))
     return [*cases, *_search_cases("port", config, ("float64",), seed, length_penalty=PENALTY, num_hypotheses=1)]
 
 
@@ -181,6 +186,17 @@ def _full_models() -> Iterator[Case]:
         "deeper_decoder": tiny(num_encoder_layers=1, num_decoder_layers=3, norm_order="pre", final_norm=True),
     }.items():
         yield Case(f"full/{name}", "full model", changed, "", token_ids(changed), fast=name == "deeper_decoder")
+    sizes: dict[str, Any] = {"d_model": 8, "num_heads": 2, "d_k": 3, "d_v": 5, "d_ff": 6}
+    yield _large_vocabulary(tiny(**sizes, num_encoder_layers=1, num_decoder_layers=1))
+
+
+def _large_vocabulary(config: TransformerConfig) -> Case:
+    """Return a model with more tokens than a small integer counts, run on few of them."""
+    config = config.replace(source_vocab_size=VOCABULARY, target_vocab_size=VOCABULARY)
+    ids = {"source_ids": [[32_768, 5, VOCABULARY - 1]], "target_ids": [[config.bos_id, 32_900]]}
+    inputs = {name: np.array(rows) for name, rows in ids.items()}
+    dtypes = ("float64", "float32")
+    return Case("full/large_vocabulary", "full model", config, "", inputs, fast=False, dtypes=dtypes)
 
 
 def gradient_case(preset: str) -> Case:
@@ -197,11 +213,14 @@ def _gradients() -> Iterator[Case]:
     empty_source = ids["source_ids"].copy()
     empty_source[1] = config.pad_id
     nothing = np.full_like(ids["target_ids"], config.pad_id)
+    late_start = ids["target_ids"].copy()
+    late_start[:, 0] = config.pad_id
     for name, inputs in {
         "padded": with_labels(ids, config),
         "source_all_padding": with_labels({**ids, "source_ids": empty_source}, config),
         "one_token": {name: array[:, :1] for name, array in with_labels(ids, config).items()},
         "no_label": {**ids, "labels": nothing},
+        "starts_with_padding": with_labels({**ids, "target_ids": late_start}, config),
     }.items():
         dtypes = ("float64", "float32") if name in ("padded", "source_all_padding") else ("float64",)
         yield Case(f"gradients/{name}", "gradients", config, "", inputs, dtypes=dtypes, stage=GRADIENTS)
@@ -283,4 +302,8 @@ def _search_cases(
 
 def port_cases(port: PluginPort, stages: Sequence[str] = STAGES) -> list[Case]:
     """Return what a port with conventions of its own is compared on."""
-    return [case for case in model_cases(port.config()) if case.stage in stages]
+    config = port.config()
+    cases = model_cases(config)
+    if config.source_vocab_size == config.target_vocab_size == TOKENS:  # the port leaves the vocabulary to the cases
+        cases.append(_large_vocabulary(config))
+    return [case for case in cases if case.stage in stages]

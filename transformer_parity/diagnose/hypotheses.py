@@ -17,8 +17,7 @@ from numpy import ndarray
 
 from reference_numpy.config import CHOICES, IMPLEMENTATIONS, TransformerConfig
 from reference_numpy.names import parameter_shapes
-from transformer_parity.mistakes import forward, precision, search, structure
-from transformer_parity.mistakes.catalogue import TRAINING
+from transformer_parity.mistakes.catalogue import EVERYWHERE, FORWARD, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.mistakes.edited_package import variant
 from transformer_parity.mistakes.mistake import Mistake
 from transformer_parity.ports.package import LoadedPackage
@@ -78,18 +77,11 @@ def hypotheses(config: TransformerConfig, stage: str) -> list[Mistake]:
         stage: ``activations``, ``gradients``, ``steps`` or ``decode``: mistakes of training cannot show in activations.
     """
     found = [*conventions(config, stage), *mixed_up_weights(config.d_k == config.d_v)]
-    parts = [
-        *forward.CATALOGUE.values(),
-        forward.EVERYWHERE,
-        precision.FULLY_MASKED,
-        precision.PRECISION,
-        structure.WEIGHTS,
-    ]
-    parts += [structure.EDGES, structure.STRUCTURE]
+    parts = [*FORWARD.values(), EVERYWHERE, *STRUCTURE.values()]
     if stage in ("gradients", "steps"):
         parts += TRAINING.values()
     if stage == "decode":
-        parts.append(search.CATALOGUE)
+        parts.append(SEARCH)
     seen = {content(mistake) for mistake in found}
     for mistake in (mistake for part in parts for mistake in part):
         what = content(mistake)

@@ -7,26 +7,48 @@ from functools import cache
 
 from transformer_parity.cases.case import Case
 from transformer_parity.cases.standard import standard_cases
-from transformer_parity.mistakes import forward, optimizer, precision, search, structure, training
+from transformer_parity.mistakes import (
+    forward,
+    optimizer,
+    precision,
+    reported,
+    reported_training,
+    search,
+    structure,
+    training,
+)
 from transformer_parity.mistakes.mistake import Mistake
 
-TRAINING = {**training.CATALOGUE, **optimizer.CATALOGUE}
+Parts = Mapping[str, list[Mistake]]
 
 
-@cache
-def parts() -> Mapping[str, list[Mistake]]:
-    """Return the whole catalogue, by what the mistakes are about."""
-    return {
-        **forward.CATALOGUE,
+def merged(*catalogues: Parts) -> Parts:
+    """Return several catalogues as one: those of a part that several have stand together."""
+    names = dict.fromkeys(name for catalogue in catalogues for name in catalogue)
+    return {name: [mistake for catalogue in catalogues for mistake in catalogue.get(name, [])] for name in names}
+
+
+FORWARD = merged(forward.CATALOGUE, reported.CATALOGUE)
+STRUCTURE = merged(
+    {
         "weights": structure.WEIGHTS,
         "edge cases": structure.EDGES,
         "fully masked rows": precision.FULLY_MASKED,
         "fused kernels": precision.FAST,
         "structure": structure.STRUCTURE,
         "precision": precision.PRECISION,
-        **TRAINING,
-        "decoding": search.CATALOGUE,
-    }
+    },
+    reported.STRUCTURE,
+)
+TRAINING = merged(training.CATALOGUE, optimizer.CATALOGUE, reported_training.CATALOGUE)
+SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
+EVERYWHERE = [*forward.EVERYWHERE, *reported.EVERYWHERE]  # only hypotheses
+
+
+@cache
+def parts() -> Parts:
+    """Return the whole catalogue, by what the mistakes are about."""
+    return {**FORWARD, **STRUCTURE, **TRAINING, "decoding": SEARCH}
 
 
 @cache

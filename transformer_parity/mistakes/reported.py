@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.catalogue.forward import (
+from transformer_parity.mistakes.forward import (
     ANSWERED,
     ATTENDED,
     CAUSAL,
@@ -22,8 +22,8 @@ from transformer_parity.catalogue.forward import (
     forbidden,
     norm,
 )
-from transformer_parity.catalogue.planting import ALL, Edits, Mistake, instead, together
-from transformer_parity.catalogue.structure import LOGITS
+from transformer_parity.mistakes.mistake import ALL, Edits, Mistake, instead, together
+from transformer_parity.mistakes.structure import LOGITS
 
 # Lines that more than one mistake touches.
 ALLOWED = {
@@ -76,17 +76,16 @@ def rectified(projection: str, x: str) -> Edits:
 
 def activated(numpy: str, tf: str, of_x: str) -> Edits:
     """Return edits that replace the ReLU; ``of_x`` is the formula in the other two packages, with ``{m}`` for math."""
-    return instead(
-        "functional",
-        {"numpy": RELU["numpy"]},
-        numpy=numpy,
-    ) | instead(
-        "layers",
-        {port: RELU[port] for port in ALL},
-        torch=f'"relu": lambda x: {of_x.format(m="torch")}',
-        jax=f'"relu": lambda x: {of_x.format(m="jax.lax")}',
-        tf=tf,
-    )
+    return {
+        **instead("functional", RELU, numpy=numpy),
+        **instead(
+            "layers",
+            RELU,
+            torch=f'"relu": lambda x: {of_x.format(m="torch")}',
+            jax=f'"relu": lambda x: {of_x.format(m="jax.lax")}',
+            tf=tf,
+        ),
+    }
 
 
 def in_numpy(old: str, new: str) -> Edits:
@@ -495,35 +494,75 @@ CATALOGUE = {
     ],
 }
 
-WEIGHTS = [
-    # awslabs/slapo#46, Lightning-AI/litgpt#1013: with three heads its own inverse
-    Mistake(
-        "packed projections taken apart by head",
-        f"{SELF}.query",
-        convert=unpacked_by_head,
-        case="preset/torch",
-    ),
-]
-
-STRUCTURE = [
-    # hkproj/pytorch-transformer#7
-    Mistake("log-probabilities for logits", "output", log_probabilities(outside=True)),
-    Mistake("log-probabilities for logits, in their tap too", "logits", log_probabilities(outside=False)),
-]
-
-IDS = [
-    # urvashik/knnlm#6; TensorFlow refuses what becomes negative
-    Mistake(
-        "ids in int16",
-        SOURCE,
-        instead(
-            "embedding",
-            {"numpy": "self.table[ids]", "torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]"},
-            numpy='self.table[ids.astype("int16")]',
-            torch="self.table[ids.short().long()]",
-            jax='self.table[ids.astype("int16").astype("int32")]',
+STRUCTURE = {
+    "weights": [
+        # awslabs/slapo#46, Lightning-AI/litgpt#1013: with three heads its own inverse
+        Mistake(
+            "packed projections taken apart by head", f"{SELF}.query", convert=unpacked_by_head, case="preset/torch"
         ),
-        case="full/large_vocabulary",
-        unseen=("full/padded",),
+    ],
+    "edge cases": [
+        # urvashik/knnlm#6; TensorFlow refuses what becomes negative
+        Mistake(
+            "ids in int16",
+            SOURCE,
+            instead(
+                "embedding",
+                {"numpy": "self.table[ids]", "torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]"},
+                numpy='self.table[ids.astype("int16")]',
+                torch="self.table[ids.short().long()]",
+                jax='self.table[ids.astype("int16").astype("int32")]',
+            ),
+            case="full/large_vocabulary",
+            unseen=("full/padded",),
+        ),
+    ],
+    "structure": [
+        # hkproj/pytorch-transformer#7
+        Mistake("log-probabilities for logits", "output", log_probabilities(outside=True)),
+        Mistake("log-probabilities for logits, in their tap too", "logits", log_probabilities(outside=False)),
+    ],
+}
+
+
+def everywhere(new: str, old: str = "{norm}(x + {y})") -> Edits:
+    """Return edits of every residual connection of the reference, as in ``forward``; ``{name}`` is the sub-layer's."""
+    edits = []
+    for stack, names in (
+        ("encoder", ["self_attention", "feed_forward"]),
+        ("decoder", ["self_attention", "cross_attention", "feed_forward"]),
+    ):
+        for name in names:
+            y = "transformed" if name == "feed_forward" else "attended"
+            words = {"norm": f"self.{name}_norm", "y": y, "name": name}
+            edits.append((stack, old.format(**words), new.format(**words)))
+    return {"numpy": edits}
+
+
+# What is planted in one place above: whole models have it in all. Only hypotheses.
+EVERYWHERE = [
+    Mistake(
+        "norm before the sum, in every sub-layer and its tap",
+        "",
+        everywhere('x + tap("{name}_norm.output", {norm}({y}))', 'tap("{name}_norm.output", {norm}(x + {y}))'),
+    ),
+    Mistake("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
+    Mistake("normed twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
+    Mistake("all padding masks negated", "", {"numpy": [("masks", "return ids != pad_id", "return ids == pad_id")]}),
+    Mistake(
+        "pre-norm that adds the normed input, in every sub-layer",
+        "",
+        {
+            "numpy": [
+                *(
+                    ("encoder", f"x = x + self.dropout(self.{name}", f"x = normed + self.dropout(self.{name}")
+                    for name in ("self_attention", "feed_forward")
+                ),
+                *(
+                    ("decoder", f"x = x + self.dropout({name}", f"x = normed + self.dropout({name}")
+                    for name in ("attended", "self.cross_attention", "self.feed_forward")
+                ),
+            ]
+        },
     ),
 ]

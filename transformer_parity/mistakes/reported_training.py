@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from transformer_parity.catalogue.planting import Edits, Mistake, instead, together
-from transformer_parity.catalogue.search import TWICE_THE_BEAM, beam, cached, greedy
-from transformer_parity.catalogue.training import (
-    KERNEL,
+from transformer_parity.compare.outputs import TOKENS
+from transformer_parity.mistakes.mistake import Edits, Mistake, instead, together
+from transformer_parity.mistakes.optimizer import KERNEL, adam, rate
+from transformer_parity.mistakes.search import TWICE_THE_BEAM, beam, cached, greedy
+from transformer_parity.mistakes.training import (
     LOSS,
     ROW,
     SUM,
     TABLE,
     WEIGHT,
-    adam,
     by_hand,
     in_training,
-    rate,
 )
-from transformer_parity.compare import TOKENS
 
 COUNTED = {"torch": "losses.masked_fill(~counted, 0.0)", "jax": "jnp.where(counted, losses, 0.0)"}
 SMOOTHED = "counted, losses, -smoothing / classes * spread)"
@@ -44,11 +42,20 @@ def where_none_has_ended(within: str) -> Edits:
     """
     comment = "# 2. Of those within the beam that end, keep the best.\n"
     kept = "(finished > -9e9).any(1) | said.any(1)"
-    line = f"said_anywhere = token == config.eos_id\n{{0}}said = said_anywhere{within}\n{{0}}none_has = ~({{1}})[:, None]\n{{0}}{comment}"
+    lines = (
+        "said_anywhere = token == config.eos_id",
+        f"said = said_anywhere{within}",
+        "none_has = ~({})[:, None]",
+        comment,
+    )
     widths = {"numpy": 8, "torch": 12, "jax": 8, "tf": 4}
     ended = {**dict.fromkeys(widths, kept), "tf": "tf.reduce_any(state.finished > -9e9, 1) | tf.reduce_any(said, 1)"}
     return together(
-        instead("search", comment, **{port: line.format(width * " ", ended[port]) for port, width in widths.items()}),
+        instead(
+            "search",
+            comment,
+            **{port: f"\n{width * ' '}".join(lines).format(ended[port]) for port, width in widths.items()},
+        ),
         instead(
             "search",
             {**dict.fromkeys(widths, "where(ends, best"), "torch": ".where(ends"},
@@ -68,7 +75,7 @@ def no_gradient_of(rows: dict[str, str]) -> Edits:
     )
 
 
-TRAINING = {
+CATALOGUE = {
     "gradient": [
         # pytorch/pytorch#26302, facebookresearch/fairseq#4633: padding_idx, where Marian's start symbol is padding
         Mistake(
