@@ -27,6 +27,7 @@ from transformer_parity.cases.inputs import (
     hard_weights,
     model_batches,
     normal_floats,
+    padded_ids,
     padding_mask,
     token_ids,
     with_labels,
@@ -38,6 +39,8 @@ EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forwa
 LONGEST = 12  # tokens of a hypothesis
 STEPWISE = 4  # positions that are decoded one after another
 PENALTY = 4.0  # so that a late end may be worth more than an early one
+SMALL_PENALTY = 1.5
+SENTENCES = 32  # of a search that is to show a rule that seldom decides
 SEEDS = 32  # of which the one with the most to decide is taken
 LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
 VOCABULARY = 33_000  # tokens, of which int16 holds 32,768
@@ -300,10 +303,26 @@ def _search_cases(
         )
 
 
+def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
+    """Yield searches for so many sentences that a small difference in a rule shows in the tokens of some of them."""
+    lengths = [SOURCE] * (SENTENCES // 2) + [1 + i % (SOURCE - 1) for i in range(SENTENCES // 2)]
+    source_ids = padded_ids(generator("searches"), config.source_vocab_size, config.pad_id, lengths, SOURCE)
+    seed, dtypes = _varied_seed(config), ("float64",)
+    for name, search in {
+        "greedy": SearchOptions(max_length=LONGEST),
+        "beam": SearchOptions(4, PENALTY, LONGEST),
+        "narrow_beam": SearchOptions(3, SMALL_PENALTY, LONGEST),
+    }.items():
+        inputs = {"source_ids": source_ids, "target_ids": np.full((SENTENCES, 1), config.bos_id)}
+        names = f"decode/many_{name}", "decoding"
+        yield Case(*names, config, "", inputs, seed=seed, dtypes=dtypes, stage=DECODE, search=search)
+
+
 def port_cases(port: PluginPort, stages: Sequence[str] = STAGES) -> list[Case]:
     """Return what a port with conventions of its own is compared on."""
     config = port.config()
     cases = model_cases(config)
+    cases += _searches_of_many(config)
     if config.source_vocab_size == config.target_vocab_size == TOKENS:  # the port leaves the vocabulary to the cases
         cases.append(_large_vocabulary(config))
     return [case for case in cases if case.stage in stages]
