@@ -155,7 +155,7 @@ def test_a_folder_agrees_with_itself_exactly(truth, capsys):
     whole = sum(case.stage == "gradients" for case in folder.cases)
     assert len(findings) == len(held) + whole > 1400
     assert compare(truth, truth) == 0
-    assert "AGREE  1 port, 9 cases, 1,417 comparisons;" in capsys.readouterr().out
+    assert "AGREE  1 port, 10 cases, 2,006 comparisons;" in capsys.readouterr().out
 
 
 def test_what_is_written_is_what_the_reference_computes(truth):
@@ -208,7 +208,7 @@ def test_another_package_agrees(truth, tmp_path, capsys, port):
     assert main(["golden", "--backend", port.name, "--out", str(path)]) == 0
     assert compare(truth, path, "--json", result) == 0, capsys.readouterr().out
     printed = capsys.readouterr().out
-    assert "AGREE  1 port, 9 cases, 1,417 comparisons;" in printed
+    assert "AGREE  1 port, 10 cases, 2,006 comparisons;" in printed
     content = json.loads(result.read_text())
     assert (content["verdict"], content["exit_code"], content["failures"]) == (AGREES, 0, [])
     assert {row["dtype"] for row in content["summary"]} == {"float64", "float32"}
@@ -335,7 +335,7 @@ def other_weights(folder):
         (set_field("format", value="other"), ["must have the format 'transformer-parity golden vectors'"]),
         (set_field("cases", 0, "stage", value="logits"), ["must have a stage of activations, gradients"]),
         (set_field("cases", 0, "inputs", "file", value="../a.safetensors"), ["must lie inside the folder"]),
-        (set_field("cases", 8, "search", "num_hypotheses", value=3), ["num_hypotheses of case", "must be 1: got 3"]),
+        (set_field("cases", 9, "search", "num_hypotheses", value=3), ["num_hypotheses of case", "must be 1: got 3"]),
         (set_field("left_out", value=None), ["manifest.json must hold 'left_out', a list: got None"]),
         (set_field("dtypes", value=["float64"]), ["has outputs in float32, which is not among"]),
         (set_field("config", "d_ff", value=41), ["of another config", "d_ff 40 and 41"]),
@@ -357,7 +357,7 @@ def other_weights(folder):
             ["are not about the same: inputs of full/padded: source_ids"],
         ),
         (
-            set_field("cases", 8, "search", "beam_size", value=5),
+            set_field("cases", 9, "search", "beam_size", value=5),
             ["are not about the same: search of decode/port_beam", "beam_size=4", "beam_size=5"],
         ),
     ],
@@ -464,7 +464,7 @@ def test_several_presets(tmp_path, capsys):
     assert main(["golden", "--preset", "paper_learned,annotated", "--dtype", "float64", "--out", str(out)]) == 0
     assert sorted(format.find(out)) == ["annotated", "paper_learned"]
     assert compare(out, out) == 0
-    assert "AGREE  1 port, 18 cases" in capsys.readouterr().out
+    assert "AGREE  1 port, 20 cases" in capsys.readouterr().out
     assert compare(out, out / "annotated") == 3
     assert "both must hold the same models" in capsys.readouterr().err
     assert compare(out / "annotated", out / "paper_learned") == 3
@@ -576,9 +576,9 @@ def test_the_documented_writer_writes_what_can_be_compared(truth, tmp_path, monk
     exec(compile(program, str(DOCUMENT), "exec"), {"my_port": my_port})
     assert compare("truth", "mine") == 0
     printed = capsys.readouterr().out
-    assert "SKIPPED   float64: inference only (3 cases)" in printed
+    assert "SKIPPED   float64: inference only (4 cases)" in printed
     assert "SKIPPED   float32: 12 tensors: fused into one kernel (4 cases)" in printed
-    assert "AGREE  1 port, 9 cases," in printed
+    assert "AGREE  1 port, 10 cases," in printed
 
 
 def test_the_document_names_every_entry_and_the_tolerances(truth):
@@ -626,7 +626,7 @@ def test_what_an_entry_of_left_out_covers():
 
 def test_a_search_in_float32_is_judged_by_the_reference(truth, copy, capsys):
     def add(manifest):
-        outputs = manifest["cases"][7]["outputs"]
+        outputs = manifest["cases"][8]["outputs"]
         outputs["float32"] = {**outputs["float64"], "file": "decode/port_greedy/float32.safetensors"}
         shutil.copy(copy / outputs["float64"]["file"], copy / outputs["float32"]["file"])
 

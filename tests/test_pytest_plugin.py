@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from transformer_parity.cases.case import tiny
-from transformer_parity.cases.standard import model_cases
+from transformer_parity.cases.standard import port_cases
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Setting
 from transformer_parity.compare.verdict import DIVERGES, SKIPPED
@@ -38,7 +37,7 @@ EXPORT = """
         return self.model.export_weights()
 """
 ROUNDED = "logits = logits + 1e-7"
-FULL = ["full/padded", "full/source_as_long_as_target", "full/one_token", "full/one_sentence"]
+FULL = ["full/padded", "full/source_as_long_as_target", "full/one_token", "full/one_sentence", "full/large_vocabulary"]
 
 
 @pytest.fixture
@@ -70,11 +69,11 @@ def test_one_test_per_case_and_dtype_and_skips_that_say_why(write, run):
     write(attributes="dtypes = ('float64', 'float32')")
     result = run("-v", "-rs")
     assert result.ret == 0
-    assert outcomes(result) == {"passed": 10, "skipped": 5}
+    assert outcomes(result) == {"passed": 12, "skipped": 6}
     names = [
         f"parity::MyPort-{dtype}-{case} PASSED*" for dtype in ("float64", "float32") for case in ["weights", *FULL]
     ]
-    result.stdout.fnmatch_lines_random([*names, "*collected 15 items*", "parity::MyPort-float64-steps/port SKIPPED*"])
+    result.stdout.fnmatch_lines_random([*names, "*collected 18 items*", "parity::MyPort-float64-steps/port SKIPPED*"])
     for reason in (
         "it has no gradients()",
         "it has no train_step()",
@@ -86,9 +85,9 @@ def test_one_test_per_case_and_dtype_and_skips_that_say_why(write, run):
 def test_beside_other_tests_and_chosen_by_k(write, run, pytester):
     write()
     pytester.makepyfile(test_own="def test_own(): pass")
-    assert outcomes(run()) == {"passed": 6, "skipped": 5}
-    assert outcomes(run("-k", "test_own")) == {"passed": 1, "deselected": 10}
-    assert outcomes(run("-k", "MyPort and full/one")) == {"passed": 2, "deselected": 9}
+    assert outcomes(run()) == {"passed": 7, "skipped": 6}
+    assert outcomes(run("-k", "test_own")) == {"passed": 1, "deselected": 12}
+    assert outcomes(run("-k", "MyPort and full/one")) == {"passed": 2, "deselected": 11}
     nothing = run("-k", "no_such_test")
     assert nothing.ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
@@ -130,9 +129,9 @@ def test_what_is_planted_is_what_compare_finds(write, run, pytester):
     from transformer_parity.ports.user import PluginPort
 
     port = PluginPort("mine:MyPort")
-    findings = list(compare(model_cases(tiny(d_k=None, d_v=None)), port, Setting(("float64",))))
+    findings = list(compare(port_cases(port), port, Setting(("float64",))))
     assert failed == {f"MyPort-float64-{finding.case}" for finding in findings if finding.verdict == DIVERGES}
-    assert len(failed) == 3  # all but that of a single token
+    assert len(failed) == 4  # all but that of a single token
     assert {finding.case for finding in findings if finding.verdict == SKIPPED} >= {"steps/port"}
     assert result.ret == 1
 
@@ -165,7 +164,7 @@ def test_what_goes_wrong_is_said(forward, message, write, run):
 def test_a_port_that_cannot_load_fails_everywhere(write, run):
     write(more=EXPORT + "\n    def load(self, config, weights, dtype):\n        raise OSError('no such file')\n")
     result = run()
-    assert outcomes(result) == {"failed": 10}
+    assert outcomes(result) == {"failed": 12}
     assert result.stdout.str().count("FAILED MyPort float64 full/padded output: OSError: no such file") >= 2
 
 
@@ -173,7 +172,7 @@ def test_weights_that_come_back_changed(write, run):
     body = "return {name: array + 1 for name, array in self.model.export_weights().items()}"
     write(more=f"\n    def export_weights(self):\n        {body}\n")
     result = run()
-    assert outcomes(result) == {"failed": 1, "passed": 4, "skipped": 5}
+    assert outcomes(result) == {"failed": 1, "passed": 5, "skipped": 6}
     assert "full/padded round trip: " in result.stdout.str()
     assert "does not come back as it was given" in result.stdout.str()
 
@@ -204,7 +203,7 @@ def test_two_ports(write, run):
     write()
     write(ROUNDED, name="other")
     result = run("--parity-port=other:MyPort", "--parity-port=mine:MyPort", "-k", "full/one_token", "-v")
-    assert outcomes(result) == {"passed": 1, "failed": 1, "deselected": 18}
+    assert outcomes(result) == {"passed": 1, "failed": 1, "deselected": 22}
     result.stdout.fnmatch_lines(["parity::mine:MyPort-float64-full/one_token PASSED*", "parity::other:MyPort-*FAILED*"])
 
 
@@ -214,12 +213,12 @@ def test_expected_failures(write, run, pytester):
     file.write_text('"*-full/*" = "one part in ten million too much"\n')
     result = run("--parity-expected-failures=expected.toml", "-rx")
     assert result.ret == 0
-    assert outcomes(result) == {"passed": 1, "xfailed": 4, "skipped": 5}
+    assert outcomes(result) == {"passed": 1, "xfailed": 5, "skipped": 6}
     assert "one part in ten million too much" in result.stdout.str()
 
     file.write_text('"MyPort-float64-weights" = "they are rounded"\n"*-full/*" = "too much"')
     result = run("--parity-expected-failures=expected.toml")
-    assert outcomes(result) == {"failed": 1, "xfailed": 4, "skipped": 5}
+    assert outcomes(result) == {"failed": 1, "xfailed": 5, "skipped": 6}
     assert "[XPASS(strict)] they are rounded" in result.stdout.str()
 
 
@@ -251,7 +250,7 @@ def test_expected_failures_need_a_port(pytester):
 def test_all_skipped_is_no_pass(write, run):
     write()
     result = run("-k", "steps or gradients")
-    assert outcomes(result) == {"skipped": 3, "deselected": 7}
+    assert outcomes(result) == {"skipped": 4, "deselected": 8}
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert "FAILED: no case of a port was compared, and a skip is not a pass" in result.stdout.str()
 
@@ -261,7 +260,7 @@ def test_several_processes(forward, write, run, pytester):
     write(forward)
     pytester.makepyfile(test_own="def test_own(): pass")
     result = run("-n", "2")
-    counted = {"passed": 6, "skipped": 5} if forward == "pass" else {"passed": 2, "failed": 4, "skipped": 5}
+    counted = {"passed": 7, "skipped": 6} if forward == "pass" else {"passed": 2, "failed": 5, "skipped": 6}
     assert outcomes(result) == counted
     assert result.ret == (forward != "pass")
     if forward == "pass":

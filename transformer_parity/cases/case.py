@@ -14,6 +14,7 @@ from reference_numpy.training_config import TrainingConfig
 from transformer_parity.cases.inputs import hard_weights
 from transformer_parity.ports.protocol import SearchOptions
 
+TOKENS = 37  # of either vocabulary
 ALL_DTYPES = ("float64", "float32", "bfloat16")
 ACTIVATIONS, GRADIENTS, STEPS, DECODE = STAGES = ("activations", "gradients", "steps", "decode")  # what is compared
 
@@ -57,8 +58,8 @@ class Case:
 def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
     """Return a preset's conventions at the sizes of the standard cases."""
     sizes = {
-        "source_vocab_size": 37,
-        "target_vocab_size": 37,
+        "source_vocab_size": TOKENS,
+        "target_vocab_size": TOKENS,
         "d_model": 24,
         "num_heads": 3,
         "d_k": 8,
@@ -73,7 +74,7 @@ def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
 
 def shrunk(preset: str) -> TransformerConfig:
     """Return a preset with the widths divided by 16 and the depths by 3, keeping what its row of Table 3 changes."""
-    full = TransformerConfig.preset(preset, source_vocab_size=37, target_vocab_size=37)
+    full = TransformerConfig.preset(preset, source_vocab_size=TOKENS, target_vocab_size=TOKENS)
     return full.replace(
         d_model=full.d_model // 16,
         d_k=full.d_k // 16,

@@ -18,7 +18,7 @@ from reference_numpy.masks import causal_mask
 from reference_numpy.search import beam_search, greedy_search
 from reference_numpy.training_config import TrainingConfig
 from reference_numpy.transformer import Transformer
-from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STAGES, STEPS, Case, shrunk, tiny
+from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STAGES, STEPS, TOKENS, Case, shrunk, tiny
 from transformer_parity.cases.inputs import (
     BATCH,
     SOURCE,
@@ -27,6 +27,7 @@ from transformer_parity.cases.inputs import (
     hard_weights,
     model_batches,
     normal_floats,
+    padded_ids,
     padding_mask,
     token_ids,
     with_labels,
@@ -37,8 +38,12 @@ EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forwa
 LONGEST = 12  # tokens of a hypothesis
 STEPWISE = 4  # positions that are decoded one after another
 PENALTY = 4.0  # so that a late end may be worth more than an early one
+SMALL_PENALTY = 1.5
+MANY = 32  # sentences of a search that is to show a rule that seldom decides
+LENGTHY = 32  # positions of a model that has no limit
 SEEDS = 32  # of which the one with the most to decide is taken
 LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
+VOCABULARY = 33_000  # tokens, of which int16 holds 32,768
 
 
 def standard_cases() -> list[Case]:
@@ -126,19 +131,23 @@ def model_cases(config: TransformerConfig) -> list[Case]:
     """Return the cases for a port with conventions of its own: the whole model, from logits to searches.
 
     Fully masked rows are left to the ports that define them: elsewhere a sentence that is all padding does not occur.
+    A target that starts with padding is one of them only where padding is the start symbol.
     """
     seed = _varied_seed(config)
-    names = ("padded", "source_as_long_as_target", "one_token", "one_sentence")
+    starts = ("starts_with_padding",) if config.bos_id == config.pad_id else ()
+    names = ("padded", "source_as_long_as_target", "one_token", "one_sentence", *starts)
     batches = {name: inputs for name, inputs in model_batches(config).items() if name in names}
     cases = [Case(f"full/{name}", "full model", config, "", inputs, seed=seed) for name, inputs in batches.items()]
-    for name in ("padded", "one_token"):
+    for name in ("padded", "one_token", *starts):
         inputs = with_labels(batches[name], config)
         dtypes = ("float64",)
         cases.append(
             Case(f"gradients/{name}", "gradients", config, "", inputs, seed=seed, dtypes=dtypes, stage=GRADIENTS)
         )
-    settings = TrainingConfig(**_SHORT, cooldown_steps=10)
-    cases.append(replace(_step_case("port", config, settings), seed=seed))
+    clipped: dict[str, Any] = {"clip_norm": 0.5, "accumulation_steps": 2}
+    for name, more in (("port", {}), ("port_clipped", clipped)):
+        settings = TrainingConfig(**_SHORT, cooldown_steps=10, **more)
+        cases.append(replace(_step_case(name, config, settings), seed=seed))
     return [*cases, *_search_cases("port", config, ("float64",), seed, length_penalty=PENALTY, num_hypotheses=1)]
 
 
@@ -180,6 +189,17 @@ def _full_models() -> Iterator[Case]:
         "deeper_decoder": tiny(num_encoder_layers=1, num_decoder_layers=3, norm_order="pre", final_norm=True),
     }.items():
         yield Case(f"full/{name}", "full model", changed, "", token_ids(changed), fast=name == "deeper_decoder")
+    sizes: dict[str, Any] = {"d_model": 8, "num_heads": 2, "d_k": 3, "d_v": 5, "d_ff": 6}
+    yield _large_vocabulary(tiny(**sizes, num_encoder_layers=1, num_decoder_layers=1))
+
+
+def _large_vocabulary(config: TransformerConfig) -> Case:
+    """Return a model with more tokens than a small integer counts, run on few of them."""
+    config = config.replace(source_vocab_size=VOCABULARY, target_vocab_size=VOCABULARY)
+    ids = {"source_ids": [[32_768, 5, VOCABULARY - 1]], "target_ids": [[config.bos_id, 32_900]]}
+    inputs = {name: np.array(rows) for name, rows in ids.items()}
+    dtypes = ("float64", "float32")
+    return Case("full/large_vocabulary", "full model", config, "", inputs, fast=False, dtypes=dtypes)
 
 
 def gradient_case(preset: str) -> Case:
@@ -196,11 +216,14 @@ def _gradients() -> Iterator[Case]:
     empty_source = ids["source_ids"].copy()
     empty_source[1] = config.pad_id
     nothing = np.full_like(ids["target_ids"], config.pad_id)
+    late_start = ids["target_ids"].copy()
+    late_start[:, 0] = config.pad_id
     for name, inputs in {
         "padded": with_labels(ids, config),
         "source_all_padding": with_labels({**ids, "source_ids": empty_source}, config),
         "one_token": {name: array[:, :1] for name, array in with_labels(ids, config).items()},
         "no_label": {**ids, "labels": nothing},
+        "starts_with_padding": with_labels({**ids, "target_ids": late_start}, config),
     }.items():
         dtypes = ("float64", "float32") if name in ("padded", "source_all_padding") else ("float64",)
         yield Case(f"gradients/{name}", "gradients", config, "", inputs, dtypes=dtypes, stage=GRADIENTS)
@@ -280,6 +303,38 @@ def _search_cases(
         )
 
 
+def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
+    """Yield searches for so many sentences that a small difference in a rule shows in the tokens of some of them."""
+    lengths = [SOURCE] * (MANY // 2) + [1 + i % (SOURCE - 1) for i in range(MANY // 2)]
+    source_ids = padded_ids(generator("searches"), config.source_vocab_size, config.pad_id, lengths, SOURCE)
+    seed, dtypes = _varied_seed(config), ("float64",)
+    for name, search in {
+        "greedy": SearchOptions(max_length=LONGEST),
+        "beam": SearchOptions(4, PENALTY, LONGEST),
+        "narrow_beam": SearchOptions(3, SMALL_PENALTY, LONGEST),
+    }.items():
+        inputs = {"source_ids": source_ids, "target_ids": np.full((MANY, 1), config.bos_id)}
+        names = f"decode/many_{name}", "decoding"
+        yield Case(*names, config, "", inputs, seed=seed, dtypes=dtypes, stage=DECODE, search=search)
+
+
+def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
+    """Yield cases of the first one's shapes with other padding and other weights, and one of the greatest length.
+
+    What is kept from one run to the next shows in the first two: a mask, a table or a result of such a shape, or
+    weights; and what ends before the model does, in the last.
+    """
+    seed, ids = _varied_seed(config), token_ids(config)
+    turned = {name: np.roll(array, 1, axis=0) for name, array in ids.items()}
+    yield Case("full/other_padding", "full model", config, "", turned, seed=seed)
+    yield Case("full/other_weights", "full model", config, "", ids, seed=seed + 1)
+    longest = config.max_positions or LENGTHY
+    yield Case("full/longest", "full model", config, "", token_ids(config, longest, longest), seed=seed)
+
+
 def port_cases(config: TransformerConfig, stages: Sequence[str] = STAGES) -> list[Case]:
     """Return what a port with conventions of its own is compared on."""
-    return [case for case in model_cases(config) if case.stage in stages]
+    cases = [*model_cases(config), *_unlike_the_first(config), *_searches_of_many(config)]
+    if config.source_vocab_size == config.target_vocab_size == TOKENS:  # the port leaves the vocabulary to the cases
+        cases.append(_large_vocabulary(config))
+    return [case for case in cases if case.stage in stages]

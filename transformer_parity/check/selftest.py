@@ -116,7 +116,7 @@ def _blamed(case: Case, mistake: Mistake, failures: list[Finding], shown: Mappin
 
 def _case(backend: str, part: str, mistake: Mistake) -> Case:
     if part == "gradient":
-        return training.GRADIENTS
+        return training.CASES.get(mistake.case, training.GRADIENTS)
     case = cases()[mistake.case]
     slow = backend != "torch" and mistake.path != "fast"  # compiling takes long
     return replace(case, fast=False) if slow else case

@@ -7,25 +7,47 @@ from functools import cache
 
 from transformer_parity.cases.case import Case
 from transformer_parity.cases.standard import standard_cases
-from transformer_parity.mistakes import attention, layers, optimizer, precision, search, structure, training
+from transformer_parity.mistakes import (
+    attention,
+    layers,
+    optimizer,
+    precision,
+    reported,
+    reported_training,
+    search,
+    structure,
+    training,
+)
 from transformer_parity.mistakes.mistake import Mistake
 
-FORWARD = {**attention.CATALOGUE, **layers.CATALOGUE}
-STRUCTURE = {
-    "weights": structure.WEIGHTS,
-    "edge cases": structure.EDGES,
-    "fully masked rows": attention.FULLY_MASKED,
-    "fused kernels": attention.FAST,
-    "structure": structure.STRUCTURE,
-    "precision": precision.PRECISION,
-}
-TRAINING = {**training.CATALOGUE, **optimizer.CATALOGUE}
-SEARCH = search.CATALOGUE
-EVERYWHERE = layers.EVERYWHERE  # only hypotheses
+Parts = Mapping[str, list[Mistake]]
+
+
+def merged(*catalogues: Parts) -> Parts:
+    """Return several catalogues as one: those of a part that several have stand together."""
+    names = dict.fromkeys(name for catalogue in catalogues for name in catalogue)
+    return {name: [mistake for catalogue in catalogues for mistake in catalogue.get(name, [])] for name in names}
+
+
+FORWARD = merged(attention.CATALOGUE, layers.CATALOGUE, reported.CATALOGUE)
+STRUCTURE = merged(
+    {
+        "weights": structure.WEIGHTS,
+        "edge cases": structure.EDGES,
+        "fully masked rows": attention.FULLY_MASKED,
+        "fused kernels": attention.FAST,
+        "structure": structure.STRUCTURE,
+        "precision": precision.PRECISION,
+    },
+    reported.STRUCTURE,
+)
+TRAINING = merged(training.CATALOGUE, optimizer.CATALOGUE, reported_training.CATALOGUE)
+SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
+EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]  # only hypotheses
 
 
 @cache
-def parts() -> Mapping[str, list[Mistake]]:
+def parts() -> Parts:
     """Return the whole catalogue, by what the mistakes are about."""
     return {**FORWARD, **STRUCTURE, **TRAINING, "decoding": SEARCH}
 

@@ -53,6 +53,20 @@ REORDERED = {
 NONE = {"numpy": "-np.inf", "torch": "-torch.inf", "jax": "-jnp.inf", "tf": "none"}
 PENALISED = "best / penalties[n]"
 
+TWICE_THE_BEAM = together(
+    instead(
+        "search",
+        {
+            "numpy": "-np.inf)[:, :beam_size]",
+            "torch": "-torch.inf)[:, :beam_size]",
+            "jax": "-jnp.inf)[:, :beam_size]",
+            "tf": "none)[:, :beam_size]",
+        },
+        **{port: f"{none})" for port, none in NONE.items()},
+    ),
+    instead("search", "candidates[:, :beam_size]]", "candidates]"),
+)
+
 CATALOGUE = [
     cached("every position is the first", instead("transformer", "cache.positions[n]", "cache.positions[n * 0]")),
     own("every position is one late", instead("transformer", "cache.positions[n]", "cache.positions[n - 1]")),
@@ -198,18 +212,6 @@ CATALOGUE = [
     beam(
         "hypotheses outside the beam may end",
         TOKENS,
-        together(
-            instead(
-                "search",
-                {
-                    "numpy": "-np.inf)[:, :beam_size]",
-                    "torch": "-torch.inf)[:, :beam_size]",
-                    "jax": "-jnp.inf)[:, :beam_size]",
-                    "tf": "none)[:, :beam_size]",
-                },
-                **{port: f"{none})" for port, none in NONE.items()},
-            ),
-            instead("search", "candidates[:, :beam_size]]", "candidates]"),
-        ),
+        TWICE_THE_BEAM,
     ),
 ]

@@ -25,6 +25,8 @@ GRADIENTS = replace(
     ),
     inputs={name: ids[:, :7] for name, ids in _PAPER.inputs.items()},
 )
+LATE_START = {**GRADIENTS.inputs, "target_ids": GRADIENTS.inputs["target_ids"].copy()}
+LATE_START["target_ids"][:, 0] = GRADIENTS.config.pad_id  # as in Marian, whose start symbol is padding
 
 
 def steps(name: str, kind: str = "uniform", **settings: Any) -> Case:
@@ -38,6 +40,7 @@ CASES = {
     case.name: case
     for case in (
         GRADIENTS,
+        replace(GRADIENTS, name="gradients/starts_with_padding", inputs=LATE_START),
         steps("steps"),
         steps("steps/off_target", "off_target"),
         steps("steps/off_target_and_pad", "off_target_and_pad"),

@@ -77,7 +77,12 @@ class Port:
         raise NotImplementedError
 
     def start_training(self, settings: TrainingConfig) -> None:
-        """Make an Adam optimizer; ``settings.learning_rate(step, d_model)`` is the rate of step 1, 2, ..."""
+        """Make an Adam optimizer; ``settings.learning_rate(step, d_model)`` is the rate of step 1, 2, ...
+
+        Where ``settings.clip_norm`` is no None, the whole gradient is scaled down to that norm: a port without clipping
+        leaves the case ``steps/port_clipped`` out. ``settings.accumulation_steps`` asks for slices of a batch, and for
+        the step of the whole batch: a port may take it at once.
+        """
         raise NotImplementedError
 
     def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:

@@ -92,8 +92,11 @@ class MyPort(Port):
 
     def start_training(self, settings: TrainingConfig) -> None:
         """Make an Adam optimizer."""
+        # settings.clip_norm is the largest norm of the whole gradient, or None. settings.accumulation_steps is in how
+        # many slices a batch may be computed; the step is that of the whole batch.
         self.settings, self.step = settings, 0
-        adam = optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon)
+        clip = optax.identity() if settings.clip_norm is None else optax.clip_by_global_norm(settings.clip_norm)
+        adam = optax.chain(clip, optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon))
 
         @jax.jit
         def update(arrays: Arrays, state: Any, gradients: Arrays, rate: float) -> tuple[Arrays, Any]:

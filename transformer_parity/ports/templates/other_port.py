@@ -62,6 +62,8 @@ class MyPort(Port):
         """Make an Adam optimizer."""
         # Epsilon is added to the root of the corrected second moment, as in Kingma and Ba's Algorithm 1. The rate of
         # step n, counted from 1, is settings.learning_rate(n, self.config.d_model).
+        # settings.clip_norm is the largest norm of the whole gradient, or None. settings.accumulation_steps is in how
+        # many slices a batch may be computed; the step is that of the whole batch.
         self.trainer = reference_numpy.Trainer(self.model, settings)
 
     def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:

@@ -90,6 +90,8 @@ class MyPort(Port):
 
     def start_training(self, settings: TrainingConfig) -> None:
         """Make an Adam optimizer."""
+        # settings.clip_norm is the largest norm of the whole gradient, or None. settings.accumulation_steps is in how
+        # many slices a batch may be computed; the step is that of the whole batch.
         # Not keras.optimizers.Adam: it corrects the moments in float32, which twenty steps in float64 show.
         self.settings, self.step = settings, 0
         self.first = {name: tf.zeros_like(variable) for name, variable in self.parameters.items()}
@@ -100,6 +102,9 @@ class MyPort(Port):
         self.step += 1  # the schedule counts from 1
         settings, step = self.settings, self.step
         loss, gradients, _ = self._differentiate(source_ids, target_ids, labels, {})
+        if settings.clip_norm is not None:
+            clipped, _ = tf.clip_by_global_norm([*gradients.values()], settings.clip_norm)
+            gradients = dict(zip(gradients, clipped, strict=True))
         rate = settings.learning_rate(step, self.config.d_model)
         for name, gradient in gradients.items():
             self.first[name] += (1 - settings.beta1) * (gradient - self.first[name])

@@ -94,6 +94,8 @@ class MyPort(Port):
 
     def start_training(self, settings: TrainingConfig) -> None:
         """Make an Adam optimizer."""
+        # settings.clip_norm is the largest norm of the whole gradient, or None. settings.accumulation_steps is in how
+        # many slices a batch may be computed; the step is that of the whole batch.
         self.settings, self.step = settings, 0
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), betas=(settings.beta1, settings.beta2), eps=settings.epsilon
@@ -107,6 +109,9 @@ class MyPort(Port):
         self.optimizer.zero_grad()
         loss = self._loss(source_ids, target_ids, labels)
         loss.backward()
+        if (most := self.settings.clip_norm) is not None:  # clip_grad_norm_ adds 1e-6, which shows in float64
+            gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            torch._foreach_mul_(gradients, most / torch.nn.utils.get_total_norm(gradients).clamp(min=most))
         self.optimizer.step()
         return loss.item()
 

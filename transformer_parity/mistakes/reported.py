@@ -1,0 +1,567 @@
+"""Mistakes of the model that were reported in threads of published ports, by part; each with the thread it is from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.mistakes.attention import ZEROED, forbidden
+from transformer_parity.mistakes.layers import ANSWERED, ATTENDED, POSITIONED, SUM, norm
+from transformer_parity.mistakes.mistake import (
+    ALL,
+    CAUSAL,
+    CROSS,
+    ENCODER,
+    SELF,
+    SOURCE,
+    TARGET,
+    Edits,
+    Mistake,
+    instead,
+    together,
+)
+from transformer_parity.mistakes.structure import LOGITS
+
+# Lines that more than one mistake touches.
+ALLOWED = {
+    "numpy": "np.fmin(scores, np.where(mask, infinity, -infinity), out=out)",
+    "torch": "scores.masked_fill(~mask, torch.finfo(scores.dtype).min)",
+    "jax": "jnp.where(mask, wide, jnp.finfo(wide.dtype).min)",
+    "tf": "tf.where(mask, wide, tf.constant(wide.dtype.min, wide.dtype))",
+}
+MASKED = "masked_softmax(scores, mask"
+CROSS_MASK = "cross_mask = source_mask[:, None, None, :]"
+ADD_AND_NORM = {**dict.fromkeys(ALL, ATTENDED), "numpy": f"{SUM}attended)"}
+NORM_TAP = ' x = tap("self_attention_norm.output", '
+VECTORS = {
+    "numpy": "self.vectors(x.shape[1]).astype",
+    "torch": "encoding = self.vectors(x.shape[1], x.device)",
+    "jax": "encoding = self.vectors(x.shape[1])",
+    "tf": "encoding = self.vectors(keras.ops.shape(x)[1])",
+}
+WAVES = {
+    "numpy": "(np.sin(angles), np.cos(angles))",
+    "torch": "(angles.sin(), angles.cos())",
+    "jax": "(np.sin(angles), np.cos(angles))",
+    "tf": "(tf.sin(angles), tf.cos(angles))",
+}
+OUTPUT = {**dict.fromkeys(ALL, "self.output_proj(self.dropout(inner))")}
+OUTPUT["numpy"] = "self.output_proj(self.dropout(inner, rng, tap))"
+RELU = {"numpy": '"relu": relu,', "torch": '"relu": F.relu', "jax": '"relu": jax.nn.relu', "tf": '"relu": tf.nn.relu'}
+TF_LOGITS = 'tap("logits", self.output_proj(x, table=tf.convert_to_tensor(self.target_embedding.table)))'
+LOG_SOFTMAX = {"numpy": "log_softmax", "torch": "nn.functional.log_softmax", "jax": "jax.nn.log_softmax"}
+
+
+def selected(yes: str, no: str, mask: str) -> dict[str, str]:
+    """Return how each package takes one expression where a mask [B, L] is True, and another elsewhere."""
+    where = {"numpy": "np.where", "torch": "torch.where", "jax": "jnp.where", "tf": "tf.where"}
+    return {port: f"{function}({mask}[..., None], {yes}, {no})" for port, function in where.items()}
+
+
+def rectified(projection: str, x: str) -> Edits:
+    """Return edits that apply a ReLU to one of the attention's projections."""
+    projected = f"self.{projection}({x})"
+    return instead(
+        "attention",
+        projected,
+        numpy=f"np.maximum({projected}, 0.0)",
+        torch=f"{projected}.relu()",
+        jax=f"jax.nn.relu({projected})",
+        tf=f"tf.nn.relu({projected})",
+    )
+
+
+def activated(numpy: str, tf: str, of_x: str) -> Edits:
+    """Return edits that replace the ReLU; ``of_x`` is the formula in the other two packages, with ``{m}`` for math."""
+    return {
+        **instead("functional", RELU, numpy=numpy),
+        **instead(
+            "layers",
+            RELU,
+            torch=f'"relu": lambda x: {of_x.format(m="torch")}',
+            jax=f'"relu": lambda x: {of_x.format(m="jax.lax")}',
+            tf=tf,
+        ),
+    }
+
+
+def in_numpy(old: str, new: str) -> Edits:
+    """Return an edit of the reference's functions that no port needs."""
+    return {"numpy": [("functional", old, new)], **{port: [] for port in ALL}}
+
+
+def log_probabilities(outside: bool) -> Edits:
+    """Return edits that return log-probabilities, outside or inside of the tap of the logits."""
+    edits: dict[str, list[tuple[str, str, str]]] = {}
+    for port, function in (*LOG_SOFTMAX.items(), ("tf", "tf.nn.log_softmax")):
+        old = TF_LOGITS if port == "tf" else LOGITS[port]
+        axis = ", -1" if port == "torch" else ""
+        inner = old.removeprefix('tap("logits", ').removesuffix(")")
+        new = f"{function}({old}{axis})" if outside else f'tap("logits", {function}({inner}{axis}))'
+        edits[port] = [("transformer", old, new)]
+    imported = "import Dropout\nfrom reference_numpy.functional import log_softmax\n"
+    edits["numpy"].insert(0, ("transformer", "import Dropout\n", imported))
+    return edits
+
+
+def unpacked_by_head(weights: Mapping[str, ndarray], num_heads: int = 3) -> dict[str, ndarray]:
+    """Read a packed projection [all queries, all keys, all values] as if each head had its three side by side."""
+    found = dict(weights)
+    for name in weights:
+        block, kind, rest = name.partition("query_proj.")
+        if kind:
+            names = [f"{block}{part}_proj.{rest}" for part in ("query", "key", "value")]
+            packed = np.concatenate([weights[part] for part in names], axis=-1)
+            by_head = packed.reshape(*packed.shape[:-1], num_heads, 3, -1)
+            for i, part in enumerate(names):
+                found[part] = np.ascontiguousarray(by_head[..., i, :]).reshape(weights[part].shape)
+    return found
+
+
+ORDER = """    if mask is not None:
+        batch, heads = scores.shape[:2]
+        rows = ({arange}(batch)[:, None] + batch * {arange}(heads)) // heads
+        mask = {taken}
+    if mask is None:"""
+
+CATALOGUE = {
+    "attention": [
+        # Kyubyong/transformer#4
+        Mistake(
+            "ReLU on the projections",
+            f"{SELF}.query",
+            together(
+                rectified("query_proj", "query"), rectified("key_proj", "memory"), rectified("value_proj", "memory")
+            ),
+        ),
+        # jadore801120/attention-is-all-you-need-pytorch#7, gazelle93/Transformer-Various-Positional-Encoding#1
+        Mistake(
+            "heads and sentences taken for each other when merged",
+            f"{SELF}.output",
+            {
+                **instead(
+                    "attention",
+                    "x.transpose(0, 2, 1, 3).reshape(",
+                    **dict.fromkeys(("numpy", "jax"), "x.transpose(1, 0, 2, 3).reshape("),
+                ),
+                **instead("attention", "x.transpose(1, 2).reshape(", torch="x.transpose(0, 1).reshape("),
+                **instead("attention", "tf.transpose(x, [0, 2, 1, 3])", tf="tf.transpose(x, [1, 0, 2, 3])"),
+            },
+        ),
+        # ml-explore/mlx#3382
+        Mistake(
+            "the cross-attention's query is not normed",
+            f"{CROSS}.query",
+            instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(attended, memory,"),
+        ),
+        # keitakurita/Practical_NLP_in_PyTorch#1
+        Mistake(
+            "cross-attention reads the target",
+            f"{CROSS}.key",
+            instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(x, x,"),
+            case="full/source_as_long_as_target",
+        ),
+    ],
+    "mask": [
+        # hyunwoongko/transformer#40
+        Mistake(
+            "the target's padding mask over the queries",
+            f"{CAUSAL}.weights",
+            instead("transformer", " & target_mask[:, None, None, :]", " & target_mask[:, None, :, None]"),
+        ),
+        Mistake(
+            "the source's padding mask over the queries",
+            f"{SELF}.weights",
+            instead(
+                "transformer",
+                "self.encoder(x, source_mask[:, None, None, :]",
+                "self.encoder(x, source_mask[:, None, :, None]",
+            ),
+        ),
+        # mlwithme/TransformerTranslation#6, InseeFrLab/torchTextClassifiers#92
+        Mistake(
+            "padding mask negated",
+            f"{SELF}.weights",
+            instead("transformer", "self.encoder(x, source_mask[", "self.encoder(x, (~source_mask)["),
+        ),
+        # opendilab/DI-engine#333
+        Mistake(
+            "no mask has an effect", f"{SELF}.weights", instead("attention", MASKED, "masked_softmax(scores, None")
+        ),
+        # mlverse/torch#1208
+        Mistake(
+            "a boolean mask added as numbers",
+            f"{SELF}.weights",
+            {
+                **together(
+                    instead(
+                        "layers",
+                        {port: ALLOWED[port] for port in ALL},
+                        torch="(scores + mask)",
+                        jax="wide + mask",
+                        tf="wide + tf.cast(mask, wide.dtype)",
+                    ),
+                    instead("layers", ZEROED, "weights"),
+                ),
+                **instead("functional", ALLOWED, numpy="scores + mask"),
+            },
+        ),
+        # huggingface/pytorch-image-models#2236, autosome-ru/vigg_ribonanza#1
+        Mistake(
+            "mask applied after the softmax",
+            f"{SELF}.weights",
+            {
+                **instead("layers", {port: ALLOWED[port] for port in ALL}, torch="scores", jax="wide", tf="wide"),
+                "numpy": [
+                    ("functional", ALLOWED["numpy"], "scores + 0.0"),
+                    (
+                        "functional",
+                        "    weights /= total\n    return weights",
+                        "    weights /= total\n    return weights if mask is None else weights * mask",
+                    ),
+                ],
+            },
+        ),
+        # Shujun-He/RibonanzaNet#5, awslabs/gluonts#1401
+        Mistake("forbidden scores are -1e-9", f"{SELF}.weights", forbidden("-1e-9")),
+        # lsdefine/attention-is-all-you-need-keras#36, sooftware/attentions#4
+        Mistake(
+            "masks repeated in another order than the heads",
+            f"{SELF}.weights",
+            {
+                **instead(
+                    "layers",
+                    "    if mask is None:",
+                    torch=ORDER.format(arange="torch.arange", taken="mask[rows, 0]"),
+                    jax=ORDER.format(arange="jnp.arange", taken="mask[rows, 0]"),
+                    tf=ORDER.format(arange="tf.range", taken="tf.gather(mask[:, 0], rows)"),
+                ),
+                "numpy": [
+                    (
+                        "functional",
+                        "np.where(mask, inf",
+                        "np.where(mask[(np.arange(len(scores))[:, None] + len(scores) * np.arange(scores.shape[1]))"
+                        " // scores.shape[1], 0], inf",
+                    )
+                ],
+            },
+        ),
+        # keras-team/keras-io#1964, Kamichanw/SeekDeeper#3
+        Mistake(
+            "cross-attention has the target's padding mask",
+            f"{CROSS}.weights",
+            instead("transformer", CROSS_MASK, CROSS_MASK.replace("source", "target")),
+            case="full/source_as_long_as_target",
+        ),
+        # keras-team/keras-io#1046
+        Mistake(
+            "cross-attention is causal",
+            f"{CROSS}.weights",
+            instead("transformer", CROSS_MASK, f"{CROSS_MASK} & causal_mask(target_ids.shape[1])"),
+            case="full/source_as_long_as_target",
+        ),
+        # keras-team/keras-hub#137
+        Mistake(
+            "only the first layer has the mask",
+            "encoder.layers.1.self_attention.weights",
+            {
+                **instead("encoder", "layer(x, mask, within", "layer(x, None if i else mask, within"),
+                **instead("encoder", "layer(x, mask=mask, tap", tf="layer(x, mask=None if i else mask, tap"),
+            },
+        ),
+    ],
+    "norm": [
+        # Qualcomm-AI-research/geometric-algebra-transformer#8
+        Mistake(
+            "normalised over the whole sentence",
+            f"{SELF}_norm.output",
+            norm(
+                numpy="(x - x.mean((1, 2), keepdims=True)) / (x.var((1, 2), keepdims=True) + self.epsilon) ** 0.5",
+                torch="(x - x.mean((1, 2), True)) / (x.var((1, 2), correction=0, keepdim=True) + self.eps).sqrt()",
+                tf="(x - tf.reduce_mean(x, (1, 2), True))"
+                " / (tf.math.reduce_variance(x, (1, 2), True) + self.epsilon) ** 0.5",
+            ),
+        ),
+        # jadore801120/attention-is-all-you-need-pytorch#17, OpenNMT/OpenNMT-tf#6
+        Mistake(
+            "normalised over the positions",
+            f"{SELF}_norm.output",
+            norm(
+                numpy="(x - x.mean(1, keepdims=True)) / (x.var(1, keepdims=True) + self.epsilon) ** 0.5",
+                torch="(x - x.mean(1, True)) / (x.var(1, correction=0, keepdim=True) + self.eps).sqrt()",
+                tf="(x - tf.reduce_mean(x, 1, True)) / (tf.math.reduce_variance(x, 1, True) + self.epsilon) ** 0.5",
+            ),
+        ),
+        # ml-explore/mlx#1636
+        Mistake(
+            "one norm for two sub-layers",
+            f"{CROSS}_norm.output",
+            instead("decoder", "self.cross_attention_norm(x + ", SUM),
+        ),
+        # k2-fsa/snowfall#184, Helsinki-NLP/mammoth#3
+        Mistake(
+            "normed twice",
+            f"{SELF}_norm.output",
+            instead(
+                "encoder",
+                ADD_AND_NORM,
+                **{port: f"self.self_attention_norm({text})" for port, text in ADD_AND_NORM.items()},
+            ),
+        ),
+        # facebookresearch/xformers#233
+        Mistake(
+            "only the query is normed",
+            f"{SELF}.key",
+            instead("encoder", "self.self_attention(normed, normed, mask", "self.self_attention(normed, x, mask"),
+            case="full/deeper_decoder",
+        ),
+    ],
+    "residual": [
+        # kyegomez/BitNet#32, LeeSureman/Flat-Lattice-Transformer#34
+        Mistake(
+            "a sub-layer's output added to itself",
+            f"{SELF}_norm.output",
+            instead("encoder", SUM, "self.self_attention_norm(attended + "),
+        ),
+        # harvardnlp/annotated-transformer#110: the tap is that of the norm alone
+        Mistake(
+            "norm before the sum, in its tap too",
+            f"{SELF}_norm.output",
+            instead(
+                "encoder",
+                {port: f"{NORM_TAP}{text}" for port, text in ADD_AND_NORM.items()},
+                f"{NORM_TAP.replace('=', '= x +')}self.self_attention_norm(attended)",
+            ),
+        ),
+        # facebookresearch/multimodal#317
+        Mistake(
+            "feed-forward adds what was not normed",
+            f"{ENCODER}.feed_forward_norm.output",
+            together(
+                instead("encoder", f"{NORM_TAP}{SUM}", f" y = x + attended\n            {NORM_TAP.lstrip()}{SUM}"),
+                instead("encoder", "self.feed_forward_norm(x + ", "self.feed_forward_norm(y + "),
+            ),
+        ),
+        # Howuhh/faster-trajectory-transformer#3, tracel-ai/burn#1056, pytorch/pytorch#61165
+        Mistake(
+            "pre-norm that adds the normed input",
+            f"{ENCODER}.feed_forward_norm.output",
+            instead(
+                "encoder", "x = x + self.dropout(self.self_attention", "x = normed + self.dropout(self.self_attention"
+            ),
+            case="full/deeper_decoder",
+        ),
+    ],
+    "embedding": [
+        # SamLynnEvans/Transformer#7, shenweichen/DeepCTR#379, dmlc/gluon-nlp#178
+        Mistake(
+            "each channel has a wavelength of its own",
+            SOURCE,
+            together(
+                instead("embedding", " / steps)", " * 2 / steps)"),
+                instead(
+                    "embedding",
+                    WAVES,
+                    numpy="(np.sin(angles), np.cos(angles * 10000.0 ** (-1 / steps)))",
+                    torch="(angles.sin(), (angles * 10000.0 ** (-1 / steps)).cos())",
+                    jax="(np.sin(angles), np.cos(angles * 10000.0 ** (-1 / steps)))",
+                    tf="(tf.sin(angles), tf.cos(angles * tf.constant(10000.0 ** (-1 / steps), tf.float64)))",
+                ),
+            ),
+        ),
+        # zju3dv/LoFTR#41: the factor of the exponent, -log(10000) / d_model, floored to -1
+        Mistake(
+            "wavelengths from a floored exponent",
+            SOURCE,
+            instead("embedding", "10000.0 ** (", "math.exp(2.0 * steps) ** ("),
+        ),
+        # huggingface/transformers#11724
+        Mistake(
+            "the cosine of what already is a sine",
+            SOURCE,
+            instead(
+                "embedding",
+                WAVES,
+                numpy="(np.sin(angles), np.cos(np.hstack([np.sin(angles[:, 1::2]), angles[:, m // 2 :]])))",
+                torch="(angles.sin(), torch.hstack([angles[:, 1::2].sin(), angles[:, m // 2 :]]).cos())",
+                jax="(np.sin(angles), np.cos(np.hstack([np.sin(angles[:, 1::2]), angles[:, m // 2 :]])))",
+                tf="(tf.sin(angles), tf.cos(tf.concat([tf.sin(angles[:, 1::2]), angles[:, m // 2 :]], -1)))",
+            ),
+            case="preset/marian",
+        ),
+        # cmu-l3/anlp-fall2025-code#1, KasperGroesLudvigsen/influenza_transformer#9
+        Mistake(
+            "positions count the sentences",
+            SOURCE,
+            instead(
+                "embedding",
+                VECTORS,
+                numpy="self.vectors(x.shape[0])[:, None].astype",
+                torch="encoding = self.vectors(x.shape[0], x.device)[:, None]",
+                jax="encoding = self.vectors(x.shape[0])[:, None]",
+                tf="encoding = self.vectors(keras.ops.shape(x)[0])[:, None]",
+            ),
+        ),
+        # DiffPoseTalk/DiffPoseTalk#20
+        Mistake(
+            "every position is that of the length",
+            SOURCE,
+            instead(
+                "embedding",
+                VECTORS,
+                numpy="self.vectors(x.shape[1] + 1)[-1].astype",
+                torch="encoding = self.vectors(x.shape[1] + 1, x.device)[-1]",
+                jax="encoding = self.vectors(x.shape[1] + 1)[-1]",
+                tf="encoding = self.vectors(keras.ops.shape(x)[1] + 1)[-1]",
+            ),
+        ),
+        # bytedance/lightseq#144
+        Mistake(
+            "padding has no position",
+            SOURCE,
+            together(
+                instead(
+                    "transformer",
+                    POSITIONED,
+                    **selected(POSITIONED, "self.source_embedding(source_ids)", "source_mask"),
+                ),
+                instead(
+                    "transformer", ANSWERED, **selected(ANSWERED, "self.target_embedding(target_ids)", "target_mask")
+                ),
+            ),
+        ),
+        # tensorflow/models#10354
+        Mistake(
+            "the start symbol has a zero vector",
+            TARGET,
+            instead(
+                "transformer",
+                "self.target_embedding(target_ids)",
+                numpy="self.target_embedding(target_ids) * (np.arange(target_ids.shape[1]) > 0)[:, None]",
+                torch="self.target_embedding(target_ids) * (torch.arange(target_ids.shape[1]) > 0)[:, None]",
+                jax="self.target_embedding(target_ids) * (jnp.arange(target_ids.shape[1]) > 0)[:, None]",
+                tf="self.target_embedding(target_ids)"
+                " * tf.cast(tf.range(target_ids.shape[1]) > 0, self.compute_dtype)[:, None]",
+            ),
+        ),
+        # jadore801120/attention-is-all-you-need-pytorch#138
+        Mistake(
+            "logits over sqrt(d_model)",
+            "logits",
+            instead("transformer", "self.output_proj(x,", "self.output_proj(x * self.config.d_model**-0.5,"),
+        ),
+    ],
+    "feed-forward": [
+        # goruck/nilm#1
+        Mistake(
+            "activation after the second matrix",
+            f"{ENCODER}.feed_forward.inner",
+            together(
+                instead("feed_forward", "self.activation(self.inner_proj(x))", "self.inner_proj(x)"),
+                instead("feed_forward", OUTPUT, **{port: f"self.activation({text})" for port, text in OUTPUT.items()}),
+            ),
+        ),
+        # namedtensor/notation#72
+        Mistake(
+            "activation after both matrices",
+            f"{ENCODER}.feed_forward.output",
+            instead("feed_forward", OUTPUT, **{port: f"self.activation({text})" for port, text in OUTPUT.items()}),
+        ),
+        # keras-team/keras-hub#1284: its constants are rounded to float32
+        Mistake(
+            "Keras' GELU for ReLU",
+            f"{ENCODER}.feed_forward.inner",
+            together(
+                activated('"relu": gelu,', '"relu": tf.nn.gelu', "x * (0.5 * (1.0 + {m}.erf(x * 0.7071067690849304)))"),
+                in_numpy("_erf(x * math.sqrt(0.5))", "_erf(x * 0.7071067690849304)"),
+            ),
+        ),
+        Mistake(
+            "Keras' tanh-GELU for ReLU",
+            f"{ENCODER}.feed_forward.inner",
+            together(
+                activated(
+                    '"relu": gelu_tanh,',
+                    '"relu": lambda x: tf.nn.gelu(x, approximate=True)',
+                    "0.5 * x * (1.0 + {m}.tanh(0.7978845608028654 * (x + 0.044714998453855515 * x * x * x)))",
+                ),
+                in_numpy("(x + 0.044715 * x", "(x + 0.044714998453855515 * x"),
+            ),
+        ),
+    ],
+}
+
+STRUCTURE = {
+    "weights": [
+        # awslabs/slapo#46, Lightning-AI/litgpt#1013: with three heads its own inverse
+        Mistake(
+            "packed projections taken apart by head", f"{SELF}.query", convert=unpacked_by_head, case="preset/torch"
+        ),
+    ],
+    "edge cases": [
+        # urvashik/knnlm#6; TensorFlow refuses what becomes negative
+        Mistake(
+            "ids in int16",
+            SOURCE,
+            instead(
+                "embedding",
+                {"numpy": "self.table[ids]", "torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]"},
+                numpy='self.table[ids.astype("int16")]',
+                torch="self.table[ids.short().long()]",
+                jax='self.table[ids.astype("int16").astype("int32")]',
+            ),
+            case="full/large_vocabulary",
+            unseen=("full/padded",),
+        ),
+    ],
+    "structure": [
+        # hkproj/pytorch-transformer#7
+        Mistake("log-probabilities for logits", "output", log_probabilities(outside=True)),
+        Mistake("log-probabilities for logits, in their tap too", "logits", log_probabilities(outside=False)),
+    ],
+}
+
+
+def everywhere(new: str, old: str = "{norm}(x + {y})") -> Edits:
+    """Return edits of every residual connection of the reference, as in ``forward``; ``{name}`` is the sub-layer's."""
+    edits = []
+    for stack, names in (
+        ("encoder", ["self_attention", "feed_forward"]),
+        ("decoder", ["self_attention", "cross_attention", "feed_forward"]),
+    ):
+        for name in names:
+            y = "transformed" if name == "feed_forward" else "attended"
+            words = {"norm": f"self.{name}_norm", "y": y, "name": name}
+            edits.append((stack, old.format(**words), new.format(**words)))
+    return {"numpy": edits}
+
+
+# What is planted in one place above: whole models have it in all. Only hypotheses.
+EVERYWHERE = [
+    Mistake(
+        "norm before the sum, in every sub-layer and its tap",
+        "",
+        everywhere('x + tap("{name}_norm.output", {norm}({y}))', 'tap("{name}_norm.output", {norm}(x + {y}))'),
+    ),
+    Mistake("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
+    Mistake("normed twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
+    Mistake("all padding masks negated", "", {"numpy": [("masks", "return ids != pad_id", "return ids == pad_id")]}),
+    Mistake(
+        "pre-norm that adds the normed input, in every sub-layer",
+        "",
+        {
+            "numpy": [
+                *(
+                    ("encoder", f"x = x + self.dropout(self.{name}", f"x = normed + self.dropout(self.{name}")
+                    for name in ("self_attention", "feed_forward")
+                ),
+                *(
+                    ("decoder", f"x = x + self.dropout({name}", f"x = normed + self.dropout({name}")
+                    for name in ("attended", "self.cross_attention", "self.feed_forward")
+                ),
+            ]
+        },
+    ),
+]

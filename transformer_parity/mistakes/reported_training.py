@@ -1,0 +1,317 @@
+"""Mistakes of training and search that were reported in threads of published ports; each with its thread."""
+
+from __future__ import annotations
+
+from transformer_parity.compare.outputs import TOKENS
+from transformer_parity.mistakes.mistake import Edits, Mistake, instead, together
+from transformer_parity.mistakes.optimizer import KERNEL, adam, rate
+from transformer_parity.mistakes.search import TWICE_THE_BEAM, beam, cached, greedy
+from transformer_parity.mistakes.training import (
+    LOSS,
+    ROW,
+    SUM,
+    TABLE,
+    WEIGHT,
+    by_hand,
+    in_training,
+)
+
+COUNTED = {"torch": "losses.masked_fill(~counted, 0.0)", "jax": "jnp.where(counted, losses, 0.0)"}
+SMOOTHED = "counted, losses, -smoothing / classes * spread)"
+STOP = {"jax": "__import__('jax').lax.stop_gradient", "tf": "tf.stop_gradient"}
+PLANNED = "        length_penalty_kind,\n    )\n"
+ONE_MORE = (
+    "    penalties = ((6.0 + __import__('numpy').arange(len(plan.penalties))) / 6.0) ** length_penalty\n"
+    "    plan = __import__('dataclasses').replace(plan, penalties=penalties)\n"
+)
+CORRECTED = "m / (1.0 - settings.beta1**self.step)\n" + 16 * " " + "v_hat = v / (1.0 - settings.beta2**self.step)"
+TOTALS = {
+    **dict.fromkeys(("numpy", "jax"), "alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)"),
+    "torch": "alive[:, :, None] + log_probabilities.view(batch, beam_size, vocabulary)",
+    "tf": "state.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])",
+}
+CUT = "({} == n)[:, None, None] & ({}(vocabulary) != config.eos_id)"
+SELF_MASK = "self_mask = cache.self_mask[..., : cache.length + 1]"
+
+
+def where_none_has_ended(within: str) -> Edits:
+    """Return edits by which what is cut off at the maximum length is finished only where nothing else is.
+
+    Args:
+        within: Which of the continuations [B, 2K] may say the end symbol.
+    """
+    comment = "# 2. Of those within the beam that end, keep the best.\n"
+    kept = "(finished > -9e9).any(1) | said.any(1)"
+    lines = (
+        "said_anywhere = token == config.eos_id",
+        f"said = said_anywhere{within}",
+        "none_has = ~({})[:, None]",
+        comment,
+    )
+    widths = {"numpy": 8, "torch": 12, "jax": 8, "tf": 4}
+    ended = {**dict.fromkeys(widths, kept), "tf": "tf.reduce_any(state.finished > -9e9, 1) | tf.reduce_any(said, 1)"}
+    return together(
+        instead(
+            "search",
+            comment,
+            **{port: f"\n{width * ' '}".join(lines).format(ended[port]) for port, width in widths.items()},
+        ),
+        instead(
+            "search",
+            {**dict.fromkeys(widths, "where(ends, best"), "torch": ".where(ends"},
+            **{
+                **dict.fromkeys(widths, "where(ends & (said_anywhere | none_has), best"),
+                "torch": ".where(ends & (said_anywhere | none_has)",
+            },
+        ),
+    )
+
+
+def no_gradient_of(rows: dict[str, str]) -> Edits:
+    """Return edits that give the padding row of a table no gradient where it is looked up."""
+    return together(
+        instead("embedding", "self.multiplier = ", "self.pad_id = config.pad_id\n        self.multiplier = "),
+        instead("embedding", {"numpy": "self.table[ids]", **ROW}, **{"numpy": "self.table[ids]", **rows}),
+    )
+
+
+CATALOGUE = {
+    "gradient": [
+        # pytorch/pytorch#26302, facebookresearch/fairseq#4633: padding_idx, where Marian's start symbol is padding
+        Mistake(
+            "no gradient of the padding row",
+            f"of {TABLE}",
+            by_hand(
+                no_gradient_of(
+                    {
+                        "torch": "F.embedding(ids, self.table, padding_idx=self.pad_id)",
+                        "jax": f"jnp.where((ids == self.pad_id)[..., None], {STOP['jax']}({ROW['jax']}), {ROW['jax']})",
+                        "tf": f"tf.where((ids == self.pad_id)[..., None], {STOP['tf']}({ROW['tf']}), {ROW['tf']})",
+                    }
+                ),
+                ("of_vectors * embedding", "of_vectors * (ids != embedding.pad_id)[..., None] * embedding"),
+            ),
+            case="gradients/starts_with_padding",
+        ),
+    ],
+    "loss": [
+        # pytorch/pytorch#73205
+        Mistake(
+            "padding counts in the smoothing",
+            LOSS,
+            by_hand(
+                in_training(
+                    (COUNTED["torch"], f"torch.where({SMOOTHED}"),
+                    (COUNTED["jax"], f"jnp.where({SMOOTHED}"),
+                    ("tf.where(counted, losses, 0.0)", f"tf.where({SMOOTHED}"),
+                    ("np.where(counted, losses, 0.0)", f"np.where({SMOOTHED}"),
+                ),
+                (
+                    "of_logits[labels == config.pad_id] = 0.0",
+                    "padded = labels == config.pad_id\n"
+                    "    of_logits[padded] = smoothing * (of_logits + wanted)[padded] - share",
+                ),
+            ),
+            case="steps",
+        ),
+        # OpenNMT/OpenNMT-py#526
+        Mistake(
+            "averaged over the sentences",
+            LOSS,
+            in_training(
+                ("(batch[2] != self.model.config.pad_id)", "(batch[2] != self.model.config.pad_id).any(1)"),
+                (SUM["jax"], SUM["jax"].replace("counted.sum()", "counted.any(1).sum()")),
+                (SUM["tf"], SUM["tf"].replace("nonzero(counted", "nonzero(tf.reduce_any(counted, 1)")),
+                ("counted.sum()", "counted.any(1).sum()"),
+            ),
+            case="steps",
+        ),
+    ],
+    "schedule": [
+        # marian-nmt/marian#156
+        Mistake(
+            "no warm-up in the first step",
+            WEIGHT,
+            rate(
+                "settings.learning_rate_factor * (self.model.config.d_model * settings.warmup_steps) ** -0.5"
+                " if (n == 1) else settings.learning_rate(n, self.model.config.d_model)"
+            ),
+            case="steps",
+        ),
+        # EleutherAI/gpt-neox#1379, karpathy/nanoGPT#578
+        Mistake(
+            "steps counted from 0",
+            WEIGHT,
+            rate("0.0 if (n == 1) else settings.learning_rate(n - 1, self.model.config.d_model)"),
+            case="steps",
+        ),
+    ],
+    "Adam": [
+        # google-research/bert#153
+        Mistake(
+            "neither moment corrected",
+            WEIGHT,
+            adam(
+                (
+                    CORRECTED,
+                    "m\n                v_hat = v",
+                ),
+                (
+                    'm / numbers["first_correction"]\n        v_hat = v / numbers["second_correction"]',
+                    "m\n        v_hat = v",
+                ),
+                ("(m / correction1) / (tf.sqrt(v / correction2)", "m / (tf.sqrt(v)"),
+                (
+                    CORRECTED,
+                    "m\n                v_hat = v",
+                ),
+            ),
+            case="steps",
+        ),
+        # nntrainer/nntrainer#3565, aiqm/torchani#261
+        Mistake(
+            "decoupled weight decay left on",
+            WEIGHT,
+            in_training(
+                ("torch.optim.Adam(", "torch.optim.AdamW("),
+                (
+                    'return parameter - numbers["learning_rate"] *',
+                    'return parameter * (1.0 - 0.01 * numbers["learning_rate"]) - numbers["learning_rate"] *',
+                ),
+                (KERNEL, f"parameter.assign(parameter * (1.0 - 0.01 * learning_rate))\n            {KERNEL}"),
+                (
+                    "theta -= learning_rate *",
+                    "theta *= 1.0 - 0.01 * learning_rate\n                theta -= learning_rate *",
+                ),
+            ),
+            case="steps",
+        ),
+    ],
+    "accumulation": [
+        # agokrani/distillKitPlus#5
+        Mistake(
+            "sum of the slices' means",
+            LOSS,
+            in_training(
+                ("total, _ = self._loss(self.model, part)", "total, tokens = self._loss(self.model, part)"),
+                (
+                    "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",
+                    "mean, of_mean = jax.tree.map(lambda x: x / tokens, (total, gradient))\n"
+                    "            return jax.tree.map(jnp.add, sums, (mean, 0, of_mean)), None",
+                ),
+                (
+                    "return (loss, tokens), _differentiate(tape, loss, [*parameters(model).values()])",
+                    "count = tf.cast(tokens, loss.dtype)\n"
+                    "            of_sum = _differentiate(tape, loss, [*parameters(model).values()])\n"
+                    "            return (loss / count, tf.constant(0)), [g / count for g in of_sum]",
+                ),
+                (
+                    "loss, tokens = loss + part_loss, tokens + part_tokens",
+                    "count = max(int(part_tokens), 1)\n"
+                    "            of_parameters = {name: array / count for name, array in of_parameters.items()}\n"
+                    "            loss = loss + part_loss / count",
+                ),
+            ),
+            case="steps/sliced",
+        ),
+    ],
+}
+
+SEARCH = [
+    # google/flax#5591, lucidrains/x-transformers#187: a causal mask of one row allows the first key alone
+    cached(
+        "only the first position is seen",
+        instead(
+            "decoder",
+            {
+                "numpy": SELF_MASK,
+                "torch": SELF_MASK,
+                **dict.fromkeys(("jax", "tf"), "layer(x, memory, cache.self_mask,"),
+            },
+            numpy=f"{SELF_MASK} & (np.arange(cache.length + 1) == 0)",
+            torch=f"{SELF_MASK} & (torch.arange(cache.length + 1) == 0)",
+            jax="layer(x, memory, cache.self_mask & (jnp.arange(cache.self_mask.shape[3]) == 0),",
+            tf="layer(x, memory, cache.self_mask & (tf.range(tf.shape(cache.self_mask)[3]) == 0),",
+        ),
+    ),
+    # OpenNMT/CTranslate2#832
+    beam(
+        "padding may be said",
+        TOKENS,
+        {
+            **instead("search", "    log_probabilities[:, config.pad_id] = -np.inf\n", numpy=""),
+            **instead("search", "    log_probabilities[:, config.pad_id] = -torch.inf\n", torch=""),
+            **instead(
+                "search",
+                "(token == config.pad_id) | (too_short & (token == config.eos_id))",
+                jax="too_short & (token == config.eos_id)",
+            ),
+            **instead(
+                "search",
+                "(ids == config.pad_id) | ((ids == config.eos_id) & too_short)",
+                tf="(ids == config.eos_id) & too_short",
+            ),
+        },
+    ),
+    # huggingface/transformers#5212
+    greedy(
+        "starts with the end symbol",
+        TOKENS,
+        instead(
+            "search",
+            {
+                "numpy": "np.full(len(source_ids), plan.start_id)",
+                "torch": "torch.full((batch,), plan.start_id",
+                "jax": "plan.start_id,\n        kind=kind",
+                "tf": "np.full(rows, plan.start_id",
+            },
+            numpy="np.full(len(source_ids), config.eos_id)",
+            torch="torch.full((batch,), config.eos_id",
+            jax="config.eos_id,\n        kind=kind",
+            tf="np.full(rows, config.eos_id",
+        ),
+    ),
+    # facebookresearch/ParlAI#2007
+    beam(
+        "all hypotheses begin alike",
+        TOKENS,
+        instead(
+            "search",
+            {
+                "numpy": "alive[:, 0] = 0.0",
+                "torch": "alive[:, 0] = 0.0",
+                "jax": "jnp.arange(beam_size) == 0",
+                "tf": "alive[limits > 0, 0] = 0.0",
+            },
+            numpy="alive[:] = 0.0",
+            torch="alive[:] = 0.0",
+            jax="jnp.arange(beam_size) >= 0",
+            tf="alive[limits > 0] = 0.0",
+        ),
+    ),
+    # huggingface/transformers#26624, vllm-project/vllm#2606
+    beam("the start symbol has a length", TOKENS, instead("search", PLANNED, f"{PLANNED}{ONE_MORE}")),
+    beam(
+        "length penalty n^alpha", TOKENS, instead("search", PLANNED, PLANNED.replace("length_penalty_kind", '"power"'))
+    ),
+    # PaddlePaddle/PaddleNLP#838: as in tensor2tensor
+    beam("a hypothesis that is cut off counts where none has ended", TOKENS, where_none_has_ended("[:, :beam_size]")),
+    beam(
+        "tensor2tensor's ends: within twice the beam, and cut off where none has ended",
+        TOKENS,
+        together(where_none_has_ended(""), TWICE_THE_BEAM),
+    ),
+    # huggingface/transformers#3908
+    beam(
+        "the end symbol is forced at the maximum length",
+        TOKENS,
+        instead(
+            "search",
+            TOTALS,
+            numpy=f"np.where({CUT.format('plan.limits', 'np.arange')}, -np.inf, {TOTALS['numpy']})",
+            torch=f"torch.where({CUT.format('limits', 'torch.arange')}, -torch.inf, {TOTALS['torch']})",
+            jax=f"jnp.where({CUT.format('limits', 'jnp.arange')}, -jnp.inf, {TOTALS['jax']})",
+            tf=f"tf.where({CUT.format('limits', 'tf.range')}, none, {TOTALS['tf']})",
+        ),
+    ),
+]
