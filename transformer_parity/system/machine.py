@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 def processor() -> str:
     with contextlib.suppress(OSError):
@@ -41,33 +43,30 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def held_bytes() -> int:
+    """Return the memory that this process holds."""
+    return psutil.Process().memory_info().rss
+
+
+CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")  # Linux alone lets a peak be forgotten,
+# and psutil neither does that nor reads the peak.
+
+
 def forget_peak() -> None:
-    """Let the peak of memory be counted from here; Linux alone can."""
+    """Let the peak of memory be counted from here, where the system can."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        CLEAR_REFS.write_text("5")
 
 
-def peak_bytes() -> int | None:
+def peak_bytes() -> int:
     """Return the most memory that this process has held, since its peak was forgotten where that is possible."""
-    if (bytes_held := _status("VmHWM")) is not None:
-        return bytes_held
+    with contextlib.suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
     if sys.platform == "win32":
-        return None
+        return psutil.Process().memory_info().peak_wset
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def held_bytes() -> int | None:
-    """Return the memory that this process holds; None where the system does not say."""
-    return _status("VmRSS")
-
-
-def _status(field: str) -> int | None:
-    """Return a number of bytes that Linux keeps of this process."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return 1024 * int(line.split()[1])
-    return None
