@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -15,13 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import reference_numpy as ref
 from reference_numpy.search_plan import SearchResult
 from transformer_parity.bench import imports, rounds
+from transformer_parity.bench.matrix_products import Products
 from transformer_parity.bench.measurements import Entry, Spread, fastest, ratio, verdict
-from transformer_parity.bench.participants import OURS, DecodePackage, ForwardPackage, Products, TrainPackage, others
+from transformer_parity.bench.participants import OURS, DecodePackage, ForwardPackage, TrainPackage, others
 from transformer_parity.bench.plots import draw_growth
 from transformer_parity.bench.run import work_title
 from transformer_parity.bench.tables import exponent
@@ -41,6 +42,8 @@ QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
     monkeypatch.setattr(rounds, "PAUSE", 0.0)
+    here = str(Path(__file__).parent)  # where processes find the participants of this file
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
 def parity(capsys, *arguments, task="decode"):
@@ -228,7 +231,7 @@ def test_products_lie_where_those_of_the_search_lie():
 # --- The rounds. ---
 
 
-class Racer:
+class Process:
     """Stands for a process: writes down what it is asked, and takes ever fewer seconds."""
 
     def __init__(self, name, asked, fails_at=None):
@@ -244,18 +247,19 @@ class Racer:
         self.asked.append(f"{self.entry.name} {method}")
         self.seconds -= method == "run"
         if self.seconds == self.fails_at:
-            raise rounds.RacerError("enough")
+            raise rounds.ParticipantError("enough")
         return rounds.Reply(method, self.seconds, 2.0 * self.seconds, int(self.seconds), 90)
 
 
-def test_everybody_is_warm_before_the_rounds_and_goes_first_in_turn():
+def test_all_are_warm_before_the_rounds_and_each_is_first_in_turn():
     asked: list[str] = []
-    a, b, c = racers = [Racer("a", asked), Racer("b", asked, fails_at=96.0), Racer("c", asked)]
-    judged = []
-    rounds.race(racers, SMALL, Path(), 4, lambda result, show: judged.append(result) or "", lambda name, doing: None)
+    a, b, c = processes = [Process("a", asked), Process("b", asked, fails_at=96.0), Process("c", asked)]
+    verified = []
+    verify = lambda result, show: verified.append(result) or ""  # noqa: E731
+    rounds.run_rounds(processes, SMALL, Path(), 4, verify, lambda name, doing: None)
     assert asked[:9] == [f"{name} {method}" for name in "abc" for method in ("load", "run", "run")]
     assert [entry[0] for entry in asked[9:]] == [*"abc", *"bca", *"ca", *"ac"]
-    assert len(judged) == len([entry for entry in asked if entry.endswith("run")]) - 1
+    assert len(verified) == len([entry for entry in asked if entry.endswith("run")]) - 1
     assert a.entry == Entry(
         "a",
         environment={"version": "1"},
@@ -274,7 +278,7 @@ def test_everybody_is_warm_before_the_rounds_and_goes_first_in_turn():
 
 
 def read(path):
-    """Return what came of the first race, and everything else."""
+    """Return the results of the first work, and everything else."""
     found = json.loads(path.read_text())
     return found["races"][0], found
 
@@ -389,33 +393,28 @@ def test_who_is_wrong_or_fails_gets_no_time(participant, code, reason, capsys, t
     assert everything["exit_code"] == code
 
 
-def test_ctrl_c_prints_what_is_there_and_leaves_no_process(tmp_path):
-    if os.name == "nt":  # which has no process groups to look into
-        return
-    arguments = [
-        "bench",
-        "decode",
-        *QUICK,
-        "--backends",
-        "numpy",
-        "--rounds",
-        "100000",
-        "--json",
-        str(tmp_path / "a.json"),
-    ]
+@pytest.mark.skipif(os.name == "nt", reason="sends signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_an_interruption_prints_what_is_there_and_leaves_no_process_and_no_file(number, tmp_path):
+    arguments = ["bench", "decode", *QUICK, "--backends", "numpy", "--rounds", "100000", "--json", tmp_path / "a.json"]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     errors = tmp_path / "errors"
     with errors.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "transformer_parity", *arguments],
+            [sys.executable, "-m", "transformer_parity", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            start_new_session=True,
+            env={**os.environ, "TMPDIR": str(temporary)},
         )
         deadline = time.monotonic() + 60
         while "round 3 of" not in errors.read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len(started) >= 3  # numpy, the matrix rate, and what ends these two if their parent is killed
+        assert [path.suffix for path in temporary.glob("*/*.*")] == [".safetensors"]
+        process.send_signal(number)
         printed, _ = process.communicate(timeout=60)
     assert process.returncode == 3, printed + errors.read_text()
     assert "interleaved rounds. Tokens and scores of every call of numpy agree" in printed
@@ -424,26 +423,21 @@ def test_ctrl_c_prints_what_is_there_and_leaves_no_process(tmp_path):
     report, everything = read(tmp_path / "a.json")
     assert everything["interrupted"]
     assert 2 <= len(report["participants"][0]["seconds"]) < 100
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    raise AssertionError("a process is left")
+    assert psutil.wait_procs(started, 10)[1] == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("transformer_parity.bench.run.race", interrupted)
+    monkeypatch.setattr("transformer_parity.bench.run.run_rounds", interrupted)
     code, printed, _ = parity(capsys, "--backends", "numpy")
     assert code == 3
     assert "FAILED    numpy: interrupted before it was timed" in printed
     assert "INTERRUPTED after 0 of 2 rounds." in printed
     assert "agree" not in printed
-    assert multiprocessing.active_children() == []
+    assert psutil.Process().children() == []
 
 
 @pytest.mark.parametrize(
@@ -513,16 +507,16 @@ def logits(work=FORWARD, dtype="float32"):
     return model(work.source_ids, work.target_ids).astype(np.float32)
 
 
-def test_logits_are_judged():
-    judge, right = ForwardVerifier(FORWARD, FORWARD.weights()), logits()
+def test_logits_are_verified():
+    verifier, right = ForwardVerifier(FORWARD, FORWARD.weights()), logits()
     for _ in range(2):
-        assert judge.verify(right, no_steps) == ""
-        assert judge.verify(logits(dtype="float64"), no_steps) == ""
+        assert verifier.verify(right, no_steps) == ""
+        assert verifier.verify(logits(dtype="float64"), no_steps) == ""
     pads = FORWARD.target_ids == FORWARD.config.pad_id
     pads[:, 0] = False
     assert pads.any()
     at_pads = np.where(pads[..., None], np.float32(7), right)
-    assert judge.verify(at_pads, no_steps) == ""  # nobody's business
+    assert verifier.verify(at_pads, no_steps) == ""  # nobody's business
     for wrong, reason in (
         (right * np.float32(1 + 1e-4), "the logits are off by 1.0e-04, and may be by"),
         (right[::-1], "the logits are off by"),
@@ -530,21 +524,21 @@ def test_logits_are_judged():
         (right * np.float32("nan"), "logits must be finite"),
     ):
         with pytest.raises(DisagreementError) as caught:
-            judge.verify(wrong, no_steps)
+            verifier.verify(wrong, no_steps)
         assert reason in str(caught.value)
 
 
-def test_losses_are_judged_step_by_step():
+def test_losses_are_verified_step_by_step():
     model = ref.Transformer.from_weights(TRAIN.config, TRAIN.weights())
     trainer = ref.Trainer(model, TRAIN.settings, SEED)
     losses = [float(trainer.train_step(TRAIN.source_ids, TRAIN.target_ids, TRAIN.labels).loss) for _ in range(6)]
     assert losses[-1] < 0.9 * losses[0]  # it learns: a step that changes nothing would show
-    judge = TrainVerifier(TRAIN, TRAIN.weights())
+    verifier = TrainVerifier(TRAIN, TRAIN.weights())
     for step, loss in reversed(list(enumerate(losses, 1))):
-        assert judge.verify((step, loss), no_steps) == ""
+        assert verifier.verify((step, loss), no_steps) == ""
     for wrong in ((2, losses[0]), (1, losses[0] * 1.001), (3, float("nan"))):
         with pytest.raises(DisagreementError, match=f"the loss of step {wrong[0]} is"):
-            judge.verify(wrong, no_steps)
+            verifier.verify(wrong, no_steps)
 
 
 def test_labels_are_the_next_tokens():
@@ -561,11 +555,11 @@ def test_dropout_is_the_papers():
     work = replace(TRAIN, dropout=0.3)
     rates = work.config.dropout
     assert (rates.embedding, rates.residual, rates.attention, rates.feed_forward) == (0.3, 0.3, 0.0, 0.0)
-    judge = TrainVerifier(work, work.weights())
+    verifier = TrainVerifier(work, work.weights())
     expected = TrainVerifier(work, work.weights())
     with pytest.raises(DisagreementError, match="off by"):
-        judge.verify((1, 1.0), no_steps)
-    expected.verify((1, judge._losses[0] * 1.05), no_steps)
+        verifier.verify((1, 1.0), no_steps)
+    expected.verify((1, verifier._losses[0] * 1.05), no_steps)
 
 
 @pytest.mark.parametrize("task", ["forward", "train"])
@@ -577,8 +571,8 @@ def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
     assert code == 0, printed + errors
     what = {"forward": "Logits", "train": "Losses"}[task]
     assert f"{what} of every call of numpy, torch, jax, tf agree with the float64 reference." in printed
-    race_found, _ = read(tmp_path / "a.json")
-    assert [entry["name"] for entry in race_found["participants"]] == ["numpy", "torch", "jax", "tf"]
+    found, _ = read(tmp_path / "a.json")
+    assert [entry["name"] for entry in found["participants"]] == ["numpy", "torch", "jax", "tf"]
     assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
 
 

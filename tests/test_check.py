@@ -11,11 +11,13 @@ import time
 from contextlib import nullcontext
 
 import numpy as np
+import psutil
 import pytest
 
 import reference_numpy as ref
 from transformer_parity.cases.standard import standard_cases
-from transformer_parity.check import processes
+from transformer_parity.check.one_port import Job
+from transformer_parity.check.processes import WORK, run_all
 from transformer_parity.cli.main import main
 from transformer_parity.compare.findings import Finding, Setting, exit_code, overall
 from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE
@@ -152,15 +154,13 @@ def test_ctrl_c_keeps_what_was_compared():
     assert "Traceback" not in printed
 
 
-def test_a_process_that_dies_is_a_finding_about_its_port(monkeypatch):
-    started = []
-    construct = processes._Worker.__init__
-    monkeypatch.setattr(processes._Worker, "__init__", lambda self, *a: (construct(self, *a), started.append(self))[0])
+def test_a_process_that_dies_is_a_finding_about_its_port():
     findings = []
-    for message in processes.run_all(["torch"], standard_cases(), Setting(("float64",))):
+    for message in run_all([Job("torch", standard_cases(), Setting(("float64",)))]):
         findings += message.findings
         if message.doing.endswith("feed_forward/relu"):
-            started[0].process.kill()
+            (process,) = [child for child in psutil.Process().children() if WORK in child.cmdline()]
+            process.kill()
     assert "the process ended with exit code" in findings[-1].detail
     assert exit_code(findings) == 3
 

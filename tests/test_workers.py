@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 import venv
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 import reference_numpy
 from transformer_parity.cases.case import ACTIVATIONS, Case, tiny
 from transformer_parity.cases.standard import port_cases, standard_cases
+from transformer_parity.check.one_port import Job
 from transformer_parity.check.processes import run_all
 from transformer_parity.compare.findings import Finding, Setting
 from transformer_parity.compare.verdict import AGREES, FAILED, SKIPPED
@@ -50,8 +52,12 @@ def write(tmp_path, monkeypatch):
     return write
 
 
-def compare(*names: str, cases=FORWARD, setting=FLOAT64, **options) -> list[Finding]:
-    messages = list(run_all(names, cases, setting, **options))
+def jobs(*names: str, cases=FORWARD, setting=FLOAT64) -> list[Job]:
+    return [Job(name, cases[name] if isinstance(cases, dict) else cases, setting) for name in names]
+
+
+def compare(*names: str, cases=FORWARD, **options) -> list[Finding]:
+    messages = list(run_all(jobs(*names, cases=cases), **options))
     assert [message.backend for message in messages if message.done] != []
     return [finding for message in messages for finding in message.findings]
 
@@ -66,7 +72,7 @@ def only_problem(findings: list[Finding]) -> str:
 def test_a_plug_in_port_beside_a_built_in_one(write):
     name = write()
     full = [case for case in standard_cases() if case.name == "full/padded"]
-    messages = list(run_all([name, "torch"], {name: FORWARD, "torch": full}, FLOAT64))
+    messages = list(run_all(jobs(name, "torch", cases={name: FORWARD, "torch": full})))
     findings = [finding for message in messages for finding in message.findings]
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     cases = {backend: {found.case for found in findings if found.backend == backend} for backend in ("Mine", "torch")}
@@ -144,23 +150,58 @@ def test_conventions_that_make_no_sense(write):
 
 def test_silence_ends_a_port_and_no_other(write):
     name = write("time.sleep(60) if source_ids.shape[0] == 1 else None; print('thinking')")
-    started = time.monotonic()
-    findings = compare(name, "numpy", cases={name: FORWARD, "numpy": standard_cases()[:1]}, timeout=5.0)
-    assert 5.0 < time.monotonic() - started < 30.0
-    assert only_problem(findings) == "no answer for 5 s at float64 full/one_sentence: thinking"
+    findings = compare(name, "numpy", cases={name: FORWARD, "numpy": standard_cases()[:1]}, timeout=3.0)
+    assert only_problem(findings) == "no answer for 3 s at float64 full/one_sentence: thinking"
     assert {finding.verdict for finding in findings if finding.backend == "numpy"} == {AGREES}
     assert len({finding.case for finding in findings if finding.backend == "Mine" and finding.case}) == 3
 
 
-def test_one_that_speaks_in_time_is_not_ended(write):
-    findings = compare(write("time.sleep(0.7)"), timeout=5.0)
+@pytest.mark.parametrize("waits", ["time.sleep(0.01)", "pass", "time.sleep(60)"], ids=["now and then", "never", "once"])
+def test_a_port_that_never_returns_is_ended_whether_it_computes_or_not(waits, write):
+    started = time.monotonic()
+    problem = only_problem(compare(write(f"while True: {waits}"), timeout=2.0))
+    assert problem == "no answer for 2 s at float64 full/padded: it printed nothing"
+    assert time.monotonic() - started < 50.0
+
+
+def test_one_with_an_answer_in_time_is_not_ended(write):
+    findings = compare(write("time.sleep(0.1)"), timeout=3.0)  # 4 s in all
     assert FAILED not in {finding.verdict for finding in findings}
     assert compare(write(), timeout=None) == findings
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to one processor")
+def test_one_that_waits_for_a_processor_is_not_ended(write, tmp_path):
+    one = {min(os.sched_getaffinity(0))}
+    name = write("compute()")
+    with open("mine.py", "a") as file:
+        file.write(f"""
+def compute():
+    global compute
+    os.sched_setaffinity(0, {one})
+    started, enough = time.monotonic(), time.thread_time() + 1.5
+    while time.thread_time() < enough:
+        pass
+    open("waited", "w").write(str(time.monotonic() - started))
+    compute = lambda: None
+""")
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command, start_new_session=True) for _ in range(4)]  # a scheduler may share by sessions
+    try:
+        for other in others:
+            os.sched_setaffinity(other.pid, one)
+        findings = compare(name, timeout=3.0)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert float((tmp_path / "waited").read_text()) > 3.5
+    assert FAILED not in {finding.verdict for finding in findings}
+
+
 def test_closing_the_iterator_ends_the_process(write, tmp_path):
     name = write(f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)")
-    messages = run_all([name], FORWARD, FLOAT64)
+    messages = run_all(jobs(name))
     for message in messages:
         if message.doing == "float64 full/padded":
             break

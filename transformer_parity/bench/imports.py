@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from transformer_parity.bench.measurements import Entry
 from transformer_parity.ports.registry import PORTS
+from transformer_parity.system.child import ChildEndedError, Children
 from transformer_parity.system.environment import prepare_environment
 
+WORK = "transformer_parity.bench.import_clock:work"  # what a process runs
 FRAMEWORKS = {
     "numpy": "numpy, safetensors.numpy",
     "torch": "torch",
     "jax": "jax, flax.nnx",
     "tf": "tensorflow, keras",
 }
-SCRIPT = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 
 
 @dataclass
@@ -31,20 +31,30 @@ class Pair:
         self.alone = Entry(FRAMEWORKS[self.name], has_result=False)
         self.package = Entry(PORTS[self.name].package)
 
-    def run(self) -> None:
-        """Import the framework, and then, in another process, the package.
 
-        Raises:
-            ImportError: One of the two cannot be imported; the message is the last line that it printed.
-        """
-        prepare_environment()  # as `parity` does, for the processes that are started here
-        for entry in (self.alone, self.package):
-            entry.seconds.append(_import_seconds(entry.name))
+def run_imports(pairs: Sequence[Pair], rounds: int, tell: Callable[[str], None]) -> None:
+    """Import all pairs in interleaved rounds, after one that is not counted: it reads the files from the disk.
+
+    Raises:
+        ImportError: A module cannot be imported; the message is the last line that the process printed.
+    """
+    prepare_environment()  # as `parity` does, for the processes that are started here
+    with Children() as children:
+        for number in range(rounds + 1):
+            for pair in pairs:
+                tell(f"round {number} of {rounds}: {pair.name}")
+                for entry in (pair.alone, pair.package):
+                    seconds = _import_seconds(children, entry.name)
+                    if number > 0:
+                        entry.seconds.append(seconds)
 
 
-def _import_seconds(modules: str) -> float:
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(modules)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise ImportError(f"import {modules}: {last[0]}")
-    return float(done.stdout.split()[-1])
+def _import_seconds(children: Children, modules: str) -> float:
+    child = children.start(WORK)
+    child.send(modules.split(", "))
+    try:
+        return child.receive()
+    except ChildEndedError as error:
+        raise ImportError(f"import {modules}: {error.last_line}") from None
+    finally:
+        children.stop(child)

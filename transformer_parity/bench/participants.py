@@ -13,7 +13,6 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy as ref
-from reference_numpy.functional import FEW_ROWS
 from reference_numpy.search_plan import SearchResult
 from transformer_parity.bench.peers import PEERS, Peer
 from transformer_parity.bench.peers.marian import marian_model
@@ -259,94 +258,6 @@ class DecodeMarian(Other):
             chosen = [logits.log_softmax(-1).gather(1, tokens[:, None]) for logits, tokens in steps]  # [B, 1] each
             self._scores[key] = sum(chosen).numpy()
         return SearchResult(ids[:, None].numpy(), self._scores[key])
-
-
-@dataclass
-class Products:
-    """The matrix products of the work through NumPy, and nothing else: what ``reference_numpy`` cannot beat."""
-
-    name: str = "products"
-    has_result: ClassVar[bool] = False
-
-    def check_installed(self) -> None:
-        """NumPy is."""
-
-    def prepare(self) -> dict[str, str]:
-        """Return NumPy's version and its matrix library."""
-        return ref.describe()
-
-    def load(self, work: Work, weights: Path) -> None:
-        """Lay out operands of random numbers: what is of one name, such as a growing cache, in one place."""
-        products, rng = list(work.products()), np.random.default_rng(SEED)
-
-        def random(shape: tuple[int, ...], *, transposed: bool) -> ndarray:
-            *outer, rows, columns = shape
-            if transposed:
-                return rng.standard_normal((*outer, columns, rows), np.float32).mT
-            return rng.standard_normal((*outer, rows, columns), np.float32)
-
-        largest: dict[tuple[str, bool], tuple[int, ...]] = {}
-        for product in products:
-            place = product.operand, product.transposed == "right"
-            largest[place] = tuple(map(max, product.right, largest.get(place, product.right)))
-        right = {place: random(shape, transposed=place[1]) for place, shape in largest.items()}
-        kinds = {(product.left, product.transposed == "left") for product in products}
-        left = {kind: random(kind[0], transposed=kind[1]) for kind in kinds}
-        self._pairs = []
-        for product in products:
-            a = left[product.left, product.transposed == "left"]
-            b = right[product.operand, product.transposed == "right"][..., : product.right[-2], : product.right[-1]]
-            swapped = product.transposed == "right" and a.ndim == 2 and len(a) <= FEW_ROWS  # as `linear` does
-            self._pairs.append((b.T, a.T) if swapped else (a, b))
-
-    def run(self) -> None:
-        """Take all products."""
-        for left, right in self._pairs:
-            left @ right
-
-    def result(self, found: None) -> None:
-        """Return nothing: there is no result."""
-
-    def show(self) -> Decoded:
-        """There is nothing to show."""
-        raise NotImplementedError("only matrix products")
-
-
-@dataclass
-class MatrixRate:
-    """One large matrix product through NumPy: the rate that the machine is measured by."""
-
-    name: str = "matrix rate"
-    has_result: ClassVar[bool] = False
-    width: int = 2048
-
-    def check_installed(self) -> None:
-        """NumPy is."""
-
-    def prepare(self) -> dict[str, str]:
-        """Return NumPy's version and its matrix library."""
-        return ref.describe()
-
-    def load(self, work: Work, weights: Path) -> None:
-        """Lay out two matrices and room for their product."""
-        rng = np.random.default_rng(SEED)
-        self._left, self._right, self._room = rng.standard_normal((3, self.width, self.width), np.float32)
-
-    @property
-    def operations(self) -> int:
-        """Its additions and multiplications."""
-        return 2 * self.width**3
-
-    def run(self) -> None:
-        """Take the product."""
-        np.matmul(self._left, self._right, out=self._room)
-
-    def result(self, found: None) -> None:
-        """Return nothing: there is no result."""
-
-    def show(self) -> Decoded:
-        """There is nothing to show."""
-        raise NotImplementedError("only a matrix product")
 
 
 OURS: dict[str, dict[str, Participant]] = {

@@ -1,30 +1,24 @@
-"""A process for each participant, and interleaved rounds: in each, everybody runs once, while all others wait."""
+"""A process for each participant, and interleaved rounds: in each, every participant runs once, while others wait."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
-import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformer_parity.bench.measurements import Entry
 from transformer_parity.bench.verify import DisagreementError
 from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED
-from transformer_parity.system.child import PATIENCE, THREAD_SWITCHES
+from transformer_parity.system.child import THREAD_SWITCHES, Child, ChildEndedError, Children
 from transformer_parity.system.machine import forget_peak, held_bytes, peak_bytes
+from transformer_parity.system.messages import Parent
 
 SWITCHES = (*THREAD_SWITCHES, "VECLIB_MAXIMUM_THREADS")
-# What Python has to say of semaphores that torch.compile's own processes leave behind when they are ended with ours.
-QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
+WORK = "transformer_parity.bench.rounds:work"  # what a process runs
 PAUSE = 0.25  # seconds between two runs: threads that are out of work go on spinning for up to 0.2 (Intel's OpenMP)
 
 
@@ -71,8 +65,8 @@ class Reply:
         seconds: How long it took.
         processor_seconds: How long all its threads together kept processors busy.
         peak_bytes: The most memory that the process held during the call, or before it where the system cannot forget
-            an earlier peak; None where it does not say.
-        held_bytes: The memory that the process held afterwards; None where the system does not say.
+            an earlier peak.
+        held_bytes: The memory that the process held afterwards.
     """
 
     answer: Any
@@ -82,22 +76,21 @@ class Reply:
     held_bytes: int | None = None
 
 
-class RacerError(Exception):
-    """A call in another process failed, or the process died; the message says how."""
+class ParticipantError(Exception):
+    """A call in another process failed, or the process ended; the message says how."""
 
 
-class Racer:
-    """A participant in a process of its own, and the pipe to it."""
+class ParticipantProcess:
+    """A participant in a process of its own.
 
-    def __init__(self, participant: Participant, entry: Entry, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+    Attributes:
+        entry: Where its measurements are kept.
+    """
+
+    def __init__(self, participant: Participant, entry: Entry, child: Child) -> None:
         self.entry = entry
-        self.log = folder / f"{participant.name}.log"
-        self.log.touch()
-        self.connection, other_end = context.Pipe()
-        self.process = context.Process(target=_work, args=(participant, other_end, self.log), daemon=True)
-        self.process.start()
-        other_end.close()  # ours, so that the end of the process is the end of the pipe
+        self._child = child
+        child.send(participant)
 
     def ask(self, method: str, *arguments: Any) -> Reply:
         """Call a method of the participant and wait for its reply."""
@@ -106,131 +99,111 @@ class Racer:
 
     def send(self, method: str, *arguments: Any) -> None:
         """Call a method of the participant, whose reply has to be received later."""
-        with contextlib.suppress(OSError):  # of a dead process: said when its reply is missing
-            self.connection.send((method, arguments))
+        self._child.send((method, arguments))
 
     def receive(self, method: str) -> Reply:
         """Wait for the reply to a call.
 
         Raises:
-            RacerError: The call raised an error, or the process is dead.
+            ParticipantError: The call raised an error, or the process has ended.
         """
         try:
-            reply = self.connection.recv()
-        except (EOFError, OSError):
-            self.process.join(PATIENCE)
-            last = self.log.read_text("utf-8", "replace").strip().splitlines()[-1:] or ["it printed nothing"]
-            message = f"the process ended with exit code {self.process.exitcode} in {method}: {last[0]}"
-            raise RacerError(message) from None
+            reply = self._child.receive()
+        except ChildEndedError as error:
+            raise ParticipantError(f"{error.how} in {method}: {error.last_line}") from None
         if isinstance(reply, str):
-            raise RacerError(reply)
+            raise ParticipantError(reply)
         return reply
 
 
 @contextmanager
-def started(participants: Sequence[Participant], entries: Sequence[Entry], threads: int) -> Iterator[list[Racer]]:
-    """Start a process for each participant, all importing at the same time; they end with the block."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        racers: list[Racer] = []
-        try:
-            switches = dict.fromkeys(SWITCHES, str(threads))  # read when NumPy or a framework is imported
-            with _environment({**switches, "PYTHONWARNINGS": QUIET}):
-                for participant, entry in zip(participants, entries, strict=True):
-                    racers.append(Racer(participant, entry, Path(folder)))
-            for racer in racers:
-                racer.send("prepare")
-            yield racers
-        finally:  # whatever they are at: frameworks have been seen to hang at exit
-            for racer in racers:
-                racer.process.kill()
-            for racer in racers:
-                racer.process.join()
-                racer.connection.close()
+def started(
+    participants: Sequence[Participant], entries: Sequence[Entry], threads: int
+) -> Iterator[tuple[list[ParticipantProcess], Path]]:
+    """Start a process for each participant, all importing at the same time; they end with the block.
+
+    Yields:
+        The processes, and a folder that is removed after the block.
+    """
+    switches = dict.fromkeys(SWITCHES, str(threads))  # read when NumPy or a framework is imported
+    with Children({**os.environ, **switches}) as children:
+        processes = [
+            ParticipantProcess(participant, entry, children.start(WORK))
+            for participant, entry in zip(participants, entries, strict=True)
+        ]
+        for process in processes:
+            process.send("prepare")
+        yield processes, children.folder
 
 
-def race(racers: Sequence[Racer], work: Any, weights: Path, rounds: int, verify: Verify, tell: Tell) -> None:
-    """Let everybody load and warm up, one after another, then run in interleaved rounds.
+def run_rounds(
+    processes: Sequence[ParticipantProcess], work: Any, weights: Path, rounds: int, verify: Verify, tell: Tell
+) -> None:
+    """Load and warm up all participants, one after another, then run them in interleaved rounds.
 
-    Each entry keeps what came of it, so that an interruption loses the current run only. Who fails or returns a wrong
-    result is out.
+    Each entry keeps its measurements, so that an interruption loses the current run only. A participant that fails or
+    returns a wrong result takes no further part.
 
     Args:
-        racers: Whose ``prepare`` has been called.
-        work: What there is to do.
+        processes: The participants; ``prepare`` has been called.
+        work: What each of them does.
         weights: The weight file.
-        rounds: How often everybody runs.
+        rounds: How often each of them runs.
         verify: Raises DisagreementError if a result is wrong.
         tell: Told what is about to happen.
     """
-    for racer in racers:
-        tell(racer.entry.name, "importing")
-        with _out_on_failure(racer.entry):
-            racer.entry.environment = racer.receive("prepare").answer
-    for racer in _still_in(racers):
-        with _out_on_failure(racer.entry):
-            tell(racer.entry.name, "loading")
-            racer.entry.loaded_bytes = racer.ask("load", work, weights).held_bytes
-            tell(racer.entry.name, "first call")
-            racer.entry.first_seconds = _run(racer, verify).seconds
-            tell(racer.entry.name, "warming up")
-            _run(racer, verify)
+    for process in processes:
+        tell(process.entry.name, "importing")
+        with _out_on_failure(process.entry):
+            process.entry.environment = process.receive("prepare").answer
+    for process in _still_in(processes):
+        with _out_on_failure(process.entry):
+            tell(process.entry.name, "loading")
+            process.entry.loaded_bytes = process.ask("load", work, weights).held_bytes
+            tell(process.entry.name, "first call")
+            process.entry.first_seconds = _run(process, verify).seconds
+            tell(process.entry.name, "warming up")
+            _run(process, verify)
     for number in range(rounds):
-        shift = number % len(racers)
-        for racer in _still_in([*racers[shift:], *racers[:shift]]):
-            tell(racer.entry.name, f"round {number + 1} of {rounds}")
-            with _out_on_failure(racer.entry):
-                reply = _run(racer, verify)
-                racer.entry.seconds.append(reply.seconds)
-                racer.entry.cores.append(reply.processor_seconds / reply.seconds)
+        shift = number % len(processes)
+        for process in _still_in([*processes[shift:], *processes[:shift]]):
+            tell(process.entry.name, f"round {number + 1} of {rounds}")
+            with _out_on_failure(process.entry):
+                reply = _run(process, verify)
+                process.entry.seconds.append(reply.seconds)
+                process.entry.cores.append(reply.processor_seconds / reply.seconds)
                 if reply.peak_bytes is not None:
-                    racer.entry.peak_bytes = max(reply.peak_bytes, racer.entry.peak_bytes or 0)
+                    process.entry.peak_bytes = max(reply.peak_bytes, process.entry.peak_bytes or 0)
 
 
-def _still_in(racers: Sequence[Racer]) -> Iterator[Racer]:
-    return (racer for racer in racers if racer.entry.verdict == AGREES)
+def _still_in(processes: Sequence[ParticipantProcess]) -> Iterator[ParticipantProcess]:
+    return (process for process in processes if process.entry.verdict == AGREES)
 
 
 @contextmanager
 def _out_on_failure(entry: Entry) -> Iterator[None]:
     try:
         yield
-    except RacerError as error:
+    except ParticipantError as error:
         entry.verdict, entry.problem = FAILED, str(error)
     except DisagreementError as error:
         entry.verdict, entry.problem = DIVERGES, str(error)
 
 
-def _run(racer: Racer, verify: Verify) -> Reply:
+def _run(process: ParticipantProcess, verify: Verify) -> Reply:
     time.sleep(PAUSE)
-    reply = racer.ask("run")
-    if racer.entry.has_result:
-        racer.entry.near_ties = verify(reply.answer, lambda: racer.ask("show").answer) or racer.entry.near_ties
+    reply = process.ask("run")
+    if process.entry.has_result:
+        process.entry.near_ties = verify(reply.answer, lambda: process.ask("show").answer) or process.entry.near_ties
     return reply
 
 
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables for the processes that are started meanwhile."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            del os.environ[name]
-        os.environ.update(before)
-
-
-def _work(participant: Participant, pipe: Connection, log: Path) -> None:
-    """Answer calls until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    with log.open("w") as file:  # whatever a framework prints stays off the terminal
-        sys.stdout.flush()
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def work(parent: Parent) -> None:
+    """Receive a participant and answer calls of its methods until there are no more."""
+    participant: Participant = parent.receive()
     while True:
         try:
-            method, arguments = pipe.recv()
+            method, arguments = parent.receive()
         except EOFError:
             return
         forget_peak()
@@ -243,4 +216,4 @@ def _work(participant: Participant, pipe: Connection, log: Path) -> None:
             reply = Reply(participant.result(answer) if method == "run" else answer, *taken, *memory)
         except Exception as error:  # the parent's to report
             reply = f"{type(error).__name__}: {error}"
-        pipe.send(reply)
+        parent.send(reply)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import reference_numpy as ref
+from transformer_parity.bench.matrix_products import MatrixRate, Products
 from transformer_parity.bench.measurements import Entry, Spread
-from transformer_parity.bench.participants import OURS, MatrixRate, Products, others
-from transformer_parity.bench.rounds import Participant, Tell, race, started
+from transformer_parity.bench.participants import OURS, others
+from transformer_parity.bench.rounds import Participant, Tell, run_rounds, started
 from transformer_parity.bench.verify import verifier_of
 from transformer_parity.bench.workload import DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.compare.verdict import AGREES, FAILED
@@ -65,7 +64,7 @@ def choose_participants(work: Work, options: argparse.Namespace) -> list[Partici
 def time_work(
     work: Work, options: argparse.Namespace, progress: Progress, machine: dict[str, Any]
 ) -> tuple[list[Entry], bool]:
-    """Let everybody do some work; return what came of it, and whether Ctrl-C cut it short."""
+    """Run all participants on some work; return their entries, and whether Ctrl-C cut it short."""
     participants = choose_participants(work, options)
     entries = [Entry(participant.name, participant.has_result) for participant in participants]
     baseline = MatrixRate()
@@ -74,13 +73,12 @@ def time_work(
     try:
         with (
             progress(entries, options.rounds) as tell,
-            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-            started([*participants, baseline], [*entries, rate_entry], options.threads) as racers,
+            started([*participants, baseline], [*entries, rate_entry], options.threads) as (processes, folder),
         ):
             # While they import: their model, and what they are to find.
-            file, weights = Path(folder) / "model.safetensors", work.weights()
+            file, weights = folder / "model.safetensors", work.weights()
             ref.save_weights(file, work.config, weights)
-            race(racers, work, file, options.rounds, verifier_of(work, weights).verify, tell)
+            run_rounds(processes, work, file, options.rounds, verifier_of(work, weights).verify, tell)
     except KeyboardInterrupt:
         interrupted = True
     if rate_entry.is_timed:

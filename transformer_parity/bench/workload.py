@@ -1,8 +1,7 @@
-"""What ``parity bench`` lets everybody do: the model, the sentences, and the matrix products that it comes down to."""
+"""The work of ``parity bench``: the model, the sentences, and the matrix products that it comes down to."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from numpy import ndarray
 import reference_numpy as ref
 from reference_numpy.config import DropoutRates, TransformerConfig
 from reference_numpy.training_config import TrainingConfig
+from transformer_parity.bench.matrix_products import Product
 from transformer_parity.cases.inputs import padded_ids
 from transformer_parity.compare.tolerances import POLICY
 from transformer_parity.ports.protocol import SearchOptions
@@ -34,36 +34,6 @@ SIZES: dict[str, dict[str, int]] = {
 }
 SEED: Final = 2017
 NEVER = -1e4  # a bias that no other logit makes up for
-
-
-@dataclass(frozen=True)
-class Product:
-    """One matrix product.
-
-    Attributes:
-        left: The shape of the left operand, [..., rows, inner].
-        right: The shape of the right one, [..., inner, columns].
-        operand: The name of the right one; under the same name it lies in the same place.
-        transposed: Which operand is taken transposed from where it lies: ``left``, ``right``, or neither.
-    """
-
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-    operand: str
-    transposed: str = ""
-
-    @property
-    def operations(self) -> int:
-        """Its additions and multiplications."""
-        return 2 * math.prod(self.left) * self.right[-1]
-
-    def backward(self) -> Iterator[Product]:
-        """Yield the products that pass the gradient of the result on to both operands."""
-        *outer, rows, inner = self.left
-        columns = self.right[-1]
-        back = "" if self.transposed == "right" else "right"
-        yield Product((*outer, rows, columns), (*outer, columns, inner), self.operand, back)
-        yield Product((*outer, inner, rows), (*outer, rows, columns), f"{self.operand} gradient", "left")
 
 
 @dataclass(frozen=True)
@@ -234,8 +204,8 @@ class ForwardWork(Work):
 class TrainWork(Work):
     """Steps of Adam on one batch: forward, backward and update.
 
-    Without dropout by default: then every step's loss is the reference's. With it, everybody drops something else, and
-    a loss can only be told to be of the right size.
+    Without dropout by default: then every step's loss is the reference's. With it, every package drops other elements,
+    and only the size of a loss can be verified.
 
     Attributes:
         dtype: That of the computation; the weights are in float32 also where it is bfloat16.
@@ -329,7 +299,7 @@ class DecodeWork(Work):
     def weights(self) -> dict[str, ndarray]:
         """Return random weights with which sentences vary, and go on until they are cut off.
 
-        Neither the end symbol nor padding can be said, so nobody has to be kept from saying them.
+        Neither the end symbol nor padding can be said, so no search has to exclude them.
         """
         weights = super().weights()
         weights["output_proj.bias"][[self.config.pad_id, self.config.eos_id]] = NEVER

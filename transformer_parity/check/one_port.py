@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +21,7 @@ from transformer_parity.ports.compile_clock import COMPILING, Spent, listen_to_j
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort
+from transformer_parity.system.messages import Parent
 
 Cases = Sequence[Case] | Callable[[Any], Sequence[Case]]  # or what returns them for a port, in the port's process
 
@@ -45,11 +44,22 @@ class Message:
 
 @dataclass(frozen=True)
 class Job:
+    """What a process is to compare.
+
+    Attributes:
+        backend: A name of ``PORTS``, or a plug-in port: ``module:class``, or the name of an entry point.
+        cases: What to compare. A function, such as ``port_cases``, is called with the port in its process, where alone
+            its conventions are known; it has to be picklable.
+        setting: Dtypes, device and precision.
+        failures: Where to save what a guilty block was given; None saves nothing.
+        attention: Whether the attention of a port that agrees is wanted too.
+    """
+
     backend: str
     cases: Cases
     setting: Setting
-    failures: Path | None
-    attention: bool
+    failures: Path | None = None
+    attention: bool = False
 
 
 def title(backend: str) -> str:
@@ -57,19 +67,16 @@ def title(backend: str) -> str:
     return backend.rpartition(":")[2]
 
 
-def work() -> None:
-    """Do the job that comes through standard input, and speak through what was standard output."""
+def work(parent: Parent) -> None:
+    """Receive a job, do it, and send messages meanwhile."""
     started = time.monotonic()
-    pipe = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the port prints goes where its errors go
-    job: Job = pickle.load(sys.stdin.buffer)
+    job: Job = parent.receive()
     made: list[Finding] = []
     name, doing = title(job.backend), "importing"
     describe: Callable[[], dict[str, str]] = dict
 
     def tell(**what: Any) -> None:
-        pickle.dump(Message(job.backend, tuple(made), **what), pipe)
-        pipe.flush()
+        parent.send(Message(job.backend, tuple(made), **what))
         made.clear()
 
     def report(what: str) -> None:

@@ -6,32 +6,23 @@ A process may be run by another interpreter, in an environment that has what the
 
 from __future__ import annotations
 
+import math
 import os
-import pickle
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from queue import Empty, Queue
 
-from transformer_parity.check.one_port import Cases, Job, Message, title
-from transformer_parity.compare.findings import Finding, Setting, failure
+from transformer_parity.check.one_port import Job, Message, title
+from transformer_parity.compare.findings import Finding, failure
 from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.weight_audit import Fate
 from transformer_parity.ports.compile_clock import Spent
-from transformer_parity.system import start
-from transformer_parity.system.child import PATIENCE, THREAD_SWITCHES
+from transformer_parity.system.child import PATIENCE, THREAD_SWITCHES, Child, ChildEndedError, Children
 
 
 @dataclass
 class Outcome:
-    """All that the workers said."""
+    """What all processes found."""
 
     environment: dict[str, dict[str, str]]
     findings: list[Finding] = field(default_factory=list)
@@ -42,7 +33,7 @@ class Outcome:
 
 
 def keep(message: Message, outcome: Outcome) -> None:
-    """Keep what a worker said; of two ports of the same name, the second is called as it was asked for."""
+    """Keep a message; of two ports of the same name, the second is called as it was asked for."""
     if message.name:
         taken = {name for asked, name in outcome.names.items() if asked != message.backend}
         outcome.names[message.backend] = message.backend if message.name in taken else message.name
@@ -60,147 +51,79 @@ def keep(message: Message, outcome: Outcome) -> None:
 
 WORK = "transformer_parity.check.one_port:work"  # what a process runs
 SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # to compile, on all cases
-
-
-SILENCE = 600.0  # seconds without a word, after which a process is ended
-
-
-_Said = Queue["tuple[_Worker, Message | None]"]  # None: that was all
+SILENCE = 600.0  # seconds, of a process' own, without a message, after which it is ended
+LONGEST_INTERVAL = 5.0  # seconds between two looks at the processor time: a busy machine gives every process some
 
 
 def run_all(
-    backends: Sequence[str],
-    cases: Cases | Mapping[str, Cases],
-    setting: Setting,
-    *,
-    interpreters: Mapping[str, str] | None = None,
-    timeout: float | None = SILENCE,
-    failures: Path | None = None,
-    attention: bool = False,
+    jobs: Sequence[Job], *, interpreters: Mapping[str, str] | None = None, timeout: float | None = SILENCE
 ) -> Iterator[Message]:
-    """Compare all backends, as many at a time as there are cores, and yield what they say.
+    """Do all jobs, as many at a time as there are cores, and yield the messages of their processes.
 
-    Closing the iterator stops the workers.
+    Closing the iterator ends the processes.
 
     Args:
-        backends: Names of ``PORTS``, and plug-in ports: ``module:class``, or the name of an entry point.
-        cases: What to compare, or a mapping from each backend to that. A function, such as ``port_cases``, is called
-            with the port in its process, where alone its conventions are known; it has to be picklable.
-        setting: Dtypes, device and precision.
+        jobs: What to compare, one job for each backend.
         interpreters: The Python interpreter that runs a backend, where it is not this one.
-        timeout: Seconds without a word after which a worker is ended; None waits for ever.
-        failures: Where to save what a guilty block was given; None saves nothing.
-        attention: Whether the attention of a port that agrees is wanted too.
+        timeout: Seconds of silence, without those of waiting for a processor, after which a process is ended; None
+            waits for ever.
     """
     cores = os.cpu_count() or 1
-    at_once = max(1, min(len(backends), cores))
+    at_once = max(1, min(len(jobs), cores))
     threads = dict.fromkeys(THREAD_SWITCHES, str(max(1, cores // at_once)))
-    environment = {**threads, **os.environ}  # read by the frameworks when a worker imports them
-    waiting = sorted(backends, key=lambda name: SLOWEST_FIRST.index(name) if name in SLOWEST_FIRST else -1)
-    running: list[_Worker] = []
-    said: _Said = Queue()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        try:
-            while waiting or running:
-                while waiting and len(running) < at_once:
-                    name = waiting.pop(0)
-                    chosen = cases[name] if isinstance(cases, Mapping) else cases
-                    job = Job(name, chosen, setting, failures, attention)
-                    python = (interpreters or {}).get(name, sys.executable)
-                    try:
-                        running.append(_Worker(job, python, environment, Path(folder), said))
-                    except OSError as error:
-                        problem = f"the interpreter {python} cannot be started: {error.strerror}"
-                        yield Message(name, (failure(title(name), problem),), done=True)
-                for worker, message in _listen(running, said, timeout):
+    patience = math.inf if timeout is None else timeout
+    interval = min(patience / 10.0, LONGEST_INTERVAL)
+    waiting = sorted(jobs, key=_when)
+    running: list[_Running] = []
+    with Children({**threads, **os.environ}) as children:  # read by the frameworks when a process imports them
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                job = waiting.pop(0)
+                python = (interpreters or {}).get(job.backend, sys.executable)
+                try:
+                    running.append(_Running(job, children.start(WORK, python)))
+                except OSError as error:
+                    problem = f"the interpreter {python} cannot be started: {error.strerror}"
+                    yield Message(job.backend, (failure(title(job.backend), problem),), done=True)
+            news = children.wait([one.child for one in running], interval)
+            for one in list(running):
+                message = one.receive() if one.child in news else one.silent(patience, interval)
+                if message is not None:
                     yield message
                     if message.done:
-                        running.remove(worker)
-                        worker.stop()
-        finally:
-            for worker in running:
-                worker.process.terminate()
-            for worker in running:
-                worker.stop()
+                        running.remove(one)
+                        # A framework may hang at exit; a process that is silent, or has ended, is not waited for.
+                        children.stop(one.child, PATIENCE if one.is_done else 0.0)
 
 
-class _Worker:
-    """A process, and a thread that listens to it: one each, so that a death in mid-sentence disturbs nobody else."""
+def _when(job: Job) -> int:
+    return SLOWEST_FIRST.index(job.backend) if job.backend in SLOWEST_FIRST else -1
 
-    def __init__(
-        self,
-        job: Job,
-        python: str,
-        environment: Mapping[str, str],
-        folder: Path,
-        said: _Said,
-    ) -> None:
-        self.backend = job.backend
-        self.name = title(job.backend)
-        self.doing = "starting"
-        self.heard = time.monotonic()
-        descriptor, path = tempfile.mkstemp(dir=folder)
-        self.log = Path(path)
-        content = pickle.dumps(job)
-        with os.fdopen(descriptor, "wb") as log:  # whatever a framework prints stays off the terminal
-            self.process = subprocess.Popen(
-                [python, "-u", start.__file__, WORK],  # -u: what is printed is kept even by a process that crashes
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-            )
-        threading.Thread(target=self._converse, args=(content, said), daemon=True).start()
 
-    def _converse(self, job: bytes, said: _Said) -> None:
-        """Hand over the job, and pass on what is said until the process ends."""
-        if self.process.stdin is None or self.process.stdout is None:
-            raise ValueError("the process has no pipes")
-        with self.process.stdout as replies:
-            with suppress(OSError), self.process.stdin as stream:  # of a dead process: there will be no replies
-                stream.write(job)
-            with suppress(EOFError, OSError, pickle.UnpicklingError):
-                while True:
-                    message: Message = pickle.load(replies)
-                    self.heard = time.monotonic()
-                    self.doing, self.name = message.doing or self.doing, message.name or self.name
-                    said.put((self, message))
-        said.put((self, None))
+class _Running:
+    """A job and its process."""
 
-    def death(self) -> str:
-        """Say how the process ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(PATIENCE)
-        code = self.process.returncode
-        by_signal = code is not None and -code in {known.value for known in signal.Signals}
-        name = f" ({signal.Signals(-code).name})" if by_signal else ""
-        return f"the process ended with exit code {code}{name}"
+    def __init__(self, job: Job, child: Child) -> None:
+        self.job, self.child = job, child
+        self.name, self.doing = title(job.backend), "starting"
+        self.is_done = False
+        child.send(job)
 
-    def last_message(self, problem: str) -> Message:
+    def receive(self) -> Message:
+        """Return the next message, or one that says that the process has ended."""
+        try:
+            message: Message = self.child.receive()
+        except ChildEndedError as error:
+            return self._last(error.how, error.last_line)
+        self.doing, self.name, self.is_done = message.doing or self.doing, message.name or self.name, message.done
+        return message
+
+    def silent(self, patience: float, interval: float) -> Message | None:
+        """Return a message that says so if the process has been silent for too long."""
+        if self.child.silence.count(interval) < patience:
+            return None
+        return self._last(f"no answer for {patience:g} s", self.child.last_line())
+
+    def _last(self, problem: str, last_line: str) -> Message:
         """Return the finding that the process cannot make itself, with the last line that it printed."""
-        problem = f"{problem} at {self.doing}"
-        last = self.log.read_text("utf-8", "replace").strip().splitlines()[-1:] or ["it printed nothing"]
-        return Message(self.backend, (failure(self.name, f"{problem}: {last[0]}"),), done=True)
-
-    def stop(self) -> None:
-        """Wait a while for the process to end, then end it: frameworks have been seen to hang at exit."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(PATIENCE)
-        self.process.kill()
-        self.process.wait()
-
-
-def _listen(running: Sequence[_Worker], said: _Said, timeout: float | None) -> Iterator[tuple[_Worker, Message]]:
-    """Yield the next thing that is said, or end those that have said nothing for too long."""
-    if not running:
-        return
-    left = None if timeout is None else min(worker.heard for worker in running) + timeout - time.monotonic()
-    try:
-        worker, message = said.get(timeout=None if left is None else max(0.0, left))
-    except Empty:
-        for worker in [worker for worker in running if worker.heard + (timeout or 0.0) <= time.monotonic()]:
-            worker.process.kill()
-            yield worker, worker.last_message(f"no answer for {timeout:g} s")
-        return
-    if worker in running:  # and not the last gasp of one that has been ended
-        yield worker, message or worker.last_message(worker.death())
+        return Message(self.job.backend, (failure(self.name, f"{problem} at {self.doing}: {last_line}"),), done=True)

@@ -8,11 +8,9 @@ rounding.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,6 +33,8 @@ from transformer_parity.mistakes.catalogue import TRAINING, cases, parts
 from transformer_parity.mistakes.mistake import Mistake
 from transformer_parity.ports.protocol import Placement, Port
 from transformer_parity.ports.registry import PORTS
+from transformer_parity.system.child import Children
+from transformer_parity.system.messages import Parent
 
 
 @dataclass(frozen=True)
@@ -188,33 +188,45 @@ def _first(failures: list[Finding]) -> str:
     return first.detail or f"{first.tap}: error {first.error:.1e}"
 
 
+WORK = "transformer_parity.check.selftest:work"  # what a process runs
+
+
 def all_trials(backends: Sequence[str], chosen: Sequence[str]) -> Iterator[tuple[str, str, list[Trial]]]:
-    """Yield what becomes of each part of the catalogue in each backend, as it is done."""
-    context = multiprocessing.get_context("spawn")
+    """Yield what becomes of each part of the catalogue in each backend, as it is done.
+
+    Raises:
+        ChildEndedError: A process has ended in the middle of a part.
+    """
     jobs = sorted(
         ((backend, part) for backend in backends for part in chosen),
         key=lambda job: (job[0] == "torch", -len(parts()[job[1]])),  # the longest first
     )
-    workers = max(1, min(os.cpu_count() or 1, len(jobs)))
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare, initargs=(tuple(backends),)) as pool:
-        futures = {pool.submit(_try_part, *job): job for job in jobs}
-        try:
-            for future in as_completed(futures):
-                yield *futures[future], future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with Children({"OMP_NUM_THREADS": "1", **os.environ}) as children:
+        running = {}
+        for _ in range(min(os.cpu_count() or 1, len(jobs))):
+            child = children.start(WORK)
+            child.send((tuple(backends), children.folder))
+            child.send(jobs[0])
+            running[child] = jobs.pop(0)
+        while running:
+            for child in children.wait(list(running)):
+                tried: list[Trial] = child.receive()
+                yield *running.pop(child), tried
+                if jobs:
+                    child.send(jobs[0])
+                    running[child] = jobs.pop(0)
 
 
-def _prepare(backends: Sequence[str]) -> None:
-    """Import the frameworks, in the order in which they bear one another, and keep their notices off the terminal."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 2)
-    for name in PORTS:
+def work(parent: Parent) -> None:
+    """Receive which ports there are, and then which part of the catalogue to try in which of them, again and again."""
+    backends, folder = parent.receive()
+    for name in PORTS:  # in the order in which they bear one another
         if name in backends:
             PORTS[name].import_package()
-
-
-def _try_part(backend: str, part: str) -> list[Trial]:
-    with tempfile.TemporaryDirectory() as folder:
-        return list(trials([backend], [part], Path(folder)))
+    while True:
+        try:
+            backend, part = parent.receive()
+        except EOFError:
+            return
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            parent.send(list(trials([backend], [part], Path(place))))

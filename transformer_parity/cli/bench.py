@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from transformer_parity.bench import tables
-from transformer_parity.bench.imports import Pair
+from transformer_parity.bench.imports import Pair, run_imports
 from transformer_parity.bench.measurements import Entry, fastest, ratio, verdict
 from transformer_parity.bench.participants import OURS
 from transformer_parity.bench.plots import draw_growth, draw_times
@@ -322,13 +322,7 @@ def run_import(options: argparse.Namespace) -> int:
     pairs = [Pair(name) for name in options.backends]
     interrupted = False
     try:
-        for number in range(options.rounds + 1):  # once for the file system
-            for pair in pairs:
-                print(f"round {number} of {options.rounds}: {pair.name}", file=sys.stderr, flush=True)
-                pair.run()
-                if number == 0:
-                    pair.alone.seconds.clear()
-                    pair.package.seconds.clear()
+        run_imports(pairs, options.rounds, partial(print, file=sys.stderr, flush=True))
     except KeyboardInterrupt:
         interrupted = True
     except ImportError as error:

@@ -16,7 +16,7 @@ import reference_numpy as ref
 from reference_numpy.config import PRESETS
 from transformer_parity.cases.case import STAGES, Case
 from transformer_parity.cases.standard import port_cases
-from transformer_parity.check.one_port import Message
+from transformer_parity.check.one_port import Cases, Job, Message
 from transformer_parity.check.processes import SILENCE, Outcome, keep, run_all
 from transformer_parity.check.selection import ONLY, Selection
 from transformer_parity.cli.options import add_backends, one_or_more, positive
@@ -85,7 +85,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=positive,
         default=int(SILENCE),
         metavar="SECONDS",
-        help="end a port that is silent so long (default: %(default)s)",
+        help="end a port that is silent so long, not counting what it waits for a processor (default: %(default)s)",
     )
     parser.add_argument("--dtype", type=one_or_more(EPS), metavar=",".join(EPS), help="default: all")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
@@ -147,17 +147,14 @@ def run(options: argparse.Namespace) -> int:
 
     started = time.monotonic()
     # Only in its own process is known what a port of the user's is.
-    plugins = dict.fromkeys(selection.ports, partial(port_cases, stages=tuple(selection.chosen_stages)))
-    asked = [*selection.backends, *plugins]
-    messages = run_all(
-        asked,
-        {**dict.fromkeys(selection.backends, cases), **plugins},
-        selection.setting,
-        interpreters=interpreters,
-        timeout=options.timeout,
-        failures=options.failures.absolute(),
-        attention=options.html is not None,
-    )
+    stages = tuple(selection.chosen_stages)
+    plugins: dict[str, Cases] = dict.fromkeys(selection.ports, partial(port_cases, stages=stages))
+    jobs = [
+        Job(name, chosen, selection.setting, options.failures.absolute(), attention=options.html is not None)
+        for name, chosen in {**dict.fromkeys(selection.backends, cases), **plugins}.items()
+    ]
+    asked = [job.backend for job in jobs]
+    messages = run_all(jobs, interpreters=interpreters, timeout=options.timeout)
     outcome = Outcome({"numpy": ref.describe()})
     _listen(messages, asked, cases, selection.setting, console, outcome)
     ports = [outcome.names.get(name, name.rpartition(":")[2]) for name in asked]

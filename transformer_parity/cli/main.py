@@ -9,6 +9,7 @@ import traceback
 from typing import NoReturn
 
 from transformer_parity.cli import bench, check, golden, info, init_port, selftest, show, train, translate
+from transformer_parity.system.interrupts import sigterm_is_ctrl_c
 
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
 
@@ -66,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         add_parser(commands)
     options = parser.parse_args(_renamed(sys.argv[1:] if arguments is None else arguments))
     try:
-        return options.run(options)
+        with sigterm_is_ctrl_c():
+            return options.run(options)
     except BrokenPipeError:  # the reader, such as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INCOMPLETE

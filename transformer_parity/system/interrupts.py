@@ -34,6 +34,25 @@ def ctrl_c_waits() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+@contextmanager
+def sigterm_is_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does: what was found is reported, and nothing is left behind."""
+
+    def handle(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)  # the end is not interrupted by a second one
+        raise KeyboardInterrupt
+
+    is_main_thread = threading.current_thread() is threading.main_thread()  # no other is sent signals
+    if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 @dataclass
 class Stop:
     """Set by Ctrl-C and by SIGTERM; a second Ctrl-C interrupts at once."""

@@ -1,0 +1,237 @@
+"""Child processes: messages that nothing disturbs, and an end that leaves no process and no file, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from transformer_parity.system import orphans
+from transformer_parity.system.child import ChildEndedError, Children
+from transformer_parity.system.silence import Silence
+
+posix = pytest.mark.skipif(os.name == "nt", reason="sends signals")
+
+FUNCTIONS = """
+import os, signal, subprocess, sys, time
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+def answer(parent):
+    while True:
+        parent.send(2 * parent.receive())
+
+def garbage(parent):
+    print("to standard output", flush=True)
+    os.write(1, b"\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x01 to its descriptor")
+    os.system("echo from a shell")
+    parent.send(sys.stdin.read())
+    sys.stdout.close()
+    os.close(1)
+    with open("other", "w") as file:  # takes the descriptor
+        assert file.fileno() in (0, 1)
+        os.write(1, b"to another file")
+        parent.send("written")
+
+def large(parent):
+    parent.send(parent.receive()[::-1])
+
+def forks_and_dies(parent):
+    parent.send("here")
+    if os.fork() == 0:
+        time.sleep(600)
+    print("the last line", flush=True)
+    os._exit(7)
+
+def forks_and_goes_on(parent):
+    pid = os.fork()
+    parent.send("once")
+    os.waitpid(pid, 0)
+    parent.send("twice")
+
+def starts(parent):
+    ours = subprocess.Popen(SLEEP)
+    group = subprocess.Popen(SLEEP, process_group=0)
+    parent.send([ours.pid, group.pid])
+    time.sleep(600)
+
+def holds_the_lock(parent):
+    import ctypes
+    parent.send([os.getpid()])
+    ctypes.PyDLL(None).sleep(600)  # compiled code that keeps all other threads waiting
+
+def ignores(parent):
+    for name in ("SIGTERM", "SIGHUP"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    starts(parent)
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Return a function that starts one of the functions above."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    with Children({**os.environ, "PYTHONPATH": str(tmp_path)}) as children:
+        yield lambda name: children.start(f"functions:{name}")
+
+
+def test_messages_and_answers(start):
+    child = start("answer")
+    for message in (1, "ab", [None]):
+        child.send(message)
+    assert [child.receive() for _ in range(3)] == [2, "abab", [None, None]]
+
+
+def test_what_is_larger_than_a_pipe_and_sent_before_it_is_read(start):
+    message = os.urandom(1_000_000)
+    children = [start("large") for _ in range(2)]
+    for child in children:
+        child.send(message)
+    assert [child.receive() for child in children] == [message[::-1]] * 2
+
+
+def test_garbage_on_standard_output_is_no_message(start, capfd):
+    child = start("garbage")
+    assert child.receive() == ""
+    assert child.receive() == "written"
+    assert Path("other").read_text() == "to another file"
+    assert child.last_line().endswith("from a shell")
+    assert capfd.readouterr() == ("", "")
+
+
+@posix
+def test_a_process_that_forks_and_ends_is_noticed_at_once(start):
+    child = start("forks_and_dies")
+    assert child.receive() == "here"
+    started = time.monotonic()
+    with pytest.raises(ChildEndedError, match="the process ended with exit code 7: the last line"):
+        child.receive()
+    assert time.monotonic() - started < 5.0
+    assert orphans.members(child.process.pid) == []
+
+
+@posix
+def test_a_copy_of_a_process_sends_nothing(start):
+    child = start("forks_and_goes_on")
+    assert [child.receive(), child.receive()] == ["once", "twice"]
+    with pytest.raises(ChildEndedError, match="exit code 0"):
+        child.receive()
+
+
+def test_a_block_ends_what_was_started_in_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    with Children() as children:
+        child = children.start("functions:starts")
+        started = [psutil.Process(pid) for pid in child.receive()]
+        (children.folder / "weights").write_text("many")
+    assert psutil.wait_procs(started, 5)[1] == []
+    assert not children.folder.exists()
+    assert psutil.Process().children() == []
+
+
+PARENT = """
+import time
+from transformer_parity.system.child import Children
+from transformer_parity.system.interrupts import sigterm_is_ctrl_c
+
+with sigterm_is_ctrl_c(), Children() as children:
+    child = children.start("functions:{function}")
+    (children.folder / "weights").write_text("many")
+    print(child.process.pid, *child.receive(), flush=True)
+    time.sleep(600)
+"""
+
+
+@posix
+@pytest.mark.parametrize("function", ["starts", "ignores", "holds_the_lock"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP, signal.SIGINT])
+def test_children_and_their_folder_go_with_their_parent(function, number, tmp_path):
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(function=function)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": paths},
+    )
+    started = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    assert len(list(temporary.glob("*/weights"))) == 1
+    parent.send_signal(number)
+    parent.wait(20)
+    parent.stdout.close()
+    assert psutil.wait_procs(started, 5)[1] == []
+    deadline = time.monotonic() + 5.0
+    while list(temporary.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert list(temporary.iterdir()) == []
+
+
+@posix
+def test_a_command_that_is_killed_leaves_nothing(tmp_path):
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "transformer_parity", "check", "--backends", "torch", "--dtype", "float64"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert "torch: " in parent.stderr.readline()
+    started = psutil.Process(parent.pid).children(recursive=True)
+    assert len(started) == 2
+    assert len(list(tmp_path.iterdir())) == 1
+    parent.kill()
+    parent.wait()
+    parent.stderr.close()
+    assert psutil.wait_procs(started, 5)[1] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+class Clock:
+    """Stands for the machine: a time, a processor time, and idle times of two processors."""
+
+    def __init__(self):
+        self.now, self.used, self.idle = 0.0, 0.0, [0.0, 0.0]
+
+    def measure(self, silence):
+        return self.now, self.used, dict(enumerate(self.idle))
+
+
+@pytest.mark.parametrize(
+    ("used", "idle", "own"),
+    [
+        (0.0, (0.0, 0.0), 1.0),  # sleeps, on a busy machine
+        (0.0, (1.0, 1.0), 1.0),
+        (0.1, (0.0, 0.0), 0.1),  # waits for a processor
+        (0.1, (0.0, 1.0), 1.0),  # sleeps most of the time
+        (0.1, (0.3, 0.2), 0.3),
+        (2.0, (0.0, 0.0), 1.0),  # computes in two threads
+    ],
+)
+def test_silence_is_counted_in_seconds_of_its_own(used, idle, own, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(Silence, "_measure", lambda silence: clock.measure(silence))
+    monkeypatch.setattr("transformer_parity.system.silence.time.monotonic", lambda: clock.now)
+    silence = Silence(0)
+    for second in range(1, 4):
+        clock.now, clock.used = float(second), used * second
+        clock.idle = [second * one for one in idle]
+        assert silence.count(0.5) == pytest.approx(second * own)
+    clock.now += 0.1
+    assert silence.count(0.5) == pytest.approx(3 * own)  # too early to measure
+    silence.heard()
+    assert silence.count(0.5) == 0.0
+    clock.now += 60.0
+    assert silence.count(0.5) == 0.0
+    clock.now += 60.0
+    assert silence.count(0.5) == 1.0  # this process was stopped
