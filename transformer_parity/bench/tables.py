@@ -108,15 +108,15 @@ def print_remarks(console: Console, work: Work, entries: Sequence[Entry], thread
         console.print("products: only the matrix products, by NumPy, without a result; reference_numpy cannot beat it.")
 
 
-def print_growth(console: Console, axis: str, values: Sequence[int], races: Sequence[Sequence[Entry]]) -> None:
+def print_growth(console: Console, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]]) -> None:
     """Print medians and memory over a size that grows, and how steeply they grow at its end."""
-    names = list(dict.fromkeys(entry.name for entries in races for entry in entries))
-    by_name = [{entry.name: entry for entry in entries if entry.is_timed} for entries in races]
+    names = list(dict.fromkeys(entry.name for entries in results for entry in entries))
+    by_name = [{entry.name: entry for entry in entries if entry.is_timed} for entries in results]
     for heading, measure, unit in (
         ("milliseconds", lambda entry: Spread.of(entry.seconds).median, 1e3),
         ("MiB beyond what was held before the first call", lambda entry: entry.work_bytes, 1 / MEBI),
     ):
-        rows = table(*(f"{value:,}" for value in values[: len(races)]), "exponent")
+        rows = table(*(f"{value:,}" for value in values[: len(results)]), "exponent")
         for name in names:
             measured = [measure(found[name]) if name in found else None for found in by_name]
             cells = ["-" if number is None else f"{unit * number:,.0f}" for number in measured]
@@ -136,13 +136,13 @@ def exponent(values: Sequence[int], measured: Sequence[float | None]) -> str:
 
 
 def print_first_calls(
-    console: Console, works: Sequence[Work], races: Sequence[Sequence[Entry]], machine: Machine
+    console: Console, works: Sequence[Work], results: Sequence[Sequence[Entry]], machine: Machine
 ) -> None:
     """Print the first call of each task, and a later one."""
     console.print(f"[bold]first calls[/], seconds; {works[0].details}; threads: {machine['threads']}")
-    rows = table(*(f"{work.task}\n{when}" for work in works[: len(races)] for when in ("first", "later")))
-    by_name = [{entry.name: entry for entry in entries} for entries in races]
-    for name in dict.fromkeys(entry.name for entries in races for entry in entries):
+    rows = table(*(f"{work.task}\n{when}" for work in works[: len(results)] for when in ("first", "later")))
+    by_name = [{entry.name: entry for entry in entries} for entries in results]
+    for name in dict.fromkeys(entry.name for entries in results for entry in entries):
         cells = []
         for found in by_name:
             entry = found.get(name)
@@ -152,7 +152,7 @@ def print_first_calls(
                 cells += [WORDS[entry.verdict] if entry else "-", ""]
         rows.add_row(name, *cells)
     console.print(rows)
-    for entry in (entry for entries in races for entry in entries if not entry.is_timed):
+    for entry in (entry for entries in results for entry in entries if not entry.is_timed):
         console.print(f"{WORDS[entry.verdict]:9} {entry.name}: {entry.problem}", markup=False)
 
 
@@ -196,7 +196,7 @@ def describe(threads: int) -> dict[str, Any]:
 
 
 def times_for_machines(work: Work, entries: Sequence[Entry], matrix_rate: float | None) -> dict[str, Any]:
-    """Return what came of one race, as plain values."""
+    """Return what came of one work, as plain values."""
     timed = [entry for entry in entries if entry.is_timed]
     return {
         "verdict": verdict(entries),

@@ -1,4 +1,4 @@
-"""What ``parity bench`` lets everybody do: the model, the sentences, and the matrix products that it comes down to."""
+"""The work of ``parity bench``: the model, the sentences, and the matrix products that it comes down to."""
 
 from __future__ import annotations
 
@@ -204,8 +204,8 @@ class ForwardWork(Work):
 class TrainWork(Work):
     """Steps of Adam on one batch: forward, backward and update.
 
-    Without dropout by default: then every step's loss is the reference's. With it, everybody drops something else, and
-    a loss can only be told to be of the right size.
+    Without dropout by default: then every step's loss is the reference's. With it, every package drops other elements,
+    and only the size of a loss can be verified.
 
     Attributes:
         dtype: That of the computation; the weights are in float32 also where it is bfloat16.
@@ -299,7 +299,7 @@ class DecodeWork(Work):
     def weights(self) -> dict[str, ndarray]:
         """Return random weights with which sentences vary, and go on until they are cut off.
 
-        Neither the end symbol nor padding can be said, so nobody has to be kept from saying them.
+        Neither the end symbol nor padding can be said, so no search has to exclude them.
         """
         weights = super().weights()
         weights["output_proj.bias"][[self.config.pad_id, self.config.eos_id]] = NEVER

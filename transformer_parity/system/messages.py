@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 LENGTH = struct.Struct("!Q")  # of the pickled object, in bytes
 
@@ -19,7 +19,7 @@ def encoded(message: Any) -> bytes:
     return LENGTH.pack(len(content)) + content
 
 
-def receive(stream: BinaryIO) -> Any:
+def receive(stream: IO[bytes]) -> Any:
     """Return the next message.
 
     Raises:
@@ -29,7 +29,7 @@ def receive(stream: BinaryIO) -> Any:
     return pickle.loads(_exactly(length, stream))
 
 
-def _exactly(size: int, stream: BinaryIO) -> bytes:
+def _exactly(size: int, stream: IO[bytes]) -> bytes:
     content = stream.read(size)
     if len(content) < size:
         raise EOFError(f"a message has ended after {len(content)} of {size} bytes")
