@@ -17,7 +17,7 @@ from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.exceptions import described
 from transformer_parity.compare.findings import Finding, Kept, Setting, failure
 from transformer_parity.compare.verdict import AGREES, SKIPPED
-from transformer_parity.diagnose.investigate import FailureReport, investigate, look
+from transformer_parity.diagnose.investigate import FailureReport, Investigation
 from transformer_parity.diagnose.weight_audit import Fate, as_mistake, audit
 from transformer_parity.ports.compile_clock import COMPILING, Spent, listen_to_jax
 from transformer_parity.ports.protocol import Placement
@@ -101,12 +101,11 @@ def work() -> None:
         for finding in compare(cases, port, job.setting, report, kept):
             made.append(finding)
             found.append(finding)
-        for failure_report in investigate(
-            found, kept, cases, port, job.setting, job.backend, job.failures, report, suspect
-        ):
+        investigation = Investigation(port, job.setting, job.backend, job.failures, report, suspect)
+        for failure_report in investigation.failures(found, kept, cases):
             tell(doing=doing, failure_report=failure_report)
         if job.attention and main is not None and all(f.verdict in (AGREES, SKIPPED) for f in found):
-            tell(doing=doing, failure_report=look(main, port, job.setting))
+            tell(doing=doing, failure_report=investigation.attention(main))
     except SystemExit as error:
         made.append(failure(name, f"it called sys.exit({error.code!r}) at {doing}"))
     except Exception as error:
