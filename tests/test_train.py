@@ -292,7 +292,7 @@ def test_which_sentences_are_held_out_does_not_depend_on_hashing(tmp_path):
     found = set()
     for seed in "01":
         code = (
-            "import sys; from transformer_parity import corpora; print(corpora.text(sys.argv[1:], None, 40).held_out)"
+            "import sys; from transformer_parity.train import corpora; print(corpora.text(sys.argv[1:], None, 40).held_out)"
         )
         command = [sys.executable, "-c", code, str(tmp_path / "a"), str(tmp_path / "b")]
         environment = {**os.environ, "PYTHONHASHSEED": seed}

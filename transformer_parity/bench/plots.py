@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from transformer_parity.bench.measurements import Entry, Spread, ratio
-from transformer_parity.figures.style import GOOD, GREY
+from transformer_parity.figures.style import GOOD, GREY, OTHERS
 from transformer_parity.ports.registry import PORTS
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 MEBI = 2**20
 OURS = {*PORTS, *(port.package for port in PORTS.values())}
-OTHERS = "#8fbfdf"
 
 
 def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entry | None, machine: str) -> Figure:

@@ -20,7 +20,7 @@ from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECI
 from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Mark
 from transformer_parity.report.result import MAIN_CASE
 from transformer_parity.report.tree import WAYS, Node, first_places, nodes
-from transformer_parity.system.files import write_atomically
+from transformer_parity.system.files import write_text
 
 Result = Mapping[str, Any]
 VERDICTS = {AGREES: "Agree", DIVERGES: "Diverge", IMPRECISE: "Imprecise", FAILED: "Incomplete"}
@@ -99,7 +99,7 @@ class Matrix:
 
 def write_html(path: Path, result: Result) -> None:
     """Write a result (see ``result.build``), atomically."""
-    write_atomically(path, html(result))
+    write_text(path, html(result))
 
 
 def html(result: Result) -> str:
