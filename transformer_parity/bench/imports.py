@@ -1,9 +1,10 @@
-"""What it takes to import a package, beside importing its framework alone."""
+"""The time to import a package, beside that of its framework alone."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from transformer_parity.bench.measurements import Entry
@@ -21,7 +22,7 @@ SCRIPT = "import time; start = time.perf_counter(); import {}; print(time.perf_c
 
 @dataclass
 class Pair:
-    """A package, and what it imports that is not ours: each round imports both, each in a fresh process."""
+    """A package and its framework: each round imports both, each in a fresh process."""
 
     name: str
     alone: Entry = field(init=False)
@@ -40,6 +41,32 @@ class Pair:
         prepare_environment()  # as `parity` does, for the processes that are started here
         for entry in (self.alone, self.package):
             entry.seconds.append(_import_seconds(entry.name))
+
+
+def time_imports(pairs: Sequence[Pair], rounds: int, tell: Callable[[str, int], None]) -> bool:
+    """Import every package in every round, and return whether Ctrl-C ended it early.
+
+    Round 0 fills the caches of the file system and is not counted.
+
+    Args:
+        pairs: The packages, each with its framework.
+        rounds: That are counted.
+        tell: Called with a package and the round that begins.
+
+    Raises:
+        ImportError: As from ``Pair.run``.
+    """
+    try:
+        for number in range(rounds + 1):
+            for pair in pairs:
+                tell(pair.name, number)
+                pair.run()
+                if number == 0:
+                    pair.alone.seconds.clear()
+                    pair.package.seconds.clear()
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def _import_seconds(modules: str) -> float:

@@ -7,7 +7,7 @@ d_model 24, d_ff 40.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,9 @@ import numpy as np
 
 from reference_numpy.config import IMPLEMENTATIONS, PRESETS, DropoutRates, TransformerConfig
 from reference_numpy.masks import causal_mask
+from reference_numpy.names import tap_shapes
 from reference_numpy.search import beam_search, greedy_search
+from reference_numpy.taps import matches
 from reference_numpy.training_config import TrainingConfig
 from reference_numpy.transformer import Transformer
 from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STAGES, STEPS, Case, shrunk, tiny
@@ -281,6 +283,22 @@ def _search_cases(
         )
 
 
+def port_config(port: PluginPort) -> TransformerConfig:
+    """Return the sizes of the standard cases with the conventions of a port.
+
+    Raises:
+        ValueError: The port overrides a field that does not exist, or promises a tap that does not exist.
+    """
+    known = [entry.name for entry in fields(TransformerConfig)]
+    if unknown := [name for name in port.kind.overrides if name not in known]:
+        raise ValueError(f"overrides of {port.name} has no field {unknown[0]!r}: known are {', '.join(known)}")
+    config = tiny(port.kind.preset, **{"d_k": None, "d_v": None, **port.kind.overrides})
+    for pattern in port.kind.taps:
+        if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
+            raise ValueError(f"taps of {port.name}: {pattern!r} is no tap: see `parity info --names`")
+    return config
+
+
 def port_cases(port: PluginPort, stages: Sequence[str] = STAGES) -> list[Case]:
-    """Return what a port with conventions of its own is compared on."""
-    return [case for case in model_cases(port.config()) if case.stage in stages]
+    """Return the cases for a port with conventions of its own."""
+    return [case for case in model_cases(port_config(port)) if case.stage in stages]

@@ -80,7 +80,10 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--json", action="store_true", help="one JSON object a line")
     what.add_argument("--compare", action="store_true", help="print where backends differ, and why; no translations")
     what.add_argument(
-        "--attention", type=Path, metavar="FILE", help="also draw the cross-attention of the first translation: .png or .svg"
+        "--attention",
+        type=Path,
+        metavar="FILE",
+        help="also draw the cross-attention of the first translation: .png or .svg",
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--dtype", choices=EPS, default="float32", help="(default: float32)")
@@ -103,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         total = _count_lines(options.file)
     output = _Output()
     try:
-        with _open(options.file) as file, quiet_frameworks() as terminal, _failures():
+        with quiet_frameworks() as terminal, _failures(), _open(options.file) as file:
             is_typed = options.file is None and file.isatty()
             lines = read_lines(file, str(options.file or "standard input"))
             translator = Translator(trained.config, trained.vocabulary, search, 1 if is_typed else WINDOW)
