@@ -9,7 +9,6 @@ import numpy as np
 
 import reference_numpy as ref
 from reference_numpy.config import TransformerConfig
-
 from transformer_parity.figures.style import ALLOWED, FORBIDDEN, label
 from transformer_parity.system.errors import UsageError
 
