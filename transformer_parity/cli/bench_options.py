@@ -88,7 +88,7 @@ EXAMPLES = {
   parity bench decode                                   all four, small
   parity bench decode --backends numpy,torch --config tiny
   parity bench decode --peers --plot decode.png         beside Hugging Face's MarianMTModel, Flax NNX, Keras hub, and
-                                                        the matrix products alone: what NumPy cannot beat
+                                                        the matrix products alone: a lower bound for NumPy
   parity bench decode --beam 4 --against torch          beam search; how many times as long as torch
   parity bench decode --config base --json decode.json  the paper's size, every number into a file
 """,

@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("weights", nargs="+", type=Path, metavar="FILE", help="final weights, or checkpoints of a run")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--task", choices=["dates"], help="days that no training run has seen")
+    what.add_argument("--task", choices=["dates"], help="days that are in no training set")
     what.add_argument("--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="two line-aligned files")
     add_backends(parser, ["torch"])
     parser.add_argument("--sentences", type=positive, metavar="N", help="the first N only (default: all; 1000 dates)")

@@ -39,7 +39,7 @@ RENAMED = {"--rung": "--stage"}  # option names of the release before
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors exit with 3, because 2 means something else here."""
+    """A parser whose errors exit with 3, because 2 is the code of a precision divergence."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]

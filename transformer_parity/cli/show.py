@@ -12,13 +12,12 @@ from rich.console import Console
 
 from reference_numpy.config import PRESETS
 from transformer_parity.cli.options import add_backends, one_or_more
+from transformer_parity.figures import why_tables
 from transformer_parity.figures.attention import SOURCE, TAPS, TARGET, Asked, draw_attention
 from transformer_parity.figures.positions import draw_masks, draw_positions
 from transformer_parity.figures.style import FORMATS, OPEN_STYLE, STYLE, destination, write
 from transformer_parity.figures.why_plots import draw_additive, draw_sqrt_dk
 from transformer_parity.figures.why_tables import (
-    COST_LENGTH,
-    PAPER_D_K,
     measure_additive,
     measure_sqrt_dk,
     show_additive,
@@ -60,7 +59,7 @@ def add_parser(commands: Any) -> None:
         type=one_or_more(PRESETS),
         default=["paper_base", "t2t_2017"],
         metavar="NAME[,NAME]",
-        help="whose layout, timescale and offset (default: paper_base,t2t_2017); `parity info` lists them",
+        help="conventions of layout, timescale and offset (default: paper_base,t2t_2017); `parity info` lists them",
     )
     positions.add_argument("--length", type=int, default=50, metavar="N", help="positions (default: %(default)s)")
     positions.add_argument("--d-model", type=int, default=64, metavar="N", help="channels (default: %(default)s)")
@@ -89,7 +88,7 @@ def add_parser(commands: Any) -> None:
     attention.add_argument("--target", default=TARGET, metavar="TEXT", help="default: %(default)s")
     files, learn = ("SOURCE", "TARGET"), "line-aligned files to learn subwords from (default: the text that ships)"
     attention.add_argument("--text", type=Path, nargs=2, metavar=files, help=learn)
-    attention.add_argument("--which", choices=TAPS, default="cross", help="whose attention (default: %(default)s)")
+    attention.add_argument("--which", choices=TAPS, default="cross", help="which attention (default: %(default)s)")
     attention.add_argument("--layer", type=int, default=0, metavar="N", help="counted from 0 (default: %(default)s)")
     attention.add_argument("--dtype", choices=("float64", "float32"), default="float32", help="default: %(default)s")
     attention.set_defaults(run=run, picture="attention", draw=_attention)
@@ -125,10 +124,9 @@ Measure two claims of section 3.2.1 of "Attention Is All You Need" that the
 paper states and does not show:
 
   sqrt-dk   Why are the scores divided by sqrt(d_k)? Draws queries and keys as
-            in footnote 4 and looks at the softmax, at the gradient that gets
-            through it, and at the gradient that reaches the projections of a
-            whole layer, with and without the division. Seeded: the same numbers
-            everywhere.
+            in footnote 4 and measures the softmax, the gradient through it,
+            and the gradient at the projections of a whole layer, with and
+            without the division. Seeded: the same numbers on every machine.
   additive  Why is dot-product attention faster than additive attention, at the
             same number of multiply-adds? Counts operations, times both in turn,
             step by step, and measures memory. Timings differ by machine.
@@ -198,6 +196,6 @@ QUESTIONS: dict[str, tuple[Callable[[], dict[str, list[Any]]], Callable[..., Non
     "additive": (
         measure_additive,
         show_additive,
-        lambda **found: draw_additive(**found, length=COST_LENGTH, d_k=PAPER_D_K),
+        lambda **found: draw_additive(**found, length=why_tables.COST_LENGTH, d_k=why_tables.PAPER_D_K),
     ),
 }

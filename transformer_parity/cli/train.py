@@ -54,7 +54,7 @@ examples:
 
 what a run leaves in its folder: checkpoint-*.safetensors (config, weights, optimizer state, position in the data,
 vocabulary: any backend can go on from it), {MODEL} (the final weights, for load_transformer), {LOG} (one JSON
-object a line) and {CURVE}. Ctrl-C and SIGTERM finish the step, save, and say how to go on.
+object a line) and {CURVE}. Ctrl-C and SIGTERM finish the step, save, and print how to go on.
 
 exit code: 0 finished, 3 not started, failed, or Ctrl-C pressed twice, 130 stopped by Ctrl-C, 143 by SIGTERM
 """

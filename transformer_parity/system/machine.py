@@ -64,7 +64,7 @@ def peak_bytes() -> int | None:
 
 
 def held_bytes() -> int | None:
-    """Return the memory that this process holds; None where the system does not say."""
+    """Return the memory that this process holds; None where the system does not report it."""
     return _status("VmRSS")
 
 

@@ -60,10 +60,10 @@ def _figure(events: Sequence[dict[str, Any]]) -> Figure:
         found = [event for event in found if not event["averaged"]]  # averaged weights are not the run's
         found = list({event["step"]: event for event in found}.values())
         at = [event["step"] for event in found]
-        look: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": BACKENDS[name]}
-        upper.plot(at, [event["loss"] for event in found], **look)
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": BACKENDS[name]}
+        upper.plot(at, [event["loss"] for event in found], **style)
         if not lockstep:
-            lower.plot(at, [event["score"] for event in found], **look)
+            lower.plot(at, [event["score"] for event in found], **style)
     task = next(event["task"] for event in events if event["event"] == "start")
     upper.set(ylabel="loss per target token [nats]", ylim=(0, None))
     with_what = "smoothed labels" if lockstep else "smoothed labels, dropout"
