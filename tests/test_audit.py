@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import reference_numpy
-from transformer_parity.cases.standard import model_cases, standard_cases
+from transformer_parity.cases.standard import port_cases, port_config, standard_cases
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.diagnose.weight_audit import (
     HIDDEN,
@@ -99,7 +99,7 @@ class Blind(Port):
 
 def test_without_taps_a_key_bias_stays_hidden_and_what_is_unused_is_found():
     port = PluginPort(f"{__name__}:Blind")
-    found = {fate.name: fate for fate in audit(port, model_cases(port.config())[0], Placement("float64"))}
+    found = {fate.name: fate for fate in audit(port, port_cases(port)[0], Placement("float64"))}
     hidden = {name for name, fate in found.items() if fate.verdict == HIDDEN}
     assert hidden == {name for name in found if name.endswith("key_proj.bias")} != set()
     lost = "encoder.layers.1.feed_forward.output_proj.kernel"
@@ -135,12 +135,12 @@ class Dropping(Forgetful):
 
 def test_a_weight_that_is_not_given_and_dropout_that_is_on_are_random():
     port = PluginPort(f"{__name__}:Forgetful")
-    found = audit(port, model_cases(port.config())[0], Placement("float64"))
+    found = audit(port, port_cases(port)[0], Placement("float64"))
     assert {fate.verdict for fate in found} == {RANDOM}
     assert f"{ATTENTION}.query_proj.kernel" in {fate.name for fate in found}
     assert "encoder.layers.0.self_attention.output shows" in found[0].detail
     port = PluginPort(f"{__name__}:Dropping")
-    (fate,) = audit(port, model_cases(port.config())[0], Placement("float64"))
+    (fate,) = audit(port, port_cases(port_config(port))[0], Placement("float64"))
     assert str(fate.detail) == "differ on the same input, first at output: dropout is on, or something else is random"
 
 
@@ -178,7 +178,7 @@ class OverwritingUnseen(Overwriting):
 )
 def test_a_port_that_writes_to_its_inputs_is_named(kind, name):
     port = PluginPort(f"{__name__}:{kind.__name__}")
-    case = model_cases(port.config())[0]
+    case = port_cases(port_config(port))[0]
     before = {name: array.copy() for name, array in case.inputs.items()}
     found = audit(port, case, Placement("float64"))
     assert [(fate.name, fate.verdict) for fate in found] == [(name, OVERWRITTEN)]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from transformer_parity.cases.standard import model_cases
+from transformer_parity.cases.standard import port_cases
 from transformer_parity.cli.check import FRAMEWORKS
 from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import compare
@@ -45,7 +45,7 @@ def test_skeleton_agrees(framework, folder, capsys):
     printed = capsys.readouterr().out
     assert f"  parity check --port {module}:MyPort\n  pytest --parity-port={module}:MyPort\n" in printed
     port = PluginPort(f"{module}:MyPort")
-    cases = model_cases(port.config())
+    cases = port_cases(port)
     findings = list(compare(cases, port, Setting(("float64",))))
     skipped = [finding for finding in findings if finding.verdict == SKIPPED]
     assert [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)] == []

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import reference_numpy
 from transformer_parity.cases.case import tiny
-from transformer_parity.cases.standard import gradient_case, model_cases, standard_cases
+from transformer_parity.cases.standard import gradient_case, model_cases, port_cases, port_config, standard_cases
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
@@ -320,13 +320,13 @@ class GoesOnOnce(Wrapped):
 
 def test_what_a_port_does_to_an_array_does_not_change_what_was_seen():
     port = PluginPort(f"{__name__}:InPlace")
-    findings = list(compare(model_cases(port.config())[:2], port, Setting(("float64", "float32"))))
+    findings = list(compare(port_cases(port)[:2], port, Setting(("float64", "float32"))))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
 
 
 def test_a_port_that_goes_on_at_some_taps_only_is_not_run_on_wrong_inputs():
     port = PluginPort(f"{__name__}:GoesOnOnce")
-    case = model_cases(port.config())[0]
+    case = port_cases(port)[0]
     loaded = port.load(case.config, case.load_weights(), Placement("float64"))
     found = blamed(case, loaded).blame
     assert found.replayed == "reference"
@@ -397,7 +397,7 @@ class Withholding(Wrapped):
 
 def test_missing_taps_are_named():
     port, kept = PluginPort(f"{__name__}:Withholding"), {}
-    cases = model_cases(port.config())[:1]
+    cases = model_cases(port_config(port))[:1]
     findings = list(compare(cases, port, Setting(("float64",)), kept=kept))
     (report,) = Investigation(port, Setting(("float64",)), port.reference).failures(findings, kept, cases)
     assert report.diagnosis.sentence.startswith(f"what is shown is not what was promised: missing {SCALE}")

@@ -9,7 +9,7 @@ import others
 import pytest
 
 from reference_numpy import PRESETS
-from transformer_parity.cases.standard import model_cases, preset_case
+from transformer_parity.cases.standard import port_cases, preset_case
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Setting
@@ -44,7 +44,7 @@ UNHEARD_OF: dict[str, Edits] = {
 def check(kind, cases=None):
     """Compare a port of ``others`` as `parity check` does, and return findings and failure reports."""
     port = PluginPort(f"others:{kind.__name__}")
-    cases, kept = model_cases(port.config())[:2] if cases is None else cases, {}
+    cases, kept = port_cases(port)[:2] if cases is None else cases, {}
     findings = list(compare(cases, port, SETTING, kept=kept))
     return findings, list(Investigation(port, SETTING, port.reference).failures(findings, kept, cases))
 

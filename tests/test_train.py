@@ -291,9 +291,8 @@ def test_which_sentences_are_held_out_does_not_depend_on_hashing(tmp_path):
         (tmp_path / side).write_text("".join(f"same\n{side} {i}\n" for i in range(100)), "utf-8")
     found = set()
     for seed in "01":
-        code = (
-            "import sys; from transformer_parity import corpora; print(corpora.text(sys.argv[1:], None, 40).held_out)"
-        )
+        code = "import sys; from transformer_parity.train import corpora; "
+        code += "print(corpora.text(sys.argv[1:], None, 40).held_out)"
         command = [sys.executable, "-c", code, str(tmp_path / "a"), str(tmp_path / "b")]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         found.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)

@@ -27,6 +27,7 @@ from transformer_parity.figures import attention
 from transformer_parity.ports.protocol import Placement, SearchOptions
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.text.vocabulary import Vocabulary
+from transformer_parity.translate import picture as pictures
 from transformer_parity.translate import translator
 from transformer_parity.translate.agreement import Comparison
 from transformer_parity.translate.lines import Hypothesis, Line
@@ -410,8 +411,8 @@ def test_what_was_not_compared_is_no_agreement(model, short, capfd, port):
 
 def test_the_picture_shows_what_each_token_attends_to(model, tmp_path, capfd, monkeypatch, backend):
     drawn = []
-    draw = translate.draw_heads
-    monkeypatch.setattr(translate, "draw_heads", lambda *given: drawn.append(given) or draw(*given))
+    draw = pictures.draw_heads
+    monkeypatch.setattr(pictures, "draw_heads", lambda *given: drawn.append(given) or draw(*given))
     picture = tmp_path / "picture.png"
     lines = ["", "abcde", "fghi"]
     code, found, said = parity(capfd, model, lines, "--backend", backend.name, "--attention", picture)

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from transformer_parity.cases.standard import model_cases
+from transformer_parity.cases.standard import model_cases, port_config
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Setting
 from transformer_parity.compare.verdict import AGREES, SKIPPED
@@ -170,7 +170,7 @@ def diagnosed(mistake, taps):
     kind = type("Wrong", (Plain,), {"mistake": mistake, "taps": taps, "__module__": __name__})
     globals()["Wrong"] = kind
     port = PluginPort(f"{__name__}:Wrong")
-    cases, kept = model_cases(port.config())[:4], {}
+    cases, kept = model_cases(port_config(port))[:4], {}
     findings = list(compare(cases, port, SETTING, kept=kept))
     if {finding.verdict for finding in findings} == {AGREES, SKIPPED} or mistake == "":
         return None

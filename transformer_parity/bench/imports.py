@@ -1,4 +1,4 @@
-"""What it takes to import a package, beside importing its framework alone."""
+"""The time to import a package, beside that of its framework alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FRAMEWORKS = {
 
 @dataclass
 class Pair:
-    """A package, and what it imports that is not ours: each round imports both, each in a fresh process."""
+    """A package and its framework: each round imports both, each in a fresh process."""
 
     name: str
     alone: Entry = field(init=False)
@@ -32,7 +32,7 @@ class Pair:
         self.package = Entry(PORTS[self.name].package)
 
 
-def run_imports(pairs: Sequence[Pair], rounds: int, tell: Callable[[str], None]) -> None:
+def run_imports(pairs: Sequence[Pair], rounds: int, tell: Callable[[str, int], None]) -> None:
     """Import all pairs in interleaved rounds, after one that is not counted: it reads the files from the disk.
 
     Raises:
@@ -42,7 +42,7 @@ def run_imports(pairs: Sequence[Pair], rounds: int, tell: Callable[[str], None])
     with Children() as children:
         for number in range(rounds + 1):
             for pair in pairs:
-                tell(f"round {number} of {rounds}: {pair.name}")
+                tell(pair.name, number)
                 for entry in (pair.alone, pair.package):
                     seconds = _import_seconds(children, entry.name)
                     if number > 0:

@@ -1,4 +1,4 @@
-"""The statistics of ``parity bench``: what came of each participant, and how two compare from round to round."""
+"""The statistics of ``parity bench``: the measurements of each participant, and ratios from round to round."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TIMES = ("first_seconds", "seconds", "cores", "loaded_bytes", "peak_bytes")
 
 @dataclass
 class Entry:
-    """A participant, and what came of it.
+    """A participant and its measurements.
 
     Attributes:
         name: What it is called in tables.
-        has_result: Whether there is anything to agree about; without, it is a baseline and not a competitor.
+        has_result: Whether there is a result to verify; without one, it is a baseline.
         verdict: AGREES as long as every result did.
         problem: Why it does not, or why it could not be timed.
         near_ties: Where its tokens differ, and may.
@@ -27,7 +27,7 @@ class Entry:
         seconds: How long the call of each round took.
         cores: How many cores it kept busy in each round.
         loaded_bytes: The memory that its process held before the first call: framework, weights, inputs.
-        peak_bytes: The most memory that its process held in a round; None, as above, where the system does not say.
+        peak_bytes: The most memory that its process held in a round; None as above.
     """
 
     name: str
@@ -84,7 +84,7 @@ def ratio(entry: Entry, against: Entry) -> Spread:
 
 
 def fastest(entries: Sequence[Entry]) -> Entry | None:
-    """Return the competitor with the lowest median; None if none was timed."""
+    """Return the entry with a result and the lowest median; None if none was timed."""
     timed = [entry for entry in entries if entry.is_timed and entry.has_result]
     return min(timed, key=lambda entry: median(entry.seconds), default=None)
 

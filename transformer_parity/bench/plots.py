@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from transformer_parity.bench.measurements import Entry, Spread, ratio
-from transformer_parity.figures.style import GOOD, GREY
+from transformer_parity.figures.style import GOOD, GREY, OTHERS
 from transformer_parity.ports.registry import PORTS
 
 if TYPE_CHECKING:
@@ -14,18 +14,22 @@ if TYPE_CHECKING:
 
 MEBI = 2**20
 OURS = {*PORTS, *(port.package for port in PORTS.values())}
-OTHERS = "#8fbfdf"
+
+
+def place_of(machine: Mapping[str, Any]) -> str:
+    """Return the machine in a few words."""
+    return f"{machine['processor']}, {machine['cpus']} processors"
 
 
 def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entry | None, machine: str) -> Figure:
     """Draw medians as bars, the fastest on top, and the lowest and highest time as a line.
 
     Args:
-        title: What was done.
-        details: At what sizes.
+        title: Of the work.
+        details: Its sizes.
         entries: Those that have times.
-        against: Whose time the others' are multiples of; None says nothing of that.
-        machine: On what.
+        against: The entry whose time is the unit; None prints no multiples.
+        machine: In a few words.
     """
     from matplotlib.figure import Figure
 
@@ -52,7 +56,7 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entr
     )
     note = machine
     if any(entry.has_result and entry.name not in OURS for entry in ordered):
-        note += ". Light: other people's."
+        note += ". Light: other implementations."
     if any(not entry.has_result for entry in ordered):
         note += ". Grey: without a result."
     figure.supxlabel(note, fontsize=8, color=GREY)
@@ -65,12 +69,12 @@ def draw_growth(
     """Draw time and memory over a size that grows, one line for each participant, both axes logarithmic.
 
     Args:
-        title: What was done.
-        details: At what other sizes.
-        axis: What grows.
-        values: To what.
-        results: What came of it at each value, in the same order.
-        machine: On what.
+        title: Of the work.
+        details: Its other sizes.
+        axis: The size that grows.
+        values: Its values.
+        results: The entries at each value, in the same order.
+        machine: In a few words.
     """
     from matplotlib.figure import Figure
 

@@ -1,42 +1,129 @@
-"""Run a benchmark: choose the participants, time them in rounds, and grow the sizes."""
+"""Run a benchmark: the participants, the rounds, and sizes that grow."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import reference_numpy as ref
 from transformer_parity.bench.matrix_products import MatrixRate, Products
-from transformer_parity.bench.measurements import Entry, Spread
+from transformer_parity.bench.measurements import Entry, Spread, verdict
 from transformer_parity.bench.participants import OURS, others
 from transformer_parity.bench.rounds import Participant, Tell, run_rounds, started
+from transformer_parity.bench.tables import describe, times_for_machines
 from transformer_parity.bench.verify import verifier_of
-from transformer_parity.bench.workload import DecodeWork, ForwardWork, TrainWork, Work
-from transformer_parity.compare.verdict import AGREES, FAILED
+from transformer_parity.bench.workload import Work
+from transformer_parity.compare.verdict import AGREES, EXIT_CODES, FAILED
+from transformer_parity.system.errors import UsageError
+from transformer_parity.system.machine import processors
 
 Progress = Callable[[list[Entry], int], AbstractContextManager[Tell]]
 
 
-def make_work(options: argparse.Namespace, task: str) -> Work:
-    """Return what there is to do."""
-    common = {
-        "size": options.config,
-        "batch": options.batch,
-        "source": options.source,
-        "target": options.target,
-        "layers": options.layers,
-        "dtype": getattr(options, "dtype", Work.dtype),
-        "device": options.device,
-    }
-    if task == "forward":
-        return ForwardWork(**common)
-    if task == "decode":
-        return DecodeWork(**common, beam_size=getattr(options, "beam", None))
-    checkpointing = getattr(options, "activation_checkpointing", False)
-    return TrainWork(**common, dropout=getattr(options, "dropout", 0.0), activation_checkpointing=checkpointing)
+@dataclass(frozen=True)
+class Setting:
+    """The participants and the rounds.
+
+    Attributes:
+        backends: Our packages, by name.
+        peers: Whether other implementations take part too.
+        threads: Of each participant.
+        rounds: Calls of each participant that are timed.
+        against: The participant whose time is the unit; None is the fastest.
+    """
+
+    backends: Sequence[str]
+    peers: bool = False
+    threads: int = 1
+    rounds: int = 1
+    against: str | None = None
+
+    def participants(self, work: Work) -> list[Participant]:
+        """Return those that do some work, in the order of the rounds."""
+        ours = [OURS[work.task][name] for name in self.backends]
+        return [*ours, *others(work), Products()] if self.peers else ours
+
+    def check(self, work: Work) -> None:
+        """Refuse, before anything is timed, what cannot be done.
+
+        Raises:
+            MissingFrameworkError: A participant is not installed.
+            UsageError: A setting does not fit the work, the participants or the machine.
+        """
+        participants = self.participants(work)
+        for participant in participants:
+            participant.check_installed()
+        names = [participant.name for participant in participants if participant.has_result]
+        if self.against is not None and self.against not in names:
+            raise UsageError(f"--against must be one of {', '.join(names)}: got {self.against}")
+        if self.threads > processors():
+            raise UsageError(f"--threads must be at most {processors()}, the processors there are: got {self.threads}")
+        if self.peers and work.device != "cpu":
+            raise UsageError("--peers run on the CPU: leave out --peers or --device gpu")
+        if self.peers and work.dtype != "float32":
+            raise UsageError("--peers compute in float32: leave out --peers or --dtype bfloat16")
+        if self.peers and getattr(work, "activation_checkpointing", False):
+            raise UsageError("--peers have no activation checkpointing: leave out one of the two")
+        if "numpy" in self.backends and work.dtype == "bfloat16":
+            raise UsageError("reference_numpy has no bfloat16 worth timing: add --backends torch,jax,tf")
+        if "numpy" in self.backends and work.device == "gpu":
+            raise UsageError("reference_numpy runs on the CPU: add --backends torch,jax,tf")
+
+
+@dataclass
+class Timing:
+    """What has been timed: one work after the other.
+
+    Attributes:
+        setting: The participants and the rounds.
+        machine: As ``tables.describe`` returns it; its matrix rate is that of the last work.
+        works: What was done.
+        races: The entries of each work.
+        rates: The matrix rate during each work, in operations per second.
+        interrupted: Whether Ctrl-C ended it early.
+    """
+
+    setting: Setting
+    machine: dict[str, Any]
+    works: list[Work] = field(default_factory=list)
+    races: list[list[Entry]] = field(default_factory=list)
+    rates: list[float | None] = field(default_factory=list)
+    interrupted: bool = False
+
+    @classmethod
+    def begin(cls, setting: Setting) -> Timing:
+        """Return a timing on this machine, before its first work."""
+        return cls(setting, describe(setting.threads))
+
+    def add(self, work: Work, progress: Progress) -> list[Entry]:
+        """Time some work, and return its entries."""
+        entries, self.interrupted = time_work(work, self.setting, progress, self.machine)
+        self.works.append(work)
+        self.races.append(entries)
+        self.rates.append(self.machine["matrix_rate"])
+        return entries
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries of all works."""
+        return [entry for entries in self.races for entry in entries]
+
+    @property
+    def exit_code(self) -> int:
+        """That of the worst entry; not 0 after an interruption."""
+        return EXIT_CODES[verdict(self.entries)] or EXIT_CODES[FAILED if self.interrupted else AGREES]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        races = [times_for_machines(*one) for one in zip(self.works, self.races, self.rates, strict=True)]
+        return {
+            "machine": self.machine,
+            "interrupted": self.interrupted,
+            "exit_code": self.exit_code,
+            "races": races,
+        }
 
 
 def grown(work: Work, axis: str, value: int) -> Work:
@@ -49,36 +136,31 @@ def grown(work: Work, axis: str, value: int) -> Work:
 
 
 def work_title(work: Work, axis: str) -> str:
-    """Return what is done, without the size that grows."""
+    """Return the title of a work, without the size that grows."""
     sizes = {"batch": f"batch {work.batch}", "source": f"source {work.source}", "target": f"target {work.target}"}
     grown = {"length": ("source", "target"), "depth": ()}.get(axis, (axis,))
     return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
 
 
-def choose_participants(work: Work, options: argparse.Namespace) -> list[Participant]:
-    """Return who does some work, in the order of the rounds."""
-    participants = [OURS[work.task][name] for name in options.backends]
-    return [*participants, *others(work), Products()] if options.peers else participants
+def time_work(work: Work, setting: Setting, progress: Progress, machine: dict[str, Any]) -> tuple[list[Entry], bool]:
+    """Run some work with every participant; return the entries, and whether Ctrl-C ended it early.
 
-
-def time_work(
-    work: Work, options: argparse.Namespace, progress: Progress, machine: dict[str, Any]
-) -> tuple[list[Entry], bool]:
-    """Run all participants on some work; return their entries, and whether Ctrl-C cut it short."""
-    participants = choose_participants(work, options)
+    The matrix rate of the machine is updated.
+    """
+    participants = setting.participants(work)
     entries = [Entry(participant.name, participant.has_result) for participant in participants]
     baseline = MatrixRate()
     rate_entry = Entry(baseline.name, has_result=False)
     interrupted = False
     try:
         with (
-            progress(entries, options.rounds) as tell,
-            started([*participants, baseline], [*entries, rate_entry], options.threads) as (processes, folder),
+            progress(entries, setting.rounds) as tell,
+            started([*participants, baseline], [*entries, rate_entry], setting.threads) as (processes, folder),
         ):
-            # While they import: their model, and what they are to find.
+            # Written while they import: the model, and the expected results.
             file, weights = folder / "model.safetensors", work.weights()
             ref.save_weights(file, work.config, weights)
-            run_rounds(processes, work, file, options.rounds, verifier_of(work, weights).verify, tell)
+            run_rounds(processes, work, file, setting.rounds, verifier_of(work, weights).verify, tell)
     except KeyboardInterrupt:
         interrupted = True
     if rate_entry.is_timed:

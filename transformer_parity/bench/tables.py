@@ -1,4 +1,4 @@
-"""What ``parity bench`` prints and writes: tables, remarks, the machine, and everything for machines."""
+"""The output of ``parity bench``: tables, remarks, the machine, and plain values for JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Machine = Mapping[str, Any]
 def print_times(
     console: Console, work: Work, entries: Sequence[Entry], against: Entry | None, machine: Machine
 ) -> None:
-    """Print who took how long, the fastest first, and why others have no time."""
+    """Print the times, the fastest first, and the verdict of those without a time."""
     console.print(f"[bold]{work.title}[/]\n{work.details}; threads: {machine['threads']}")
     name = against.name if against else ""
     times = table("median\nms", "lowest to\nhighest", "tokens\nper s", f"times\n{name}", "lowest to\nhighest")
@@ -89,7 +89,7 @@ def _process_cells(work: Work, entry: Entry, matrix_rate: float | None) -> list[
 
 
 def print_remarks(console: Console, work: Work, entries: Sequence[Entry], threads: int) -> None:
-    """Print what the tables do not say: reasons, near-ties, and what agreement rests on."""
+    """Print reasons, near-ties, and the basis of agreement."""
     for entry in entries:
         if not entry.is_timed:
             console.print(f"{WORDS[entry.verdict]:9} {entry.name}: {entry.problem}", markup=False)
@@ -105,7 +105,7 @@ def print_remarks(console: Console, work: Work, entries: Sequence[Entry], thread
             f"call of {', '.join(agreeing)} {work.agreement}."
         )
     if len(agreeing) < len(timed):
-        console.print("products: only the matrix products, by NumPy, without a result; reference_numpy cannot beat it.")
+        console.print("products: only the matrix products, by NumPy, without a result: the bound of reference_numpy.")
 
 
 def print_growth(console: Console, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]]) -> None:
@@ -180,23 +180,23 @@ def print_environment(console: Console, entries: Sequence[Entry], machine: Machi
     if (machine["load_average"] or 0.0) > BUSY:
         console.print(
             f"NOTE      the machine was busy with something else: load average {machine['load_average']:.1f} before. "
-            "Libraries whose threads wait for one another suffer most: try --threads 1, or later."
+            "Libraries whose threads wait for one another slow down most: try --threads 1, or later."
         )
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Return what there is to know of the machine; its matrix rate is measured later."""
+    """Return the description of the machine; its matrix rate is measured later."""
     return {
         **describe_machine(),
         "processor": processor(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # processes that want to run
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # processes that are ready to run
         "threads": threads,
         "matrix_rate": None,  # of one large product by NumPy, in operations a second
     }
 
 
 def times_for_machines(work: Work, entries: Sequence[Entry], matrix_rate: float | None) -> dict[str, Any]:
-    """Return what came of one work, as plain values."""
+    """Return the entries of one work, as plain values."""
     timed = [entry for entry in entries if entry.is_timed]
     return {
         "verdict": verdict(entries),

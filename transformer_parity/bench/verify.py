@@ -18,18 +18,18 @@ from transformer_parity.ports.protocol import Decoded
 
 
 class DisagreementError(Exception):
-    """A result is not what the reference computes; the message says where."""
+    """A result differs from that of the reference; the message has the place."""
 
 
 class Verifier(Protocol):
-    """What the reference finds for some work, and what it says of others' results."""
+    """The results of the reference for some work, and the comparison of other results with them."""
 
     def verify(self, result: Any, show: Callable[[], Any]) -> str:
-        """Return which near-ties a result differs by, which is nothing as a rule.
+        """Return the near-ties by which a result differs; empty if there is none.
 
         Args:
             result: What was timed.
-            show: Does it again and keeps every step.
+            show: Repeats the work and returns every step.
 
         Raises:
             DisagreementError: The result is not that of this work.
@@ -45,7 +45,7 @@ class ForwardVerifier:
             ref.Transformer.from_weights(work.config, weights, dtype)(work.source_ids, work.target_ids)
             for dtype in ("float64", "float32")
         )
-        self._counted = work.target_ids != work.config.pad_id  # who computes what at padding is nobody's business
+        self._counted = work.target_ids != work.config.pad_id  # logits at padding are not compared
         self._counted[:, 0] = True  # the start symbol, which Marian spells like padding
         self._truth = truth[self._counted]
         usual = relative_error(rounded[self._counted], self._truth)
@@ -72,7 +72,7 @@ class ForwardVerifier:
 class TrainVerifier:
     """The truth is the losses of the reference's trainer in float64, step by step; it trains as far as is asked.
 
-    With dropout, everybody drops something else: a loss may then differ from the reference's by a few percent.
+    With dropout, each implementation drops other elements: losses may differ from the reference's by a few percent.
     """
 
     def __init__(self, work: TrainWork, weights: Mapping[str, ndarray]) -> None:

@@ -7,7 +7,7 @@ d_model 24, d_ff 40.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,9 @@ import numpy as np
 
 from reference_numpy.config import IMPLEMENTATIONS, PRESETS, DropoutRates, TransformerConfig
 from reference_numpy.masks import causal_mask
+from reference_numpy.names import tap_shapes
 from reference_numpy.search import beam_search, greedy_search
+from reference_numpy.taps import matches
 from reference_numpy.training_config import TrainingConfig
 from reference_numpy.transformer import Transformer
 from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STAGES, STEPS, TOKENS, Case, shrunk, tiny
@@ -33,6 +35,7 @@ from transformer_parity.cases.inputs import (
     with_labels,
 )
 from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.user import PluginPort
 
 EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # and yet nothing drops
 LONGEST = 12  # tokens of a hypothesis
@@ -301,6 +304,22 @@ def _search_cases(
             stage=DECODE,
             search=search,
         )
+
+
+def port_config(port: PluginPort) -> TransformerConfig:
+    """Return the sizes of the standard cases with the conventions of a port.
+
+    Raises:
+        ValueError: The port overrides a field that does not exist, or promises a tap that does not exist.
+    """
+    known = [entry.name for entry in fields(TransformerConfig)]
+    if unknown := [name for name in port.kind.overrides if name not in known]:
+        raise ValueError(f"overrides of {port.name} has no field {unknown[0]!r}: known are {', '.join(known)}")
+    config = tiny(port.kind.preset, **{"d_k": None, "d_v": None, **port.kind.overrides})
+    for pattern in port.kind.taps:
+        if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
+            raise ValueError(f"taps of {port.name}: {pattern!r} is no tap: see `parity info --names`")
+    return config
 
 
 def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:

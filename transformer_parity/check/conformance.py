@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from transformer_parity.cases.case import ALL_DTYPES, Case
-from transformer_parity.cases.standard import port_cases
+from transformer_parity.cases.standard import port_cases, port_config
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Finding, Setting
 from transformer_parity.compare.verdict import AGREES, SKIPPED, WORDS
@@ -74,7 +74,7 @@ def _tests(title: str, port: PluginPort) -> Iterator[Comparison]:
     if not dtypes:
         raise ValueError(f"port {title} must have dtypes among {', '.join(ALL_DTYPES)}: got {port.kind.dtypes!r}")
     try:
-        cases = port_cases(port.config())
+        cases = port_cases(port_config(port))
     except (TypeError, ValueError) as error:
         raise ValueError(f"port {title} has no valid config: {error}") from error
     for dtype in dtypes:

@@ -15,7 +15,7 @@ from typing import Any
 
 from reference_numpy.config import TransformerConfig
 from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, STAGES, Case
-from transformer_parity.cases.standard import port_cases
+from transformer_parity.cases.standard import port_cases, port_config
 from transformer_parity.compare.exceptions import described
 from transformer_parity.compare.findings import Finding, Kept, Setting
 from transformer_parity.compare.outputs import Outputs, run_cases
@@ -152,7 +152,7 @@ class _Process:
         else:
             port = PluginPort(backend)
             self.describe = port.describe
-            facts = Facts(str(port.name), port.config(), tuple(map(str, port.kind.dtypes)))
+            facts = Facts(str(port.name), port_config(port), tuple(map(str, port.kind.dtypes)))
         if "jax" in sys.modules:
             listen_to_jax()
         return port, facts

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from reference_numpy.config import TransformerConfig
 from transformer_parity.cases.case import STAGES, tiny
+from transformer_parity.cases.standard import port_config
 from transformer_parity.cli.options import one_or_more
 from transformer_parity.compare.findings import Finding, is_near_tie
 from transformer_parity.compare.verdict import AGREES, SKIPPED, Verdict
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 def _configs(options: argparse.Namespace) -> dict[str, TransformerConfig]:
     """Return the models to write by the names of their folders; a single one lies in the folder itself."""
     if own := options.port or options.meant_for:
-        return {"": PluginPort(own).config()}
+        return {"": port_config(PluginPort(own))}
     presets = options.preset or ["paper_base"]
     configs = [tiny(name, d_k=None, d_v=None) for name in presets]
     return dict(zip(presets if len(presets) > 1 else [""], configs, strict=True))

@@ -1,12 +1,10 @@
-"""``parity info``: this machine, the four backends, and every preset with its size."""
+"""``parity info`` and ``parity source``: machine, backends, presets, names; and the code of the packages."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import math
-import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -25,9 +23,10 @@ from transformer_parity.cases.inputs import BATCH, SOURCE, TARGET
 from transformer_parity.cli.options import add_backends
 from transformer_parity.ports.package import PackagePort
 from transformer_parity.ports.registry import PORTS
-from transformer_parity.ports.source_code import Package, Piece
+from transformer_parity.ports.source_code import Package, Piece, list_names, not_found
 from transformer_parity.report.presets import PAPER_VOCABULARY, describe_presets, print_presets
 from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.system.errors import UsageError
 from transformer_parity.system.machine import DISTRIBUTION, describe_machine
 
 DESCRIPTION = """\
@@ -47,7 +46,6 @@ def add_parser(commands: Any) -> None:
     """Describe the command and its options."""
     parser = commands.add_parser(
         "info",
-        help="this machine, the four backends, and every preset with its size",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -72,15 +70,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what there is to know and return the exit code."""
+    """Print machine, backends and presets, and return the exit code."""
     if options.names is not None:
         print_names(options.names, as_json=options.json)
         return 0
     try:
         presets = describe_presets(options.vocab)
     except ValueError as error:
-        print(f"parity info: error: --vocab {options.vocab}: {error}", file=sys.stderr)
-        return 3
+        raise UsageError(f"--vocab {options.vocab}: {error}") from error
     backends = {}
     with quiet_frameworks() as terminal, Console(file=terminal).status("") as spinner:
         for name, port in PORTS.items():
@@ -122,7 +119,7 @@ def describe_backend(port: PackagePort) -> dict[str, Any]:
     try:
         package = port.import_package()
         described = package.describe()
-    except Exception as error:  # whatever a broken installation raises is what the user wants to know
+    except Exception as error:  # a broken installation may raise anything: it is shown
         return {"installed": True, "error": f"{type(error).__name__}: {error}"}
     return {
         "installed": True,
@@ -198,7 +195,6 @@ def add_parser_source(commands: Any) -> None:
     """Describe the command and its options."""
     parser = commands.add_parser(
         "source",
-        help="the same piece of code from the four packages, side by side",
         description=SOURCE_DESCRIPTION,
         epilog=SOURCE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -219,8 +215,7 @@ def add_parser_source(commands: Any) -> None:
 def run_source(options: argparse.Namespace) -> int:
     """Print the pieces and return the exit code."""
     if options.width is not None and options.width < COLUMN:
-        print(f"parity source: error: --width must be at least {COLUMN}: got {options.width}", file=sys.stderr)
-        return 3
+        raise UsageError(f"--width must be at least {COLUMN}: got {options.width}")
     packages = [Package(port.package) for port in PORTS.values()]
     if options.name is None:
         print(list_names(packages))
@@ -229,8 +224,7 @@ def run_source(options: argparse.Namespace) -> int:
     pieces = [package.find(options.name, options.docstrings) for package in asked_for]
     found = [piece for piece in pieces if piece is not None]
     if not found:
-        print(f"parity source: error: {_not_found(options.name, packages, asked_for)}", file=sys.stderr)
-        return 3
+        raise UsageError(not_found(options.name, packages, asked_for))
     absent = [package.name for package, piece in zip(asked_for, pieces, strict=True) if piece is None]
     console = Console(width=options.width, no_color=options.no_color or None, highlight=False)
     summary = "" if options.docstrings else found[0].summary
@@ -239,34 +233,6 @@ def run_source(options: argparse.Namespace) -> int:
     else:
         _print_plain(options.name, summary, found, absent)
     return 0
-
-
-def list_names(packages: list[Package]) -> str:
-    """Return the public names of all packages by module; a star marks those that not all of them have."""
-    lines = []
-    modules = dict.fromkeys(name for package in packages for name in package.modules)
-    for module in modules:
-        files = [package.modules[module] for package in packages if module in package.modules]
-        names = dict.fromkeys(name for file in files for name in file.public)
-        marked = [f"{name}{'' if all(package.find(name) for package in packages) else '*'}" for name in names]
-        title = f"{module}{'' if len(files) == len(packages) else '*'}:"
-        lines += textwrap.wrap(f"{title:14} {', '.join(marked)}", 80, subsequent_indent=15 * " ")
-    return "\n".join([*lines, "* not in all four packages"])
-
-
-def _not_found(name: str, packages: list[Package], asked_for: list[Package]) -> str:
-    """Say where else a name is to be found, or what it may have been meant to be."""
-    if elsewhere := [package.name for package in packages if package.find(name)]:
-        return f"{name} is not in {', '.join(package.name for package in asked_for)}, but in {', '.join(elsewhere)}"
-    modules = [module for package in packages for module in package.modules.values()]
-    known = [known for module in modules for known in module.dotted_names()]
-    known = list(dict.fromkeys([*known, *(module for package in packages for module in package.modules)]))
-    folded = {entry.lower(): entry for entry in known}
-    methods = [entry for entry in known if entry.rpartition(".")[2].lower() == name.lower()]
-    alike = [folded[entry] for entry in difflib.get_close_matches(name.lower(), folded, n=3)]
-    guesses = list(dict.fromkeys([*methods, *alike]))[:3]
-    meant = f"; did you mean {' or '.join(guesses)}?" if guesses else ""
-    return f"there is no {name!r} in the packages{meant}\n{list_names(packages)}"
 
 
 def _print_plain(name: str, summary: str, pieces: list[Piece], absent: list[str]) -> None:

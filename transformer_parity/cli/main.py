@@ -1,4 +1,4 @@
-"""The command ``parity``: compare the four packages, look at them, and read them side by side."""
+"""The command ``parity``: the commands, the one that is run, and what it ends with."""
 
 from __future__ import annotations
 
@@ -6,19 +6,44 @@ import argparse
 import os
 import sys
 import traceback
+from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
-from transformer_parity.cli import bench, check, golden, info, init_port, selftest, show, train, translate
-from transformer_parity.system.interrupts import sigterm_is_ctrl_c
+from transformer_parity.system.errors import UsageError
 
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
 
-
+# Command: its module in this folder, the function there that describes its options, and its line of help.
+COMMANDS = {
+    "check": ("check", "add_parser", "compare every port with the reference, tap by tap"),
+    "init-port": ("init_port", "add_parser", "write a port of your own, to start from"),
+    "golden": ("golden", "add_parser", "write inputs, weights and everything computed from them to files"),
+    "compare": (
+        "golden",
+        "add_parser_compare",
+        "compare two folders that `parity golden`, or a port of yours, has written",
+    ),
+    "selftest": ("selftest", "add_parser", "plant every known mistake: is it caught, located and named?"),
+    "train": ("train", "add_parser", "train a model in any backend, go on in another, or several in lockstep"),
+    "curve": ("evaluate", "add_parser_curve", "the curves of several training runs in one picture"),
+    "evaluate": ("evaluate", "add_parser", "how well trained weights do on held-out sentences"),
+    "translate": ("translate", "add_parser", "translate lines of text in any backend, or compare the translations"),
+    "bench": ("bench", "add_parser", "how fast the packages are, on the same work, with results that agree"),
+    "info": ("info", "add_parser", "this machine, the four backends, and every preset with its size"),
+    "source": ("info", "add_parser_source", "the same piece of code from the four packages, side by side"),
+    "show": ("show", "add_parser", "pictures of positions, masks and attention weights"),
+    "why": ("show", "add_parser_why", "why attention divides by sqrt(d_k), and why it takes dot products, measured"),
+}
 RENAMED = {"--rung": "--stage"}  # option names of the release before
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors exit with 3, because 2 means something else here."""
+    """A parser whose errors exit with 3, because 2 is the code of a precision divergence."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.set_defaults(command=self.prog)  # the innermost parser's remains: "parity bench forward"
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message, and exit."""
@@ -26,58 +51,63 @@ class Parser(argparse.ArgumentParser):
         self.exit(INCOMPLETE, f"{self.prog}: error: {message}\n")
 
 
-def _renamed(arguments: list[str]) -> list[str]:
-    """Return the arguments with the present names of options, and print a note for each old one."""
-    found = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name in RENAMED:
-            print(
-                f"parity: {name} is now called {RENAMED[name]}; the old name goes with the next release",
-                file=sys.stderr,
-            )
-        found.append(RENAMED.get(name, name) + equals + value)
-    return found
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+def make_parser(chosen: str | None) -> Parser:
+    """Return the parser of one command, whose module alone is imported; without one, a parser that lists them all."""
     parser = Parser(
         prog="parity",
         description="One Transformer in NumPy, PyTorch, JAX and TensorFlow: does every port agree with the reference?",
         epilog="Start with `parity check`. Every command explains itself with --help.",
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add_parser in (
-        check.add_parser,
-        init_port.add_parser,
-        golden.add_parser,
-        golden.add_parser_compare,
-        selftest.add_parser,
-        train.add_parser,
-        train.add_parser_curve,
-        train.add_parser_evaluate,
-        translate.add_parser,
-        bench.add_parser,
-        info.add_parser,
-        info.add_parser_source,
-        show.add_parser,
-        show.add_parser_why,
-    ):
-        add_parser(commands)
-    options = parser.parse_args(_renamed(sys.argv[1:] if arguments is None else arguments))
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    if chosen in COMMANDS:
+        module, describe, _ = COMMANDS[chosen]
+        getattr(import_module(f"transformer_parity.cli.{module}"), describe)(commands)
+    else:
+        for name, (_, _, line) in COMMANDS.items():
+            commands.add_parser(name, help=line)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    given = _renamed(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser(given[0] if given else None)
+    options = parser.parse_args(given)
+    if options.version:
+        from transformer_parity.system.machine import release
+
+        print(f"parity {release()}")
+        return 0
+    if "run" not in options:
+        parser.print_help()
+        return 0
     try:
+        from transformer_parity.system.interrupts import sigterm_is_ctrl_c
+
         with sigterm_is_ctrl_c():
             return options.run(options)
-    except BrokenPipeError:  # the reader, such as `head`, has had enough
+    except UsageError as error:
+        print(f"{options.command}: error: {error}", file=sys.stderr)
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return INCOMPLETE
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
-        return INCOMPLETE
     except Exception:  # whose exit code of 1 would read as a semantic divergence
         traceback.print_exc()
-        return INCOMPLETE
+    return INCOMPLETE
+
+
+def _renamed(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the present names of options, and print a note for each old one."""
+    found = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name in RENAMED:
+            note = f"parity: {name} is now called {RENAMED[name]}; the old name goes with the next release"
+            print(note, file=sys.stderr)
+        found.append(RENAMED.get(name, name) + equals + value)
+    return found
 
 
 if __name__ == "__main__":

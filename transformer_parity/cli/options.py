@@ -1,4 +1,4 @@
-"""The commands of ``parity``, one a module: ``add_parser`` describes the options, ``run`` does the work."""
+"""Options and types of options that several commands share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.ports.registry import PORTS
+from transformer_parity.system.errors import UsageError
 
 
 def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -26,7 +27,7 @@ def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, otherwise: str = "") -> None:
-    """Add the option that chooses backends; without a default, say what happens otherwise."""
+    """Add the option that chooses backends; ``otherwise`` describes what no choice means, where there is no default."""
     parser.add_argument(
         "--backend",
         "--backends",
@@ -58,11 +59,11 @@ def search_options(options: argparse.Namespace, max_length: int | None, num_hypo
     """Return the search that was asked for.
 
     Raises:
-        ValueError: The options contradict each other.
+        UsageError: The options contradict each other.
     """
     if options.beam is None:
         if options.length_penalty is not None:
-            raise ValueError("--length-penalty is about beam search: add --beam 4")
+            raise UsageError("--length-penalty is about beam search: add --beam 4")
         return SearchOptions(max_length=max_length)
     penalty = SearchOptions.length_penalty if options.length_penalty is None else options.length_penalty
     return SearchOptions(options.beam, penalty, max_length, num_hypotheses)

@@ -1,9 +1,10 @@
-"""``parity show``: pictures of positions, masks and attention weights."""
+"""``parity show`` and ``parity why``: pictures, and the measurements behind two claims of the paper."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,31 +12,24 @@ from rich.console import Console
 
 from reference_numpy.config import PRESETS
 from transformer_parity.cli.options import add_backends, one_or_more
-from transformer_parity.ports.protocol import MissingFrameworkError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-from collections.abc import Callable
-from dataclasses import asdict
-
-from transformer_parity.figures.attention import SOURCE, TAPS, TARGET, draw_attention
+from transformer_parity.figures import why_tables
+from transformer_parity.figures.attention import SOURCE, TAPS, TARGET, Asked, draw_attention
 from transformer_parity.figures.positions import draw_masks, draw_positions
-from transformer_parity.figures.style import FORMATS, STYLE, destination, write
+from transformer_parity.figures.style import FORMATS, OPEN_STYLE, STYLE, destination, write
 from transformer_parity.figures.why_plots import draw_additive, draw_sqrt_dk
-from transformer_parity.system.machine import describe_machine
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 from transformer_parity.figures.why_tables import (
-    COST_LENGTH,
-    PAPER_D_K,
     measure_additive,
     measure_sqrt_dk,
     show_additive,
     show_sqrt_dk,
     threads,
 )
-from transformer_parity.system.files import write_json_why
+from transformer_parity.system.errors import UsageError, refusals
+from transformer_parity.system.files import check_writable, write_json
+from transformer_parity.system.machine import describe_machine
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 EXAMPLES = """\
 examples:
@@ -52,7 +46,6 @@ def add_parser(commands: Any) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(
         "show",
-        help="pictures of positions, masks and attention weights",
         description="Draw the positional encoding, the masks, or the attention weights of a sentence pair.",
         epilog=EXAMPLES,
         formatter_class=raw,
@@ -66,21 +59,21 @@ def add_parser(commands: Any) -> None:
         type=one_or_more(PRESETS),
         default=["paper_base", "t2t_2017"],
         metavar="NAME[,NAME]",
-        help="whose layout, timescale and offset (default: paper_base,t2t_2017); `parity info` lists them",
+        help="conventions of layout, timescale and offset (default: paper_base,t2t_2017); `parity info` lists them",
     )
     positions.add_argument("--length", type=int, default=50, metavar="N", help="positions (default: %(default)s)")
     positions.add_argument("--d-model", type=int, default=64, metavar="N", help="channels (default: %(default)s)")
-    positions.set_defaults(run=run, picture="positions", draw=draw_positions)
+    positions.set_defaults(run=run, picture="positions", draw=_positions)
 
     say = "which query may attend to which key, for a padded sentence pair"
     masks = pictures.add_parser("masks", help=say, description=f"Draw {say}.")
-    masks.set_defaults(run=run, picture="masks", draw=draw_masks)
+    masks.set_defaults(run=run, picture="masks", draw=lambda options: draw_masks())
 
     attention = pictures.add_parser(
         "attention",
         help="the attention weights of every head, backend by backend",
-        description="Draw the attention weights of every head for one pair of sentences, one row per backend, and "
-        "say how far the backends are apart.",
+        description="Draw the attention weights of every head for one pair of sentences, one row per backend, with the "
+        "largest difference between two backends.",
     )
     add_backends(attention, ["numpy"])
     attention.add_argument("--weights", type=Path, metavar="FILE", help="your model (default: a small random one)")
@@ -95,10 +88,10 @@ def add_parser(commands: Any) -> None:
     attention.add_argument("--target", default=TARGET, metavar="TEXT", help="default: %(default)s")
     files, learn = ("SOURCE", "TARGET"), "line-aligned files to learn subwords from (default: the text that ships)"
     attention.add_argument("--text", type=Path, nargs=2, metavar=files, help=learn)
-    attention.add_argument("--which", choices=TAPS, default="cross", help="whose attention (default: %(default)s)")
+    attention.add_argument("--which", choices=TAPS, default="cross", help="which attention (default: %(default)s)")
     attention.add_argument("--layer", type=int, default=0, metavar="N", help="counted from 0 (default: %(default)s)")
     attention.add_argument("--dtype", choices=("float64", "float32"), default="float32", help="default: %(default)s")
-    attention.set_defaults(run=run, picture="attention", draw=draw_attention)
+    attention.set_defaults(run=run, picture="attention", draw=_attention)
 
     for picture in (positions, masks, attention):
         picture.add_argument(
@@ -107,18 +100,21 @@ def add_parser(commands: Any) -> None:
         picture.add_argument("--format", choices=FORMATS, help="default: as the file is called, or png")
 
 
+def _positions(options: argparse.Namespace) -> Figure:
+    return draw_positions(options.preset, options.length, options.d_model)
+
+
+def _attention(options: argparse.Namespace) -> Figure:
+    return draw_attention(Asked(**{name: getattr(options, name) for name in Asked.__dataclass_fields__}))
+
+
 def run(options: argparse.Namespace) -> int:
     """Draw one picture, print where it is, and return the exit code."""
     import matplotlib
 
-    try:
-        path = destination(options.out, options.format, options.picture)
-        with matplotlib.rc_context(STYLE):
-            figure = options.draw(options)
-            write(figure, path)
-    except (MissingFrameworkError, ImportError, OSError, RuntimeError, ValueError) as error:
-        print(f"parity show {options.picture}: error: {error}", file=sys.stderr)
-        return 3
+    path = destination(options.out, options.format, options.picture)
+    with refusals(ImportError, OSError, RuntimeError, ValueError), matplotlib.rc_context(STYLE):
+        write(options.draw(options), path)
     print(path)
     return 0
 
@@ -128,13 +124,12 @@ Measure two claims of section 3.2.1 of "Attention Is All You Need" that the
 paper states and does not show:
 
   sqrt-dk   Why are the scores divided by sqrt(d_k)? Draws queries and keys as
-            in footnote 4 and looks at the softmax, at the gradient that gets
-            through it, and at the gradient that reaches the projections of a
-            whole layer, with and without the division. Seeded: the same numbers
-            everywhere.
+            in footnote 4 and measures the softmax, the gradient through it,
+            and the gradient at the projections of a whole layer, with and
+            without the division. Seeded: the same numbers on every machine.
   additive  Why is dot-product attention faster than additive attention, at the
-            same number of multiply-adds? Counts, times both in turn, step by
-            step, and looks at the memory. These are timings: yours will differ.
+            same number of multiply-adds? Counts operations, times both in turn,
+            step by step, and measures memory. Timings differ by machine.
 """
 
 
@@ -152,7 +147,6 @@ def add_parser_why(commands: Any) -> None:
     """Describe the command and its options."""
     parser = commands.add_parser(
         "why",
-        help="why attention divides by sqrt(d_k), and why it takes dot products, measured",
         description=DESCRIPTION,
         epilog=WHY_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -166,11 +160,15 @@ def add_parser_why(commands: Any) -> None:
 
 def run_why(options: argparse.Namespace) -> int:
     """Measure, print, draw, and return the exit code."""
-    try:
-        _check_destinations(options)
-        console = Console(highlight=False)
-        chosen = [options.question] if options.question else list(QUESTIONS)
-        report: dict[str, Any] = {**describe_machine(), "threads": threads()}
+    check_writable(options.json)
+    console = Console(highlight=False)
+    chosen = [options.question] if options.question else list(QUESTIONS)
+    report: dict[str, Any] = {**describe_machine(), "threads": threads()}
+    with refusals(OSError):
+        if options.out is not None:
+            if options.out.exists() and not options.out.is_dir():
+                raise UsageError(f"--out must be a folder: {options.out} is a file")
+            options.out.mkdir(parents=True, exist_ok=True)
         for question in chosen:
             measure, show, draw = QUESTIONS[question]
             found = measure()
@@ -181,30 +179,15 @@ def run_why(options: argparse.Namespace) -> int:
                 _write_picture(draw, found, path)
                 console.print(f"{path}\n", markup=False, soft_wrap=True)
         if options.json is not None:
-            write_json_why(options.json, report)
-    except (OSError, ValueError) as error:
-        print(f"parity why: error: {error}", file=sys.stderr)
-        return 3
+            write_json(options.json, report)
     return 0
 
 
-def _check_destinations(options: argparse.Namespace) -> None:
-    """Refuse, before measuring, what could not be written afterwards."""
-    if options.out is not None:
-        if options.out.exists() and not options.out.is_dir():
-            raise ValueError(f"--out must be a folder: {options.out} is a file")
-        options.out.mkdir(parents=True, exist_ok=True)
-    if options.json is not None:
-        if not options.json.parent.is_dir():
-            raise ValueError(f"there is no folder {options.json.parent}")
-        if options.json.is_dir():
-            raise ValueError(f"{options.json} is a folder")
-
-
 def _write_picture(draw: Callable[..., Figure], found: dict[str, Any], path: Path) -> None:
+    """Draw the measurements and write the picture."""
     import matplotlib
 
-    with matplotlib.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
+    with matplotlib.rc_context(OPEN_STYLE):
         write(draw(**found), path)
 
 
@@ -213,6 +196,6 @@ QUESTIONS: dict[str, tuple[Callable[[], dict[str, list[Any]]], Callable[..., Non
     "additive": (
         measure_additive,
         show_additive,
-        lambda **found: draw_additive(**found, length=COST_LENGTH, d_k=PAPER_D_K),
+        lambda **found: draw_additive(**found, length=why_tables.COST_LENGTH, d_k=why_tables.PAPER_D_K),
     ),
 }

@@ -1,38 +1,31 @@
-"""``parity translate``: lines in, translations out, in any backend; or what all backends say, compared."""
+"""``parity translate``: lines in, translations out, in any backend; or a comparison of the backends' translations."""
 
 from __future__ import annotations
 
 import argparse
 import gzip
-import json
-import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-import numpy as np
-from numpy import ndarray
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-
-import reference_numpy as ref
 from reference_numpy.checks import check_positions
 from transformer_parity.cli.options import add_backends, add_search, positive, search_options
-from transformer_parity.compare.near_ties import PrefixScorer, Tokens, summary
+from transformer_parity.cli.progress import Progress
 from transformer_parity.compare.tolerances import EPS
-from transformer_parity.figures.attention import TAPS, draw_heads
-from transformer_parity.figures.style import FORMATS, STYLE, write
-from transformer_parity.ports.protocol import LoadedPort, MissingFrameworkError, Placement
+from transformer_parity.figures.style import FORMATS
+from transformer_parity.ports.protocol import LoadedPort, Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.system.errors import UsageError, refusals
 from transformer_parity.system.interrupts import ctrl_c_waits
 from transformer_parity.text.pairs import read_lines
-from transformer_parity.translate.agreement import DIVERGENCE, NEAR_TIE, SAME, Comparison
+from transformer_parity.translate.agreement import Comparison, scorers
 from transformer_parity.translate.lines import Line, Translation
+from transformer_parity.translate.picture import draw_translation
+from transformer_parity.translate.report import Form, Tally, answers, differences
 from transformer_parity.translate.trained import Trained, read_trained
 from transformer_parity.translate.translator import WINDOW, Translator
 
@@ -45,7 +38,7 @@ examples:
   echo "A dog runs." | parity translate --weights model.safetensors --backend jax
   parity translate --weights model.safetensors --beam 4 test.en               as in the paper
   parity translate --weights model.safetensors --beam 4 --nbest 4 test.en     every hypothesis that was kept
-  parity translate --weights model.safetensors --compare --beam 4 test.en     do all backends say the same?
+  parity translate --weights model.safetensors --compare --beam 4 test.en     do all backends translate alike?
   echo "A dog runs." | parity translate --weights model.safetensors --attention dog.png
 
 input: one sentence a line, UTF-8 (a file may be gzipped). As many lines come out, in the same order:
@@ -58,7 +51,7 @@ A blank line yields an empty line. So does a line that is longer than the model'
 standard error says which, and the exit code is 3. After Ctrl-C, what has been written is complete lines from the first
 on, and standard error says how many lines of the input they answer.
 
---compare prints no translations, but each line of which the backends do not say the same, with the verdict of the
+--compare prints no translations, but each line that the backends translate differently, with the verdict by the
 float64 reference: a near-tie, where rounding may turn the decision, or a divergence. The last line counts them.
 
 exit code: 0 all translated, or the same but for near-ties; 1 a divergence; 3 not everything translated or compared
@@ -69,7 +62,6 @@ def add_parser(commands: Any) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "translate",
-        help="translate lines of text in any backend, or compare what all of them say",
         description="Translate text with weights that `parity train` wrote, a checkpoint or the final ones: "
         "greedily, or with beam search.",
         epilog=EXAMPLES,
@@ -86,9 +78,12 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--scores", action="store_true", help="put its score before each translation")
     what.add_argument("--nbest", type=positive, metavar="N", help="the N best hypotheses of --beam, with their scores")
     what.add_argument("--json", action="store_true", help="one JSON object a line")
-    what.add_argument("--compare", action="store_true", help="say where backends differ, and why; no translations")
+    what.add_argument("--compare", action="store_true", help="print where backends differ, and why; no translations")
     what.add_argument(
-        "--attention", type=Path, metavar="FILE", help="also draw what the first translation attends to: .png or .svg"
+        "--attention",
+        type=Path,
+        metavar="FILE",
+        help="also draw the cross-attention of the first translation: .png or .svg",
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--dtype", choices=EPS, default="float32", help="(default: float32)")
@@ -99,18 +94,19 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Translate or compare, and return the exit code."""
-    output = _Output()
-    try:
-        _check_options(options)
-        backends = options.backends or (list(PORTS) if options.compare else ["torch"])
-        for name in backends:
-            PORTS[name].check_installed()
+    _check_options(options)
+    backends = options.backends or (list(PORTS) if options.compare else ["torch"])
+    for name in backends:
+        PORTS[name].check_installed()
+    search = search_options(options, options.max_length, options.nbest or 1)
+    with refusals(OSError, TypeError, ValueError):
         trained = read_trained(options.weights)
-        search = search_options(options, options.max_length, options.nbest or 1)
         if options.max_length:
             check_positions("--max-length", options.max_length, trained.config.max_positions)
         total = _count_lines(options.file)
-        with _open(options.file) as file, _quiet() as terminal:
+    output = _Output()
+    try:
+        with quiet_frameworks() as terminal, _failures(), _open(options.file) as file:
             is_typed = options.file is None and file.isatty()
             lines = read_lines(file, str(options.file or "standard input"))
             translator = Translator(trained.config, trained.vocabulary, search, 1 if is_typed else WINDOW)
@@ -120,43 +116,56 @@ def run(options: argparse.Namespace) -> int:
                 ports = _load(options, trained, backends)
                 if is_typed:
                     show.say("One sentence a line; Ctrl-D ends.")
-                work = _compare if options.compare else _translate
-                return work(options, trained, translator, ports, lines, show, output)
-    except BrokenPipeError:
-        raise
+                if options.compare:
+                    found = translator.compare(ports, scorers(trained, options.dtype), lines, show.advance)
+                    return _compare(options, found, show, output)
+                (port,) = ports.values()
+                return _translate(options, trained, port, translator.translate(port, lines), show, output)
     except KeyboardInterrupt:
         print(f"{COMMAND}: interrupted: {output}", file=sys.stderr)
-    except (MissingFrameworkError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
-        stopped = f" ({output})" * (output.answered > 0)
-        print(f"{COMMAND}: error: {error or 'out of memory'}{stopped}", file=sys.stderr)
-    return INCOMPLETE
+        return INCOMPLETE
+    except UsageError as error:
+        if output.answered:
+            raise UsageError(f"{error} ({output})") from error
+        raise
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Refuse options of which one would be ignored."""
+    """Raise UsageError for options of which one would be ignored."""
     if options.nbest and options.nbest > (options.beam or 0):
-        raise ValueError(f"--nbest {options.nbest} needs a beam that is as wide: add --beam {max(options.nbest, 4)}")
+        raise UsageError(f"--nbest {options.nbest} needs a beam that is as wide: add --beam {max(options.nbest, 4)}")
     if options.attention and options.attention.suffix.lower().removeprefix(".") not in FORMATS:
-        raise ValueError(f"--attention must end in .png or .svg: got {options.attention}")
+        raise UsageError(f"--attention must end in .png or .svg: got {options.attention}")
     if not options.compare:
         if options.backends and len(options.backends) > 1:
-            raise ValueError("one backend translates: name one, or let them be compared with --compare")
+            raise UsageError("one backend translates: name one, or compare several with --compare")
         return
     if options.backends and len(options.backends) == 1:
-        raise ValueError("--compare needs at least two backends")
+        raise UsageError("--compare needs at least two backends")
     if given := [f"--{name}" for name in ("scores", "nbest", "attention") if getattr(options, name)]:
-        raise ValueError(f"--compare prints no translations: leave out {', '.join(given)}")
+        raise UsageError(f"--compare prints no translations: leave out {', '.join(given)}")
     if options.dtype == "bfloat16" or options.precision == "fast":
-        raise ValueError("--compare knows the rounding of full float64 and float32 only: leave out bfloat16 and fast")
+        raise UsageError("--compare measures the rounding of float64 and float32 only: leave out bfloat16 and fast")
 
 
 @contextmanager
 def _open(path: Path | None) -> Iterator[BinaryIO]:
+    """Yield the bytes of a file, unpacked if it is gzipped, or of standard input."""
     if path is None:
         yield sys.stdin.buffer
         return
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         yield file  # type: ignore[misc]  # gzip's is one but for its class
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Turn errors of text, files, devices and memory into a UsageError."""
+    with refusals(OSError, RuntimeError, ValueError):
+        try:
+            yield
+        except MemoryError as error:
+            raise UsageError(str(error) or "out of memory") from error
 
 
 class _Output:
@@ -166,7 +175,7 @@ class _Output:
         self.answered = 0  # lines of the input
 
     def write(self, lines: Sequence[str]) -> None:
-        """Write what answers a line of the input."""
+        """Write the lines that answer one line of the input."""
         with ctrl_c_waits():
             sys.stdout.buffer.write("".join(f"{line}\n" for line in lines).encode())
             sys.stdout.buffer.flush()
@@ -176,54 +185,29 @@ class _Output:
         return f"stopped after line {self.answered}" if self.answered else "nothing was written"
 
 
-@contextmanager
-def _quiet() -> Iterator[TextIO]:
-    """Hold back what frameworks print, also where it explains nothing: after Ctrl-C, and after an error of our own."""
-    stopped = None
-    with quiet_frameworks() as terminal:
-        try:
-            yield terminal
-        except (KeyboardInterrupt, OSError, ValueError) as error:
-            stopped = error
-    if stopped is not None:
-        raise stopped
-
-
 class _Show:
-    """Shows, on a terminal, how far each backend is; and says what is left out, also elsewhere."""
+    """Shows, on a terminal, how many lines each backend has translated; and everywhere which lines are left empty."""
 
     def __init__(self, terminal: TextIO, backends: Sequence[str], total: int | None, *, hidden: bool) -> None:
-        console = Console(file=terminal)
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
-        hidden = hidden or not console.is_terminal
-        self.progress = Progress(*columns, console=console, transient=True, disable=hidden)
-        self.bars = {name: self.progress.add_task(name, total=total) for name in backends}
+        self.backends = backends
+        self.progress = Progress(backends, total, terminal, hidden=hidden)
+        self.say = self.progress.say
         self.left_empty = 0
 
     def __enter__(self) -> _Show:
-        self.progress.start()
+        self.progress.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
-    def say(self, line: str) -> None:
-        """Print a line, above the bars."""
-        self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     def advance(self, backend: str, lines: int) -> None:
-        """Note that a backend has done some lines."""
-        self.progress.advance(self.bars[backend], lines)
+        """Count lines that a backend has translated."""
+        self.progress.update(backend, advance=lines)
 
     def pass_over(self, line: Line) -> None:
-        """Note a line that no backend was given; say so if it should not be."""
-        for backend in self.bars:
+        """Count a line that no backend is given; print a warning if it is too long."""
+        for backend in self.backends:
             self.advance(backend, 1)
         if line.is_too_long:
             self.left_empty += 1
@@ -232,7 +216,7 @@ class _Show:
 
 
 def _count_lines(path: Path | None) -> int | None:
-    """Return how many lines a file has, once all of it has been read; None for what can be read only once."""
+    """Return the number of lines of a file, which is read whole; None for what can be read only once."""
     if path is None or not path.is_file():
         return None
     with _open(path) as file:
@@ -240,6 +224,7 @@ def _count_lines(path: Path | None) -> int | None:
 
 
 def _load(options: argparse.Namespace, trained: Trained, backends: Sequence[str]) -> dict[str, LoadedPort]:
+    """Return the model in each backend."""
     loaded: dict[str, LoadedPort] = {}
     for name in backends:
         device = "cpu" if options.compare and name == "numpy" else options.device
@@ -252,126 +237,41 @@ def _load(options: argparse.Namespace, trained: Trained, backends: Sequence[str]
 def _translate(
     options: argparse.Namespace,
     trained: Trained,
-    translator: Translator,
-    ports: Mapping[str, LoadedPort],
-    lines: Iterator[str],
+    port: LoadedPort,
+    translations: Iterable[Translation],
     show: _Show,
     output: _Output,
 ) -> int:
     """Write translations, and return the exit code."""
-    ((backend, port),) = ports.items()
+    form = Form(options.json, options.nbest, options.scores)
     to_draw = options.attention
-    for translation in translator.translate(port, lines):
+    for translation in translations:
         if not translation.hypotheses:
             show.pass_over(translation.line)
         else:
-            show.advance(backend, 1)
+            show.advance(show.backends[0], 1)
             if to_draw:
-                _draw(port, trained, translation, to_draw)
+                draw_translation(port, trained, translation, to_draw)
                 to_draw = None
-        output.write(_format(translation, options))
+        output.write(answers(translation, form))
     if to_draw:
-        raise ValueError("no line was translated: there is nothing to draw")
+        raise UsageError("no line was translated: there is nothing to draw")
     return INCOMPLETE if show.left_empty else 0
 
 
-def _format(translation: Translation, options: argparse.Namespace) -> list[str]:
-    """Return the lines that answer one line."""
-    line, hypotheses = translation.line, list(translation.hypotheses)
-    if options.json:
-        found = [vars(hypothesis) for hypothesis in hypotheses]
-        answer = {"line": line.number, "source": line.text, "hypotheses": found}
-        return [json.dumps(answer, ensure_ascii=False, allow_nan=False)]
-    wanted = options.nbest or 1
-    scored = [f"{hypothesis.score:.4f}\t{hypothesis.text}" for hypothesis in hypotheses]
-    scored += ["-inf\t"] * (wanted - len(hypotheses))
-    if options.nbest:
-        return [f"{line.number}\t{answer}" for answer in scored]
-    return scored if options.scores else [translation.text]
-
-
-def _compare(
-    options: argparse.Namespace,
-    trained: Trained,
-    translator: Translator,
-    ports: Mapping[str, LoadedPort],
-    lines: Iterator[str],
-    show: _Show,
-    output: _Output,
-) -> int:
-    """Write what differs, and the verdict; and return the exit code."""
-
-    @cache
-    def reference(dtype: str) -> ref.Transformer:
-        return ref.Transformer.from_weights(trained.config, trained.weights, dtype)
-
-    def judge(source: ndarray) -> PrefixScorer:
-        rounded = None if options.dtype == "float64" else reference(options.dtype)
-        return PrefixScorer(reference("float64"), rounded, source)
-
+def _compare(options: argparse.Namespace, comparisons: Iterable[Comparison], show: _Show, output: _Output) -> int:
+    """Write the lines that differ, and the verdict; and return the exit code."""
     report: list[str] = []
-    counts = dict.fromkeys((SAME, NEAR_TIE, DIVERGENCE), 0)
+    tally = Tally(show.backends, options.dtype)
     start = time.monotonic()
-    for found in translator.compare(ports, judge, lines, show.advance):
+    for found in comparisons:
         if found.line.can_be_translated:
-            counts[found.verdict] += 1
-            report += _describe(found, options) if found.said else []
+            tally.add(found)
+            report += differences(found, as_json=options.json) if found.said else []
         else:
             show.pass_over(found.line)
-    code = 1 if counts[DIVERGENCE] else INCOMPLETE if show.left_empty or not any(counts.values()) else 0
+    tally.left_empty, tally.seconds = show.left_empty, time.monotonic() - start
     show.progress.stop()
-    report.append(_verdict(code, counts, show, time.monotonic() - start, options))
+    report.append(tally.verdict_line(as_json=options.json))
     output.write(report)
-    return code
-
-
-def _describe(found: Comparison, options: argparse.Namespace) -> list[str]:
-    """Return the lines that say who says what, and why."""
-    if options.json:
-        doubts = [
-            {"backend": backend, "token": doubt.step, "what": doubt.what}
-            | {"margin": doubt.margin if doubt.margin < math.inf else "inf", "noise": doubt.noise}
-            for backend, doubts in found.doubts.items()
-            for doubt in doubts
-        ]
-        said = {backend: vars(hypothesis) for backend, hypothesis in found.said.items()}
-        answer = {"line": found.line.number, "verdict": found.verdict, "source": found.line.text}
-        return [json.dumps({**answer, "said": said, "doubts": doubts}, ensure_ascii=False, allow_nan=False)]
-    by_ids: dict[Tokens, list[str]] = {}
-    for backend, hypothesis in found.said.items():
-        by_ids.setdefault(hypothesis.ids, []).append(backend)
-    texts = {"source": found.line.text}
-    texts |= {", ".join(backends): found.said[backends[0]].text for backends in by_ids.values()}
-    width = max(map(len, texts))
-    return [
-        f"line {found.line.number}: {found.verdict}",
-        *(f"  {who:{width}}  {text}" for who, text in texts.items()),
-        *(f"  {backend} in {summary(doubts)}" for backend, doubts in found.doubts.items() if doubts),
-    ]
-
-
-def _verdict(code: int, counts: Mapping[str, int], show: _Show, seconds: float, options: argparse.Namespace) -> str:
-    """Return the last line: one word, and what it stands on."""
-    word = {0: "AGREE", 1: "DIVERGE", INCOMPLETE: "INCOMPLETE"}[code]
-    if options.json:
-        numbers = {"lines": sum(counts.values()), **counts, "left_empty": show.left_empty, "seconds": round(seconds, 1)}
-        return json.dumps({"verdict": word.lower(), "backends": list(show.bars), "dtype": options.dtype, **numbers})
-    counted = ", ".join(f"{count:,} {what}" + "s" * (what != SAME and count != 1) for what, count in counts.items())
-    counted += f", {show.left_empty:,} too long" * (show.left_empty > 0)
-    lines = sum(counts.values())
-    who = ", ".join(show.bars)
-    return f"{word}  {who} in {options.dtype}, {lines:,} line{'s' * (lines != 1)}: {counted}; {seconds:.0f} s."
-
-
-def _draw(port: LoadedPort, trained: Trained, translation: Translation, path: Path) -> None:
-    """Draw what the heads of the last decoder layer attend to while they say each token."""
-    import matplotlib
-
-    config, line, said = trained.config, translation.line, translation.hypotheses[0]
-    inputs = {"source_ids": np.array([line.ids]), "target_ids": np.array([[config.bos_id, *said.ids[:-1]]])}
-    last = config.num_decoder_layers - 1
-    heads = port.run("", inputs, taps=True).taps[TAPS["cross"].format(last)][0].astype(np.float64)  # [H, T, S]
-    source = [*trained.vocabulary.pieces(line.text), "</s>"]
-    title = f"Cross-attention of decoder layer {last}, the last one; {trained.path.name}"
-    with matplotlib.rc_context(STYLE):
-        write(draw_heads(heads, said.pieces, source, title), path)
+    return tally.exit_code

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,19 +16,19 @@ from rich.console import Console
 import reference_numpy as ref
 from reference_numpy.config import DEPTHS, TransformerConfig
 from transformer_parity.cases.inputs import hard_weights
+from transformer_parity.figures.style import label
 from transformer_parity.ports.package import PackagePort
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.system.errors import UsageError
 from transformer_parity.text.pairs import read_pairs
 from transformer_parity.text.vocabulary import SPECIAL, VOCAB_SIZE, Vocabulary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-from transformer_parity.figures.style import label
 
 Arrays = Mapping[str, ndarray]
-
 
 MOST_COLUMNS = 8  # of heads beside each other
 WIDEST = 16.0  # inches of heads beside each other, where sentences may be of any length
@@ -37,33 +38,67 @@ TAPS = {
     "decoder": "decoder.layers.{}.self_attention.weights",
     "cross": "decoder.layers.{}.cross_attention.weights",
 }
-# The random model: a preset's conventions, and few enough heads to look at each.
+# The random model: a preset's conventions, with few heads.
 SMALL = {"d_model": 48, "num_heads": 4, "d_k": 12, "d_v": 12, "d_ff": 96, **dict.fromkeys(DEPTHS, 2)}
 SOURCE, TARGET = "The shoes are under the bed.", "Die Schuhe stehen unter dem Bett."  # from the text that ships
 
 
-def draw_attention(options: argparse.Namespace) -> Figure:
-    """Draw the heads of each backend, and say how far the backends are apart."""
+@dataclass(frozen=True)
+class Asked:
+    """Which attention weights to draw.
+
+    Attributes:
+        backends: One row of heads for each.
+        source: The source sentence.
+        target: The target sentence.
+        which: A key of ``TAPS``.
+        layer: Counted from 0.
+        dtype: That of the models.
+        preset: The conventions of the random model.
+        weights: A weight file; None is a small random model.
+        text: Line-aligned files from which subwords are learned; None is the text that ships.
+    """
+
+    backends: Sequence[str] = ("numpy",)
+    source: str = SOURCE
+    target: str = TARGET
+    which: str = "cross"
+    layer: int = 0
+    dtype: str = "float32"
+    preset: str = "paper_base"
+    weights: Path | None = None
+    text: Sequence[Path] | None = None
+
+
+def draw_attention(asked: Asked) -> Figure:
+    """Draw the heads of each backend, with the largest difference of two backends.
+
+    Raises:
+        MissingFrameworkError: The framework of a backend is not installed.
+        OSError: A file cannot be read.
+        UsageError: The model has no such layer.
+        ValueError: A file is damaged, or a sentence does not fit the model.
+    """
     from matplotlib.figure import Figure
 
-    config, weights, vocabulary, model = _model(options)
-    source = [*vocabulary.pieces(options.source), "</s>"]
-    target = ["<s>", *vocabulary.pieces(options.target)]
+    config, weights, vocabulary, model = _model(asked)
+    source = [*vocabulary.pieces(asked.source), "</s>"]
+    target = ["<s>", *vocabulary.pieces(asked.target)]
     block, queries, keys = {
         "encoder": ("Self-attention of encoder", source, source),
         "decoder": ("Self-attention of decoder", target, target),
         "cross": ("Cross-attention of decoder", target, source),
-    }[options.which]
-    depth = config.num_encoder_layers if options.which == "encoder" else config.num_decoder_layers
-    if not 0 <= options.layer < depth:
-        raise ValueError(f"--layer must be 0 to {depth - 1} in this model: got {options.layer}")
+    }[asked.which]
+    depth = config.num_encoder_layers if asked.which == "encoder" else config.num_decoder_layers
+    if not 0 <= asked.layer < depth:
+        raise UsageError(f"--layer must be 0 to {depth - 1} in this model: got {asked.layer}")
     inputs = {
-        "source_ids": np.array([vocabulary.ids(options.source, config)]),
-        "target_ids": np.array([vocabulary.ids(options.target, config, start=True, end=False)]),
+        "source_ids": np.array([vocabulary.ids(asked.source, config)]),
+        "target_ids": np.array([vocabulary.ids(asked.target, config, start=True, end=False)]),
     }
-    tap = TAPS[options.which].format(options.layer)
-    ports = [PORTS[name] for name in options.backends]
-    seen = attention_weights(config, weights, inputs, tap, ports, options.dtype)
+    tap = TAPS[asked.which].format(asked.layer)
+    ports = [PORTS[name] for name in asked.backends]
+    seen = attention_weights(config, weights, inputs, tap, ports, asked.dtype)
 
     lines = math.ceil(config.num_heads / MOST_COLUMNS)  # of heads, per backend
     columns = math.ceil(config.num_heads / lines)
@@ -86,7 +121,7 @@ def draw_attention(options: argparse.Namespace) -> Figure:
             if column == 0:
                 axes.set_ylabel(backend, fontweight="bold")
     figure.colorbar(image, ax=figure.axes, label="attention weight", aspect=4 * size[1])
-    figure.suptitle(f"{block} layer {options.layer}, {options.dtype}\n{model}", fontsize=11)
+    figure.suptitle(f"{block} layer {asked.layer}, {asked.dtype}\n{model}", fontsize=11)
     figure.supylabel("query", fontsize=9)
     figure.supxlabel(f"key\n\n{agreement(seen)}", fontsize=9)
     return figure
@@ -111,8 +146,8 @@ def draw_heads(heads: ndarray, queries: Sequence[str], keys: Sequence[str], titl
         label(axes, queries if number % columns == 0 else [], keys if number + columns >= len(panels) else [])
     figure.colorbar(image, ax=figure.axes, label="attention weight", aspect=4 * figure.get_figheight())
     figure.suptitle(title, fontsize=11)
-    figure.supylabel("says", fontsize=9)
-    figure.supxlabel("while it attends to", fontsize=9)
+    figure.supylabel("token of the translation", fontsize=9)
+    figure.supxlabel("token of the source that it attends to", fontsize=9)
     return figure
 
 
@@ -136,7 +171,7 @@ def attention_weights(
 
 
 def agreement(seen: Arrays) -> str:
-    """Say how far apart the two backends are that differ the most."""
+    """Return a sentence with the largest difference between two backends, and where it is."""
     if len(seen) == 1:
         return f"Only {', '.join(seen)} was run: name more with --backends to compare them."
     apart = {pair: np.abs(seen[pair[0]] - seen[pair[1]]) for pair in itertools.combinations(seen, 2)}
@@ -148,16 +183,16 @@ def agreement(seen: Arrays) -> str:
     )
 
 
-def _model(options: argparse.Namespace) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
-    """Return the model to look into, its subwords, and its name."""
-    lines = [line for pair in read_pairs(*(options.text or ())) for line in pair]
-    if options.weights is None:
+def _model(asked: Asked) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
+    """Return a config, weights, subwords, and the title of the model."""
+    lines = [line for pair in read_pairs(*(asked.text or ())) for line in pair]
+    if asked.weights is None:
         vocabulary = Vocabulary.train(lines)
         sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), vocabulary.size + SPECIAL)
-        config = TransformerConfig.preset(options.preset, **SMALL, **sizes)
-        return config, hard_weights(config), vocabulary, f"a small random model, not trained, built as {options.preset}"
-    config, weights = ref.load_weights(options.weights)
+        config = TransformerConfig.preset(asked.preset, **SMALL, **sizes)
+        return config, hard_weights(config), vocabulary, f"a small random model, not trained, built as {asked.preset}"
+    config, weights = ref.load_weights(asked.weights)
     size = min(config.source_vocab_size, config.target_vocab_size) - SPECIAL
     vocabulary = Vocabulary.train(lines, min(size, VOCAB_SIZE))
-    text = "the text that ships" if options.text is None else options.text[0].name
-    return config, weights, vocabulary, f"{options.weights.name}, with subwords learned from {text}"
+    text = "the text that ships" if asked.text is None else asked.text[0].name
+    return config, weights, vocabulary, f"{asked.weights.name}, with subwords learned from {text}"

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 import reference_numpy as ref
 from reference_numpy.config import TransformerConfig
+from transformer_parity.figures.style import ALLOWED, FORBIDDEN, label
+from transformer_parity.system.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-from transformer_parity.figures.style import label
-
-ALLOWED, FORBIDDEN = "#4a90c8", "#e9edf2"
 
 
-def draw_positions(options: argparse.Namespace) -> Figure:
-    """Draw the encoding of each preset, one below the other, so that channels stand above channels."""
+def draw_positions(presets: Sequence[str], length: int, d_model: int) -> Figure:
+    """Draw the encoding of each preset, one below the other, with the channels aligned.
+
+    Raises:
+        UsageError: The length is below 1, or a preset learns its positions.
+        ValueError: The width is not even.
+    """
     from matplotlib.figure import Figure
 
-    if options.length < 1:
-        raise ValueError(f"--length must be at least 1: got {options.length}")
-    sizes = {"source_vocab_size": 8, "target_vocab_size": 8, "d_model": options.d_model, "d_k": 1, "d_v": 1}
-    configs = {name: TransformerConfig.preset(name, **sizes) for name in options.preset}
+    if length < 1:
+        raise UsageError(f"--length must be at least 1: got {length}")
+    sizes = {"source_vocab_size": 8, "target_vocab_size": 8, "d_model": d_model, "d_k": 1, "d_v": 1}
+    configs = {name: TransformerConfig.preset(name, **sizes) for name in presets}
     if learned := [name for name, config in configs.items() if config.position_encoding == "learned"]:
-        raise ValueError(f"{', '.join(learned)} learns its positions: there is no formula to draw")
+        raise UsageError(f"{', '.join(learned)} learns its positions: there is no formula to draw")
     figure = Figure(figsize=(8.0, 0.9 + 3.4 * len(configs)), layout="constrained")
     rows = figure.subplots(len(configs), 1, squeeze=False)[:, 0]
     for axes, (name, config) in zip(rows, configs.items(), strict=True):
         convention = config.position_layout, config.position_timescale, config.position_offset
-        encoding = ref.sinusoidal_encoding(options.length, config.d_model, *convention)
+        encoding = ref.sinusoidal_encoding(length, config.d_model, *convention)
         image = axes.imshow(encoding, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
         axes.set_title(f"{name}: {position_formula(config)}", loc="left")
         axes.set_ylabel("position in the sentence")
@@ -39,12 +43,12 @@ def draw_positions(options: argparse.Namespace) -> Figure:
         axes.yaxis.get_major_locator().set_params(integer=True)
     rows[-1].set_xlabel("channel")
     figure.colorbar(image, ax=list(rows), label="value", ticks=[-1, -0.5, 0, 0.5, 1], aspect=30 * len(configs))
-    figure.suptitle(f"Positional encoding, d_model = {options.d_model}", fontsize=12)
+    figure.suptitle(f"Positional encoding, d_model = {d_model}", fontsize=12)
     return figure
 
 
 def position_formula(config: TransformerConfig) -> str:
-    """Say how a config encodes positions."""
+    """Return the formula of the positions of a config, in two lines."""
     half = config.d_model // 2
     steps = half if config.position_timescale == "m" else half - 1
     layout = f"{half} sines, then {half} cosines" if config.position_layout == "split" else "sine and cosine take turns"
@@ -52,8 +56,8 @@ def position_formula(config: TransformerConfig) -> str:
     return f"{layout}\nof {angles}"
 
 
-def draw_masks(options: argparse.Namespace) -> Figure:
-    """Draw the four masks of one padded sentence pair, as the model builds them."""
+def draw_masks() -> Figure:
+    """Draw the four masks of one padded sentence pair, built by the functions that the model uses."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -66,7 +70,7 @@ def draw_masks(options: argparse.Namespace) -> Figure:
     causal = ref.causal_mask(len(target))
     panels = (
         ("Encoder self-attention:\nsource padding", source_mask, source, source),
-        ("Causal mask:\nitself and what came before", causal, target, target),
+        ("Causal mask:\nthe position itself and those before", causal, target, target),
         ("Decoder self-attention:\ncausal and target padding", causal & target_mask, target, target),
         ("Cross-attention:\nsource padding", source_mask, target, source),
     )
@@ -83,6 +87,6 @@ def draw_masks(options: argparse.Namespace) -> Figure:
         axes.tick_params(which="minor", length=0)
     legend = [Patch(color=ALLOWED, label="True: may attend"), Patch(color=FORBIDDEN, label="False: may not")]
     figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False)
-    padding = "A query that is padding attends too; nobody uses what it gathers."
+    padding = "A query that is padding attends too; its context is not used."
     figure.suptitle(f"Masks of one padded sentence pair\n{padding}", fontsize=11)
     return figure

@@ -9,49 +9,59 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformer_parity.system.errors import UsageError
+from transformer_parity.system.files import replacing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-from typing import TYPE_CHECKING
 
 FORMATS = ("png", "svg")
 DPI = 150
 
+# Okabe and Ito (2008): distinct for every kind of colour vision, on white and in print.
+BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"
+GREY = "#767676"
+GOOD, BAD = BLUE, VERMILION
+BACKENDS = {"numpy": GREY, "torch": VERMILION, "jax": BLUE, "tf": ORANGE}
+OTHERS = "#8fbfdf"  # implementations that are not ours
+ALLOWED, FORBIDDEN = "#4a90c8", "#e9edf2"  # pairs of a mask
+ZERO, PLUS, MINUS = "#fafaf8", "#004682", "#be4b00"  # ends of the scale of a map from -1 to 1
 
 # The same picture on every machine: text as shapes, ids from a fixed salt.
 STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "parity"}
+OPEN_STYLE = {**STYLE, "axes.spines.top": False, "axes.spines.right": False}  # for curves and bars
 
 
 def destination(out: str, file_format: str | None, picture: str) -> Path:
-    """Return the file to write.
+    """Return the file to write: ``out``, or a file named after the picture if ``out`` is a folder.
 
     Raises:
-        ValueError: It is to be of a kind that is not drawn here, or of two kinds.
+        UsageError: The name ends in no known format, or in another than ``file_format``.
     """
     path = Path(out)
     kind = path.suffix.lower().removeprefix(".")
     if out.endswith(("/", os.sep)) or path.is_dir() or not kind:
         return path / f"{picture}.{file_format or 'png'}"
     if kind not in FORMATS:
-        raise ValueError(f"--out must be a folder or end in .png or .svg: got {out}")
+        raise UsageError(f"--out must be a folder or end in .png or .svg: got {out}")
     if file_format not in (None, kind):
-        raise ValueError(f"--out {out} and --format {file_format} contradict each other")
+        raise UsageError(f"--out {out} and --format {file_format} contradict each other")
     return path
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a picture to a file, whole or not at all."""
+    """Write a picture to a file, whole or not at all.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     kind = path.suffix.lower().removeprefix(".")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            metadata = {"Date": None} if kind == "svg" else None  # no date: the same picture is the same file
-            figure.savefig(temporary, format=kind, dpi=DPI, metadata=metadata)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    metadata = {"Date": None} if kind == "svg" else None  # no date: the same picture is the same file
+    with replacing(path) as temporary, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        figure.savefig(temporary, format=kind, dpi=DPI, metadata=metadata)
     if any("missing from font" in str(warning.message) for warning in caught):
         print("note: the font lacks some of the characters; boxes stand for them", file=sys.stderr)
 
@@ -62,7 +72,3 @@ def label(axes: Axes, queries: Sequence[str], keys: Sequence[str]) -> None:
     along: dict[str, Any] = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center_baseline"}
     axes.set_xticks(range(len(keys)), [shown[key] for key in keys], **along)
     axes.set_yticks(range(len(queries)), [shown[query] for query in queries])
-
-
-# Told apart by everyone, on white and in print (Okabe and Ito, 2008).
-GOOD, BAD, GREY = "#0072b2", "#d55e00", "#767676"

@@ -50,7 +50,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Saturation:
-    """What the softmax does with the scores of random queries and keys."""
+    """The softmax of the scores of random queries and keys."""
 
     d_k: int
     divided: bool  # by sqrt(d_k)
@@ -62,7 +62,7 @@ class Saturation:
 
 @dataclass(frozen=True)
 class LayerGradient:
-    """How a random upstream gradient arrives at the projections of a random multi-head attention layer."""
+    """A random upstream gradient at the projections of a random multi-head attention layer."""
 
     d_k: int
     num_heads: int
@@ -246,7 +246,7 @@ def measure_steps(length: int, d_k: int, d_v: int = 64, seconds: float = 3 * SEC
     weights = masked_softmax(scores)
     pairs, width = length**2, np.dtype(np.float32).itemsize
     inputs, projected, average = 2 * length * D_MODEL, 2 * length * d_k, length * d_v
-    steps: dict[str, tuple[str, Callable[[], Any], int, int]] = {  # who, what, operations, numbers moved
+    steps: dict[str, tuple[str, Callable[[], Any], int, int]] = {  # used by, function, operations, numbers moved
         "projections": (
             "both",
             lambda: (x @ query_kernel, y @ key_kernel),
@@ -273,7 +273,7 @@ def measure_steps(length: int, d_k: int, d_v: int = 64, seconds: float = 3 * SEC
 
 
 def time_in_turn(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, ndarray]:
-    """Call each function once a round, so that all of them meet the same disturbances, and return their seconds."""
+    """Call each function once a round, so that disturbances affect all alike, and return their seconds."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -122,9 +122,9 @@ def conclude_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> s
         f"{first.largest.median:.2f} to {raw.largest.median:.2f}, and the gradient that the median query gets through "
         f"the softmax from {first.gradient.median:.2f} at d_k = {first.d_k} to {raw.gradient.median:.0e} at "
         f"{raw.d_k:,}; divided by sqrt(d_k), it stays between {min(kept):.2f} and {max(kept):.2f}. In a whole layer "
-        f"that decides who learns, not how much: at d_k = {raw_layer.d_k}, {raw_layer.carriers.median:.0%} of the "
-        f"queries carry {CARRIED:.0%} of the squared gradient (divided: {divided_layer.carriers.median:.0%}), at "
-        f"{louder:.0f} times the norm at the query kernel."
+        f"the division changes how many queries learn, rather than how much: at d_k = {raw_layer.d_k}, "
+        f"{raw_layer.carriers.median:.0%} of the queries carry {CARRIED:.0%} of the squared gradient "
+        f"(divided: {divided_layer.carriers.median:.0%}), at {louder:.0f} times the norm at the query kernel."
     )
 
 

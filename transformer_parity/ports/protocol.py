@@ -14,6 +14,7 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.search_plan import EXTRA_LENGTH, LENGTH_PENALTIES, OnStep, SearchResult, length_penalty
 from reference_numpy.taps import Recorder
 from reference_numpy.training_config import Gradients, TrainingConfig
+from transformer_parity.system.errors import UsageError
 
 
 class Placement(NamedTuple):
@@ -148,7 +149,7 @@ class MissingAbilityError(Exception):
     """Something that this port does not offer: it is skipped and counted, and never passes."""
 
 
-class MissingFrameworkError(Exception):
+class MissingFrameworkError(UsageError):
     """A framework that was asked for is not installed; the message has the install line."""
 
 

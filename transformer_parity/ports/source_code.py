@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -117,3 +118,31 @@ def _methods(node: ast.AST) -> list[ast.FunctionDef]:
     return (
         [child for child in node.body if isinstance(child, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else []
     )
+
+
+def list_names(packages: list[Package]) -> str:
+    """Return the public names of all packages by module; a star marks those that not all of them have."""
+    lines = []
+    modules = dict.fromkeys(name for package in packages for name in package.modules)
+    for module in modules:
+        files = [package.modules[module] for package in packages if module in package.modules]
+        names = dict.fromkeys(name for file in files for name in file.public)
+        marked = [f"{name}{'' if all(package.find(name) for package in packages) else '*'}" for name in names]
+        title = f"{module}{'' if len(files) == len(packages) else '*'}:"
+        lines += textwrap.wrap(f"{title:14} {', '.join(marked)}", 80, subsequent_indent=15 * " ")
+    return "\n".join([*lines, "* not in all four packages"])
+
+
+def not_found(name: str, packages: list[Package], asked_for: list[Package]) -> str:
+    """Return a message: where else a name is, or which names are like it; and all names."""
+    if elsewhere := [package.name for package in packages if package.find(name)]:
+        return f"{name} is not in {', '.join(package.name for package in asked_for)}, but in {', '.join(elsewhere)}"
+    modules = [module for package in packages for module in package.modules.values()]
+    known = [known for module in modules for known in module.dotted_names()]
+    known = list(dict.fromkeys([*known, *(module for package in packages for module in package.modules)]))
+    folded = {entry.lower(): entry for entry in known}
+    methods = [entry for entry in known if entry.rpartition(".")[2].lower() == name.lower()]
+    alike = [folded[entry] for entry in difflib.get_close_matches(name.lower(), folded, n=3)]
+    guesses = list(dict.fromkeys([*methods, *alike]))[:3]
+    meant = f"; did you mean {' or '.join(guesses)}?" if guesses else ""
+    return f"there is no {name!r} in the packages{meant}\n{list_names(packages)}"

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -109,19 +109,6 @@ class PluginPort:
             if getattr(self.kind, needed) is getattr(Port, needed):
                 raise ValueError(f"port {reference!r} must have {needed}(): see `parity init-port`")
         self.left_out = self.kind.left_out
-
-    def config(self) -> TransformerConfig:
-        """Return the sizes of the standard cases with the conventions of the port."""
-        from transformer_parity.cases.case import tiny
-
-        known = [entry.name for entry in fields(TransformerConfig)]
-        if unknown := [name for name in self.kind.overrides if name not in known]:
-            raise ValueError(f"overrides of {self.name} has no field {unknown[0]!r}: known are {', '.join(known)}")
-        config = tiny(self.kind.preset, **{"d_k": None, "d_v": None, **self.kind.overrides})
-        for pattern in self.kind.taps:
-            if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
-                raise ValueError(f"taps of {self.name}: {pattern!r} is no tap: see `parity info --names`")
-        return config
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPlugin:
         """Build a model that holds a copy of the weights; where it runs and how precisely is the port's business."""

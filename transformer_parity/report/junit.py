@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from transformer_parity.compare.verdict import AGREES, SKIPPED
-from transformer_parity.system.files import write_atomically
+from transformer_parity.system.files import write_text
 
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # of XML 1.0, section 2.2
 Result = Mapping[str, Any]
@@ -17,7 +17,7 @@ Result = Mapping[str, Any]
 
 def write_junit(path: Path, result: Result) -> None:
     """Write a result (see ``result.build``), atomically."""
-    write_atomically(path, junit(result))
+    write_text(path, junit(result))
 
 
 def junit(result: Result) -> str:

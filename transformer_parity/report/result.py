@@ -25,7 +25,7 @@ from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.ports.compile_clock import Spent
 from transformer_parity.report.diagnoses import to_row
 from transformer_parity.report.tables import summarise
-from transformer_parity.system.files import write_atomically
+from transformer_parity.system.files import write_text
 
 FORMAT = 3
 MAIN_CASE = "full/padded"
@@ -128,7 +128,7 @@ def plain(value: Any) -> Any:
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """Write the result for machines, atomically."""
-    write_atomically(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def _taps(findings: Iterable[Finding]) -> list[dict[str, Any]]:

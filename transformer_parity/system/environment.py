@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from transformer_parity.system.errors import UsageError
+
 
 def prepare_environment() -> None:
     """Let frameworks share a GPU instead of claiming it, and keep their start-up notices off the terminal."""
@@ -22,14 +24,16 @@ def prepare_environment() -> None:
 def quiet_frameworks() -> Iterator[TextIO]:
     """Keep what compiled code prints to standard error off the terminal, and yield the terminal.
 
-    TensorFlow announces its instruction sets however it is asked not to. What was held back is printed when something
-    fails, because the reason may be in it.
+    TensorFlow prints its instruction sets under every setting. What was held back is printed when something fails,
+    because the reason may be in it; not after Ctrl-C, and not for a UsageError, which has its reason.
     """
     sys.stderr.flush()
     with os.fdopen(os.dup(2), "w") as terminal, tempfile.TemporaryFile("w+", errors="replace") as held_back:
         os.dup2(held_back.fileno(), 2)
         try:
             yield terminal
+        except (KeyboardInterrupt, UsageError):
+            raise
         except BaseException:
             held_back.seek(0)
             terminal.write(held_back.read())

@@ -3,46 +3,59 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
-
-
-def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report as a whole or not at all."""
-    head = {"format": 2, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps({**head, **report}, indent=1, allow_nan=False) + "\n", "utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+from transformer_parity.system.errors import UsageError
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file whole or not at all.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a temporary file beside a file, which takes its place unless something is raised.
 
     Raises:
         OSError: The file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # its own for each of several writers
     try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8, whole or not at all.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with replacing(path) as temporary:
         temporary.write_text(text, "utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
-def write_json_why(path: Path, report: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", "utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def write_json(path: Path, content: Mapping[str, Any] | list[Any]) -> None:
+    """Write plain values as JSON, whole or not at all.
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: A number is not finite.
+    """
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse, before any work, a file that could not be written afterwards; None is no file.
+
+    Raises:
+        UsageError: The path is a folder, or lies in a folder that does not exist.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder")

@@ -12,8 +12,11 @@ from typing import Any
 
 import psutil
 
+DISTRIBUTION = "transformer-parity"
+
 
 def processor() -> str:
+    """Return the name of the processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
@@ -26,17 +29,18 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-DISTRIBUTION = "transformer-parity"
+def release() -> str:
+    """Return the version of this distribution."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "not installed, run from its folder"
 
 
 def describe_machine() -> dict[str, Any]:
     """Return what the comparison runs on."""
-    try:
-        release = version(DISTRIBUTION)
-    except PackageNotFoundError:
-        release = "not installed, run from its folder"
     return {
-        DISTRIBUTION: release,
+        DISTRIBUTION: release(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),

@@ -28,7 +28,7 @@ class Ours:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    if sys.version_info < (3, 11):  # noqa: UP036  of the environment
+    if sys.version_info < (3, 11):  # noqa: UP036  of the other environment
         sys.exit(f"Python 3.11 or later is needed: got {sys.version.split()[0]}")
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != FOLDER]  # its modules are no packages
     sys.meta_path.insert(0, Ours)

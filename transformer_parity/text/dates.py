@@ -1,6 +1,6 @@
-"""Dates as people write them, and their ISO 8601 form: a small task of translation, generated.
+"""Dates in human formats and their ISO 8601 form: a small translation task, generated.
 
-Every string has exactly one right answer. Where custom leaves a doubt, these rules hold:
+Every string has exactly one right answer. Where a format is ambiguous, these rules hold:
 
 - A year of four digits in front is followed by month and day, whatever stands between them.
 - Otherwise dots and hyphens put the day first, slashes put the month first.
@@ -195,7 +195,7 @@ def is_held_out(day: date) -> bool:
 
 
 def date_pairs(count: int, seed: int, *, held_out: bool) -> list[tuple[str, str]]:
-    """Return pairs of a date as people write it and its ISO 8601 form.
+    """Return pairs of a date in a human format and its ISO 8601 form.
 
     Args:
         count: How many.
@@ -231,7 +231,7 @@ def date_lines() -> list[str]:
 
 
 def write(day: date, language: str, template: str) -> str:
-    """Write a day in a language, as a template of ``FORMATS`` says."""
+    """Write a day in a language, by a template of ``FORMATS``."""
     words = LANGUAGES[language]
     return template.format(
         d=day.day,

@@ -85,7 +85,7 @@ class Vocabulary:
         return self._processor.encode(line, out_type=str)
 
     def ids(self, line: str, config: TransformerConfig, start: bool = False, end: bool = True) -> list[int]:
-        """Cut a line into subwords and number them with ids that the config does not use for itself.
+        """Cut a line into subwords and number them with ids that are not special ids of the config.
 
         Raises:
             ValueError: The model's vocabulary is too small for this one.
@@ -114,7 +114,7 @@ class Vocabulary:
         return self._processor.decode([pieces.get(token, unknown) for token in tokens if token not in silent])
 
     def names(self, ids: Iterable[int], config: TransformerConfig) -> list[str]:
-        """Spell out each id: a subword, or ``</s>``, ``<s>`` or ``<pad>`` where the config uses it for itself."""
+        """Spell out each id: a subword, or ``</s>``, ``<s>`` or ``<pad>`` for the special ids of the config."""
         pieces = _pieces(config, self.size)
         special = {config.pad_id: "<pad>", config.bos_id: "<s>", config.eos_id: "</s>"}
         unknown = self._processor.unk_id()
@@ -123,7 +123,7 @@ class Vocabulary:
 
 @lru_cache
 def _free_ids(config: TransformerConfig) -> tuple[int, ...]:
-    """Return the ids, ascending, that source and target have in common and the config does not use for itself."""
+    """Return the ids, ascending, that source and target have in common and that are not special ids of the config."""
     special = {config.pad_id, config.bos_id, config.eos_id}
     available = min(config.source_vocab_size, config.target_vocab_size)
     return tuple(token for token in range(available) if token not in special)

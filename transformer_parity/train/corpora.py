@@ -1,4 +1,4 @@
-"""What can be learned: the generated dates, or two files of text; with settings that are known to work for each."""
+"""Corpora: the generated dates, or two files of text; with settings that work for each."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Corpus:
 
     @property
     def metric(self) -> str:
-        """What translations are judged by."""
+        """The metric of translations."""
         return "exact match" if self.task == "dates" else "BLEU"
 
     def score(self, translations: Sequence[str], references: Sequence[str]) -> float:
-        """Judge translations: the share that is exactly right, in percent, or BLEU as sacrebleu computes it."""
+        """Return the score of translations: the share of exact matches, in percent, or BLEU by sacrebleu."""
         if self.task == "dates":
             right = sum(ours == theirs for ours, theirs in zip(translations, references, strict=True))
             return 100.0 * right / len(references)
@@ -131,12 +131,12 @@ def text(
 
 
 def held_out_dates(seed: int, vocabulary: Vocabulary, count: int) -> Corpus:
-    """Return dates on days that no training run has seen."""
+    """Return dates on days that are in no training set."""
     return Corpus("dates", vocabulary, [], date_pairs(count, seed, held_out=True), {})
 
 
 def held_out(files: Sequence[str | Path], vocabulary: Vocabulary, sentences: int | None) -> Corpus:
-    """Return the first sentences of two files, to be translated and not to be learned.
+    """Return the first sentences of two files, for evaluation.
 
     Raises:
         OSError: A file cannot be read.

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
-COLOURS = {"numpy": "#555555", "torch": "#d55e00", "jax": "#0072b2", "tf": "#e69f00"}  # apart for the colour-blind too
-PARTED = 1e-6  # relative difference of two losses from which on we call two curves parted
+from transformer_parity.figures.style import BACKENDS, GREY, OPEN_STYLE, write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PARTED = 1e-6  # relative difference of two losses above which two curves count as parted
 
 
 def losses(events: Sequence[dict[str, Any]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -31,30 +35,35 @@ def spread(by_backend: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def draw(events: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw training loss and held-out loss, and below the score, or in lockstep how far the curves are apart."""
+    """Draw training loss and held-out loss, below them the score, or in lockstep the difference of the losses."""
     import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    with matplotlib.rc_context(OPEN_STYLE):
+        write(_figure(events), path)
+
+
+def _figure(events: Sequence[dict[str, Any]]) -> Figure:
+    from matplotlib.figure import Figure
 
     steps, by_backend = losses(events)
     lockstep = any(len(event["loss"]) > 1 for event in events if event["event"] == "step")
-    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(7, 6), height_ratios=(3, 2), layout="constrained")
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for name, values in by_backend.items():
         known = ~np.isnan(values)
         if not lockstep:
-            upper.plot(steps[known], values[known], color=COLOURS[name], alpha=0.25, linewidth=0.7)
+            upper.plot(steps[known], values[known], color=BACKENDS[name], alpha=0.25, linewidth=0.7)
         smooth = values[known] if lockstep else _smoothed(values[known])
-        upper.plot(steps[known], smooth, color=COLOURS[name], label=name)
+        upper.plot(steps[known], smooth, color=BACKENDS[name], label=name)
     for name in by_backend:
         found = [event for event in events if event["event"] == "validation" and event["backend"] == name]
-        found = [event for event in found if not event["averaged"]]  # of other weights than the run's
+        found = [event for event in found if not event["averaged"]]  # averaged weights are not the run's
         found = list({event["step"]: event for event in found}.values())
         at = [event["step"] for event in found]
-        look: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": COLOURS[name]}
-        upper.plot(at, [event["loss"] for event in found], **look)
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": BACKENDS[name]}
+        upper.plot(at, [event["loss"] for event in found], **style)
         if not lockstep:
-            lower.plot(at, [event["score"] for event in found], **look)
+            lower.plot(at, [event["score"] for event in found], **style)
     task = next(event["task"] for event in events if event["event"] == "start")
     upper.set(ylabel="loss per target token [nats]", ylim=(0, None))
     with_what = "smoothed labels" if lockstep else "smoothed labels, dropout"
@@ -63,20 +72,18 @@ def draw(events: Sequence[dict[str, Any]], path: Path) -> None:
     if lockstep:
         apart = spread(by_backend)
         lower.plot(steps, np.where(apart > 0, apart, np.nan), ".", color="black", markersize=3)  # no dot: not apart
-        lower.axhline(PARTED, color="grey", linestyle=":", linewidth=0.9)
+        lower.axhline(PARTED, color=GREY, linestyle=":", linewidth=0.9)
         lower.set(yscale="log", ylabel="largest difference\nof two losses, relative")
     else:
         lower.set(ylabel="exact match [%]" if task == "dates" else "BLEU", ylim=(0, None))
     lower.set_xlabel("step")
     for axes in (upper, lower):
-        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def lockstep_table(events: Sequence[dict[str, Any]]) -> Table:
-    """Return the losses at a few steps, side by side, and how far they are apart."""
+    """Return the losses at a few steps, side by side, and their largest relative difference."""
     steps, by_backend = losses(events)
     apart = spread(by_backend)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -89,7 +96,7 @@ def lockstep_table(events: Sequence[dict[str, Any]]) -> Table:
 
 
 def parting(events: Sequence[dict[str, Any]]) -> str:
-    """Say where the curves part."""
+    """Return a sentence: the step at which the curves part, and the largest difference."""
     steps, by_backend = losses(events)
     apart = spread(by_backend)
     beyond = np.flatnonzero(~(apart <= PARTED))

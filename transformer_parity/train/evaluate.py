@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from reference_numpy.training_config import TrainingConfig
@@ -18,16 +19,29 @@ from transformer_parity.train.run import longest_translation
 from transformer_parity.translate.trained import Trained
 
 SEED = 19171  # of the held-out dates: others than those a run was validated on
+DATES = 1000  # of them, unless another number is asked for
 TOKENS = 2048  # of a batch
 
 
-def held_out(vocabulary: Vocabulary, options: argparse.Namespace) -> Corpus:
-    if options.task:
-        return corpora.held_out_dates(SEED, vocabulary, options.sentences or 1000)
-    return corpora.held_out(options.text, vocabulary, options.sentences)
+def held_out(vocabulary: Vocabulary, text: Sequence[Path] | None, sentences: int | None) -> Corpus:
+    """Return the sentences to evaluate on.
+
+    Args:
+        vocabulary: That of the model.
+        text: Source and target file; None is generated dates.
+        sentences: The first ones only; None is all of a text, and 1,000 dates.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: The files are no line-aligned text.
+    """
+    if text is None:
+        return corpora.held_out_dates(SEED, vocabulary, sentences or DATES)
+    return corpora.held_out(text, vocabulary, sentences)
 
 
 def evaluate(trained: Trained, corpus: Corpus, backend: str, device: str, search: SearchOptions) -> dict[str, Any]:
+    """Return loss, perplexity, score and time of one model in one backend, in plain values."""
     config = trained.config
     learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, Placement("float32", device))
     batches = Batches(number(corpus.held_out, corpus.vocabulary, config), config, TOKENS)

@@ -1,4 +1,4 @@
-"""One backend that learns: its model and trainer, with text and NumPy at the boundary."""
+"""A model and its trainer in one backend, with text and NumPy at the boundary."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Learner:
         self.environment: dict[str, str] = package.describe()
 
     def train_step(self, batch: Batch) -> StepResult:
-        """Take one step; the result need not have been computed yet."""
+        """Take one step; the result may still be computed by the device."""
         return self.trainer.train_step(batch.source_ids, batch.target_ids, batch.labels)
 
     def validate(self, batches: Iterable[Batch]) -> float:

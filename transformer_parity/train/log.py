@@ -15,7 +15,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
-        if torn:  # the machine went down in the middle of a line
+        if torn:  # the machine stopped in the middle of a line
             self._file.write("\n")
 
     def write(self, event: str, **fields: Any) -> None:
@@ -37,7 +37,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that a checkpoint's name tells, or 0 if somebody renamed it."""
+    """Return the step in a checkpoint's name; 0 if the file was renamed."""
     number = checkpoint.stem.removeprefix("checkpoint-")
     return int(number) if number.isdecimal() else 0
 
@@ -48,7 +48,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     for number, line in enumerate((folder / LOG).read_text("utf-8").splitlines()):
         try:
             event = json.loads(line)
-        except json.JSONDecodeError:  # the machine went down in the middle of a line
+        except json.JSONDecodeError:  # the machine stopped in the middle of a line
             continue
         kind, step = event["event"], event["step"]
         if kind == "start":  # what had been logged beyond the checkpoint that it starts from is not part of the run

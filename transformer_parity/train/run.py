@@ -13,13 +13,14 @@ from numpy import ndarray
 
 from reference_numpy.checkpoint import average_weights, save_checkpoint
 from reference_numpy.files import save_weights
+from transformer_parity.system.errors import UsageError
 from transformer_parity.system.interrupts import Stop
 from transformer_parity.train.batches import Batches
 from transformer_parity.train.corpora import Corpus
 from transformer_parity.train.learner import Learner
 from transformer_parity.train.log import LOG, MODEL, Log, checkpoints, step_of
 
-PATIENCE = 0.5  # seconds between two looks at what the device has computed
+PATIENCE = 0.5  # seconds between two reads of losses from the device
 SAMPLE = 200  # held-out sentences that are translated at each validation
 LONGER = 10  # tokens that a translation may be longer than the longest target held out
 
@@ -37,7 +38,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands, for whoever shows it."""
+    """The progress of a run."""
 
     step: int
     losses: Mapping[str, float]
@@ -47,36 +48,52 @@ class Status:
 
 @dataclass
 class Observer:
-    """Whoever shows a run: is told of each look at the losses, and of each line worth keeping."""
+    """Two callbacks of a run: for its status, whenever losses have been read, and for its messages, one line each."""
 
     status: Callable[[Status], None]
     say: Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Data:
+    """A corpus, and the batches of its training part and of its held-out part."""
+
+    corpus: Corpus
+    batches: Batches
+    held_out: Batches
+
+
 class Run:
-    """Trains one learner, or several on the same batches."""
+    """Trains one learner, or several on the same batches.
+
+    Args:
+        learners: One for each backend.
+        data: What they learn from, and what they are validated on.
+        plan: How many steps, and what happens on the way.
+        folder: Where checkpoints, log and final weights are written.
+        observer: Receives progress and messages.
+        seconds: Training time before the run was resumed.
+    """
 
     def __init__(
         self,
         learners: Sequence[Learner],
-        corpus: Corpus,
-        batches: Batches,
-        held_out: Batches,
+        data: Data,
         plan: Plan,
         folder: Path,
         observer: Observer,
         seconds: float = 0.0,
     ) -> None:
         self.learners = learners
-        self.corpus = corpus
-        self.batches = batches
-        self.held_out = held_out
+        self.corpus = data.corpus
+        self.batches = data.batches
+        self.held_out = data.held_out
         self.plan = plan
         self.folder = folder
         self.observer = observer
         self.log = Log(folder / LOG)
         self._pending: list[tuple[int, float, list[Any]]] = []
-        self._looked = time.perf_counter()
+        self._read_at = time.perf_counter()
         self.seconds = seconds  # spent on steps, also before the run was resumed
         self._saved: int | None = None  # the step of the last checkpoint that was written here
 
@@ -86,7 +103,7 @@ class Run:
         return self.learners[0].trainer.step
 
     def go(self, stop: Stop, stop_at: int | None = None) -> None:
-        """Train until all steps are taken, or that one, or somebody asks to stop; save on the way and at the end."""
+        """Train until all steps, or ``stop_at`` steps, are taken or ``stop`` is set; save on the way and at the end."""
         last = min(self.plan.steps, stop_at or self.plan.steps)
         lead = self.learners[0]
         self.log.write(
@@ -99,7 +116,7 @@ class Run:
             batch_shapes=self.batches.shapes,
             environment={learner.backend: learner.environment for learner in self.learners},
         )
-        self._looked = time.perf_counter()
+        self._read_at = time.perf_counter()
         try:
             while self.step < last and not stop.signal:
                 self._take_step()
@@ -107,7 +124,7 @@ class Run:
                     self._save()
                 if self.step % self.plan.validate_every == 0 and self.step < self.plan.steps:
                     self._validate(SAMPLE)
-            self._look()
+            self._read_losses()
             if self._saved != self.step:
                 self._save()
         finally:
@@ -132,11 +149,15 @@ class Run:
         lead = self.learners[0]
         learning_rate = lead.trainer.settings.learning_rate(self.step, lead.model.config.d_model)
         self._pending.append((self.step, learning_rate, results))
-        if time.perf_counter() - self._looked > PATIENCE:
-            self._look()
+        if time.perf_counter() - self._read_at > PATIENCE:
+            self._read_losses()
 
-    def _look(self) -> None:
-        """Wait for the steps that were handed to the devices, and write down what they reported."""
+    def _read_losses(self) -> None:
+        """Wait for the steps that run on the devices, and log their results.
+
+        Raises:
+            UsageError: A loss is not finite.
+        """
         if not self._pending:
             return
         names = [learner.backend for learner in self.learners]
@@ -150,10 +171,10 @@ class Run:
             tokens += counted
             if not all(map(math.isfinite, losses.values())):
                 self.log.flush()
-                raise ValueError(f"the loss is not finite at step {step}: try a smaller --factor, or --clip 1")
+                raise UsageError(f"the loss is not finite at step {step}: try a smaller --factor, or --clip 1")
         self._pending.clear()
         now = time.perf_counter()
-        elapsed, self._looked = now - self._looked, now
+        elapsed, self._read_at = now - self._read_at, now
         self.seconds += elapsed
         self.log.write("time", step=self.step, seconds=self.seconds, tokens_per_second=tokens / elapsed)
         self.log.flush()
@@ -161,7 +182,7 @@ class Run:
 
     def _validate(self, sample: int | None, averaged: int = 0) -> dict[str, dict[str, float]]:
         """Return loss and score of each learner on what was held out; of the score, on a sample."""
-        self._look()
+        self._read_losses()
         found = {}
         pairs = self.corpus.held_out[:sample]
         max_length = longest_translation(self.held_out)
@@ -176,14 +197,14 @@ class Run:
                 f"step {self.step:,}  {learner.backend}: held-out loss {loss:.3f}, "
                 f"{self.corpus.metric} {score:.1f}{' %' * (self.corpus.task == 'dates')} of {len(pairs):,} sentences"
             )
-        self._looked = time.perf_counter()  # validation is not training time
+        self._read_at = time.perf_counter()  # validation is not training time
         return found
 
     def _save(self) -> None:
         """Write a checkpoint and delete those that are too old; runs in lockstep are not saved."""
         if len(self.learners) > 1:
             return
-        self._look()
+        self._read_losses()
         progress = {
             "corpus": self.corpus.origin,
             "position": list(self.batches.position),
@@ -200,7 +221,7 @@ class Run:
         for old in checkpoints(self.folder):
             if old not in kept:
                 old.unlink()
-        self._looked = time.perf_counter()
+        self._read_at = time.perf_counter()
 
     def _regular(self) -> list[Path]:
         """Return the checkpoints that a run which was never stopped has too: only they are averaged."""

@@ -1,9 +1,9 @@
-"""What a training run begins with: new, or as a checkpoint left it."""
+"""The state in which a training run starts: a new one, or the one in a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from transformer_parity.train.batches import Batches, number
 from transformer_parity.train.corpora import Corpus, Recipe
 from transformer_parity.train.learner import Learner
 from transformer_parity.train.log import MODEL, checkpoints, step_of
-from transformer_parity.train.run import Observer, Plan, Run
+from transformer_parity.train.run import Data, Observer, Plan, Run
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run that has not been started."""
+    """A run before its first step."""
 
     corpus: Corpus
     config: TransformerConfig
@@ -63,68 +63,83 @@ class Setup:
             for learner in learners:
                 learner.trainer.load_state(self.state)
         folder.mkdir(parents=True, exist_ok=True)
-        return Run(learners, self.corpus, batches, validation, self.plan, folder, observer, self.seconds)
+        data = Data(self.corpus, batches, validation)
+        return Run(learners, data, self.plan, folder, observer, self.seconds)
 
 
-def begin(
-    corpus: Corpus,
-    recipe: Recipe,
-    *,
-    preset: str,
-    steps: int,
-    tokens_per_batch: int | None,
-    dropout: float | None,
-    sizes: Mapping[str, int | None],
-    settings: Mapping[str, Any],
-    plan: Mapping[str, int | None],
-    seed: int,
-) -> Setup:
-    """Return a new run by a recipe, with whatever is not None in its place.
+@dataclass(frozen=True)
+class Changes:
+    """How a new run differs from its recipe; None, here and in each mapping, keeps the recipe's value.
+
+    Attributes:
+        preset: The conventions of the model.
+        steps: The length of the run.
+        tokens_per_batch: Padding included.
+        dropout: The rate, at the sites of the preset.
+        sizes: Of the model, by field of its config.
+        settings: Of training, by field of its config.
+        plan: By field of ``Plan``, without the steps.
+        seed: Of weights, batches and dropout.
+    """
+
+    preset: str = "paper_base"
+    steps: int | None = None
+    tokens_per_batch: int | None = None
+    dropout: float | None = None
+    sizes: Mapping[str, int | None] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, int | None] = field(default_factory=dict)
+    seed: int = 0
+
+
+def begin(corpus: Corpus, recipe: Recipe, changes: Changes) -> Setup:
+    """Return a new run by a recipe, with some of its values changed.
 
     Raises:
         TypeError: A setting has the wrong type.
-        ValueError: A setting makes no sense, or the sizes describe no model.
+        ValueError: A setting is out of range, or the sizes describe no model.
     """
-    check_integer("seed", seed, minimum=0)
-    config = _model_config(recipe, preset, corpus.vocabulary, dropout, sizes)
-    changed = {name: value for name, value in settings.items() if value is not None}
+    check_integer("seed", changes.seed, minimum=0)
+    config = _model_config(recipe, corpus.vocabulary, changes)
+    steps, plan = changes.steps or recipe.steps, changes.plan
+    changed = {name: value for name, value in changes.settings.items() if value is not None}
     # A run of another length cools down over the same share of it.
     cooldown = round(recipe.training["cooldown_steps"] * steps / recipe.steps)
     merged = {**recipe.training, "cooldown_steps": cooldown, **changed}
     tenth = max(1, steps // 10)
-    average = plan["average"] or recipe.average
-    if (plan["keep"] or average) < average:
+    average = plan.get("average") or recipe.average
+    if (plan.get("keep") or average) < average:
         raise ValueError(f"--keep must be at least --average {average}: got {plan['keep']}")
     return Setup(
         corpus,
         config,
         TrainingConfig(total_steps=steps, **merged),
-        ref.init_weights(config, seed),
+        ref.init_weights(config, changes.seed),
         Plan(
             steps=steps,
-            validate_every=plan["validate_every"] or tenth,
-            save_every=plan["save_every"] or tenth,
-            keep=plan["keep"] or average,
+            validate_every=plan.get("validate_every") or tenth,
+            save_every=plan.get("save_every") or tenth,
+            keep=plan.get("keep") or average,
             average=average,
         ),
-        tokens_per_batch or recipe.tokens_per_batch,
-        seed,
+        changes.tokens_per_batch or recipe.tokens_per_batch,
+        changes.seed,
     )
 
 
 def resume(path: Path, folder: Path | None, steps: int | None, plan: Mapping[str, int | None]) -> tuple[Setup, Path]:
-    """Return a run as a checkpoint left it, and the folder that it goes on in.
+    """Return a run in the state of a checkpoint, and the folder in which it is continued.
 
     Args:
         path: A run's folder, where the newest checkpoint counts, or one checkpoint.
-        folder: Where to go on; None is where the checkpoint is.
+        folder: Where the run is continued; None is the folder of the checkpoint.
         steps: The new end of the run; None keeps it.
         plan: How often to validate and save, and how many to keep and to average; None keeps it.
 
     Raises:
-        OSError: There is no such checkpoint, or the text it was trained on is gone.
-        ValueError: The checkpoint is damaged or not from a run, the text has changed, there is nothing left to do, or
-            the run has gone on beyond the checkpoint.
+        OSError: There is no such checkpoint, or the text of the run cannot be read.
+        ValueError: The checkpoint is damaged or not from a run, the text has changed, all steps are taken, or the
+            folder holds later checkpoints of the run.
     """
     if path.is_dir():
         found = checkpoints(path)
@@ -172,9 +187,7 @@ def resume(path: Path, folder: Path | None, steps: int | None, plan: Mapping[str
     return setup, folder or path.parent
 
 
-def _model_config(
-    recipe: Recipe, preset: str, vocabulary: Vocabulary, dropout: float | None, sizes: Mapping[str, int | None]
-) -> TransformerConfig:
+def _model_config(recipe: Recipe, vocabulary: Vocabulary, changes: Changes) -> TransformerConfig:
     """Return the conventions of a preset at the sizes of a recipe, with any of them replaced."""
     vocab_size = vocabulary.size + SPECIAL
     fields = {
@@ -183,10 +196,10 @@ def _model_config(
         "d_k": None,
         "d_v": None,
         **recipe.model,
-        **{name: size for name, size in sizes.items() if size is not None},
+        **{name: size for name, size in changes.sizes.items() if size is not None},
     }
-    config = TransformerConfig.preset(preset, **fields)
+    config = TransformerConfig.preset(changes.preset, **fields)
     # The sites are the preset's, the rate is the recipe's.
-    rate = recipe.dropout if dropout is None else dropout
+    rate = recipe.dropout if changes.dropout is None else changes.dropout
     sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}
     return config.replace(dropout=ref.DropoutRates(**sites))

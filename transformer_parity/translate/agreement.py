@@ -1,25 +1,30 @@
-"""Compare the translations of two packages, line by line."""
+"""The translations of one line by several packages, compared."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 
-from transformer_parity.compare.near_ties import Doubt
+from numpy import ndarray
+
+import reference_numpy as ref
+from transformer_parity.compare.near_ties import Doubt, PrefixScorer
 from transformer_parity.translate.lines import Hypothesis, Line
+from transformer_parity.translate.trained import Trained
 
 SAME, NEAR_TIE, DIVERGENCE = "same", "near-tie", "divergence"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What several ports say to a line.
+    """The translations of a line by several ports.
 
     Attributes:
         line: The line.
-        said: The best hypothesis, by backend; empty where all say the same, and for a line that is blank or too long.
-        doubts: Each decision that the reference would have taken otherwise, by backend; likewise.
+        said: The best hypothesis, by backend; empty where all are the same, and for a line that is blank or too long.
+        doubts: The decisions that differ from those of the reference, by backend; likewise.
     """
 
     line: Line
@@ -28,10 +33,29 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether all say the same, or rounding explains why not, or a port decided as no rounding explains."""
+        """``SAME``, ``NEAR_TIE`` if rounding explains every difference, or ``DIVERGENCE``."""
         if not self.said:
             return SAME
         doubts = chain.from_iterable(self.doubts.values())
         undoubted = {hypothesis.ids for backend, hypothesis in self.said.items() if not self.doubts[backend]}
         explained = len(undoubted) <= 1 and all(doubt.is_near_tie for doubt in doubts)
         return NEAR_TIE if explained else DIVERGENCE
+
+
+def scorers(trained: Trained, dtype: str) -> Callable[[ndarray], PrefixScorer]:
+    """Return a function from the padded ids of a sentence to its scorer by the float64 reference.
+
+    Args:
+        trained: The model.
+        dtype: That of the ports: the rounding noise is measured on the reference in this dtype.
+    """
+
+    @cache
+    def reference(dtype: str) -> ref.Transformer:
+        return ref.Transformer.from_weights(trained.config, trained.weights, dtype)
+
+    def scorer(source_ids: ndarray) -> PrefixScorer:
+        rounded = None if dtype == "float64" else reference(dtype)
+        return PrefixScorer(reference("float64"), rounded, source_ids)
+
+    return scorer

@@ -14,7 +14,7 @@ class Line:
 
     Attributes:
         number: Counted from 1.
-        text: As it was read.
+        text: The text, as read.
         ids: Its subwords, and the end symbol.
         positions: How many the model has; None where there is no limit.
     """

@@ -32,9 +32,9 @@ class Translator:
 
     Args:
         config: That of the model.
-        vocabulary: What it was trained on.
-        options: How to search.
-        window: How many lines are read before the first is translated; they are sorted by length.
+        vocabulary: That of the training text.
+        options: Of the search.
+        window: Lines that are read before the first is translated; they are sorted by length.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class Translator:
     def compare(
         self,
         ports: Mapping[str, LoadedPort],
-        judge: Callable[[ndarray], PrefixScorer],
+        scorer_of: Callable[[ndarray], PrefixScorer],
         lines: Iterable[str],
         progress: Callable[[str, int], None] = lambda backend, sentences: None,
     ) -> Iterator[Comparison]:
-        """Let several ports translate the same batches, and follow each of them where they differ.
+        """Translate the same batches with several ports, and compare decision by decision where they differ.
 
         Args:
             ports: By backend.
-            judge: Returns the judge of a sentence, given its ids, padded.
-            lines: What to translate.
-            progress: Told how many sentences a backend has just translated.
+            scorer_of: From the padded ids of a sentence to its scorer by the reference.
+            lines: The lines to translate.
+            progress: Called with a backend and the number of sentences that it has translated.
         """
 
         def search(source_ids: ndarray) -> list[tuple[dict[str, Hypothesis], dict[str, list[Doubt]]]]:
@@ -82,16 +82,16 @@ class Translator:
             said = [decoded.result.nbest_ids for decoded in found.values()]
             apart = {row for ids in said[1:] for row in differing(ids, said[0], self.config.pad_id)}
             return [
-                look_at(row, source_ids[row], found) if row in apart else ({}, {}) for row in range(len(source_ids))
+                compared(row, source_ids[row], found) if row in apart else ({}, {}) for row in range(len(source_ids))
             ]
 
-        def look_at(
+        def compared(
             row: int, source_ids: ndarray, found: Mapping[str, Decoded]
         ) -> tuple[dict[str, Hypothesis], dict[str, list[Doubt]]]:
-            judging = judge(source_ids)
+            scorer = scorer_of(source_ids)
             results = {backend: decoded.result for backend, decoded in found.items()}
             said = {name: self._hypothesis(result.ids[row], result.scores[row]) for name, result in results.items()}
-            return said, {name: follow(judging, row, decoded, self.options) for name, decoded in found.items()}
+            return said, {name: follow(scorer, row, decoded, self.options) for name, decoded in found.items()}
 
         for line, outcome in self._in_order(lines, search):
             said, doubts = outcome or ({}, {})

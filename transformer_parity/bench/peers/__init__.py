@@ -1,7 +1,7 @@
-"""Other people's Transformers with our weights in them, doing the same work: what ``parity bench --peers`` times.
+"""Other implementations of the Transformer with our weights: those that ``parity bench --peers`` times.
 
-Each is written the way its library's users write it, of that library's own building blocks. Nothing is imported
-before it is asked for.
+Each is written in the style of its library, of that library's own building blocks. A library is imported only when
+its implementation is used.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Peer(Protocol):
         """Take one step of Adam with dropout, and return the loss per target token before it, in nats."""
 
     def greedy(self, source_ids: ndarray, tokens: int) -> SearchResult:
-        """Return what greedy search with a cache says, at most so many tokens for each sentence.
+        """Return the result of greedy search with a cache, at most ``tokens`` for each sentence.
 
         Raises:
             NotImplementedError: The library has no cache.
@@ -67,7 +67,7 @@ class Peer(Protocol):
 
 
 def check_work(config: TransformerConfig, training: TrainingConfig | None) -> None:
-    """Refuse what not all peers do alike.
+    """Raise an error for work that not all peers do in one way.
 
     Raises:
         ValueError: Conventions other than those of preset ``marian``; dropout on attention weights or in the

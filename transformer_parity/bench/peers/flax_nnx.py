@@ -178,7 +178,7 @@ def _translator(config, dtype):
 
         def __call__(self, source, target):
             length = target.shape[1]
-            is_token = (target != config.pad_id) | (jnp.arange(length) == 0)  # the first says "begin"
+            is_token = (target != config.pad_id) | (jnp.arange(length) == 0)  # the first is the start symbol
             self_mask = nnx.combine_masks(
                 nnx.make_causal_mask(target, dtype=bool), is_token[:, None, None, :], dtype=bool
             )
@@ -200,7 +200,7 @@ def _translator(config, dtype):
                 layer.self_attention.init_cache((batch, tokens, config.d_model), jnp.dtype(dtype))
 
         def step(self, said, n, memory, cross_mask):
-            """Return the logits behind the token that was said at position n."""
+            """Return the logits behind the token at position n."""
             x = self.embed(said[:, None], jnp.asarray(positions)[n])
             for layer in self.decoder:
                 x = layer(x, memory, None, cross_mask, decode=True)
@@ -249,7 +249,7 @@ def _greedy(model, source, tokens):
     config, batch = model.config, len(source)
     memory, cross_mask = model.encode(source)
     model.init_cache(batch, tokens)
-    graph, cache, rest = nnx.split(model, nnx.Cache, ...)  # type: ignore[misc]  # its signature says otherwise
+    graph, cache, rest = nnx.split(model, nnx.Cache, ...)  # type: ignore[misc]  # its signature is narrower
 
     def goes_on(carry):
         n, _, _, _, unfinished, _ = carry

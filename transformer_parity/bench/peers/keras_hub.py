@@ -158,7 +158,7 @@ def _translator(config, dtype):
             source, target = inputs
             length = ops.shape(target)[1]
             memory, is_source = self.encode(source, training)
-            is_target = ops.logical_or(target != config.pad_id, ops.arange(length) == 0)  # the first says "begin"
+            is_target = ops.logical_or(target != config.pad_id, ops.arange(length) == 0)  # the first is <s>
             x = self.embed(target, positions[:length], training)
             for layer in self.decoder:
                 x = layer(
@@ -178,7 +178,7 @@ def _translator(config, dtype):
             return x, is_source
 
         def step(self, said, n, memory, is_source, past, of_memory, memory_index):
-            """Return the logits behind the token that was said at position n, and both caches of each layer."""
+            """Return the logits behind the token at position n, and both caches of each layer."""
             x = self.embed(said[:, None], ops.take(positions, n, axis=0))
             caches = []
             for layer, self_cache, cross_cache in zip(self.decoder, past, of_memory, strict=True):
@@ -205,7 +205,7 @@ def _translator(config, dtype):
 
 
 def _keep_attention_weights(layer):
-    """Turn off the dropout of attention weights: Keras hub's layers know one rate, for these and for residuals."""
+    """Turn off the dropout of attention weights: Keras hub's layers have one rate, for these and for residuals."""
     import keras
 
     for inner in layer._flatten_layers():

@@ -67,7 +67,7 @@ class Marian:
         self._model = marian_model(config, weights, dtype)
         if training is not None:
             bias = self._model.final_logits_bias
-            del self._model.final_logits_bias  # a constant there, but everybody else trains it
+            del self._model.final_logits_bias  # a constant there; the other implementations train it
             self._model.final_logits_bias = torch.nn.Parameter(bias)
             betas, epsilon = (training.beta1, training.beta2), training.epsilon
             trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]

@@ -118,7 +118,7 @@ class TorchNN:
 
 
 def fill_moments(optimizer: Any) -> None:
-    """Let Adam's moments be there from the start, as everybody else's are: memory is compared from there on."""
+    """Allocate Adam's moments at the start, as the other implementations do: memory is compared from there on."""
     import torch
 
     for group in optimizer.param_groups:

@@ -1,0 +1,142 @@
+"""``transformer_parity`` in sub-packages: imports run downwards, and nothing is too large to be read in one sitting."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_layout import ROOT, circle, imports
+
+PACKAGE = ROOT / "transformer_parity"
+# From the lowest to the highest: a sub-package imports those before it.
+ORDER = (
+    *("system", "text", "ports", "cases", "compare", "mistakes", "diagnose", "golden"),
+    *("figures", "report", "check", "bench", "translate", "train", "cli"),
+)
+# Modules beside the sub-packages: entry points and public names, which import from any of them.
+ABOVE = {"__init__": 0, "__main__": 1, "plugin": 1, "pytest_plugin": 1}  # names that they import, at most
+DATA = {"data", "ports/templates", "report/templates"}  # read or copied, not imported
+
+MOST_LINES, MOST_FILES, MOST_PARAMETERS = 350, 10, 6
+# Files that are too long today; each may only shrink.
+LONG_FILES = {
+    "bench/participants.py": 372,
+    "bench/workload.py": 364,
+    "compare/near_ties.py": 353,
+    "golden/format.py": 418,
+    "mistakes/forward.py": 435,  # data: one entry for each mistake
+    "mistakes/structure.py": 352,  # data
+    "mistakes/training.py": 398,  # data
+}
+LARGE_FOLDERS = {"cli": 14}  # one file for each command, or for two that belong together
+LONG_SIGNATURES = {
+    "bench/peers/keras_hub.py: step": "the tensors of one decoding step, as tf.while_loop passes them",
+    "check/processes.py: run_all": "not divided yet",
+    "diagnose/blame.py: blame": "not divided yet",
+    "diagnose/blame.py: _forward": "not divided yet",
+    "diagnose/blame.py: _replay_reference": "not divided yet",
+    "diagnose/investigate.py: investigate": "not divided yet",
+    "diagnose/investigate.py: _look_into": "not divided yet",
+    "golden/format.py: write": "not divided yet",
+}
+
+
+def sub_package(module: str) -> str:
+    """Return the part of a dotted name below the package; empty for the package itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def upward(graph: dict[str, set[str]]) -> list[str]:
+    """Return the imports that do not run downwards."""
+    return [
+        f"{module} imports {other}"
+        for module, others in graph.items()
+        for other in sorted(others)
+        if sub_package(module) in ORDER
+        and sub_package(other) != sub_package(module)
+        and (sub_package(other) not in ORDER[: ORDER.index(sub_package(module))] and sub_package(other) != "")
+    ]
+
+
+def files() -> dict[str, Path]:
+    """Return the source files by their path below the package, without templates and data."""
+    found = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+    return {name: path for name, path in found.items() if not any(name.startswith(f"{data}/") for data in DATA)}
+
+
+def signatures(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield every function with the number of its parameters, without ``self`` and ``cls``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            yield node.name, len([one for one in parameters if one.arg not in ("self", "cls")])
+
+
+def test_every_folder_has_its_place_in_the_order():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders - DATA == set(ORDER)
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    assert modules == set(ABOVE)
+
+
+def test_imports_run_downwards():
+    graph = imports(PACKAGE, types=False)
+    assert "transformer_parity.system.errors" in graph["transformer_parity.cli.main"]
+    assert upward(graph) == []
+
+
+def test_no_file_imports_itself_by_a_detour():
+    assert circle(PACKAGE, types=False) == []
+
+
+def test_modules_beside_the_sub_packages_hold_no_code():
+    for name, most in ABOVE.items():
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text("utf-8"))
+        assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in tree.body) <= most + 1
+        assert not any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in tree.body)
+
+
+def test_an_upward_import_is_found():
+    graph = {"p.system.files": {"p.ports.user"}, "p.cli.main": {"p.system.files", "p.cli.check", "p"}}
+    assert upward(graph) == ["p.system.files imports p.ports.user"]
+
+
+def test_files_are_short():
+    long = {name: len(path.read_text("utf-8").splitlines()) for name, path in files().items()}
+    long = {name: lines for name, lines in long.items() if lines > MOST_LINES}
+    assert {name: lines for name, lines in long.items() if lines > LONG_FILES.get(name, 0)} == {}
+    assert LONG_FILES.keys() <= long.keys()  # an exception goes when it is needed no more
+
+
+def test_functions_take_few_parameters():
+    long = {
+        f"{name}: {function}"
+        for name, path in files().items()
+        for function, parameters in signatures(ast.parse(path.read_text("utf-8")))
+        if parameters > MOST_PARAMETERS
+    }
+    assert long == set(LONG_SIGNATURES)
+
+
+def test_parameters_are_counted():
+    tree = ast.parse("class A:\n    def f(self, a, /, b, *c, d=1, **e): ...\nasync def g(x): ...")
+    assert dict(signatures(tree)) == {"f": 3, "g": 1}
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_sub_package_has_few_files_and_one_sentence(name):
+    assert len([path for path in (PACKAGE / name).glob("*.py") if path.stem != "__init__"]) <= LARGE_FOLDERS.get(
+        name, MOST_FILES
+    )
+    tree = ast.parse((PACKAGE / name / "__init__.py").read_text("utf-8"))
+    sentence = ast.get_docstring(tree)
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+    assert len(tree.body) == 1
+
+
+def test_parsed_options_stay_in_the_command_line():
+    users = {name.split("/")[0] for name, path in files().items() if "argparse" in path.read_text("utf-8")}
+    assert users == {"cli"}

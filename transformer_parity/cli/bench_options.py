@@ -1,0 +1,228 @@
+"""The options of ``parity bench`` and their help."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformer_parity.bench.participants import OURS
+from transformer_parity.bench.workload import SIZES, DecodeWork, Work
+from transformer_parity.cli.options import add_backends, positive
+from transformer_parity.figures.style import FORMATS
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.system.machine import processors
+
+Run = Callable[[argparse.Namespace], int]
+
+GROWING = ("forward", "train")
+GROWTH = {  # what --scale lets grow, and its default sizes
+    "source": (64, 128, 256, 512, 1024, 2048, 4096),
+    "length": (64, 128, 256, 512, 1024, 2048, 4096),
+    "batch": (1, 2, 4, 8, 16, 32),
+    "depth": (1, 2, 4, 8, 16),
+}
+
+DESCRIPTION = """\
+Time the packages beside one another, as their users run them.
+
+Each runs in a process of its own, with the same number of threads. All are
+started, loaded and warmed up first; then come the rounds. Each implementation runs
+once per round, while all others wait, so that a change of the machine's speed
+affects all of them. Ratios are taken within a round, and then their median.
+
+No time is printed for a result that does not agree with the reference.
+
+Nothing else should run meanwhile: it does not slow all of them down alike.
+"""
+
+SIZES_HELP = """
+Sizes: tiny is d_model 128, 2+2 layers, vocabulary 1,000; small 256, 3+3, 8,000;
+base 512, 6+6, 37,000, the paper's. The conventions are those of the preset marian.
+"""
+
+DESCRIPTIONS = {
+    "forward": """\
+Compute the logits of a batch of sentences, in inference mode: eagerly in NumPy and
+PyTorch, by a compiled function in JAX and TensorFlow.
+""",
+    "train": """\
+Train on a batch of sentences, again and again: forward, backward and an update by
+Adam. The loss of every step has to be the reference's. That is why there is no
+dropout by default; with --dropout, each implementation drops other elements, and
+losses are compared within a wide tolerance.
+""",
+    "decode": """\
+Translate a batch of sentences: random ones, by a random model that never ends a
+sentence before the maximum length, so that all generate the same number of tokens.
+""",
+    "compile": """\
+How long the first call takes, and a later one: what is between the two is compiling.
+Forward pass, training step and greedy search, each in a fresh process.
+""",
+    "import": """\
+Import each package, and its framework alone, each in a fresh process: the difference
+is what the package adds.
+""",
+}
+
+EXAMPLES = {
+    "forward": """\
+  parity bench forward                                  all four, small
+  parity bench forward --peers --plot forward.png       beside torch.nn.Transformer, Marian, a Flax NNX model,
+                                                        Keras hub, and the matrix products alone
+  parity bench forward --config base --json base.json   the paper's size, every number into a file
+  parity bench forward --scale source --batch 1 --plot growth.png    sources of 64 up to 4,096 tokens: time and memory
+  parity bench forward --scale depth=1,2,4,8            1+1 up to 8+8 layers
+  parity bench forward --dtype bfloat16 --device gpu --backends torch,jax
+""",
+    "train": """\
+  parity bench train                                    all four, small
+  parity bench train --peers --threads 2                beside torch.nn.Transformer, Marian, Flax NNX and Keras hub
+  parity bench train --dropout 0.1                      with the paper's dropout
+  parity bench train --scale length --activation-checkpointing --backends torch
+""",
+    "decode": """\
+  parity bench decode                                   all four, small
+  parity bench decode --backends numpy,torch --config tiny
+  parity bench decode --peers --plot decode.png         beside Hugging Face's MarianMTModel, Flax NNX, Keras hub, and
+                                                        the matrix products alone: a lower bound for NumPy
+  parity bench decode --beam 4 --against torch          beam search; how many times as long as torch
+  parity bench decode --config base --json decode.json  the paper's size, every number into a file
+""",
+    "compile": """\
+  parity bench compile --backends jax,tf
+  parity bench compile --peers --json compile.json
+""",
+    "import": """\
+  parity bench import
+  parity bench import --backends torch --rounds 20
+""",
+}
+
+READING = """
+reading the table: `times` is the median of the ratios within each round, with the
+lowest and the highest; tokens count padding too. GFLOP/s counts matrix products only; beside it, as a share of
+what one large product reaches through NumPy here. `cores` is how many the process kept
+busy. `first call` includes compiling. Memory is the most that the process held in a
+round, and how much more that was than before its first call.
+"""
+
+EXIT = """
+exit code: 0 all agree and are timed, 1 a result does not agree, 3 not everything was timed
+"""
+
+
+def add_tasks(commands: Any, run: Mapping[str, Run]) -> None:
+    """Describe the command and its tasks, each with the function that runs it."""
+    parser = commands.add_parser(
+        "bench",
+        description=DESCRIPTION,
+        epilog="Start with `parity bench forward --peers`.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tasks = parser.add_subparsers(title="what to time", metavar="TASK", required=True)
+    for task, what in (
+        ("forward", "logits of a batch"),
+        ("train", "steps of Adam"),
+        ("decode", "greedy or beam search with a cache"),
+        ("compile", "first calls and later ones, of all three"),
+        ("import", "the packages beside their frameworks"),
+    ):
+        _add_task(tasks, task, what).set_defaults(run=run[task])
+
+
+def _add_task(tasks: Any, task: str, what: str) -> argparse.ArgumentParser:
+    """Describe a task and its options."""
+    parser = tasks.add_parser(
+        task,
+        help=what,
+        description=DESCRIPTIONS[task] + ("" if task == "import" else SIZES_HELP),
+        epilog=f"examples:\n{EXAMPLES[task]}{READING if task in OURS else ''}{EXIT}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_backends(parser, list(PORTS))
+    if task != "import":
+        _add_work(parser, task)
+    if task in OURS:
+        parser.add_argument("--against", metavar="NAME", help="the unit of the other times; default: the fastest")
+    if task != "compile":
+        parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything for machines")
+    if task != "compile":
+        what = "a bar for each" if task not in GROWING else "a bar for each, or with --scale a line"
+        parser.add_argument(
+            "--plot", type=Path, metavar="FILE", help=f"also draw {what}; the name ends in {', '.join(FORMATS)}"
+        )
+    return parser
+
+
+def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
+    """Add the options of the work and of the participants."""
+    default = DecodeWork if task == "decode" else Work
+    parser.add_argument("--config", choices=SIZES, default=Work.size, help="default: %(default)s")
+    parser.add_argument(
+        "--peers", action="store_true", help="also other implementations, and the matrix products alone"
+    )
+    threads = min(2, processors())
+    parser.add_argument("--threads", type=positive, default=threads, metavar="N", help=f"of each, default: {threads}")
+    for name, what in (
+        ("batch", "sentences"),
+        ("source", "tokens of the longest source sentence"),
+        ("target", "tokens of the longest target sentence; of each, when decoding"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            *(["--tokens"] if name == "target" else []),
+            type=positive,
+            default=getattr(default, name),
+            metavar="N",
+            help=f"{what}, default: {getattr(default, name)}",
+        )
+    parser.add_argument("--layers", type=positive, metavar="N", help="of encoder and decoder each; default: the size's")
+    if task == "decode":
+        parser.add_argument(
+            "--beam", type=positive, metavar="K", help="beam search, keeping K hypotheses; default: greedy"
+        )
+    if task == "train":
+        parser.add_argument(
+            "--dropout", type=rate, default=0.0, metavar="RATE", help="of embeddings and residuals, default: none"
+        )
+        parser.add_argument(
+            "--activation-checkpointing",
+            action="store_true",
+            help="compute layers again in the backward pass, to save memory; our packages only",
+        )
+    if task in GROWING:
+        parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+        parser.add_argument(
+            "--scale",
+            type=growth,
+            metavar="AXIS[=N,N,...]",
+            help=f"let {', '.join(GROWTH)} grow: time and memory at each size",
+        )
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: %(default)s")
+
+
+def rate(text: str) -> float:
+    """Return an argparse value: a number in [0, 1)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 up to but not including 1: got {text!r}")
+    return value
+
+
+def growth(text: str) -> tuple[str, tuple[int, ...]]:
+    """Return an argparse value: what grows, and the values it takes."""
+    axis, given, values = text.partition("=")
+    if axis not in GROWTH:
+        raise argparse.ArgumentTypeError(f"must begin with one of {', '.join(GROWTH)}: got {text!r}")
+    sizes = tuple(positive(value) for value in values.split(",")) if given else GROWTH[axis]
+    if any(after <= before for before, after in itertools.pairwise(sizes)):
+        raise argparse.ArgumentTypeError(f"must grow: got {values}")
+    return axis, sizes

@@ -1,0 +1,30 @@
+"""The one exception for input that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UsageError(Exception):
+    """Input that cannot be used. The message says what, got, needed; ``parity`` prints it and exits with 3."""
+
+
+@contextmanager
+def refusals(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors that mean unusable input here into a UsageError with the same message.
+
+    Errors of any other type are errors of the program and keep their traceback.
+
+    Args:
+        kinds: The types, such as ``OSError, ValueError``.
+
+    Raises:
+        UsageError: An error of one of these types was raised. A closed pipe stays a BrokenPipeError.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except kinds as error:
+        raise UsageError(str(error)) from error

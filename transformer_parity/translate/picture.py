@@ -1,0 +1,31 @@
+"""A picture of the cross-attention of one translation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from transformer_parity.figures.attention import TAPS, draw_heads
+from transformer_parity.figures.style import STYLE, write
+from transformer_parity.ports.protocol import LoadedPort
+from transformer_parity.translate.lines import Translation
+from transformer_parity.translate.trained import Trained
+
+
+def draw_translation(port: LoadedPort, trained: Trained, translation: Translation, path: Path) -> None:
+    """Draw the heads of the last decoder layer: for each token, which source tokens it attends to.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    import matplotlib
+
+    config, line, best = trained.config, translation.line, translation.hypotheses[0]
+    inputs = {"source_ids": np.array([line.ids]), "target_ids": np.array([[config.bos_id, *best.ids[:-1]]])}
+    last = config.num_decoder_layers - 1
+    heads = port.run("", inputs, taps=True).taps[TAPS["cross"].format(last)][0].astype(np.float64)  # [H, T, S]
+    source = [*trained.vocabulary.pieces(line.text), "</s>"]
+    title = f"Cross-attention of decoder layer {last}, the last one; {trained.path.name}"
+    with matplotlib.rc_context(STYLE):
+        write(draw_heads(heads, best.pieces, source, title), path)
