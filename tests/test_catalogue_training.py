@@ -9,7 +9,7 @@ import pytest
 
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare import training_outputs
-from transformer_parity.compare.outputs import observe_training
+from transformer_parity.compare.outputs import tensors
 from transformer_parity.compare.tolerances import relative_error
 from transformer_parity.mistakes import search, training
 from transformer_parity.mistakes.catalogue import SEARCH, TRAINING
@@ -34,7 +34,7 @@ def trained(port, case):
     """Return what a gradient, or two steps of training, show."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_outputs, "SNAPSHOTS", (1, 2))
-        return observe_training(case, load(port, case), case.inputs, "float64")
+        return tensors(load(port, case), case)
 
 
 @cache

@@ -15,12 +15,13 @@ import psutil
 import pytest
 
 import reference_numpy as ref
+from transformer_parity.cases.case import ACTIVATIONS
 from transformer_parity.cases.standard import standard_cases
 from transformer_parity.check.one_port import Job
 from transformer_parity.check.processes import WORK, run_all
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import Finding, Setting, exit_code, overall
-from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE
+from transformer_parity.compare.findings import Finding, Setting
+from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE, Verdict
 from transformer_parity.text.pairs import read_pairs
 from transformer_parity.text.vocabulary import Vocabulary, batch, pick
 
@@ -28,7 +29,9 @@ TORCH_ONLY = ["check", "--backends", "numpy,torch"]
 
 
 def finding(verdict, error=0.0, tolerance=1.0):
-    return Finding("torch", "float64", "full model", "full/padded", "taps", "logits", error, tolerance, verdict)
+    return Finding(
+        "torch", "float64", "full model", "full/padded", "taps", "logits", error, tolerance, verdict, "", ACTIVATIONS
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,11 +47,11 @@ def finding(verdict, error=0.0, tolerance=1.0):
     ],
 )
 def test_exit_code_is_the_worst_verdict(verdicts, code):
-    assert exit_code([finding(verdict) for verdict in verdicts]) == code
+    assert Verdict.of([finding(verdict) for verdict in verdicts]).exit_code == code
 
 
 def test_nothing_compared_is_never_a_pass():
-    assert overall([]) == FAILED
+    assert Verdict.of([]).verdict == FAILED
 
 
 def test_a_port_that_agrees(capsys, tmp_path):
@@ -156,13 +159,13 @@ def test_ctrl_c_keeps_what_was_compared():
 
 def test_a_process_that_dies_is_a_finding_about_its_port():
     findings = []
-    for message in run_all([Job("torch", standard_cases(), Setting(("float64",)))]):
+    for message in run_all([Job("torch", Setting(("float64",)), tuple(standard_cases()))]):
         findings += message.findings
         if message.doing.endswith("feed_forward/relu"):
             (process,) = [child for child in psutil.Process().children() if WORK in child.cmdline()]
             process.kill()
     assert "the process ended with exit code" in findings[-1].detail
-    assert exit_code(findings) == 3
+    assert Verdict.of(findings).exit_code == 3
 
 
 def test_shipped_text_is_aligned_and_varied():

@@ -17,7 +17,7 @@ from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Finding, Setting
 from transformer_parity.compare.tolerances import CHUNK, relative_error
-from transformer_parity.compare.verdict import AGREES
+from transformer_parity.compare.verdict import AGREES, Verdict
 from transformer_parity.ports import tensorflow
 from transformer_parity.ports.compile_clock import COMPILING, Clock, Spent, listen_to_jax
 from transformer_parity.ports.package import LoadedPackage, PackagePort
@@ -103,12 +103,15 @@ def test_tensorflow_is_watched_at_the_first_call_of_each_kind(monkeypatch):
 
 
 def test_the_last_line_tells_it():
-    finding = Finding("torch", "float64", "full model", "full/padded", "taps", "logits", 0.0, 1.0, AGREES)
+    finding = Finding(
+        "torch", "float64", "full model", "full/padded", "taps", "logits", 0.0, 1.0, AGREES, "", "activations"
+    )
+    verdict = Verdict.of([finding])
     spent = {"torch": Spent(50.0, 60.0, 0.0), "jax": Spent(90.0, 95.0, 40.4)}
     console = Console(file=io.StringIO(), width=300)
-    console.print(verdict_line([finding], ["torch", "jax"], 99.6, spent))
-    console.print(verdict_line([finding], ["torch"], 9.6, {"torch": spent["torch"]}))
-    console.print(verdict_line([finding], ["torch"], 9.6))
+    console.print(verdict_line(verdict, [finding], ["torch", "jax"], 99.6, spent))
+    console.print(verdict_line(verdict, [finding], ["torch"], 9.6, {"torch": spent["torch"]}))
+    console.print(verdict_line(verdict, [finding], ["torch"], 9.6))
     first, *others = console.file.getvalue().splitlines()
     assert first.endswith("; 100 s (compiling: jax 40 s).")
     assert all(line.endswith("; 10 s.") for line in others)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from transformer_parity.cases.standard import port_cases
-from transformer_parity.cli.check import FRAMEWORKS
+from transformer_parity.cli.init_port import FRAMEWORKS
 from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Setting

@@ -17,9 +17,9 @@ from transformer_parity.cases.inputs import hard_weights
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import Finding, Setting, exit_code
-from transformer_parity.compare.tolerances import EPS, POLICY, relative_error, tolerance
-from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE
+from transformer_parity.compare.findings import Finding, Setting
+from transformer_parity.compare.tolerances import EPS, POLICY, NotFiniteError, relative_error, tolerance
+from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE, Verdict
 from transformer_parity.mistakes import precision, structure
 from transformer_parity.mistakes.catalogue import FORWARD, STRUCTURE, cases
 from transformer_parity.mistakes.mistake import ALL, Mistake
@@ -172,8 +172,9 @@ EXITS = [
 
 @pytest.mark.parametrize(("verdicts", "code"), EXITS)
 def test_exit_code(verdicts, code):
-    findings = [Finding("torch", "float64", "", "", "taps", "logits", 0.0, 1.0, verdict) for verdict in verdicts]
-    assert exit_code(findings) == code
+    place = ("torch", "float64", "", "", "taps", "logits", 0.0, 1.0)
+    findings = [Finding(*place, verdict, "", "activations") for verdict in verdicts]
+    assert Verdict.of(findings).exit_code == code
 
 
 @pytest.mark.only("torch")
@@ -189,13 +190,13 @@ def test_exit_code(verdicts, code):
 )
 def test_exit_code_of_a_mistake(mistake, dtypes, code):
     mistake = named(mistake)
-    assert exit_code(run("torch", mistake, (mistake.case,), *dtypes)) == code
+    assert Verdict.of(run("torch", mistake, (mistake.case,), *dtypes)).exit_code == code
 
 
 def test_nothing_compared_is_not_a_pass():
-    assert exit_code(list(compare([], PORTS["numpy"], Setting()))) == 3
+    assert Verdict.of(compare([], PORTS["numpy"], Setting())).exit_code == 3
     left_out = replace(CASES_BY_NAME["full/padded"], dtypes=("float64",))
-    assert exit_code(list(compare([left_out], PORTS["numpy"], Setting(("bfloat16",))))) == 3
+    assert Verdict.of(compare([left_out], PORTS["numpy"], Setting(("bfloat16",)))).exit_code == 3
 
 
 def test_relative_error():
@@ -213,7 +214,8 @@ def test_what_is_not_finite_is_within_no_tolerance(wrong):
     with np.errstate(invalid="ignore"):
         for actual, expected in ((array, np.ones(2)), (np.ones(2), array), (array, array)):
             assert not relative_error(actual, expected) <= 1e6
-    assert not tolerance("logits", "float32", math.nan) >= 0.0
+    with pytest.raises(NotFiniteError, match="the reference is not finite in float32 at logits"):
+        tolerance("logits", "float32", wrong)
 
 
 def test_tolerances():

@@ -27,11 +27,12 @@ from transformer_parity.compare.outputs import OUTPUT
 from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
 from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
 from transformer_parity.diagnose.diagnosis import Diagnosis
+from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.weight_audit import Fate
 from transformer_parity.report.html import html, write_html
 from transformer_parity.report.junit import junit, write_junit
 from transformer_parity.report.maps import picture
-from transformer_parity.report.result import build, write_json
+from transformer_parity.report.result import Run, build, write_json
 from transformer_parity.report.tree import LINES, print_blame
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "result.schema.json").read_text("utf-8"))
@@ -41,7 +42,10 @@ CASES = [case for case in standard_cases() if case.name in ("full/padded", "full
 MACHINE = {"transformer-parity": "0.1.0", "python": "3.11.7", "platform": "somewhere", "cpus": 2}
 SETTING = Setting(("float64", "float32"))
 ENVIRONMENT = {name: {"version": f"1.0 of {name}", "threads": "1"} for name in ("numpy", "torch", "jax")}
-SIMPLE = Finding("torch", "float64", "full model", "full/padded", "taps", "logits", 1e-15, 1e-12, AGREES)
+ACTIVE = ("", "activations")  # no detail, and the stage
+SIMPLE = Finding(
+    "torch", "float64", "full model", "full/padded", "taps", "logits", 1e-15, 1e-12, AGREES, "", "activations"
+)
 NASTY = "<script>alert('&')</script> \x1b[31mred\x1b[0m"
 
 
@@ -53,7 +57,7 @@ def run_of(backend: str, dtype: str, case: str = "full/padded", guilty: str = ""
     for tap in TAPS:
         wrong = bool(guilty) and TAPS.index(tap) >= TAPS.index(guilty)
         error, said = (0.25, verdict) if wrong else (tolerance / 4, AGREES)
-        findings.append(Finding(backend, dtype, "full model", case, "taps", tap, error, tolerance, said))
+        findings.append(Finding(backend, dtype, "full model", case, "taps", tap, error, tolerance, said, *ACTIVE))
     return findings
 
 
@@ -68,7 +72,7 @@ def blame_of(guilty: set[str], dtype: str = "float64", names: list[str] = TAPS) 
 
 
 def result_of(findings: list[Finding], **options) -> dict:
-    return build(findings, ["torch", "jax"], SETTING, ENVIRONMENT, MACHINE, **options)
+    return build(Run(SETTING, findings, ["torch", "jax"], environment=ENVIRONMENT, machine=MACHINE, **options))
 
 
 @pytest.fixture(scope="module")
@@ -77,27 +81,40 @@ def result():
     findings += run_of("torch", "float64", "full/untied", guilty="logits")
     findings += [finding for dtype in ("float64", "float32") for finding in run_of("jax", dtype)]
     findings += run_of("jax", "float64", "full/untied")
-    infinite = replace(SIMPLE, component="gradients", case="gradients/padded", error=math.inf, verdict=DIVERGES)
+    infinite = replace(
+        SIMPLE, component="gradients", stage="gradients", case="gradients/padded", error=math.inf, verdict=DIVERGES
+    )
     findings += [
-        Finding("jax", "float64", "weights", "gradients/padded", "load", "round trip", 0.0, 0.0, AGREES),
+        Finding(
+            "jax", "float64", "weights", "gradients/padded", "load", "round trip", 0.0, 0.0, AGREES, "", "gradients"
+        ),
         replace(infinite, tap="of target_embedding.table", detail=NASTY),
         replace(infinite, backend="jax", error=1e-15, verdict=AGREES),
-        replace(SIMPLE, backend="jax", component="decoding", case="decode/beam", verdict=SKIPPED, detail="no search"),
+        replace(
+            SIMPLE,
+            backend="jax",
+            component="decoding",
+            stage="decode",
+            case="decode/beam",
+            verdict=SKIPPED,
+            detail="no search",
+        ),
     ]
     weights = np.array([[[0.25, 0.75], [1.0, 0.0]]])
     attention = {"backend": "torch", "dtype": "float64", "case": "full/padded", "introduced": False}
     attention |= {"tap": "encoder.layers.0.self_attention.weights", "expected": weights, "actual": weights[:, ::-1]}
-    place = {"backend": "torch", "dtype": "float64", "case": "full/padded", "stage": "activations"}
+    place = ("torch", "float64", "full/padded", "activations")
     fates = [Fate("a.kernel", "transposed", NASTY).to_dict(), Fate("b", "used").to_dict()]
     diagnosis = Diagnosis("torch does not scale the scores", "exact", ("scores not scaled",))
     return result_of(
         findings,
         cases=CASES,
         not_tested=["gpu (ask for it with --device gpu)"],
-        blames=[blame_of({GUILTY}), blame_of({GUILTY}, "float32")],
-        diagnoses=[{**place, **diagnosis.to_dict()}],
+        failure_reports=[
+            FailureReport(*place, blame_of({GUILTY}), diagnosis, (attention,)),
+            FailureReport("torch", "float32", *place[2:], blame_of({GUILTY}, "float32"), None),
+        ],
         audits=[{"backend": "torch", "weights": fates}],
-        attention=[attention],
     )
 
 
@@ -177,7 +194,8 @@ def test_taps_are_of_the_main_case_and_of_what_failed(result):
 
 def test_fingerprint_is_of_what_matters(tmp_path):
     def fingerprint(finding=SIMPLE, setting=SETTING, environment=ENVIRONMENT, cases=CASES, weights=None):
-        made = build([finding], ["torch"], setting, environment, MACHINE, cases=cases, weights=weights)
+        run = Run(setting, [finding], ["torch"], (), environment, MACHINE, cases, weights)
+        made = build(run)
         return made["fingerprint"]["sha256"]
 
     usual = fingerprint()
