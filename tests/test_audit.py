@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import numpy as np
 import pytest
 
@@ -12,6 +15,7 @@ from transformer_parity.diagnose.weight_audit import (
     HIDDEN,
     INITIAL,
     MISPLACED,
+    OVERWRITTEN,
     RANDOM,
     REPLACED,
     TRANSPOSED,
@@ -24,7 +28,7 @@ from transformer_parity.diagnose.weight_audit import (
 from transformer_parity.mistakes import forward, structure
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
-from transformer_parity.ports.user import PluginPort, Port
+from transformer_parity.ports.user import PluginPort, Port, find
 
 CASES = {case.name: case for case in standard_cases()}
 MISTAKES = [mistake for part in (*forward.CATALOGUE.values(), structure.WEIGHTS) for mistake in part]
@@ -138,7 +142,7 @@ def test_a_weight_that_is_not_given_and_dropout_that_is_on_are_random():
     assert "encoder.layers.0.self_attention.output shows" in found[0].detail
     port = PluginPort(f"{__name__}:Dropping")
     (fate,) = audit(port, model_cases(port.config())[0], Placement("float64"))
-    assert str(fate.detail) == "differ on the same input, first at output: is dropout on?"
+    assert str(fate.detail) == "differ on the same input, first at output: dropout is on, or something else is random"
 
 
 def test_what_is_in_the_place_of_a_weight_is_a_hypothesis(tmp_path):
@@ -151,3 +155,50 @@ def test_what_is_in_the_place_of_a_weight_is_a_hypothesis(tmp_path):
         source = name.replace("encoder.layers.1.", "encoder.layers.0.")
         assert np.array_equal(changed[name], weights[source]), name
     assert as_mistake([]) is None
+
+
+class Overwriting(Blind):
+    """Writes to the ids that it is given."""
+
+    shares_memory = False  # as a framework's tensor does, past NumPy's own guard
+
+    def forward(self, source_ids, target_ids, tap):
+        if self.shares_memory:
+            source_ids.setflags(write=True)
+        source_ids[source_ids == 0] = 1
+        return super().forward(source_ids, target_ids, tap)
+
+
+class OverwritingUnseen(Overwriting):
+    """Likewise, and nothing is raised."""
+
+    shares_memory = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Overwriting, "source_ids or target_ids"), (OverwritingUnseen, "source_ids")]
+)
+def test_a_port_that_writes_to_its_inputs_is_named(kind, name):
+    port = PluginPort(f"{__name__}:{kind.__name__}")
+    case = model_cases(port.config())[0]
+    before = {name: array.copy() for name, array in case.inputs.items()}
+    found = audit(port, case, Placement("float64"))
+    assert [(fate.name, fate.verdict) for fate in found] == [(name, OVERWRITTEN)]
+    assert summary(found) == f"{name} overwritten: no weight can be measured"
+    assert all(np.array_equal(array, before[name]) for name, array in case.inputs.items())
+
+
+@pytest.mark.parametrize(
+    ("reference", "hint"),
+    [
+        ("package/sub/port.py:X", "name a module, with dots and without .py: package.sub.port:X"),
+        ("./port.py:X", "name a module, with dots and without .py: port:X"),
+        ("/folder/port.py:X", "name a module, run in /folder: port:X"),
+        ("no_such_module.py:X", "name a module, with dots and without .py: no_such_module:X"),
+        ("json.port:X", f"'json' was imported from {json.__file__}"),
+        ("json:X", f"module 'json' has no 'X'; 'json' was imported from {json.__file__}"),
+    ],
+)
+def test_what_cannot_be_imported_is_hinted_at(reference, hint):
+    with pytest.raises(ValueError, match=f"port {reference!r} cannot be imported: .*{re.escape(hint)}"):
+        find(reference)

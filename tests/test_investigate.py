@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
-from contextlib import ExitStack
+import re
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +24,10 @@ from transformer_parity.compare.outputs import tensors
 from transformer_parity.compare.verdict import AGREES, SKIPPED
 from transformer_parity.diagnose import hypotheses as hypotheses_module
 from transformer_parity.diagnose import reproduce
-from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, blame, blame_files, distance
+from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Subject, blame, blame_files, distance
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
 from transformer_parity.diagnose.hypotheses import Hypothesis, content, hypotheses
-from transformer_parity.diagnose.investigate import investigate
+from transformer_parity.diagnose.investigate import Investigation
 from transformer_parity.mistakes import edited_package, forward, search
 from transformer_parity.mistakes.catalogue import TRAINING
 from transformer_parity.mistakes.mistake import Mistake, instead, together
@@ -75,14 +77,13 @@ def plant(tmp_path):
         yield load
 
 
-def looked_into(case, loaded, dtype="float64"):
-    rounded = numpy(case, "float32") if dtype == "float32" else None
-    return blame(case, case.inputs, loaded, numpy(case), rounded, "it", dtype)
+def blamed(case, loaded, dtype="float64"):
+    return blame(loaded, Subject.of(case, "it", dtype))
 
 
 @pytest.mark.parametrize(("goes_on", "replayed"), [(True, "port"), (False, "reference")])
 def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(plant, goes_on, replayed):
-    found = looked_into(CASE, Only(plant(named("scores over d_k")), goes_on=goes_on)).blame
+    found = blamed(CASE, Only(plant(named("scores over d_k")), goes_on=goes_on)).blame
     assert found.replayed == replayed
     assert len(found.introduced) == 6
     assert all(name.endswith(".scores") for name in found.introduced)
@@ -95,19 +96,19 @@ def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(plant, g
 
 def test_of_two_mistakes_both_are_introduced(plant):
     both = together(named("scores over d_k").edits, named("unbiased variance").edits)
-    introduced = looked_into(CASE, plant(Mistake("both", "", both))).blame.introduced
+    introduced = blamed(CASE, plant(Mistake("both", "", both))).blame.introduced
     assert {name.rpartition(".")[2] for name in introduced} == {"scores", "output"}
     assert {SCALE, NORM} <= set(introduced)
 
 
 def test_blocks_between_two_taps_are_blamed_together(plant):
     shown = ("encoder.layers.0.output", "encoder.layers.1.output", "encoder.output", "decoder.output")
-    found = looked_into(CASE, Only(plant(named("a final norm nobody asked for")), shown)).blame
+    found = blamed(CASE, Only(plant(named("a final norm nobody asked for")), shown)).blame
     assert found.introduced == ["encoder.output"]
 
 
 def test_without_taps_the_whole_model_is_to_blame(plant):
-    found = looked_into(CASE, Only(plant(named("scores over d_k")), ())).blame
+    found = blamed(CASE, Only(plant(named("scores over d_k")), ())).blame
     assert (found.replayed, found.introduced) == ("nothing", ["output"])
 
 
@@ -123,21 +124,21 @@ def test_nan_is_introduced_where_it_starts_and_inherited_behind(plant):
     )
     loaded = Only(plant(nan), goes_on=False)  # nine positions: only the decoder's self-attention has others
     with np.errstate(all="ignore"):
-        found = looked_into(CASE, loaded).blame
+        found = blamed(CASE, loaded).blame
     assert found.introduced == ["decoder.layers.0.self_attention.context"]
     assert all(mark.verdict == INHERITED for mark in found.marks[-3:])
 
 
 def test_lost_precision_is_blamed_in_float32(plant):
     rounded = instead("attention", "weights @ value", "(weights.astype(np.float16) @ value).astype(value.dtype)")
-    found = looked_into(CASE, plant(Mistake("half", "", rounded), dtype="float32"), "float32").blame
+    found = blamed(CASE, plant(Mistake("half", "", rounded), dtype="float32"), "float32").blame
     assert {name.rpartition(".")[2] for name in found.introduced} == {"context"}
 
 
 def test_gradients_are_blamed_backwards(plant):
-    assert looked_into(GRADIENTS, numpy(GRADIENTS)).blame.introduced == []
+    assert blamed(GRADIENTS, numpy(GRADIENTS)).blame.introduced == []
     loaded = plant(named("softmax hands its gradient straight through"), GRADIENTS)
-    found = looked_into(GRADIENTS, loaded).blame
+    found = blamed(GRADIENTS, loaded).blame
     assert found.replayed == "reference"
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
     assert found.introduced[0] == "at decoder.layers.1.cross_attention.scores"
@@ -147,7 +148,7 @@ def test_gradients_are_blamed_backwards(plant):
 def test_what_was_written_down_is_blamed_likewise(plant):
     loaded = plant(named("scores over d_k"))
     actual = tensors(loaded, CASE)
-    assert blame_files(CASE, actual, numpy(), "it").blame.introduced == looked_into(CASE, loaded).blame.introduced
+    assert blame_files(CASE, actual, numpy(), "it").blame.introduced == blamed(CASE, loaded).blame.introduced
 
 
 def test_distance_minds_shapes_and_what_is_not_finite():
@@ -220,7 +221,7 @@ def test_what_nobody_knows_is_unknown_or_looks_like_something(plant):
     kept = {}
     setting = Setting(("float64",))
     findings = list(compare([replace(CASE, fast=False)], Port(), setting, kept=kept))
-    (failure_report,) = investigate(findings, kept, [CASE], Port(), setting, "it")
+    (failure_report,) = Investigation(Port(), setting, "it").failures(findings, kept, [CASE])
     assert failure_report.diagnosis.confidence == LIKELY
     assert f"at {SCALE}, everything is 0.904105 times what it should be" in failure_report.diagnosis.sentence
     assert len(failure_report.attention) == 6
@@ -229,7 +230,7 @@ def test_what_nobody_knows_is_unknown_or_looks_like_something(plant):
 def test_a_correct_port_is_given_no_diagnosis():
     found = diagnose(CASE, tensors(numpy(), CASE), "it")
     assert (found.confidence, found.hypotheses) == (UNKNOWN, ())
-    assert "does as the reference does" in found.sentence
+    assert found.sentence == "every number that it shows here is right"
 
 
 def test_every_hypothesis_is_something_else_than_what_is_asked_for():
@@ -252,10 +253,10 @@ def test_a_hypothesis_leaves_the_reference_alone():
         edited_package.variant((("attention", "no such line", ""),))
 
 
-def test_the_guilty_block_can_be_run_alone(plant, tmp_path, monkeypatch):
+def test_the_first_wrong_block_can_be_run_alone(plant, tmp_path, monkeypatch):
     loaded = plant(named("scores over d_k"))
-    evidence = looked_into(CASE, loaded)
-    folder = reproduce.save(evidence, CASE, CASE.inputs, CASE.load_weights(), "numpy", tmp_path / "failures")
+    evidence = blamed(CASE, loaded)
+    folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "failures")
     assert sorted(file.name for file in folder.iterdir()) == ["about.json", "block.safetensors", "model.safetensors"]
     block = reproduce.load(folder)
     parent = "inputs/encoder.layers.0.self_attention"
@@ -269,18 +270,21 @@ def test_the_guilty_block_can_be_run_alone(plant, tmp_path, monkeypatch):
     assert lines[0].startswith(f"{SCALE}: error 0.0e+00, was ")
     monkeypatch.setattr(reproduce.PORTS["numpy"].__class__, "load", lambda *arguments: loaded)
     assert reproduce.rerun(folder, lines.append) > 0.5
-    again = reproduce.save(evidence, CASE, CASE.inputs, CASE.load_weights(), "numpy", tmp_path / "failures")
+    again = reproduce.save(evidence, CASE, "numpy", tmp_path / "failures")
     assert again == folder
     assert [path.name for path in (tmp_path / "failures").iterdir()] == [folder.name]
 
 
-def test_a_guilty_gradient_is_saved_with_what_it_comes_from(plant, tmp_path):
-    evidence = looked_into(GRADIENTS, plant(named("softmax hands its gradient straight through"), GRADIENTS))
-    folder = reproduce.save(evidence, GRADIENTS, GRADIENTS.inputs, GRADIENTS.load_weights(), "numpy", Path(tmp_path))
+def test_a_wrong_gradient_is_saved_with_what_it_comes_from(plant, tmp_path):
+    evidence = blamed(GRADIENTS, plant(named("softmax hands its gradient straight through"), GRADIENTS))
+    folder = reproduce.save(evidence, GRADIENTS, "numpy", Path(tmp_path))
     parent = "decoder.layers.1.cross_attention"
     read = {name for name in load_file(folder / "block.safetensors") if name.startswith("inputs/")}
     assert read == {f"inputs/at {parent}.weights", f"inputs/{parent}.weights"}
-    assert "rerun(" in reproduce.snippet(folder)
+    said = io.StringIO()
+    with redirect_stdout(said):
+        exec(reproduce.snippet(folder), {})
+    assert re.search(r"scores: error \d\.\de-16, was ", said.getvalue())  # by the reference, which is right
 
 
 def test_gradients_that_should_be_nothing_are_measured_by_the_whole():
@@ -336,7 +340,7 @@ def test_a_port_that_goes_on_at_some_taps_only_is_not_run_on_wrong_inputs():
     port = PluginPort(f"{__name__}:GoesOnOnce")
     case = model_cases(port.config())[0]
     loaded = port.load(case.config, case.load_weights(), Placement("float64"))
-    found = looked_into(case, loaded).blame
+    found = blamed(case, loaded).blame
     assert found.replayed == "reference"
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
 
@@ -364,3 +368,49 @@ def test_the_cases_for_ports_has_hypotheses_that_end_and_a_penalty_that_matters(
             loaded = Hypothesis((known[name],)).load(case.config, case.load_weights())
             seen.append(distance("tokens", tensors(loaded, case), tensors(numpy(case), case)))
         assert max(seen) > 0.0, name
+
+
+def test_a_hypothesis_is_compared_at_what_the_port_shows(plant):
+    one, two = (case for case in model_cases(tiny(d_v=8)) if case.name in ("full/padded", "full/one_token"))
+    shown = tensors(plant(named("scores over d_k"), one), one)
+    few = {name: value for name, value in shown.items() if name in ("encoder.output", "logits", "output")}
+    for actual, confidence in ((few, EXACT), (shown, LIKELY)):  # over one key, scores hide from all that is behind
+        found = diagnose(one, actual, "it", others=[(two, None)])
+        assert found.confidence == confidence, found
+        assert "scores over d_k" in found.sentence
+
+
+def test_a_likely_name_stays_before_what_the_error_is_like(plant):
+    one, two = model_cases(tiny(d_v=8))[:2]
+    loaded = plant(named("scores over d_k"), one)
+
+    class Port:
+        """Wrong in one case only."""
+
+        name = "it"
+
+        def load(self, config, weights, placement):
+            return loaded
+
+    findings = list(compare([one], Port(), Setting(("float64",)), kept=(kept := {})))
+    findings += [replace(finding, case=two.name, verdict=AGREES) for finding in findings]
+    (report,) = Investigation(Port(), Setting(("float64",)), "it").failures(findings, kept, [one, two])
+    assert report.diagnosis.confidence == LIKELY
+    assert report.diagnosis.sentence.endswith("it behaves like the reference with scores over d_k")
+    assert report.diagnosis.signatures[0].startswith(f"at {SCALE}, everything is 0.353553 times what it should be")
+
+
+class Withholding(Wrapped):
+    """Right, and shows fewer taps than it promises."""
+
+    def forward(self, source_ids, target_ids, tap):
+        return self.model(source_ids, target_ids, tap=lambda n, v: v if n.endswith(".scores") else tap(n, v))
+
+
+def test_missing_taps_are_named():
+    port, kept = PluginPort(f"{__name__}:Withholding"), {}
+    cases = model_cases(port.config())[:1]
+    findings = list(compare(cases, port, Setting(("float64",)), kept=kept))
+    (report,) = Investigation(port, Setting(("float64",)), port.reference).failures(findings, kept, cases)
+    assert report.diagnosis.sentence.startswith(f"what is shown is not what was promised: missing {SCALE}")
+    assert report.diagnosis.sentence.endswith("every number that Withholding shows here is right")

@@ -15,7 +15,7 @@ from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Setting
 from transformer_parity.compare.verdict import AGREES, DIVERGES, SKIPPED
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
-from transformer_parity.diagnose.investigate import investigate
+from transformer_parity.diagnose.investigate import Investigation
 from transformer_parity.mistakes import forward
 from transformer_parity.mistakes.mistake import Edits, Mistake, together
 from transformer_parity.ports.user import PluginPort
@@ -41,19 +41,19 @@ UNHEARD_OF: dict[str, Edits] = {
 }
 
 
-def look_into(kind, cases=None):
-    """Compare a port of ``others`` as `parity check` does, and return findings and failure_reports."""
+def check(kind, cases=None):
+    """Compare a port of ``others`` as `parity check` does, and return findings and failure reports."""
     port = PluginPort(f"others:{kind.__name__}")
     cases, kept = model_cases(port.config())[:2] if cases is None else cases, {}
     findings = list(compare(cases, port, SETTING, kept=kept))
-    return findings, list(investigate(findings, kept, cases, port, SETTING, port.reference))
+    return findings, list(Investigation(port, SETTING, port.reference).failures(findings, kept, cases))
 
 
 def diagnosis_of(kind):
     """Return what is said of a port that differs."""
-    findings, (failure_report,) = look_into(kind)
+    findings, (report,) = check(kind)
     assert DIVERGES in {finding.verdict for finding in findings}
-    return failure_report.diagnosis
+    return report.diagnosis
 
 
 def assert_recognised(diagnosis, names):
@@ -142,8 +142,8 @@ def correct_ports() -> list:
 
 @pytest.mark.parametrize(("kind", "case"), correct_ports())
 def test_no_alarm_where_nothing_is_wrong(kind, case):
-    findings, failure_reports = look_into(kind, [case])
+    findings, reports = check(kind, [case])
     agreed = {finding.tap for finding in findings if finding.verdict == AGREES}
     assert {"encoder.output", "decoder.output", "logits", "output"} <= agreed
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
-    assert failure_reports == []
+    assert reports == []

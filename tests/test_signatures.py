@@ -6,13 +6,22 @@ import numpy as np
 import pytest
 
 from transformer_parity.cases.case import tiny
-from transformer_parity.diagnose.signatures import growth, signatures
+from transformer_parity.diagnose.signatures import places, signatures
 
 CONFIG = tiny()  # d_model 24, three heads, d_k 8, d_v 10
 RNG = np.random.default_rng(0)
 STATES = RNG.normal(size=(4, 7, 24))
 HEADS = RNG.normal(size=(4, 3, 7, 8))
 BIAS = RNG.normal(size=24).astype(np.float32)
+
+
+ALLOWED = np.broadcast_to(np.tri(7, dtype=bool), (4, 3, 7, 7))
+
+
+def softmax(heads, mask=True):
+    scores = np.where(mask, heads @ heads.mT, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
 
 
 def spoilt(array, where, by=1.0):
@@ -36,30 +45,58 @@ def spoilt(array, where, by=1.0):
         (HEADS.swapaxes(1, 2).reshape(HEADS.shape), HEADS, "the values are right, in other places"),
         (STATES.transpose(1, 0, 2), STATES, "the axes are in the order [1, 0, 2]: the values are right"),
         (STATES[:, :1], STATES, "the shape must be [4, 7, 24]: got [4, 1, 24]"),
-        (spoilt(STATES, (1, 2)), STATES, "sentences 1 of 4 are wrong, and no others"),
-        (spoilt(HEADS, np.s_[:, 1]), HEADS, "heads 1 of 3 are wrong, and no others"),
-        (spoilt(STATES, np.s_[:, 1:, ::2]), STATES, "only the first position is right"),
-        (spoilt(STATES, np.s_[:, :-1, ::2]), STATES, "only the last position is right"),
-        (spoilt(STATES, np.s_[:, 3:5, 0]), STATES, "positions 3, 4 of 7 are wrong, and no others"),
-        (spoilt(STATES, (2, 3, 4), math.nan), STATES, "1 of 672 values are NaN or infinite; sentences 2"),
-        (STATES.astype(np.float32), STATES, "as if computed in float32"),
-        (STATES.astype(np.float16), STATES, "as if computed in TensorFloat32 or float16"),
+        (spoilt(STATES, (2, 3, 4), math.nan), STATES, "1 of 672 values are NaN or infinite"),
+        (np.zeros_like(STATES), STATES, "everything is zero"),
+        (STATES.astype(np.float32), STATES, "every value is a number of float32"),
+        (STATES.astype(np.float16), STATES, "every value is a number of float16"),
+        (np.where(ALLOWED, HEADS @ HEADS.mT, -1e9), HEADS @ HEADS.mT, "values are -1e+09, and all others are right"),
+        (np.where(ALLOWED, HEADS @ HEADS.mT, -np.inf), HEADS @ HEADS.mT, "values are -inf, and all others are right"),
+        (softmax(HEADS), softmax(HEADS, ALLOWED), "252 keys that the mask forbids get weight"),
+        (softmax(HEADS, ALLOWED), softmax(HEADS), "252 keys that the mask allows get no weight"),
     ],
 )
-def test_what_an_error_looks_like(actual, wanted, said):
+def test_what_an_error_is_like(actual, wanted, said):
     found = signatures(np.asarray(actual, np.float64), wanted, CONFIG, {"a.bias": BIAS, "b.bias": BIAS[::-1]})
     assert any(said in words for words in found), found
+
+
+@pytest.mark.parametrize(
+    ("actual", "wanted", "where"),
+    [
+        (spoilt(STATES, (1, 2)), STATES, ["sentences 1 of 4", "positions 2 of 7"]),
+        (spoilt(HEADS, np.s_[:, 1]), HEADS, ["heads 1 of 3"]),
+        (spoilt(STATES, np.s_[:, 1:, ::2]), STATES, ["positions 1, 2, 3, 4, 5, 6 of 7"]),
+        (spoilt(STATES, np.s_[[0, 1, 3]]), STATES, ["sentences 0, 1, 3 of 4"]),
+        (spoilt(STATES, np.s_[:, :, 0]), STATES, []),
+        (STATES[:, :1], STATES, []),
+    ],
+)
+def test_places_are_facts_and_name_no_cause(actual, wanted, where):
+    assert places(actual, wanted) == [f"{words} are wrong, and no others" for words in where]
+
+
+@pytest.mark.parametrize(
+    ("actual", "wanted"),
+    [
+        (STATES * (1.0 + 1e-7 * RNG.normal(size=STATES.shape)), STATES),  # as small as rounding to float32 leaves
+        (STATES * (1.0 + 1e-3 * RNG.normal(size=STATES.shape)), STATES),  # or to TensorFloat32
+        (STATES[:1, :1, :1] * 3.0, STATES[:1, :1, :1]),  # one number is always a multiple of another
+        (STATES[:1, :1] + 1.0, STATES[:1, :1]),  # and one row is another and a vector
+        (np.round(STATES * 1.1), np.round(STATES)),  # of float32 before and after
+        (softmax(HEADS * 2.0, ALLOWED), softmax(HEADS, ALLOWED)),  # other weights, the same mask
+        (spoilt(STATES, np.s_[[0, 1, 3]], RNG.normal(size=(3, 7, 24))), STATES),  # all but the shortest sentence
+        (spoilt(STATES, np.s_[:, 1:], RNG.normal(size=(4, 6, 24))), STATES),  # all but the first position
+    ],
+)
+def test_without_evidence_nothing_is_named(actual, wanted):
+    assert signatures(actual, wanted, CONFIG) == []
+
+
+def test_of_sizes_that_are_equal_none_is_preferred():
+    (found,) = signatures(STATES / math.sqrt(8), STATES, tiny(d_v=8))
+    assert found.endswith("which is 1 / sqrt(d_k) or 1 / sqrt(d_v)")
 
 
 def test_what_is_right_or_shapeless_has_no_signature():
     assert signatures(STATES, STATES, CONFIG) == []
     assert signatures(RNG.normal(size=STATES.shape), STATES, CONFIG) == []
-
-
-def test_how_the_error_grows():
-    layers = [f"layer {i}" for i in range(4)]
-    assert "jumps at layer 2" in growth(list(zip(layers, [1e-15, 2e-15, 1e-3, 2e-3], strict=True)), 1e-12)
-    assert "grows slowly" in growth(list(zip(layers, [1e-4, 2e-4, 3e-4, 4e-4], strict=True)), 1e-12)
-    assert growth(list(zip(layers, [1e-15, 2e-15, 3e-15, 4e-15], strict=True)), 1e-12) == ""
-    assert growth(list(zip(layers, [0.1, 0.2, 0.3, 0.4], strict=True)), 1e-12) == ""
-    assert growth([("layer 0", math.inf), ("layer 1", 1.0)], 1e-12) == ""

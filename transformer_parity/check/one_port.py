@@ -20,7 +20,7 @@ from transformer_parity.compare.exceptions import described
 from transformer_parity.compare.findings import Finding, Kept, Setting
 from transformer_parity.compare.outputs import Outputs, run_cases
 from transformer_parity.compare.verdict import AGREES, SKIPPED
-from transformer_parity.diagnose.investigate import FailureReport, investigate, look
+from transformer_parity.diagnose.investigate import FailureReport, Investigation
 from transformer_parity.diagnose.weight_audit import Fate, as_mistake, audit
 from transformer_parity.mistakes.mistake import Mistake
 from transformer_parity.ports.compile_clock import COMPILING, Spent, listen_to_jax
@@ -130,13 +130,11 @@ class _Process:
             self.send(outputs=outputs)
         self.send(ran=True)
         findings, kept = self._receive()
-        reports = investigate(
-            findings, kept, cases, port, setting, self.job.backend, self.job.failures, self.report, suspect
-        )
-        for report in reports:
+        investigation = Investigation(port, setting, self.job.backend, self.job.failures, self.report, suspect)
+        for report in investigation.failures(findings, kept, cases):
             self.send(failure_report=report)
         if self.job.attention and main is not None and all(f.verdict in (AGREES, SKIPPED) for f in findings):
-            self.send(failure_report=look(main, port, setting))
+            self.send(failure_report=investigation.attention(main))
 
     def _receive(self) -> tuple[Sequence[Finding], Kept]:
         return self.parent.receive()

@@ -1,12 +1,12 @@
-"""Blame: which block introduced a difference, and which only inherited it.
+"""Blame: at which tensor a difference starts, and which tensors only inherit it.
 
 Behind the first mistake all numbers are wrong, so that a comparison with the reference's says nothing about any block
-but the first. A block is judged by what it makes of right inputs, or the reference by what it makes of the port's:
+but the first. A block is therefore run again from right inputs, or the reference is run from the port's:
 
-- A port whose taps go on with what they are given is run once more, with the reference's value behind every tap: what
-  it then shows at each tap, it has computed from nothing but right inputs.
-- Where a port only shows its taps, or there are only files of it, the reference is run with the port's value behind
-  every tap: where it computes what the port did, the port's block is right, and its input was not.
+- A port whose taps go on with what they are given runs once more, with the reference's value behind every tap: each
+  tap then shows what the port computes from right inputs only.
+- Where a port only shows its taps, or there are only files, the reference runs with the port's value behind every tap:
+  where it computes what the port did, the port's block is right, and its input was not.
 
 Backwards it is always the second: the reference goes on from the port's own gradient at each tap.
 """
@@ -14,9 +14,8 @@ Backwards it is always the second: the reference goes on from the port's own gra
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,12 @@ from numpy import ndarray
 from reference_numpy.backward import cross_entropy_backward, transformer_backward
 from reference_numpy.taps import Recorder
 from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, Case
-from transformer_parity.compare import training_outputs
+from transformer_parity.compare import outputs, training_outputs
 from transformer_parity.compare.outputs import OUTPUT
 from transformer_parity.compare.tolerances import POLICY, relative_error, tolerance
 from transformer_parity.ports.package import LoadedPackage
-from transformer_parity.ports.protocol import LoadedPort, Replay
+from transformer_parity.ports.protocol import LoadedPort, Placement, Replay
+from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import LoadedPlugin
 
 INTRODUCED, INHERITED, FINE = "introduced", "inherited", "fine"
@@ -38,14 +38,14 @@ Arrays = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class Mark:
-    """What became of one tensor.
+    """The errors of one tensor.
 
     Attributes:
         name: A tap; backwards, the gradient ``at`` a tap or ``of`` a parameter.
         free: The error in the port's own run.
-        alone: The error that this block makes by itself, from right inputs; NaN where that cannot be told.
+        alone: The error that this block makes by itself, from right inputs; infinite where that cannot be told.
         tolerance: The largest error allowed.
-        verdict: Introduced here, inherited from further up, or fine.
+        verdict: Introduced here, inherited from an earlier tensor, or fine.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Blame:
-    """Who is to blame for the differences in one case.
+    """Where the differences of one case start.
 
     Attributes:
         backend: The port.
@@ -87,13 +87,13 @@ class Blame:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The tensors that a blame stands on.
+    """The tensors that a blame is computed from.
 
     Attributes:
-        actual: What the port computed in its own run.
-        expected: What the reference computed.
-        alone: What the replayed side computed at each place from given inputs.
-        wanted: What it should have been there; ``alone`` is the port's where ``replayed`` is ``port``.
+        actual: Of the port's own run.
+        expected: Of the reference's own run.
+        alone: At each place, the port's tensor from given inputs; from its own where only the reference is replayed.
+        wanted: What it should be there.
     """
 
     blame: Blame
@@ -103,120 +103,175 @@ class Evidence:
     wanted: Arrays
 
 
-def blame(
-    case: Case,
-    inputs: Arrays,
-    loaded: LoadedPort,
-    truth: LoadedPackage,
-    same_dtype: LoadedPackage | None,
-    backend: str,
-    dtype: str,
-) -> Evidence:
-    """Say for every tap of a case, or for every gradient, whether its difference was introduced there.
+@dataclass(frozen=True)
+class Subject:
+    """What is run again: a case of one port in one dtype, and the reference of the same weights.
 
-    Args:
+    Attributes:
         case: A full model's case of the stage ``activations`` or ``gradients``.
-        inputs: What it is run on.
-        loaded: The port.
-        truth: The reference in float64.
-        same_dtype: The reference in float32, where that is the working dtype: its own rounding is the baseline.
         backend: The port's name.
         dtype: The working dtype.
+        inputs: What it is run on.
+        truth: The reference in float64.
+        same_dtype: The reference in float32, where that is the working dtype: its own rounding is the baseline.
+    """
+
+    case: Case
+    backend: str
+    dtype: str
+    inputs: Arrays
+    truth: LoadedPackage
+    same_dtype: LoadedPackage | None = None
+
+    @classmethod
+    def of(cls, case: Case, backend: str, dtype: str) -> Subject:
+        """Load the reference with the weights of a case."""
+        weights, load = outputs.given(case.load_weights(), dtype), PORTS["numpy"].load
+        truth = load(case.config, weights, Placement("float64"))
+        same_dtype = load(case.config, weights, Placement("float32")) if dtype == "float32" else None
+        return cls(case, backend, dtype, outputs.given(case.inputs, dtype), truth, same_dtype)
+
+    def of_truth(self, given: Arrays | None = None) -> dict[str, ndarray]:
+        """Return what the reference computes, from given values behind its taps if there are any."""
+        return _shown(self.truth.run(self.case.block, self.inputs, taps=True, given=given))
+
+    def of_port(self, loaded: LoadedPort, given: Arrays | None = None) -> dict[str, ndarray]:
+        """Return what the port computes, likewise."""
+        return _shown(loaded.run(self.case.block, self.inputs, taps=True, given=given))
+
+    def baseline(self, given: Arrays, wanted: Arrays) -> dict[str, float]:
+        """Return the reference's own error in float32 at each tap, from the same given values."""
+        if self.same_dtype is None:
+            return {}
+        rounded = _shown(self.same_dtype.run(self.case.block, self.inputs, taps=True, given=given))
+        return {name: relative_error(rounded[name], value) for name, value in wanted.items()}
+
+    def found(self, replayed: str, marks: tuple[Mark, ...]) -> Blame:
+        """Return a blame of this case."""
+        return Blame(self.backend, self.dtype, self.case.name, self.case.stage, replayed, marks)
+
+
+def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
+    """Return for every tap of a case, or for every gradient, whether its difference was introduced there.
+
+    Args:
+        loaded: The port.
+        subject: What it is run on, and the reference.
 
     Raises:
         ValueError: There is nothing to replay in such a case.
     """
-    if case.stage == ACTIVATIONS:
-        return _forward(case, inputs, loaded, truth, same_dtype, backend, dtype)
-    if case.stage == GRADIENTS:
-        return _backward(case, inputs, loaded, truth, backend, dtype)
-    raise ValueError(f"blocks can be replayed for activations and gradients: got {case.stage}")
+    if subject.case.stage == ACTIVATIONS:
+        return _forward(loaded, subject)
+    if subject.case.stage == GRADIENTS:
+        return _replay_backward(training_outputs.gradients(loaded, subject.inputs), subject)
+    raise ValueError(f"blocks can be replayed for activations and gradients: got {subject.case.stage}")
 
 
 def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) -> Evidence:
-    """Say the same of float64 tensors that somebody wrote down; arguments as in ``blame``."""
+    """Return the same for float64 tensors from files."""
+    subject = Subject(case, backend, "float64", case.inputs, truth)
     if case.stage == GRADIENTS:
-        return _replay_backward(case, case.inputs, actual, truth, backend, "float64")
-    exact = truth.run(case.block, case.inputs, taps=True)
-    expected = {name: value for name, value in _seen(exact).items() if name in actual}
-    return _replay_reference(case, case.inputs, actual, expected, truth, None, backend, "float64")
+        return _replay_backward(actual, subject)
+    expected = {name: value for name, value in subject.of_truth().items() if name in actual}
+    return _replay_reference(actual, expected, subject)
 
 
-def _seen(result: Any) -> dict[str, ndarray]:
+def without_consequences(evidence: Evidence, variants: Iterable[LoadedPackage], subject: Subject) -> Evidence:
+    """Return the evidence with fewer places of introduction, where a variant of the reference explains them.
+
+    Where a tap of the port shows another value than its name stands for, what follows is run from a wrong input, and
+    seems to introduce a difference too. A variant that computes all that the port does at such a place, and introduces
+    nothing there, shows that it inherits.
+
+    Args:
+        evidence: Of the port.
+        variants: References with a known mistake, which reproduce the output of the port.
+        subject: What was run.
+    """
+    given = {name: value for name, value in evidence.expected.items() if name != OUTPUT}
+    best: Blame | None = None
+    for variant in variants:
+        free = subject.of_port(variant)
+        alone = subject.of_port(variant, given)
+        marks = tuple(
+            replace(mark, verdict=INHERITED)
+            if mark.verdict == INTRODUCED
+            and distance(mark.name, alone, evidence.expected) <= mark.tolerance
+            and distance(mark.name, free, evidence.actual) <= mark.tolerance
+            else mark
+            for mark in evidence.blame.marks
+        )
+        found = replace(evidence.blame, marks=marks)
+        if found.introduced and len(found.introduced) < len((best or evidence.blame).introduced):
+            best = found
+    return evidence if best is None else replace(evidence, blame=best)
+
+
+def _shown(result: Any) -> dict[str, ndarray]:
     return {**result.taps, OUTPUT: result.output}
 
 
-def _forward(case, inputs, loaded, truth, same_dtype, backend, dtype):
-    expected = _seen(truth.run(case.block, inputs, taps=True))
-    actual = _seen(loaded.run(case.block, inputs, taps=True))
-    expected = {name: value for name, value in expected.items() if name in actual}
+def _forward(loaded: LoadedPort, subject: Subject) -> Evidence:
+    """Run the port again from the reference's values, or else the reference from the port's."""
+    actual = subject.of_port(loaded)
+    expected = {name: value for name, value in subject.of_truth().items() if name in actual}
     given = {name: value for name, value in expected.items() if name != OUTPUT}
     try:
-        alone = _seen(loaded.run(case.block, inputs, taps=True, given=given))
+        alone = subject.of_port(loaded, given)
     except Exception:  # what was given may not fit behind a mistake of shape
         alone = {}
     changed = any(not _same_bits(alone[name], actual[name]) for name in actual if name in alone)
-    other_way = _replay_reference(case, inputs, actual, expected, truth, same_dtype, backend, dtype)
+    other_way = _replay_reference(actual, expected, subject)
     if not changed:
         return other_way
-    baseline = {}
-    if same_dtype is not None:
-        rounded = _seen(same_dtype.run(case.block, inputs, taps=True, given=given))
-        baseline = {name: relative_error(rounded[name], value) for name, value in expected.items()}
-    marks = _marks(
-        expected, actual, expected, alone, expected, lambda name: tolerance(name, dtype, baseline.get(name, 0))
-    )
-    found = Blame(backend, dtype, case.name, case.stage, "port", marks)
-    if found.introduced != other_way.blame.introduced and not _goes_on(case, inputs, loaded, actual, given):
+    baseline = subject.baseline(given, expected)
+    evidence = Evidence(other_way.blame, actual, expected, alone, expected)
+    marks = _marks(expected, evidence, lambda name: tolerance(name, subject.dtype, baseline.get(name, 0.0)))
+    found = subject.found("port", marks)
+    if found.introduced != other_way.blame.introduced and not _goes_on(loaded, subject, actual, given):
         return other_way
-    return Evidence(found, actual, expected, alone, expected)
+    return replace(evidence, blame=found)
 
 
-def _goes_on(case: Case, inputs: Arrays, loaded: LoadedPort, actual: Arrays, given: Arrays) -> bool:
+def _goes_on(loaded: LoadedPort, subject: Subject, actual: Arrays, given: Arrays) -> bool:
     """Whether a port goes on with what it is given at every tap: where it does not, later blocks get wrong inputs.
 
-    Our own packages do, which a test of theirs shows.
+    Our own packages do; a test shows it.
     """
     if not isinstance(loaded, LoadedPlugin):
         return True
     for name, value in given.items():
-        spoilt = {name: 1.5 * np.asarray(value, np.float64) + 0.25}
-        found = _seen(loaded.run(case.block, inputs, taps=True, given=spoilt))
+        found = subject.of_port(loaded, {name: 1.5 * np.asarray(value, np.float64) + 0.25})
         if all(_same_bits(found[other], actual[other]) for other in actual):
             return False
     return True
 
 
-def _replay_reference(case, inputs, actual, expected, truth, same_dtype, backend, dtype):
-    """Let the reference go on from what the port had."""
-    shown = [name for name in actual if name != OUTPUT]
+def _replay_reference(actual: Arrays, expected: Arrays, subject: Subject) -> Evidence:
+    """Let the reference go on from the port's values."""
     given = {
-        name: np.asarray(actual[name], np.float64)
-        for name in shown
-        if name in expected and actual[name].shape == expected[name].shape
+        name: np.asarray(value, np.float64)
+        for name, value in actual.items()
+        if name != OUTPUT and name in expected and value.shape == expected[name].shape
     }
     with np.errstate(all="ignore"):  # what a mistake left may overflow
-        wanted = _seen(truth.run(case.block, inputs, taps=True, given=given))
-        baseline = {}
-        if same_dtype is not None:
-            rounded = _seen(same_dtype.run(case.block, inputs, taps=True, given=given))
-            baseline = {name: relative_error(rounded[name], wanted[name]) for name in expected}
+        wanted = subject.of_truth(given)
+        baseline = subject.baseline(given, {name: wanted[name] for name in expected})
     replayed = "reference" if given else "nothing"
-    marks = _marks(expected, actual, expected, actual, wanted, partial(_tolerance, dtype=dtype, baseline=baseline))
-    return Evidence(Blame(backend, dtype, case.name, case.stage, replayed, marks), actual, expected, actual, wanted)
+    evidence = Evidence(subject.found(replayed, ()), actual, expected, actual, wanted)
+    marks = _marks(expected, evidence, lambda name: tolerance(name, subject.dtype, baseline.get(name, 0.0)))
+    return replace(evidence, blame=subject.found(replayed, marks))
 
 
-def _backward(case, inputs, loaded, truth, backend, dtype):
-    return _replay_backward(case, inputs, training_outputs.gradients(loaded, inputs), truth, backend, dtype)
-
-
-def _replay_backward(case, inputs, actual, truth, backend, dtype):
+def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     """Let the reference's backward pass go on from the port's gradient at every tap."""
+    truth, inputs = subject.truth, subject.inputs
     everything = training_outputs.gradients(truth, inputs)
     expected = {name: value for name, value in everything.items() if name in actual}
-    model, seen = truth.model, Recorder()
+    model, recorded = truth.model, Recorder()
     source_ids, target_ids, labels = (inputs[name] for name in ("source_ids", "target_ids", "labels"))
-    logits = model(source_ids, target_ids, tap=seen)
+    logits = model(source_ids, target_ids, tap=recorded)
     scale = 1 / max(int((labels != model.config.pad_id).sum()), 1)
     given = {
         name.removeprefix("at "): np.asarray(value, np.float64)
@@ -226,29 +281,27 @@ def _replay_backward(case, inputs, actual, truth, backend, dtype):
     found = Replay(replace=given)
     of_logits = cross_entropy_backward(logits, labels, model.config) * scale
     with np.errstate(all="ignore"):
-        transformer_backward(model, source_ids, target_ids, of_logits, seen, found)
+        transformer_backward(model, source_ids, target_ids, of_logits, recorded, found)
     wanted = {name: found.get(name.partition(" ")[2], value) for name, value in expected.items()}
-    names = {
-        name: value for name, value in expected.items() if name not in (training_outputs.LOSS, training_outputs.WHOLE)
-    }
-    wanted[training_outputs.WHOLE] = everything[training_outputs.WHOLE]  # what is zero is measured by it
-    marks = _marks(names, actual, expected, actual, wanted, lambda name: POLICY["gradients"]["float64"]["tensor"])
+    names = [name for name in expected if name not in (training_outputs.LOSS, training_outputs.WHOLE)]
+    wanted[training_outputs.WHOLE] = everything[training_outputs.WHOLE]  # the measure of what should be zero
     replayed = "reference" if given else "nothing"
-    return Evidence(Blame(backend, dtype, case.name, case.stage, replayed, marks), actual, expected, actual, wanted)
+    evidence = Evidence(subject.found(replayed, ()), actual, expected, actual, wanted)
+    marks = _marks(names, evidence, lambda name: POLICY["gradients"]["float64"]["tensor"])
+    return replace(evidence, blame=subject.found(replayed, marks))
 
 
-def _marks(
-    names: Sequence[str] | Arrays, actual: Arrays, expected: Arrays, alone: Arrays, wanted: Arrays, allowed: Any
-) -> tuple[Mark, ...]:
-    """Judge every place, in the order of computation."""
+def _marks(names: Iterable[str], evidence: Evidence, allowed: Callable[[str], float]) -> tuple[Mark, ...]:
+    """Return a mark for every place, in the order of computation."""
     marks = []
     for name in names:
         limit = allowed(name)
-        free, by_itself = distance(name, actual, expected), distance(name, alone, wanted)
+        free = distance(name, evidence.actual, evidence.expected)
+        alone = distance(name, evidence.alone, evidence.wanted)
         verdict = FINE if free <= limit else INHERITED
-        if not by_itself <= limit:
+        if not alone <= limit:
             verdict = INTRODUCED
-        marks.append(Mark(name, free, by_itself, limit, verdict))
+        marks.append(Mark(name, free, alone, limit, verdict))
     return tuple(marks)
 
 
@@ -263,10 +316,6 @@ def distance(name: str, actual: Arrays, expected: Arrays) -> float:
     if not finite.all():
         return relative_error(mine[finite], theirs[finite])
     return training_outputs.training_error(name, actual, expected)
-
-
-def _tolerance(name: str, dtype: str, baseline: Mapping[str, float]) -> float:
-    return tolerance(name, dtype, baseline.get(name, 0.0))
 
 
 def _same_bits(first: ndarray, second: ndarray) -> bool:

@@ -1,55 +1,54 @@
 """Diagnosis: from a port's numbers to a sentence about what it does.
 
-Two engines. The first tries hypotheses: the reference is run under each known mistake and each published convention,
-and under several at once where each makes more of the port's numbers right; one that reproduces all of them is what the
-port does. The second reads the signature of the error (see ``signatures``), and only says what it looks like. Where
-neither finds anything, the answer is "unknown".
+The reference is run under each known mistake and each published convention, and under several at once where each makes
+more of the port's numbers right; one that reproduces all of them is what the port does. Where none does, the answer is
+"unknown"; what else is measured then stands in ``properties`` and ``signatures``.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
-from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
-from transformer_parity.compare import training_outputs
-from transformer_parity.compare.outputs import tensors
-from transformer_parity.diagnose.blame import distance
+from transformer_parity.cases.case import ACTIVATIONS, Case
+from transformer_parity.compare.outputs import OUTPUT
 from transformer_parity.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
+from transformer_parity.diagnose.trials import TRUTH, Attempt, Trials
 from transformer_parity.mistakes.mistake import Mistake
 
 Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
-# What a hypothesis that is right may leave: rounding. The weakest mistake leaves 1.8e-10 in activations (an epsilon
-# rounded to float32) and 8e-9 in weights (1e-6 added to a norm before clipping).
-REPRODUCES = {ACTIVATIONS: 1e-12, DECODE: 1e-12, GRADIENTS: 1e-10, STEPS: 1e-10}
 DEPTH = 3  # mistakes at once
 PROMISING = 6  # hypotheses that are tried together with every other
-OBSERVATIONS = 400  # of hypotheses, kept in memory: some hundred kilobytes each
 BEAM = 4  # sets of hypotheses that are changed further, where no tap shows the way
 ATTEMPTS = 1000  # at that; a second for a hundred
+# What a tap shows by its name, where published code often has another value at hand.
+MEANINGS = {
+    "_norm.output": "the norm's own output; in post-norm, of the sum",
+    ".scores": "scaled, and before the mask",
+    ".weights": "after the softmax, and before dropout",
+    ".inner": "after the activation",
+}
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a port does, as far as its numbers say.
+    """What a port does, as far as its numbers show.
 
     Attributes:
-        sentence: In words.
-        confidence: ``exact`` where a hypothesis reproduces every number, ``likely`` where the error has a signature, or
-            ``unknown``.
+        sentence: In words; of several statements, the one with the strongest evidence.
+        confidence: ``exact`` where a hypothesis reproduces every number, ``likely`` where something else was measured
+            that points to a cause, or ``unknown``.
         hypotheses: Those that reproduce every number; several where no number here tells them apart.
         error: The largest relative error that the first of them leaves; infinite if there is none.
         runner_up: The next best.
         next_error: What it leaves, at the first tensor that it does not reproduce or in the last.
-        signatures: What the error looks like.
+        signatures: Further statements, each with its evidence, in the order of strength.
     """
 
     sentence: str
@@ -65,27 +64,6 @@ class Diagnosis:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """What became of one hypothesis.
-
-    Attributes:
-        hypothesis: What was tried.
-        matched: How many tensors are right before the first that is not.
-        of: How many there are.
-        worst: The largest relative error: of all where all are right, or else of the first wrong one and the last.
-    """
-
-    hypothesis: Hypothesis
-    matched: int
-    of: int
-    worst: float
-
-    @property
-    def is_exact(self) -> bool:
-        return self.matched == self.of
-
-
 def diagnose(
     case: Case,
     actual: Arrays,
@@ -94,110 +72,111 @@ def diagnose(
     known: Sequence[Mistake] | None = None,
     others: Sequence[tuple[Case, Arrays | None]] = (),
 ) -> Diagnosis:
-    """Look for the hypothesis that reproduces every tensor of a port.
+    """Find the hypothesis that reproduces every tensor of a port.
+
+    Where none does, the tensors of the kind that differs first are left out, and then all but the output: a tap may
+    show another value than its name stands for.
 
     Args:
         case: What was run.
-        actual: What the port showed in float64, in the order of computation (see ``tensors``).
+        actual: What the port showed in float64, in the order of computation (see ``outputs.tensors``).
         port: What to call it.
-        progress: Told what is tried.
+        progress: Receives what is tried next.
         known: The mistakes and conventions to try; None is all that are known.
         others: Cases of the same model that an exact hypothesis has to reproduce too, with what the port showed there;
             None where it agrees with the reference.
     """
     known = hypotheses(case.config, case.stage) if known is None else known
-    trials = _Trials(case, actual, REPRODUCES[case.stage])
-    start = trials.run(Hypothesis(()))
+    trials = Trials.of(case, actual, others)
+    start = trials.run(TRUTH)
     if start is None or start.is_exact:
-        return Diagnosis(f"{port} does as the reference does here", UNKNOWN)
+        return Diagnosis(f"every number that {port} shows here is right", UNKNOWN)
     progress(f"{len(known)} hypotheses")
+    exact, tried = _search(trials, start, known, progress)
+    confirmed = [attempt for attempt in exact if trials.holds_elsewhere(attempt.hypothesis)]
+    if confirmed:
+        return _exact(port, confirmed, tried)
+    if not exact and case.stage == ACTIVATIONS and (found := _by_fewer_tensors(trials, start, known, port, progress)):
+        return found
+    if exact:
+        name = exact[0].hypothesis.name
+        sentence = f"in {case.name}, but not in every case, {port} behaves like the reference with {name}"
+        return Diagnosis(sentence, LIKELY, error=exact[0].worst)
+    return _unknown(tried, start)
+
+
+def reproducing_output(case: Case, actual: Arrays, known: Sequence[Mistake]) -> list[Hypothesis]:
+    """Return the single hypotheses that reproduce the output of a case, whatever they show at the taps."""
+    trials = Trials(case, actual, (), (OUTPUT,))
+    attempts = [trials.run(Hypothesis((mistake,))) for mistake in known]
+    return [attempt.hypothesis for attempt in attempts if attempt and attempt.is_exact]
+
+
+def _search(
+    trials: Trials,
+    start: Attempt,
+    known: Sequence[Mistake],
+    progress: Callable[[str], None],
+    *,
+    together: bool = True,
+) -> tuple[list[Attempt], list[Attempt]]:
+    """Return the hypotheses that reproduce every tensor, and all that were tried: one alone, or several together."""
     singles = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
-    exact = [attempt for attempt in singles if attempt.is_exact]
-    tried = list(singles)
-    if not exact:
+    exact, tried = [attempt for attempt in singles if attempt.is_exact], list(singles)
+    if not exact and together:
         for attempts in _together(trials, start, singles, known, progress):
             tried += attempts
             if exact := _simplest([attempt for attempt in attempts if attempt.is_exact]):
                 break
-    if not exact or any(_is_confirmed(attempt, others) for attempt in exact):
-        return _sentence(port, [attempt for attempt in exact if _is_confirmed(attempt, others)], tried, start)
-    name = exact[0].hypothesis.name
-    return Diagnosis(f"in {case.name}, but not in every case, {port} behaves like the reference with {name}", LIKELY)
+    return exact, tried
 
 
-def _is_confirmed(attempt: _Attempt, others: Sequence[tuple[Case, Arrays | None]]) -> bool:
-    """Whether a hypothesis does in other cases what the port does there."""
-    for case, shown in others:
-        found, usual = _observed(attempt.hypothesis, case), _observed(Hypothesis(()), case)
-        actual = usual if shown is None else shown
-        if found is None or actual is None:
-            return False
-        names = [name for name in actual if name != training_outputs.WHOLE]
-        if not all(distance(name, actual, found) <= REPRODUCES[case.stage] for name in names):
-            return False
-    return True
+def _by_fewer_tensors(
+    trials: Trials, start: Attempt, known: Sequence[Mistake], port: str, progress: Callable[[str], None]
+) -> Diagnosis | None:
+    """Search without the tensors of the kind that differs first, and then among single hypotheses by the output alone.
 
-
-class _Trials:
-    """Runs a case under hypotheses, and compares with what a port has shown."""
-
-    def __init__(self, case: Case, actual: Arrays, tolerance: float) -> None:
-        self.case = case
-        self.actual = actual
-        self.tolerance = tolerance
-
-    def run(self, hypothesis: Hypothesis) -> _Attempt | None:
-        """Return how well a hypothesis does; None where it cannot be, or describes no model."""
-        found = _observed(hypothesis, self.case)
-        if found is None:
-            return None
-        names = [name for name in self.actual if name != training_outputs.WHOLE]
-        worst = 0.0
-        for matched, name in enumerate(names):
-            worst = max(worst, error := distance(name, self.actual, found))
-            if not error <= self.tolerance:
-                worst = max(worst, distance(names[-1], self.actual, found))
-                return _Attempt(hypothesis, matched, len(names), worst)
-        return _Attempt(hypothesis, len(names), len(names), worst)
-
-
-def _observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
-    """Return what the reference computes under a hypothesis; None where it cannot be, or describes no model.
-
-    Kept for the next port that fails in the same case.
+    Returns:
+        None if that shows no more.
     """
-    model = (repr(case.config), case.seed, case.weights_file)
-    key = (case.name, model, repr(case.settings), repr(case.search), training_outputs.SNAPSHOTS, hypothesis.content)
-    if key not in _OBSERVED:
-        if len(_OBSERVED) >= OBSERVATIONS:
-            _OBSERVED.popitem(last=False)
-        try:
-            with np.errstate(all="ignore"):
-                _OBSERVED[key] = tensors(hypothesis.load(case.config, case.load_weights()), case)
-        except Exception:  # the mistake does not go with this model
-            _OBSERVED[key] = None
-    _OBSERVED.move_to_end(key)
-    return _OBSERVED[key]
+    first = trials.names[start.matched]
+    kind = next((ending for ending in MEANINGS if first.endswith(ending)), "")
+    if OUTPUT not in (differing := trials.differing(TRUTH)) and trials.without(differing).holds_elsewhere(TRUTH):
+        meaning = f", which is to be {MEANINGS[kind]}" if kind else ""
+        return Diagnosis(f"the output is right: of the taps, only {_counted(differing)} differ{meaning}", LIKELY)
+    alike = [name for name in trials.names if kind and name.endswith(kind)]
+    for left_out in (alike, [name for name in trials.names if name != OUTPUT]):
+        rest = trials.without(left_out)
+        usual = rest.run(TRUTH)
+        if not left_out or usual is None or usual.is_exact:
+            continue
+        exact, tried = _search(rest, usual, known, progress, together=left_out is alike)
+        confirmed = [attempt for attempt in exact if rest.holds_elsewhere(attempt.hypothesis)]
+        if confirmed:
+            note = f"; {_counted(left_out)} are not compared: they may show other values than their names stand for"
+            return _exact(port, confirmed, tried, note)
+    return None
 
 
-_OBSERVED: OrderedDict[Any, Arrays | None] = OrderedDict()
+def _counted(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more of this kind"
 
 
 def _together(
-    trials: _Trials,
-    start: _Attempt,
-    singles: Sequence[_Attempt],
+    trials: Trials,
+    start: Attempt,
+    singles: Sequence[Attempt],
     known: Sequence[Mistake],
     progress: Callable[[str], None],
-) -> Iterator[list[_Attempt]]:
+) -> Iterator[list[Attempt]]:
     """Yield what becomes of several hypotheses at once, each of which makes more tensors right than those before."""
     frontier = _promising(singles, start.matched)
-    if not frontier and start.of <= 2:  # ports of others differ in conventions: they are looked at first
+    if not frontier and start.of <= 2:  # published ports differ in conventions: these come first
         for some in ([mistake for mistake in known if is_convention(mistake)], known):
             yield from _closer(trials, singles, some, known, progress)
         return
     for _ in range(DEPTH - 1):
-        grown: list[_Attempt] = []
+        grown: list[Attempt] = []
         for attempt in frontier:
             progress(f"{attempt.hypothesis.name} and another")
             attempts = [
@@ -214,12 +193,12 @@ def _together(
 
 
 def _closer(
-    trials: _Trials,
-    singles: Sequence[_Attempt],
+    trials: Trials,
+    singles: Sequence[Attempt],
     some: Sequence[Mistake],
     known: Sequence[Mistake],
     progress: Callable[[str], None],
-) -> Iterator[list[_Attempt]]:
+) -> Iterator[list[Attempt]]:
     """Yield what becomes of several hypotheses at once where no tap shows the way: of the closest, every change.
 
     Whatever else is wrong, a hypothesis that is right mostly leaves a smaller error than one that is not. A change is
@@ -231,7 +210,7 @@ def _closer(
     best = math.inf
     while beam and beam[0].worst < best and left > 0:
         best = beam[0].worst
-        grown: list[_Attempt] = []
+        grown: list[Attempt] = []
         for attempt in beam:
             progress(f"{attempt.hypothesis.name} and another")
             for mistake in (*some, *own):
@@ -249,7 +228,7 @@ def _closer(
         beam = sorted(grown, key=lambda attempt: attempt.worst)[:BEAM]
 
 
-def _without_idle(trials: _Trials, attempt: _Attempt) -> list[_Attempt]:
+def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
     """Return an exact attempt without the parts that change nothing."""
     for part in attempt.hypothesis.parts:
         fewer = Hypothesis(tuple(other for other in attempt.hypothesis.parts if other is not part))
@@ -258,7 +237,7 @@ def _without_idle(trials: _Trials, attempt: _Attempt) -> list[_Attempt]:
     return []
 
 
-def _parts_of(attempt: _Attempt) -> frozenset[str]:
+def _parts_of(attempt: Attempt) -> frozenset[str]:
     return frozenset(part.name for part in attempt.hypothesis.parts)
 
 
@@ -286,9 +265,9 @@ def _changed(
     return (*others, *named)
 
 
-def _promising(attempts: Sequence[_Attempt], matched: int) -> list[_Attempt]:
+def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
     """Return the attempts that make more tensors right than that, the best first, one for each result."""
-    best: dict[tuple[int, float], _Attempt] = {}
+    best: dict[tuple[int, float], Attempt] = {}
     for attempt in sorted(attempts, key=lambda attempt: (-attempt.matched, len(attempt.hypothesis.parts))):
         if attempt.matched > matched:
             best.setdefault((attempt.matched, attempt.worst), attempt)
@@ -300,29 +279,39 @@ def _clash(parts: Sequence[Mistake], other: Mistake) -> bool:
     return any(part is other or part.config.keys() & other.config.keys() for part in parts)
 
 
-def _simplest(exact: Sequence[_Attempt]) -> list[_Attempt]:
+def _simplest(exact: Sequence[Attempt]) -> list[Attempt]:
     """Return those with the fewest parts, each set of parts once."""
     fewest = min((len(attempt.hypothesis.parts) for attempt in exact), default=0)
-    found: dict[frozenset[str], _Attempt] = {}
+    found: dict[frozenset[str], Attempt] = {}
     for attempt in exact:
         if len(attempt.hypothesis.parts) == fewest:
             found.setdefault(frozenset(part.name for part in attempt.hypothesis.parts), attempt)
     return list(found.values())
 
 
-def _sentence(port: str, exact: Sequence[_Attempt], tried: Sequence[_Attempt], start: _Attempt) -> Diagnosis:
-    others = [attempt for attempt in tried if not attempt.is_exact]
-    runner_up = min(others, key=lambda attempt: attempt.worst, default=None)
-    next_name, next_error = (runner_up.hypothesis.name, runner_up.worst) if runner_up else ("", math.inf)
-    if exact:
-        names = tuple(attempt.hypothesis.name for attempt in exact)
-        error = exact[0].worst
-        also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
-        sentence = f"{port} behaves exactly like the reference with {names[0]}{also} (error {error:.0e}"
-        sentence += f", next best {next_error:.0e}: {next_name})" if runner_up else ")"
-        return Diagnosis(sentence, EXACT, names, error, next_name, next_error)
+def _exact(port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "") -> Diagnosis:
+    """Name the hypotheses that reproduce every number, and what the next best leaves."""
+    runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
+    names = tuple(attempt.hypothesis.name for attempt in exact)
+    error = exact[0].worst
+    also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
+    sentence = f"{port} behaves exactly like the reference with {names[0]}{also} (error {error:.0e}"
+    if runner_up is None:
+        return Diagnosis(f"{sentence}){note}", EXACT, names, error)
+    name, left = runner_up.hypothesis.name, runner_up.worst
+    return Diagnosis(f"{sentence}, next best {left:.0e}: {name}){note}", EXACT, names, error, name, left)
+
+
+def _unknown(tried: Sequence[Attempt], start: Attempt) -> Diagnosis:
+    """Say that nothing reproduces the numbers, and how far the best hypotheses come."""
+    runner_up = _best(tried)
+    name, left = (runner_up.hypothesis.name, runner_up.worst) if runner_up else ("", math.inf)
     sentence = "unknown: no known mistake or convention, nor several of them together, reproduces these numbers"
-    further = max(others, key=lambda attempt: attempt.matched, default=None)
+    further = max(tried, key=lambda attempt: attempt.matched, default=None)
     if further is not None and further.matched > start.matched:
         sentence += f". With {further.hypothesis.name}, {further.matched - start.matched} more tensors are right"
-    return Diagnosis(sentence, UNKNOWN, (), math.inf, next_name, next_error)
+    return Diagnosis(sentence, UNKNOWN, (), math.inf, name, left)
+
+
+def _best(attempts: Sequence[Attempt]) -> Attempt | None:
+    return min(attempts, key=lambda attempt: attempt.worst, default=None)

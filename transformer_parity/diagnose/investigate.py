@@ -1,4 +1,4 @@
-"""What happens when something fails: blame, diagnosis, and the guilty block's inputs on disk."""
+"""Failure reports: where a difference starts, what it amounts to, and the inputs of that block on disk."""
 
 from __future__ import annotations
 
@@ -9,38 +9,48 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy import ndarray
 
 from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, STAGES, Case
 from transformer_parity.compare.findings import Finding, Kept, Setting
 from transformer_parity.compare.outputs import given
-from transformer_parity.compare.tolerances import POLICY
 from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE
 from transformer_parity.diagnose import reproduce
-from transformer_parity.diagnose.blame import INTRODUCED, Arrays, Blame, Evidence, blame, blame_files
-from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis, diagnose
+from transformer_parity.diagnose.blame import (
+    INTRODUCED,
+    Arrays,
+    Blame,
+    Evidence,
+    Subject,
+    blame,
+    blame_files,
+    without_consequences,
+)
+from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis, diagnose, reproducing_output
 from transformer_parity.diagnose.hypotheses import hypotheses
-from transformer_parity.diagnose.signatures import growth, signatures
+from transformer_parity.diagnose.properties import is_random, lacking, of_path, rounding
+from transformer_parity.diagnose.signatures import places, signatures
 from transformer_parity.mistakes.mistake import Mistake
-from transformer_parity.ports.protocol import Placement, Port
+from transformer_parity.ports.protocol import LoadedPort, Placement, Port
 from transformer_parity.ports.registry import PORTS
 
 MAPS = 6  # attention layers that are shown
+FAR = {"float64": 1e-9, "float32": 1e-5}  # relative: more than rounding
+NAMES = "names"  # the tap of a finding about names and order
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What came out of one failing case.
+    """The report on one failing case.
 
     Attributes:
         backend: The port.
         dtype: The working dtype.
         case: The name of the case.
         stage: What it compares.
-        blame: Which block introduced the difference; None where nothing can be replayed.
+        blame: Where the difference starts; None where nothing can be replayed.
         diagnosis: What the port does; None where nothing is wrong, and only its attention was asked for.
         attention: The weights of the first sentence, layer by layer (see ``attention_maps``).
-        folder: Where the guilty block's inputs are; None if they were not saved.
+        folder: Where the inputs of the first wrong block are; None if they were not saved.
     """
 
     backend: str
@@ -59,72 +69,177 @@ class FailureReport:
         return replace(self, backend=name, blame=blame, attention=attention)
 
 
-def investigate(
-    findings: Sequence[Finding],
-    kept: Kept,
-    cases: Sequence[Case],
-    port: Port,
-    setting: Setting,
-    reference: str,
-    folder: Path | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-    suspect: Mistake | None = None,
-) -> Iterator[FailureReport]:
-    """Look into the first failure of each stage, of the whole model where there is one.
+@dataclass(frozen=True)
+class Investigation:
+    """Reports on the failures of one port.
 
-    Once activations differ, what follows from them is of no interest: gradients, steps and searches are looked into
-    only where activations agree; precision only where float64 agrees.
-
-    Args:
-        findings: All of one port.
-        kept: What it showed where it failed.
-        cases: What was compared.
+    Attributes:
         port: The port.
-        setting: How it was run.
+        setting: How it is run.
         reference: By what the port can be loaded again: the name of a backend, or ``module:class``.
-        folder: Where to save what a guilty block was given; None saves nothing.
-        progress: Told what is going on.
+        folder: Where to save the inputs of a wrong block; None saves nothing.
+        progress: Receives what is done next.
         suspect: A hypothesis beside those that are known.
     """
-    known = {case.name: case for case in cases}
-    for finding in _first_failures(findings, known):
-        if finding.verdict == FAILED:  # an exception says itself what it is
-            continue
-        case = known[finding.case]
-        progress(f"looking into {finding.dtype} {case.name}")
-        compared = {
-            other.case for other in findings if other.verdict in (AGREES, DIVERGES) and other.dtype == "float64"
-        }
-        others = [
-            (other, kept.get((name, "float64")))
-            for name, other in known.items()
-            if name in compared - {case.name} and _model(other) == _model(case)
-        ]
-        shown = kept.get((case.name, finding.dtype), {})
-        yield _look_into(case, finding, shown, port, setting, reference, folder, progress, suspect, others)
+
+    port: Port
+    setting: Setting
+    reference: str
+    folder: Path | None = None
+    progress: Callable[[str], None] = lambda text: None
+    suspect: Mistake | None = None
+
+    def failures(self, findings: Sequence[Finding], kept: Kept, cases: Sequence[Case]) -> Iterator[FailureReport]:
+        """Report on the first failure of each stage, of the whole model where there is one.
+
+        Once activations differ, what follows from them is of no interest: gradients, steps and searches are reported on
+        only where activations agree; precision only where float64 agrees.
+
+        Args:
+            findings: All of this port.
+            kept: What it showed where it failed.
+            cases: What was compared.
+        """
+        known = {case.name: case for case in cases}
+        compared = {f.case for f in findings if f.verdict in (AGREES, DIVERGES) and f.dtype == "float64"}
+        for finding in _first_failures(findings, known):
+            if finding.verdict == FAILED:  # an exception names itself
+                continue
+            case = known[finding.case]
+            self.progress(f"diagnosing {finding.dtype} {case.name}")
+            others = [
+                (other, kept.get((name, "float64")))
+                for name, other in known.items()
+                if name in compared - {case.name} and _model(other) == _model(case)
+            ]
+            yield self._report(case, finding, kept.get((case.name, finding.dtype), {}), others)
+
+    def attention(self, case: Case) -> FailureReport:
+        """Return the attention of a port that agrees, for the picture."""
+        dtype = next(dtype for dtype in self.setting.dtypes if dtype in case.dtypes)
+        evidence = self._blame(Subject.of(case, self.port.name, dtype))
+        return FailureReport(self.port.name, dtype, case.name, case.stage, None, None, attention_maps(evidence))
+
+    def _report(
+        self, case: Case, finding: Finding, shown: Arrays, others: Sequence[tuple[Case, Arrays | None]]
+    ) -> FailureReport:
+        dtype = finding.dtype
+        unknown = Diagnosis(f"unknown: {finding.detail}" if finding.detail else "unknown", UNKNOWN)
+        report = FailureReport(self.port.name, dtype, case.name, case.stage, None, unknown)
+        if finding.tap in case.inputs:  # which are no tensors of the port
+            return replace(report, diagnosis=Diagnosis(f"{finding.tap}: {finding.detail}; it must copy it", LIKELY))
+        if random := self._randomness(case, dtype):
+            return replace(report, diagnosis=Diagnosis(random, LIKELY))
+        if finding.path == "fast" and case.stage == ACTIVATIONS:
+            with suppress(Exception):
+                sentence = of_path(self._loaded(case, dtype), case, finding.tolerance)
+                return replace(report, diagnosis=Diagnosis(sentence, LIKELY))
+            return report
+        if not shown:
+            return report
+        known = [*hypotheses(case.config, case.stage), *([self.suspect] if self.suspect else [])]
+        found = unknown
+        if dtype == "float64":
+            found = diagnose(case, shown, self.port.name, self.progress, known, others)
+            if finding.tap == NAMES:
+                found = _of_names(found, finding.detail)
+        if case.stage not in (ACTIVATIONS, GRADIENTS):
+            return replace(report, diagnosis=found)
+        subject = Subject.of(case, self.port.name, dtype)
+        evidence = self._blame(subject)
+        if found.confidence == EXACT and case.stage == ACTIVATIONS and len(evidence.blame.introduced) > 1:
+            weights = case.load_weights()
+            alike = [one.load(case.config, weights) for one in reproducing_output(case, shown, known)]
+            evidence = without_consequences(evidence, alike, subject)
+        if evidence.blame.introduced and found.confidence != EXACT:
+            statements = self._measurements(case, evidence)
+            found = _with_statements(found, statements, evidence)
+        maps = attention_maps(evidence) if case.stage == ACTIVATIONS else ()
+        return replace(
+            report, blame=evidence.blame, diagnosis=found, attention=maps, folder=self._saved(evidence, case)
+        )
+
+    def _randomness(self, case: Case, dtype: str) -> str:
+        """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""
+        if case.stage != ACTIVATIONS or case.block:
+            return ""
+        with suppress(Exception):
+            return is_random(self._loaded(case, dtype), case)
+        return ""
+
+    def _measurements(self, case: Case, evidence: Evidence) -> list[str]:
+        """Return what runs of the port show, and then what the error of the first wrong block is like."""
+        placement = self.setting.placement(evidence.blame.dtype)
+        runs = lacking(case, self.port, placement) if case.stage == ACTIVATIONS else []
+        found = [*runs, *_of_error(evidence, case)]
+        if not found and case.stage == ACTIVATIONS:
+            with suppress(Exception):  # a port need not take other weights
+                found = list(filter(None, [rounding(case, self.port, placement)]))
+        return found
+
+    def _blame(self, subject: Subject) -> Evidence:
+        return blame(self._loaded(subject.case, subject.dtype), subject)
+
+    def _loaded(self, case: Case, dtype: str) -> LoadedPort:
+        return self.port.load(case.config, given(case.load_weights(), dtype), self.setting.placement(dtype))
+
+    def _saved(self, evidence: Evidence, case: Case) -> Path | None:
+        """Save the inputs of the first wrong block, and return where they are."""
+        if self.folder is None or not evidence.blame.introduced:
+            return None
+        self.progress("saving the inputs of the first wrong block")
+        with suppress(Exception):  # where it cannot be saved, the rest of the report stands
+            return reproduce.save(evidence, case, self.reference, self.folder)
+        return None
 
 
 def investigate_files(
     findings: Sequence[Finding], cases: Sequence[Case], shown: Callable[[Case], Arrays], backend: str
 ) -> Iterator[FailureReport]:
-    """Look likewise into tensors that somebody wrote down, in float64; ``shown`` returns those of a case."""
+    """Report likewise on float64 tensors from files; ``shown`` returns those of a case."""
     known = {case.name: case for case in cases}
     for finding in _first_failures(findings, known):
         case = known[finding.case]
         actual = shown(case) if finding.dtype == "float64" else {}
         if not actual:
             continue
-        evidence = None
-        if case.stage in (ACTIVATIONS, GRADIENTS):
-            truth = PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
-            evidence = blame_files(case, actual, truth, backend)
         same_model = [other for other in cases if other.name != case.name and _model(other) == _model(case)]
         others = [(other, tensors) for other in same_model if (tensors := shown(other))]
         found = diagnose(case, actual, backend, others=others)
-        if evidence is not None:
-            found = _with_signatures(found, evidence, case, case.load_weights(), "float64")
-        marks = evidence.blame if evidence is not None else None
-        yield FailureReport(backend, "float64", case.name, case.stage, marks, found)
+        report = FailureReport(backend, "float64", case.name, case.stage, None, found)
+        if case.stage not in (ACTIVATIONS, GRADIENTS):
+            yield report
+            continue
+        truth = PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
+        evidence = blame_files(case, actual, truth, backend)
+        if evidence.blame.introduced and found.confidence != EXACT:
+            found = _with_statements(found, _of_error(evidence, case), evidence)
+        yield replace(report, blame=evidence.blame, diagnosis=found)
+
+
+def attention_maps(evidence: Evidence, limit: int = MAPS) -> tuple[dict[str, Any], ...]:
+    """Return the attention weights [H, L, M] of the first sentence, of the reference and of the port.
+
+    If there are more layers than ``limit``, those in which a difference was introduced come first. Rounded to six
+    decimals: a picture shows no more.
+    """
+    marked = [mark for mark in evidence.blame.marks if mark.name.endswith(".weights") and mark.name in evidence.actual]
+    marked = [mark for mark in marked if evidence.actual[mark.name].ndim == 4]
+    wrong = {name.rpartition(".")[0] for name in evidence.blame.introduced}
+    chosen = sorted(marked, key=lambda mark: mark.name.rpartition(".")[0] not in wrong)[:limit]
+    return tuple(
+        {
+            "backend": evidence.blame.backend,
+            "dtype": evidence.blame.dtype,
+            "case": evidence.blame.case,
+            "tap": mark.name,
+            "introduced": mark.verdict == INTRODUCED,
+            "expected": np.asarray(evidence.expected[mark.name][0], np.float64).round(6),
+            "actual": np.asarray(evidence.actual[mark.name][0], np.float64).round(6),
+        }
+        for mark in marked
+        if mark in chosen
+    )
 
 
 def _model(case: Case) -> tuple[object, ...]:
@@ -147,104 +262,38 @@ def _first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> l
     return []
 
 
-def _look_into(
-    case: Case,
-    finding: Finding,
-    shown: Mapping[str, ndarray],
-    port: Port,
-    setting: Setting,
-    reference: str,
-    folder: Path | None,
-    progress: Callable[[str], None],
-    suspect: Mistake | None,
-    others: Sequence[tuple[Case, Arrays | None]],
-) -> FailureReport:
-    dtype, weights = finding.dtype, given(case.load_weights(), finding.dtype)
-    unknown = Diagnosis(f"unknown: {finding.detail}" if finding.detail else "unknown", UNKNOWN)
-    failure_report = FailureReport(port.name, dtype, case.name, case.stage, None, unknown)
-    if finding.path == "fast" and case.stage == ACTIVATIONS:
-        sentence = "the taps agree, and the path without taps does not: look at the fused attention, and at compilation"
-        return replace(failure_report, diagnosis=Diagnosis(sentence, LIKELY))
-    if not shown:
-        return failure_report
-    evidence = _blame(case, port, setting, dtype) if case.stage in (ACTIVATIONS, GRADIENTS) else None
-    found = unknown
-    if dtype == "float64":
-        known = [*hypotheses(case.config, case.stage), *([suspect] if suspect else [])]
-        found = diagnose(case, shown, port.name, progress, known, others)
-    if evidence is not None:
-        found = _with_signatures(found, evidence, case, weights, dtype)
-    saved = None
-    if folder is not None and evidence is not None and evidence.blame.introduced:
-        progress("saving the guilty block's inputs")
-        with suppress(Exception):  # where it cannot be saved, what was found is still to be told
-            saved = reproduce.save(evidence, case, given(case.inputs, dtype), weights, reference, folder)
-    if evidence is None:
-        return replace(failure_report, diagnosis=found)
-    maps = attention_maps(evidence) if case.stage == ACTIVATIONS else ()
-    return replace(failure_report, blame=evidence.blame, diagnosis=found, attention=maps, folder=saved)
+def _of_names(found: Diagnosis, detail: str) -> Diagnosis:
+    """Say first that the tensors themselves are not those that were promised."""
+    promise = f"what is shown is not what was promised: {detail}"
+    if found.confidence == EXACT:
+        return replace(found, signatures=(promise, *found.signatures))
+    return replace(found, sentence=f"{promise}. Beside that, {found.sentence}")
 
 
-def _with_signatures(
-    found: Diagnosis, evidence: Evidence, case: Case, weights: Mapping[str, ndarray], dtype: str
-) -> Diagnosis:
-    """Add what the error of the first guilty block looks like; that is the diagnosis where no hypothesis fits."""
-    guilty = evidence.blame.introduced
-    if not guilty:
-        return found
-    name = guilty[0]
-    far = 1e-9 if dtype == "float64" else 1e-5
-    looks = []
-    if name in evidence.alone and name in evidence.wanted:
-        looks = signatures(evidence.alone[name], evidence.wanted[name], case.config, weights, far)
-    if case.stage == ACTIVATIONS:
-        depth = [(mark.name, mark.free) for mark in evidence.blame.marks]
-        words = growth(depth, POLICY["float64"]["tap"])
-        looks += [words] if words and f"at {name}," not in words and found.confidence != EXACT else []
-    if found.confidence == EXACT or not looks:
-        return replace(found, signatures=tuple(looks))
-    sentence = f"no known mistake fits; at {name}, {looks[0]}"
-    if dtype == "float32":
-        sentence = f"at {name}, {looks[0]}: if float64 agrees, only precision is lost"
-    return replace(found, sentence=sentence, confidence=LIKELY, signatures=tuple(looks))
-
-
-def attention_maps(evidence: Evidence, limit: int = MAPS) -> tuple[dict[str, Any], ...]:
-    """Return the attention weights [H, L, M] of the first sentence, of the reference and of the port.
-
-    If there are more layers than ``limit``, those in which a difference was introduced come first. Rounded to six
-    decimals: a picture shows no more.
-    """
-    marked = [mark for mark in evidence.blame.marks if mark.name.endswith(".weights") and mark.name in evidence.actual]
-    marked = [mark for mark in marked if evidence.actual[mark.name].ndim == 4]
-    guilty = {name.rpartition(".")[0] for name in evidence.blame.introduced}
-    chosen = sorted(marked, key=lambda mark: mark.name.rpartition(".")[0] not in guilty)[:limit]
-    return tuple(
-        {
-            "backend": evidence.blame.backend,
-            "dtype": evidence.blame.dtype,
-            "case": evidence.blame.case,
-            "tap": mark.name,
-            "introduced": mark.verdict == INTRODUCED,
-            "expected": np.asarray(evidence.expected[mark.name][0], np.float64).round(6),
-            "actual": np.asarray(evidence.actual[mark.name][0], np.float64).round(6),
-        }
-        for mark in marked
-        if mark in chosen
-    )
-
-
-def look(case: Case, port: Port, setting: Setting) -> FailureReport:
-    """Return the attention of a port that agrees, for the picture."""
-    dtype = next(dtype for dtype in setting.dtypes if dtype in case.dtypes)
-    evidence = _blame(case, port, setting, dtype)
-    return FailureReport(port.name, dtype, case.name, case.stage, None, None, attention_maps(evidence))
-
-
-def _blame(case: Case, port: Port, setting: Setting, dtype: str) -> Evidence:
+def _of_error(evidence: Evidence, case: Case) -> list[str]:
+    """Return what the error of the first wrong block is like."""
+    name, dtype = evidence.blame.introduced[0], evidence.blame.dtype
+    if name not in evidence.alone or name not in evidence.wanted:
+        return []
     weights = given(case.load_weights(), dtype)
-    load = PORTS["numpy"].load
-    truth = load(case.config, weights, Placement("float64"))
-    rounded = load(case.config, weights, Placement("float32")) if dtype == "float32" else None
-    loaded = port.load(case.config, weights, setting.placement(dtype))
-    return blame(case, given(case.inputs, dtype), loaded, truth, rounded, port.name, dtype)
+    found = signatures(evidence.alone[name], evidence.wanted[name], case.config, weights, FAR[dtype])
+    return [f"at {name}, {statement}" for statement in found]
+
+
+def _with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
+    """Rank what was found: a hypothesis, what was measured beside it, and the places that are wrong.
+
+    Where no hypothesis was found, the first that was measured is the diagnosis. Places alone are none.
+    """
+    name, dtype = evidence.blame.introduced[0], evidence.blame.dtype
+    if found.confidence == UNKNOWN and statements:
+        first, *rest = statements
+        closer = [found.sentence.partition(". ")[2]] if ". With " in found.sentence else []
+        sentence = f"no known mistake fits; {first}"
+        if dtype == "float32":
+            sentence = f"{first}: if float64 agrees, only precision is lost"
+        found, statements = replace(found, sentence=sentence, confidence=LIKELY), [*rest, *closer]
+    where = []
+    if name in evidence.alone and name in evidence.wanted:
+        where = [f"at {name}, {words}" for words in places(evidence.alone[name], evidence.wanted[name], FAR[dtype])]
+    return replace(found, signatures=(*found.signatures, *statements, *where))

@@ -1,8 +1,8 @@
-"""A guilty block alone: what it was given, what it made of that, and what it should have made, in one folder.
+"""The first wrong block alone: its inputs, what it computed from them, and what it should have, in one folder.
 
-``block.safetensors`` holds the arrays that the block reads (``inputs/...``), what the port made of them (``actual``),
-what the reference makes of them (``expected``) and the batch (``batch/...``); ``model.safetensors`` has config and
-weights, ``about.json`` the rest. Any tool can read them.
+``block.safetensors`` holds the arrays that the block reads (``inputs/...``), what the port computed from them
+(``actual``), what the reference computes (``expected``) and the batch (``batch/...``); ``model.safetensors`` has config
+and weights, ``about.json`` the rest. Any tool can read them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reference_numpy.files import load_weights, save_weights
 from reference_numpy.taps import Recorder
 from transformer_parity.cases.case import ACTIVATIONS, Case
 from transformer_parity.compare import training_outputs
-from transformer_parity.compare.outputs import OUTPUT
+from transformer_parity.compare.outputs import OUTPUT, given
 from transformer_parity.diagnose.blame import Evidence, distance
 from transformer_parity.ports.package import LoadedPackage
 from transformer_parity.ports.protocol import Placement, Replay
@@ -36,8 +36,8 @@ Arrays = Mapping[str, ndarray]
 
 
 @dataclass(frozen=True)
-class Guilty:
-    """Which block it is.
+class SavedBlock:
+    """Which block a folder holds.
 
     Attributes:
         port: By what the port can be loaded: the name of a backend, or ``module:class``.
@@ -45,8 +45,8 @@ class Guilty:
         stage: ``activations`` or ``gradients``.
         block: The path of what the case runs; empty for the whole model.
         name: The tap, or the gradient, that is wrong.
-        replayed: Whose block was run on what the other had (see ``Blame``).
-        error: What it is wrong by.
+        replayed: What was run again to find it (see ``Blame``).
+        error: Its relative error.
     """
 
     port: str
@@ -58,18 +58,19 @@ class Guilty:
     error: float
 
 
-def save(evidence: Evidence, case: Case, inputs: Arrays, weights: Arrays, port: str, folder: Path) -> Path:
-    """Write what the first guilty block of a blame was given, and return the folder it is in.
+def save(evidence: Evidence, case: Case, port: str, folder: Path) -> Path:
+    """Write the inputs of the first wrong block, and return the folder that they are in.
 
     A folder of the same port and case is replaced, as a whole.
     """
     blame = evidence.blame
+    inputs, weights = (given(arrays, blame.dtype) for arrays in (case.inputs, case.load_weights()))
     mark = next(mark for mark in blame.marks if mark.name == blame.introduced[0])
-    guilty = Guilty(port, blame.dtype, blame.stage, case.block, mark.name, blame.replayed, mark.alone)
+    saved = SavedBlock(port, blame.dtype, blame.stage, case.block, mark.name, blame.replayed, mark.alone)
     truth = PORTS["numpy"].load(case.config, weights, Placement("float64"))
     read = _read_by_gradient if blame.stage != ACTIVATIONS else _read_by_tap
     arrays = {
-        **{f"inputs/{name}": value for name, value in read(guilty, truth, inputs, evidence).items()},
+        **{f"inputs/{name}": value for name, value in read(saved, truth, inputs, evidence).items()},
         **{f"batch/{name}": value for name, value in inputs.items()},
         "expected": evidence.wanted.get(mark.name, evidence.expected[mark.name]),
     }
@@ -81,7 +82,7 @@ def save(evidence: Evidence, case: Case, inputs: Arrays, weights: Arrays, port: 
     try:
         save_file({name: np.ascontiguousarray(value) for name, value in arrays.items()}, temporary / BLOCK)
         save_weights(temporary / MODEL, case.config, dict(weights))
-        (temporary / ABOUT).write_text(json.dumps({"format": 1, **asdict(guilty)}, indent=1) + "\n", "utf-8")
+        (temporary / ABOUT).write_text(json.dumps({"format": 1, **asdict(saved)}, indent=1) + "\n", "utf-8")
         temporary.chmod(0o755)
         shutil.rmtree(target, ignore_errors=True)
         temporary.replace(target)
@@ -91,68 +92,67 @@ def save(evidence: Evidence, case: Case, inputs: Arrays, weights: Arrays, port: 
 
 
 def snippet(folder: Path) -> str:
-    """Return the lines of Python that run the guilty block alone."""
-    guilty = _about(folder)
-    return f"""from transformer_parity.reproduce import load, rerun
+    """Return the lines of Python that run the saved block alone."""
+    saved = _about(folder)
+    return f"""from transformer_parity.diagnose.reproduce import load, rerun
 
-block = load({str(folder)!r})  # {guilty.name} of {guilty.port}
-print({{name: array.shape for name, array in block.items()}})  # what it reads, what it made, what it should have made
+block = load({str(folder)!r})  # {saved.name} of {saved.port}
+print({{name: array.shape for name, array in block.items()}})  # its inputs, what it computed, what it should have
 rerun({str(folder)!r})  # runs your port again with right inputs, and prints the error of this block alone
 """
 
 
 def load(folder: str | Path) -> dict[str, ndarray]:
-    """Return the arrays of the guilty block: ``inputs/<tap>``, ``batch/<ids>``, ``actual`` and ``expected``."""
+    """Return the arrays of the saved block: ``inputs/<tap>``, ``batch/<ids>``, ``actual`` and ``expected``."""
     return load_file(Path(folder) / BLOCK)
 
 
 def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
-    """Run the guilty block of the port again, from right inputs, and return its relative error."""
+    """Run the saved block of the port again, from right inputs, and return its relative error."""
     folder = Path(folder)
-    guilty = _about(folder)
+    saved = _about(folder)
     config, weights = load_weights(folder / MODEL)
     arrays = load(folder)
     batch = {name.removeprefix("batch/"): value for name, value in arrays.items() if name.startswith("batch/")}
-    port = PORTS[guilty.port] if guilty.port in PORTS else PluginPort(guilty.port)
-    loaded = port.load(config, weights, Placement(guilty.dtype))
-    expected = {guilty.name: arrays["expected"]}
-    if guilty.stage != ACTIVATIONS:
+    port = PORTS[saved.port] if saved.port in PORTS else PluginPort(saved.port)
+    loaded = port.load(config, weights, Placement(saved.dtype))
+    expected = {saved.name: arrays["expected"]}
+    if saved.stage != ACTIVATIONS:
         found = training_outputs.gradients(loaded, batch)
     else:
         truth = PORTS["numpy"].load(config, weights, Placement("float64"))
-        right = truth.run(guilty.block, batch, taps=True).taps
-        given = right if guilty.replayed == "port" else {}
-        result = loaded.run(guilty.block, batch, taps=True, given=given)
+        right = truth.run(saved.block, batch, taps=True).taps
+        result = loaded.run(saved.block, batch, taps=True, given=right if saved.replayed == "port" else {})
         found = {**result.taps, OUTPUT: result.output}
-    error = distance(guilty.name, found, expected)
-    show(f"{guilty.name}: error {error:.1e}" + (f", was {guilty.error:.1e}" if error != guilty.error else ""))
+    error = distance(saved.name, found, expected)
+    show(f"{saved.name}: error {error:.1e}" + (f", was {saved.error:.1e}" if error != saved.error else ""))
     return error
 
 
-def _about(folder: Path) -> Guilty:
+def _about(folder: Path) -> SavedBlock:
     about = json.loads((folder / ABOUT).read_text("utf-8"))
-    return Guilty(**{name: value for name, value in about.items() if name != "format"})
+    return SavedBlock(**{name: value for name, value in about.items() if name != "format"})
 
 
-def _read_by_tap(guilty: Guilty, truth: LoadedPackage, inputs: Arrays, evidence: Evidence) -> dict[str, ndarray]:
+def _read_by_tap(saved: SavedBlock, truth: LoadedPackage, inputs: Arrays, evidence: Evidence) -> dict[str, ndarray]:
     """Return what a block reads: the taps that make a difference to it."""
-    given = {name: value for name, value in evidence.expected.items() if name != OUTPUT}
-    if guilty.replayed != "port":
-        shown = {name: evidence.actual[name] for name in given if name in evidence.actual}
-        given = {
-            name: np.asarray(value, np.float64) for name, value in shown.items() if value.shape == given[name].shape
-        }
+    read = {name: value for name, value in evidence.expected.items() if name != OUTPUT}
+    if saved.replayed != "port":
+        shown = {name: evidence.actual[name] for name in read if name in evidence.actual}
+        read = {name: np.asarray(value, np.float64) for name, value in shown.items() if value.shape == read[name].shape}
 
     def run(values: Arrays) -> ndarray:
-        result = truth.run(guilty.block, inputs, taps=True, given=values)
-        return {**result.taps, OUTPUT: result.output}[guilty.name]
+        result = truth.run(saved.block, inputs, taps=True, given=values)
+        return {**result.taps, OUTPUT: result.output}[saved.name]
 
-    return _making_a_difference(given, run)
+    return _making_a_difference(read, run)
 
 
-def _read_by_gradient(guilty: Guilty, truth: LoadedPackage, inputs: Arrays, evidence: Evidence) -> dict[str, ndarray]:
+def _read_by_gradient(
+    saved: SavedBlock, truth: LoadedPackage, inputs: Arrays, evidence: Evidence
+) -> dict[str, ndarray]:
     """Return what a block reads backwards: the gradients behind it, and the values of the forward pass."""
-    model, seen, name = truth.model, Recorder(), guilty.name.partition(" ")[2]
+    model, seen, name = truth.model, Recorder(), saved.name.partition(" ")[2]
     logits = model(inputs["source_ids"], inputs["target_ids"], tap=seen)
     tokens = max(int((inputs["labels"] != model.config.pad_id).sum()), 1)
     of_logits = cross_entropy_backward(logits, inputs["labels"], model.config) / tokens

@@ -1,7 +1,9 @@
-"""Signatures: what the error of one block looks like, where no hypothesis explains it.
+"""Signatures: what the error of one block is like, where no hypothesis explains it.
 
-Each is read off two tensors: what a block made of right inputs, and what it should have made of them. Axes are those of
-the taps: sentences first; heads second, where there are four; positions before the last.
+Each is read off two tensors: what a block computed from right inputs, and what it should have. Each states what was
+found in them, and nothing that other mistakes would leave too: an error of some size, or in some places, has many
+causes, so that places are facts of their own (see ``places``). Axes are those of the taps: sentences first; heads
+second, where there are four; positions before the last.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 
 FAR = 1e-9  # relative: beyond rounding in float64
-SMALL = 1e-3  # relative: what is lost to rounding, in TensorFloat32 or bfloat16 too, is no more
-BITS = {10: "TensorFloat32 or float16", 7: "bfloat16", 23: "float32", 24: "float32"}
+ENOUGH = 8  # numbers, from which on a pattern in them is no accident
+NARROW = ("bfloat16", "float16", "float32")
 
 
 def signatures(
@@ -27,44 +30,87 @@ def signatures(
     weights: Mapping[str, ndarray] | None = None,
     far: float = FAR,
 ) -> list[str]:
-    """Return what the error of a tensor looks like, the most telling first; none if nothing stands out.
+    """Return what the error of a tensor is like, the most telling first; none if nothing stands out.
 
     Args:
-        actual: What the port made.
-        wanted: What it should have made.
+        actual: What the port computed.
+        wanted: What it should be.
         config: The model's.
         weights: The model's, to recognise a vector that is added or missing.
         far: The relative error from which on an element counts as wrong.
     """
     if actual.shape != wanted.shape:
         return [_shape(actual, wanted)]
+    narrow = list(_narrow(actual, wanted))
     actual, wanted = np.asarray(actual, np.float64), np.asarray(wanted, np.float64)
-    scale = float(np.abs(wanted).max(initial=0.0)) or 1.0
+    if np.isfinite(wanted).all() and (filled := _filled(actual, wanted, far)):
+        return [filled]
     if not np.isfinite(actual).all():
-        return [_places(~np.isfinite(actual), "NaN or infinite")]
-    wrong = np.abs(actual - wanted) > far * scale
-    if not wrong.any():
+        wrong = ~np.isfinite(actual)
+        return [f"{int(wrong.sum())} of {wrong.size} values are NaN or infinite"]
+    if actual.size < ENOUGH or not _wrong(actual, wanted, far).any():
         return []
-    found: list[str] = []
-    for look in (_factor, _offset, _permuted):
-        found += look(actual, wanted, config, weights or {}, far)
-    if not found:
-        found += _rounded(actual, wanted, wrong)
-    return [*found, *_where(wrong)]
+    found = list(_masked(actual, wanted))
+    for signature in (_factor, _offset, _permuted):
+        found += signature(actual, wanted, config, weights or {}, far)
+    return [*found, *narrow]
 
 
-def growth(errors: list[tuple[str, float]], tolerance: float) -> str:
-    """Say how the error goes through the depth: from (block, error), in the order of computation."""
-    known = [(name, error) for name, error in errors if 0.0 < error < math.inf]
-    if len(known) < 3:
+def places(actual: ndarray, wanted: ndarray, far: float = FAR) -> list[str]:
+    """Return which sentences, heads and positions of a tensor are wrong, where others are right."""
+    if actual.shape != wanted.shape or actual.ndim < 3:
+        return []
+    wrong = _wrong(np.asarray(actual, np.float64), np.asarray(wanted, np.float64), far)
+    axes = {"sentences": 0, "heads": 1, "positions": wrong.ndim - 2}
+    if wrong.ndim == 3:
+        del axes["heads"]
+    found = []
+    for what, axis in axes.items():
+        of_axis = np.asarray(wrong.any(axis=tuple(other for other in range(wrong.ndim) if other != axis)))
+        if of_axis.any() and not of_axis.all():
+            found.append(f"{what} {_listed(of_axis)} of {len(of_axis)} are wrong, and no others")
+    return found
+
+
+def _wrong(actual: ndarray, wanted: ndarray, far: float) -> ndarray:
+    scale = float(np.abs(wanted).max(initial=0.0, where=np.isfinite(wanted))) or 1.0
+    return ~(np.abs(actual - wanted) <= far * scale)
+
+
+def _filled(actual: ndarray, wanted: ndarray, far: float) -> str:
+    """Find one value, far below all others, in place of some: what masked scores are filled with."""
+    wrong = _wrong(actual, wanted, far)
+    values = np.unique(actual[wrong])
+    if len(values) != 1 or wrong.sum() < ENOUGH or wrong.all() or not values[0] < -10.0 * np.abs(wanted).max():
         return ""
-    jumps = [(second / first, name) for (_, first), (name, second) in itertools.pairwise(known)]
-    largest, where = max(jumps)
-    if largest > 100.0:
-        return f"the error jumps at {where}, {largest:.0e} times what it was before"
-    if tolerance < known[-1][1] < SMALL:
-        return f"the error grows slowly, from {known[0][1]:.0e} to {known[-1][1]:.0e}: rounding rather than a mistake"
-    return ""
+    return f"{int(wrong.sum())} values are {values[0]:g}, and all others are right: as behind a mask"
+
+
+def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
+    """Compare where attention weights [B, H, L, M] are zero."""
+    sums = wanted.sum(-1)
+    if wanted.ndim != 4 or (wanted < 0.0).any() or not np.all((sums == 0.0) | (np.abs(sums - 1.0) < 1e-6)):
+        return
+    forbidden, hidden = (wanted == 0.0) & (actual != 0.0), (wanted > 1e-30) & (actual == 0.0)
+    if forbidden.any():
+        yield f"{int(forbidden.sum())} keys that the mask forbids get weight, up to {actual[forbidden].max():.2g}"
+    if hidden.any():
+        yield f"{int(hidden.sum())} keys that the mask allows get no weight"
+
+
+def _narrow(actual: ndarray, wanted: ndarray) -> Iterator[str]:
+    """Find values that are all of a narrower dtype, where they should not be."""
+    if actual.size < ENOUGH or not np.isfinite(actual).all():
+        return
+    with np.errstate(over="ignore"):
+        for dtype in NARROW:
+            if np.dtype(dtype).itemsize < actual.dtype.itemsize and _is_of(actual, dtype) and not _is_of(wanted, dtype):
+                yield f"every value is a number of {dtype}: it is rounded to {dtype} here"
+                return
+
+
+def _is_of(array: ndarray, dtype: str) -> bool:
+    return bool(np.array_equal(array.astype(dtype).astype(array.dtype), array))
 
 
 def _shape(actual: ndarray, wanted: ndarray) -> str:
@@ -79,7 +125,10 @@ def _shape(actual: ndarray, wanted: ndarray) -> str:
 def _factor(
     actual: ndarray, wanted: ndarray, config: TransformerConfig, weights: Mapping[str, ndarray], far: float
 ) -> Iterator[str]:
-    """Look for a constant factor."""
+    """Find a constant factor."""
+    if not actual.any():
+        yield "everything is zero"
+        return
     large = np.abs(wanted) > 1e-3 * np.abs(wanted).max()
     ratio = float(np.median(actual[large] / wanted[large])) if large.any() else 1.0
     if abs(ratio - 1.0) > far and _close(actual, ratio * wanted, far):
@@ -87,6 +136,7 @@ def _factor(
 
 
 def _known_number(ratio: float, config: TransformerConfig) -> str:
+    """Return which sizes of the model make up a factor; several where they are equal in this model."""
     numbers: dict[str, float] = {
         "sqrt(d_model)": math.sqrt(config.d_model),
         "sqrt(d_k)": math.sqrt(config.d_k),
@@ -96,19 +146,21 @@ def _known_number(ratio: float, config: TransformerConfig) -> str:
         "num_heads": config.num_heads,
         "sqrt(d_model / d_k)": math.sqrt(config.d_model / config.d_k),
     }
-    for words, value in numbers.items():
-        for wording, number in ((words, value), (f"1 / {words}", 1.0 / value), (f"-{words}", -value)):
-            if math.isclose(ratio, number, rel_tol=1e-6) and not math.isclose(number, 1.0):
-                return f", which is {wording}"
-    return ""
+    equal = [
+        wording
+        for words, value in numbers.items()
+        for wording, number in ((words, value), (f"1 / {words}", 1.0 / value), (f"-{words}", -value))
+        if math.isclose(ratio, number, rel_tol=1e-6) and not math.isclose(number, 1.0)
+    ]
+    return f", which is {' or '.join(equal)}" if equal else ""
 
 
 def _offset(
     actual: ndarray, wanted: ndarray, config: TransformerConfig, weights: Mapping[str, ndarray], far: float
 ) -> Iterator[str]:
-    """Look for a vector that is added everywhere, or missing."""
+    """Find a vector that is added everywhere, or missing."""
     difference = actual - wanted
-    if difference.ndim < 2:
+    if difference.ndim < 2 or difference.shape[-1] == difference.size:
         return
     if difference.ndim == 4:  # heads side by side again
         difference = difference.transpose(0, 2, 1, 3).reshape(difference.shape[0], difference.shape[2], -1)
@@ -127,7 +179,7 @@ def _offset(
 def _permuted(
     actual: ndarray, wanted: ndarray, config: TransformerConfig, weights: Mapping[str, ndarray], far: float
 ) -> Iterator[str]:
-    """Look for the right values in the wrong places."""
+    """Find the right values in the wrong places."""
     if actual.ndim == 4 and actual.shape[1] > 1:
         order = _matching(actual, wanted, 1, far)
         if order is not None:
@@ -143,7 +195,7 @@ def _permuted(
             yield f"the positions are in the order {_shortened(order)}"
             return
     if _close(np.sort(actual, axis=None), np.sort(wanted, axis=None), far):
-        yield "the values are right, in other places: axes swapped or reshaped without a transpose"
+        yield "the values are right, in other places: as after a reshape without a transpose"
 
 
 def _matching(actual: ndarray, wanted: ndarray, axis: int, far: float) -> list[int] | None:
@@ -155,42 +207,6 @@ def _matching(actual: ndarray, wanted: ndarray, axis: int, far: float) -> list[i
     if order == sorted(order) or len(set(order)) != len(order) or not _close(mine, theirs[order], far):
         return None
     return order
-
-
-def _rounded(actual: ndarray, wanted: ndarray, wrong: ndarray) -> Iterator[str]:
-    """Look for as many bits as a narrower type has."""
-    error = float(np.linalg.norm(actual - wanted) / np.linalg.norm(wanted)) if wanted.any() else math.inf
-    if wrong.mean() > 0.5 and error < 2.0**-6:
-        bits = round(-math.log2(error)) - 1
-        close = min(BITS, key=lambda known: abs(known - bits))
-        if abs(close - bits) <= 2:
-            yield f"it is right to about {bits} bits: as if computed in {BITS[close]}"
-
-
-def _where(wrong: ndarray) -> Iterator[str]:
-    """Say which sentences, heads and positions."""
-    if wrong.ndim < 3 or wrong.all():
-        return
-    sentences = np.asarray(wrong.any(axis=tuple(range(1, wrong.ndim))))
-    if not sentences.all():
-        yield f"sentences {_listed(sentences)} of {len(sentences)} are wrong, and no others: a mask, if they are padded"
-    if wrong.ndim == 4:
-        heads = np.asarray(wrong.any(axis=(0, 2, 3)))
-        if not heads.all():
-            yield f"heads {_listed(heads)} of {len(heads)} are wrong, and no others"
-    positions = np.asarray(wrong.any(axis=tuple(axis for axis in range(wrong.ndim) if axis != wrong.ndim - 2)))
-    if not positions.all():
-        if not positions[0] and positions[1:].all():
-            yield "only the first position is right: positions, or what a position may see"
-        elif not positions[-1] and positions[:-1].all():
-            yield "only the last position is right: what a position may see of those behind it"
-        else:
-            yield f"positions {_listed(positions)} of {len(positions)} are wrong, and no others"
-
-
-def _places(wrong: ndarray, what: str) -> str:
-    where = "; ".join(_where(wrong))
-    return f"{int(wrong.sum())} of {wrong.size} values are {what}" + (f"; {where}" if where else "")
 
 
 def _close(first: ndarray, second: ndarray, far: float) -> bool:

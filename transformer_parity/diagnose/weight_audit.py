@@ -1,4 +1,4 @@
-"""The weight audit: what became of every weight that a port was given, found out from the outside.
+"""The weight audit: where each weight that a port was given is used, measured from the outside.
 
 Each weight in turn is disturbed, and the port loaded and run again: where its numbers change first is where the weight
 is used. No name or layout inside of the port has to be known.
@@ -14,13 +14,13 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.cases.case import Case
-from transformer_parity.compare.outputs import OUTPUT
+from transformer_parity.compare.outputs import OUTPUT, given
 from transformer_parity.diagnose.blame import distance
 from transformer_parity.diagnose.hypotheses import Hypothesis
 from transformer_parity.mistakes.mistake import Mistake
 from transformer_parity.ports.protocol import LoadedPort, Placement, Port
 
-USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM = (
+USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM, OVERWRITTEN = (
     "used",
     "unused",
     "transposed",
@@ -29,8 +29,9 @@ USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM = (
     "initial",
     "hidden",
     "random",
+    "overwritten",
 )
-WRONG = (RANDOM, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL)
+WRONG = (OVERWRITTEN, RANDOM, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL)
 SAME = 1e-9  # relative: two runs of which one is right
 CHANGED = {"float64": 1e-11, "float32": 1e-5}  # relative: more than rounding
 Weights = Mapping[str, ndarray]
@@ -38,14 +39,14 @@ Weights = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one weight.
+    """Where one weight is used.
 
     Attributes:
-        name: Its canonical name.
+        name: Its canonical name; or what was overwritten, or is random, where that leaves nothing to be measured.
         verdict: ``used`` where it belongs; ``unused``; ``transposed``; ``misplaced``, used somewhere else;
             ``replaced`` by another weight; left at its ``initial`` value; ``random``, another one at every load or
-            call; or ``hidden``: it changes nothing that the port shows, and would not in the reference either, as key
-            biases change no logits.
+            call; ``hidden``: it changes nothing that the port shows, and would not in the reference either, as key
+            biases change no logits; or ``overwritten``: no weight, but an input that the port writes to.
         detail: Where it is used, or what is in its place.
         instead: What is in its place: another weight, ``zero`` or ``one``; its own name if it is transposed.
     """
@@ -60,34 +61,46 @@ class Fate:
         return asdict(self)
 
 
+class _OverwrittenError(Exception):
+    """The port writes to its inputs."""
+
+
 def audit(
     port: Port,
     case: Case,
     placement: Placement,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Fate]:
-    """Return what became of every weight of a port.
+    """Return where every weight of a port is used.
 
     Args:
         port: What to audit.
         case: A full model, and what it is run on.
         placement: In which dtype, and where.
-        progress: Told which weight is disturbed.
+        progress: Receives the weight that is disturbed next.
     """
+    try:
+        return _audit(port, case, placement, progress)
+    except _OverwrittenError as error:
+        return [Fate(str(error), OVERWRITTEN, "forward() writes to its own input; copy the array first")]
+
+
+def _audit(port: Port, case: Case, placement: Placement, progress: Callable[[str], None]) -> list[Fate]:
     weights = dict(case.load_weights())
 
-    def run(given: Weights) -> dict[str, ndarray]:
-        return _shown(port.load(case.config, given, placement), case)
+    def run(changed: Weights) -> dict[str, ndarray]:
+        return _shown(port.load(case.config, changed, placement), case)
 
-    def run_reference(given: Weights) -> dict[str, ndarray]:
+    def run_reference(changed: Weights) -> dict[str, ndarray]:
         """Let the reference go on from what the port has at each tap, so that only one block is compared at a time."""
-        found = _shown(Hypothesis(()).load(case.config, given), case, taps)
+        found = _shown(Hypothesis(()).load(case.config, changed), case, taps)
         return {name: value for name, value in found.items() if name in usual}
 
     loaded = port.load(case.config, weights, placement)
     usual = _shown(loaded, case)
     if first := first_change(usual, _shown(loaded, case), CHANGED[placement.dtype]):
-        return [Fate("two calls", RANDOM, f"differ on the same input, first at {first}: is dropout on?")]
+        found = f"differ on the same input, first at {first}: dropout is on, or something else is random"
+        return [Fate("two calls", RANDOM, found)]
     taps = {name: np.asarray(value, np.float64) for name, value in usual.items() if name != OUTPUT}
     expected = run_reference(weights)
     if first := first_change(usual, run(weights), CHANGED[placement.dtype]):
@@ -96,7 +109,7 @@ def audit(
             for name, weight in weights.items()
             if first_change(expected, run_reference({**weights, name: _disturbed(weight)}), CHANGED["float64"]) == first
         ]
-        found = f"it is another one at every load: nobody gives it, as {first} shows"
+        found = f"it is another one at every load: it is not set from the given weights, as {first} shows"
         return [
             Fate(name, RANDOM, f"{found}{'' if len(reads) == 1 else ' (it, or another that is read there)'}")
             for name in reads
@@ -124,8 +137,10 @@ def first_change(before: Mapping[str, ndarray], after: Mapping[str, ndarray], le
 
 
 def summary(fates: Iterable[Fate]) -> str:
-    """Return one line: how many weights there are, and what is wrong with which."""
+    """Return one line: how many weights there are, and how many of them are wrong in which way."""
     fates = list(fates)
+    if fates and fates[0].verdict == OVERWRITTEN:
+        return f"{fates[0].name} overwritten: no weight can be measured"
     counts = {verdict: sum(fate.verdict == verdict for fate in fates) for verdict in (USED, HIDDEN, *WRONG)}
     words = {HIDDEN: "hidden (they change nothing that is shown)"}
     said = [f"{count} {words.get(verdict, verdict)}" for verdict, count in counts.items() if count]
@@ -133,7 +148,7 @@ def summary(fates: Iterable[Fate]) -> str:
 
 
 def as_mistake(fates: Iterable[Fate]) -> Mistake | None:
-    """Return what is wrong with the weights, as far as it is known what is in their place, as one hypothesis."""
+    """Return what stands in the place of weights, where that was found, as one hypothesis."""
     known = [fate for fate in fates if fate.instead]
     if not known:
         return None
@@ -154,9 +169,23 @@ def as_mistake(fates: Iterable[Fate]) -> Mistake | None:
     return Mistake(f"the weights as the audit found them ({words})", "", convert=convert)
 
 
-def _shown(loaded: LoadedPort, case: Case, given: Weights | None = None) -> dict[str, ndarray]:
-    with np.errstate(all="ignore"):  # what a mistake left may overflow
-        result = loaded.run(case.block, case.inputs, taps=True, given=given)
+def _shown(loaded: LoadedPort, case: Case, taps: Weights | None = None) -> dict[str, ndarray]:
+    """Run on copies of the inputs: NumPy refuses to write to them, and a framework that shares memory may do so.
+
+    Raises:
+        _OverwrittenError: Its message is the name of an input.
+    """
+    inputs = given(case.inputs, "float64")
+    try:
+        with np.errstate(all="ignore"):  # what a mistake left may overflow
+            result = loaded.run(case.block, inputs, taps=True, given=taps)
+    except ValueError as error:
+        if "read-only" not in str(error):
+            raise
+        raise _OverwrittenError(" or ".join(inputs)) from error
+    for name, array in inputs.items():
+        if not np.array_equal(array, case.inputs[name]):
+            raise _OverwrittenError(name)
     return {**result.taps, OUTPUT: result.output}
 
 
@@ -173,7 +202,7 @@ def _fate_in_place(
     expected: Mapping[str, ndarray],
     run_reference: Callable[[Weights], dict[str, ndarray]],
 ) -> Fate:
-    """Judge a weight that is used where it belongs: it may be turned round."""
+    """Return the fate of a weight that is used where it belongs: it may be transposed."""
     weight = weights[name]
     if not tap:
         return Fate(name, HIDDEN, "it changes nothing that is shown")
@@ -192,7 +221,7 @@ def _fate_of_the_unused(
     usual: Mapping[str, ndarray],
     run_reference: Callable[[Weights], dict[str, ndarray]],
 ) -> Fate:
-    """Find out what is in the place of a weight that nothing depends on."""
+    """Find what is in the place of a weight that nothing depends on."""
     for other, instead in _candidates(name, weights):
         if distance(tap, usual, run_reference(instead)) <= SAME:
             verdict = INITIAL if other in ("zero", "one") else REPLACED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -230,16 +231,43 @@ def find(reference: str) -> type[Port]:
             raise ValueError(f"a port must be module:class, or registered as {GROUP}: got {reference!r}; {known}")
         kind = registered[reference].load()
     else:
+        if os.path.basename(module) != module or module.startswith("."):
+            raise ValueError(f"port {reference!r} cannot be imported: {module!r} is a path{_hint(module, name)}")
         if os.getcwd() not in sys.path:  # as with `python -m`
             sys.path.insert(0, os.getcwd())
         try:
-            kind = getattr(importlib.import_module(module), name)
+            imported = importlib.import_module(module)
         except (ImportError, AttributeError) as error:
-            hint = f"; leave out .py: {module.removesuffix('.py')}:{name}" if module.endswith(".py") else ""
-            raise ValueError(f"port {reference!r} cannot be imported: {error}{hint}") from error
+            found = f"{error}{_origin(module.partition('.')[0])}{_hint(module, name)}"
+            raise ValueError(f"port {reference!r} cannot be imported: {found}") from error
+        if not hasattr(imported, name):
+            found = f"module {module!r} has no {name!r}{_origin(module)}"
+            raise ValueError(f"port {reference!r} cannot be imported: {found}")
+        kind = getattr(imported, name)
     if not (isinstance(kind, type) and issubclass(kind, Port)):
         raise ValueError(f"port {reference!r} must be a subclass of transformer_parity.plugin.Port: got {kind!r}")
     return kind
+
+
+def _origin(module: str) -> str:
+    """Return from which file a module was imported; empty if it was not. Another of the same name may stand before."""
+    imported = sys.modules.get(module)
+    if imported is None:
+        return ""
+    place = getattr(imported, "__file__", None) or ", ".join(getattr(imported, "__path__", ["no file"]))
+    return f"; {module!r} was imported from {place}"
+
+
+def _hint(module: str, name: str) -> str:
+    """Return how to write a path as a module; empty where no path was given."""
+    path = module.removesuffix(".py")
+    parts = [part for part in re.split(r"[/\\]", path) if part not in ("", ".")]
+    if path == module and len(parts) == 1:
+        return ""
+    if not all(part.isidentifier() for part in parts) or os.path.isabs(module):
+        folder, file = os.path.split(path)
+        return f"; name a module{f', run in {folder}' if folder else ''}: {file}:{name}"
+    return f"; name a module, with dots and without .py: {'.'.join(parts)}:{name}"
 
 
 def _array(value: Any) -> ndarray:

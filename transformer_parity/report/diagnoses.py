@@ -1,4 +1,4 @@
-"""What an failure_report found, and what became of the weights: printed for people, and as rows for machines."""
+"""Failure reports and weight audits: printed in a terminal, and as rows of plain values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from transformer_parity.cases.case import ACTIVATIONS
+from transformer_parity.diagnose.blame import Blame
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.reproduce import snippet
@@ -22,7 +23,7 @@ SHOWN = 12  # weights
 
 
 def print_audit(console: Console, backend: str, fates: Sequence[Fate]) -> None:
-    """Print what became of the weights of a port, before any number."""
+    """Print how many weights of a port are used where they belong, and which are not."""
     wrong = [fate for fate in fates if fate.verdict in WRONG]
     console.print(Text(f"{backend}, {summary(fates)}", "bold red" if wrong else "bold"))
     for fate in wrong[:SHOWN]:
@@ -32,52 +33,49 @@ def print_audit(console: Console, backend: str, fates: Sequence[Fate]) -> None:
     console.print()
 
 
-def print_failure_report(console: Console, failure_report: FailureReport) -> None:
-    """Print which block is guilty, what the port does, and how to run the block alone."""
-    if failure_report.diagnosis is None:
+def print_failure_report(console: Console, report: FailureReport) -> None:
+    """Print in which block the difference starts, what the port does, and how to run that block alone."""
+    if report.diagnosis is None:
         return
     console.print()
-    if failure_report.blame is not None:
-        print_blame(console, failure_report.blame)
+    if report.blame is not None:
+        print_blame(console, report.blame)
     else:
-        console.print(Text(f"{failure_report.backend} {failure_report.dtype} {failure_report.case}", "bold"))
-    if failure_report.blame is not None and (between := gap(failure_report)):
+        console.print(Text(f"{report.backend} {report.dtype} {report.case}", "bold"))
+    if between := gap(report.blame):
         console.print(between)
-    diagnosis = failure_report.diagnosis
+    diagnosis = report.diagnosis
     console.print(Text("DIAGNOSIS ", "bold") + Text(diagnosis.sentence, STYLES.get(diagnosis.confidence, "default")))
-    said = diagnosis.sentence
-    for words in diagnosis.signatures:
-        if words not in said:
-            console.print(Text(f"          {words}", "dim"))
-    if failure_report.folder is not None:
-        console.print(Text("To run the guilty block alone:", "bold"))
-        console.print(Syntax(snippet(_relative(failure_report.folder)), "python", background_color="default"))
+    for statement in diagnosis.signatures:
+        console.print(Text(f"          {statement}", "dim"))
+    if report.folder is not None:
+        console.print(Text("To run this block alone:", "bold"))
+        console.print(Syntax(snippet(_relative(report.folder)), "python", background_color="default"))
 
 
-def gap(failure_report: FailureReport) -> str:
-    """Say between which two places a mistake is, where the port shows so few taps that it may be in a hidden one."""
-    blame = failure_report.blame
+def gap(blame: Blame | None) -> str:
+    """Return between which two taps a difference starts, where the port shows so few that others lie between them."""
     if blame is None or not blame.introduced or blame.stage != ACTIVATIONS or blame.replayed == "nothing":
         return ""
     names = [mark.name for mark in blame.marks]
-    guilty = blame.introduced[0]
-    parts = guilty.split(".")
+    first = blame.introduced[0]
+    parts = first.split(".")
     siblings = [name for name in names if name.split(".")[:4] == parts[:4]]
-    if len(siblings) > 1 or len(parts) < 4 or guilty.endswith("_norm.output"):
+    if len(siblings) > 1 or len(parts) < 4 or first.endswith("_norm.output"):
         return ""
-    before = names[names.index(guilty) - 1] if names.index(guilty) else "the input"
-    return f"It lies between {before} and {guilty}: show more taps in between to narrow it down."
+    before = names[names.index(first) - 1] if names.index(first) else "the input"
+    return f"It lies between {before} and {first}: show more taps in between to narrow it down."
 
 
-def to_row(failure_report: FailureReport) -> dict[str, Any]:
-    """Return the diagnosis of an failure_report as plain values."""
-    found = failure_report.diagnosis.to_dict() if failure_report.diagnosis else {}
+def to_row(report: FailureReport) -> dict[str, Any]:
+    """Return the diagnosis of a failure report as plain values."""
+    found = report.diagnosis.to_dict() if report.diagnosis else {}
     return {
-        "backend": failure_report.backend,
-        "dtype": failure_report.dtype,
-        "case": failure_report.case,
-        "stage": failure_report.stage,
-        "folder": None if failure_report.folder is None else str(_relative(failure_report.folder)),
+        "backend": report.backend,
+        "dtype": report.dtype,
+        "case": report.case,
+        "stage": report.stage,
+        "folder": None if report.folder is None else str(_relative(report.folder)),
         **found,
     }
 

@@ -1,4 +1,4 @@
-"""The blocks of a model as a tree, with a mark at those that introduced a difference."""
+"""The blocks of a model as a tree, with a mark at those that introduce a difference."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def nodes(marks: Iterable[Mark]) -> list[Node]:
 
 
 def role(name: str) -> str:
-    """Return what a tensor is to its layer: the same in every layer, and in each kind of attention and norm."""
+    """Return the role of a tensor in its layer: the same in every layer, and in each kind of attention and norm."""
     path = name.split(".")
     if path[1:2] == ["layers"]:
         path = path[3:]
@@ -82,12 +82,12 @@ def first_places(marks: Iterable[Mark]) -> dict[str, int]:
 
 
 def print_blame(console: Console, blame: Blame, diagnosis: Diagnosis | None = None) -> None:
-    """Print the tree of a model's blocks: what is fine is one line, what introduced a difference is spelled out.
+    """Print the tree of a model's blocks: what is fine is one line, what introduces a difference is spelled out.
 
     Args:
-        console: Where to.
-        blame: Who is to blame.
-        diagnosis: What the difference looks like, if that is known.
+        console: Where to print.
+        blame: Where the differences start.
+        diagnosis: What they amount to, if that is known.
     """
     title = Text(f"{blame.backend} {blame.dtype} {blame.case}", "bold")
     if diagnosis is not None:
@@ -108,7 +108,7 @@ def print_blame(console: Console, blame: Blame, diagnosis: Diagnosis | None = No
 
 
 def _shortened(node: Node) -> Node:
-    """Take a part of one part, such as a norm and its output, together."""
+    """Join a part with its only part, such as a norm with its output."""
     node.parts = [_shortened(part) for part in node.parts]
     if len(node.parts) == 1 and node.parts[0].mark is not None:
         return Node(f"{node.name}.{node.parts[0].name}", node.parts[0].mark)
@@ -184,8 +184,8 @@ def _folded(alike: Sequence[Node]) -> Text:
         return Text(
             f"{name}  inherited, {counts[INHERITED]} of {len(marks)}, error up to {worst:.1e}", STYLES[INHERITED]
         )
-    guilty = dict.fromkeys(".".join(mark.name.split(".")[3:]) for mark in marks if mark.verdict == INTRODUCED)
-    what = ", ".join(list(guilty)[:2]) + (f" and {len(guilty) - 2} more" if len(guilty) > 2 else "")
+    starts = dict.fromkeys(".".join(mark.name.split(".")[3:]) for mark in marks if mark.verdict == INTRODUCED)
+    what = ", ".join(list(starts)[:2]) + (f" and {len(starts) - 2} more" if len(starts) > 2 else "")
     line = Text(f"{name}  {counts[INHERITED]} of {len(marks)} inherited  ", STYLES[INHERITED])
     return line + Text(f"<- introduced here too: {what}", STYLES[INTRODUCED])
 
