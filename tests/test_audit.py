@@ -104,7 +104,10 @@ def test_without_taps_a_key_bias_stays_hidden_and_what_is_unused_is_found():
     hidden = {name for name, fate in found.items() if fate.verdict == HIDDEN}
     assert hidden == {name for name in found if name.endswith("key_proj.bias")} != set()
     lost = "encoder.layers.1.feed_forward.output_proj.kernel"
-    assert (found[lost].verdict, found[lost].detail) == (UNUSED, "it should act first at output")
+    assert (found[lost].verdict, found[lost].detail) == (
+        UNUSED,
+        "a change of it changes nothing; it should act first at output",
+    )
     assert {fate.verdict for name, fate in found.items() if name not in {lost, *hidden}} == {USED}
     words = summary(found.values())
     assert (
