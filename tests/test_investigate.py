@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import reference_numpy
 from transformer_parity.cases.case import tiny
-from transformer_parity.cases.standard import gradient_case, model_cases, port_cases, port_config, standard_cases
+from transformer_parity.cases.standard import gradient_case, model_cases, port_config, standard_cases
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
@@ -28,7 +28,8 @@ from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Subje
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
 from transformer_parity.diagnose.hypotheses import Hypothesis, content, hypotheses
 from transformer_parity.diagnose.investigate import Investigation
-from transformer_parity.mistakes.catalogue import FORWARD, SEARCH, TRAINING
+from transformer_parity.mistakes import edited_package, forward, search
+from transformer_parity.mistakes.catalogue import TRAINING
 from transformer_parity.mistakes.mistake import Mistake, instead, together
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
@@ -36,7 +37,7 @@ from transformer_parity.ports.user import PluginPort, Port
 
 CASE = next(case for case in standard_cases() if case.name == "full/padded")
 GRADIENTS = gradient_case("paper_base")
-ALL = [mistake for part in (*FORWARD.values(), *TRAINING.values()) for mistake in part]
+ALL = [mistake for part in (*forward.CATALOGUE.values(), *TRAINING.values()) for mistake in part]
 SCALE, NORM = "encoder.layers.0.self_attention.scores", "encoder.layers.0.self_attention_norm.output"
 
 
@@ -62,9 +63,18 @@ class Only:
         return getattr(self.loaded, name)
 
 
-def plant(mistake, case=CASE, dtype="float64"):
-    """Plant a mistake in the reference and load it for a case."""
-    return planted(mistake, "numpy").load(case.config, case.load_weights(), Placement(dtype))
+@pytest.fixture
+def plant(tmp_path):
+    """Return a function that plants a mistake in the reference and loads it for a case."""
+    with ExitStack() as stack:
+
+        def load(mistake, case=CASE, dtype="float64"):
+            folder = tmp_path / "planted"
+            folder.mkdir()
+            port = stack.enter_context(planted(mistake, "numpy", folder))
+            return port.load(case.config, case.load_weights(), Placement(dtype))
+
+        yield load
 
 
 def blamed(case, loaded, dtype="float64"):
@@ -72,7 +82,7 @@ def blamed(case, loaded, dtype="float64"):
 
 
 @pytest.mark.parametrize(("goes_on", "replayed"), [(True, "port"), (False, "reference")])
-def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(goes_on, replayed):
+def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(plant, goes_on, replayed):
     found = blamed(CASE, Only(plant(named("scores over d_k")), goes_on=goes_on)).blame
     assert found.replayed == replayed
     assert len(found.introduced) == 6
@@ -84,25 +94,25 @@ def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(goes_on,
     assert marks["encoder.layers.1.self_attention.scores"].verdict == INTRODUCED
 
 
-def test_of_two_mistakes_both_are_introduced():
+def test_of_two_mistakes_both_are_introduced(plant):
     both = together(named("scores over d_k").edits, named("unbiased variance").edits)
     introduced = blamed(CASE, plant(Mistake("both", "", both))).blame.introduced
     assert {name.rpartition(".")[2] for name in introduced} == {"scores", "output"}
     assert {SCALE, NORM} <= set(introduced)
 
 
-def test_blocks_between_two_taps_are_blamed_together():
+def test_blocks_between_two_taps_are_blamed_together(plant):
     shown = ("encoder.layers.0.output", "encoder.layers.1.output", "encoder.output", "decoder.output")
-    found = blamed(CASE, Only(plant(named("a final norm that the config does not have")), shown)).blame
+    found = blamed(CASE, Only(plant(named("a final norm nobody asked for")), shown)).blame
     assert found.introduced == ["encoder.output"]
 
 
-def test_without_taps_the_whole_model_is_to_blame():
+def test_without_taps_the_whole_model_is_to_blame(plant):
     found = blamed(CASE, Only(plant(named("scores over d_k")), ())).blame
     assert (found.replayed, found.introduced) == ("nothing", ["output"])
 
 
-def test_nan_is_introduced_where_it_starts_and_inherited_behind():
+def test_nan_is_introduced_where_it_starts_and_inherited_behind(plant):
     nan = Mistake(
         "nan",
         "",
@@ -119,15 +129,15 @@ def test_nan_is_introduced_where_it_starts_and_inherited_behind():
     assert all(mark.verdict == INHERITED for mark in found.marks[-3:])
 
 
-def test_lost_precision_is_blamed_in_float32():
+def test_lost_precision_is_blamed_in_float32(plant):
     rounded = instead("attention", "weights @ value", "(weights.astype(np.float16) @ value).astype(value.dtype)")
     found = blamed(CASE, plant(Mistake("half", "", rounded), dtype="float32"), "float32").blame
     assert {name.rpartition(".")[2] for name in found.introduced} == {"context"}
 
 
-def test_gradients_are_blamed_backwards():
+def test_gradients_are_blamed_backwards(plant):
     assert blamed(GRADIENTS, numpy(GRADIENTS)).blame.introduced == []
-    loaded = plant(named("softmax passes its gradient through unchanged"), GRADIENTS)
+    loaded = plant(named("softmax hands its gradient straight through"), GRADIENTS)
     found = blamed(GRADIENTS, loaded).blame
     assert found.replayed == "reference"
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
@@ -135,7 +145,7 @@ def test_gradients_are_blamed_backwards():
     assert any(mark.verdict == INHERITED for mark in found.marks)
 
 
-def test_what_was_written_down_is_blamed_likewise():
+def test_what_was_written_down_is_blamed_likewise(plant):
     loaded = plant(named("scores over d_k"))
     actual = tensors(loaded, CASE)
     assert blame_files(CASE, actual, numpy(), "it").blame.introduced == blamed(CASE, loaded).blame.introduced
@@ -151,7 +161,7 @@ def test_distance_minds_shapes_and_what_is_not_finite():
 @pytest.mark.parametrize(
     "name", ["scores over d_k", "no causal mask", "epsilon outside the root", "one layer many times", "W_o transposed"]
 )
-def test_a_known_mistake_is_named(name):
+def test_a_known_mistake_is_named(plant, name):
     mistake = named(name)
     case = next(case for case in standard_cases() if case.name == mistake.case)
     found = diagnose(case, tensors(plant(mistake, case), case), "it")
@@ -190,14 +200,14 @@ def test_a_convention_is_named():
     )
 
 
-def test_two_mistakes_are_named_together():
+def test_two_mistakes_are_named_together(plant):
     both = together(named("scores over d_k").edits, named("epsilon outside the root").edits)
     found = diagnose(CASE, tensors(plant(Mistake("both", "", both)), CASE), "it")
     assert found.confidence == EXACT
     assert found.hypotheses == ("scores over d_k and epsilon outside the root",)
 
 
-def test_what_nobody_knows_is_unknown_or_looks_like_something():
+def test_what_nobody_knows_is_unknown_or_looks_like_something(plant):
     odd = Mistake("odd", "", instead("attention", "1.0 / math.sqrt(d_k)", "1.0 / (math.sqrt(d_k) + 0.3)"))
     loaded = plant(odd)
     assert diagnose(CASE, tensors(loaded, CASE), "it").confidence == UNKNOWN
@@ -236,12 +246,14 @@ def test_every_hypothesis_is_something_else_than_what_is_asked_for():
 def test_a_hypothesis_leaves_the_reference_alone():
     before = tensors(numpy(), CASE)
     loaded = Hypothesis((named("scores over d_k"),)).load(CASE.config, CASE.load_weights())
-    assert loaded.package.__name__.startswith("reference_numpy_edited_")
+    assert loaded.package.__name__.startswith("hypothetical_reference_")
     assert not np.array_equal(tensors(loaded, CASE)[SCALE], before[SCALE])
     assert np.array_equal(tensors(numpy(), CASE)[SCALE], before[SCALE])
+    with pytest.raises(ValueError, match="must hold 'no such line' once: found 0 times"):
+        edited_package.variant((("attention", "no such line", ""),))
 
 
-def test_the_first_wrong_block_can_be_run_alone(tmp_path, monkeypatch):
+def test_the_first_wrong_block_can_be_run_alone(plant, tmp_path, monkeypatch):
     loaded = plant(named("scores over d_k"))
     evidence = blamed(CASE, loaded)
     folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "failures")
@@ -263,8 +275,8 @@ def test_the_first_wrong_block_can_be_run_alone(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "failures").iterdir()] == [folder.name]
 
 
-def test_a_wrong_gradient_is_saved_with_what_it_comes_from(tmp_path):
-    evidence = blamed(GRADIENTS, plant(named("softmax passes its gradient through unchanged"), GRADIENTS))
+def test_a_wrong_gradient_is_saved_with_what_it_comes_from(plant, tmp_path):
+    evidence = blamed(GRADIENTS, plant(named("softmax hands its gradient straight through"), GRADIENTS))
     folder = reproduce.save(evidence, GRADIENTS, "numpy", Path(tmp_path))
     parent = "decoder.layers.1.cross_attention"
     read = {name for name in load_file(folder / "block.safetensors") if name.startswith("inputs/")}
@@ -320,20 +332,20 @@ class GoesOnOnce(Wrapped):
 
 def test_what_a_port_does_to_an_array_does_not_change_what_was_seen():
     port = PluginPort(f"{__name__}:InPlace")
-    findings = list(compare(port_cases(port)[:2], port, Setting(("float64", "float32"))))
+    findings = list(compare(model_cases(port_config(port))[:2], port, Setting(("float64", "float32"))))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
 
 
 def test_a_port_that_goes_on_at_some_taps_only_is_not_run_on_wrong_inputs():
     port = PluginPort(f"{__name__}:GoesOnOnce")
-    case = port_cases(port)[0]
+    case = model_cases(port_config(port))[0]
     loaded = port.load(case.config, case.load_weights(), Placement("float64"))
     found = blamed(case, loaded).blame
     assert found.replayed == "reference"
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
 
 
-def test_a_hypothesis_has_to_hold_in_every_case():
+def test_a_hypothesis_has_to_hold_in_every_case(plant):
     one, two = model_cases(tiny(d_v=8))[:2]
     other = replace(one, config=one.config.replace(position_offset=1))
     actual = tensors(numpy(other), one)
@@ -344,7 +356,7 @@ def test_a_hypothesis_has_to_hold_in_every_case():
 
 def test_the_cases_for_ports_has_hypotheses_that_end_and_a_penalty_that_matters():
     cases = [case for case in model_cases(tiny(d_v=8)) if case.stage == "decode"]
-    known = {mistake.name: mistake for mistake in SEARCH}
+    known = {mistake.name: mistake for mistake in search.CATALOGUE}
     for name in (
         "goes on after the end symbol",
         "no length penalty",
@@ -358,7 +370,7 @@ def test_the_cases_for_ports_has_hypotheses_that_end_and_a_penalty_that_matters(
         assert max(seen) > 0.0, name
 
 
-def test_a_hypothesis_is_compared_at_what_the_port_shows():
+def test_a_hypothesis_is_compared_at_what_the_port_shows(plant):
     one, two = (case for case in model_cases(tiny(d_v=8)) if case.name in ("full/padded", "full/one_token"))
     shown = tensors(plant(named("scores over d_k"), one), one)
     few = {name: value for name, value in shown.items() if name in ("encoder.output", "logits", "output")}
@@ -368,7 +380,7 @@ def test_a_hypothesis_is_compared_at_what_the_port_shows():
         assert "scores over d_k" in found.sentence
 
 
-def test_a_likely_name_stays_before_what_the_error_is_like():
+def test_a_likely_name_stays_before_what_the_error_is_like(plant):
     one, two = model_cases(tiny(d_v=8))[:2]
     loaded = plant(named("scores over d_k"), one)
 

@@ -226,7 +226,7 @@ def _fate_of_the_unused(
         if distance(tap, usual, run_reference(instead)) <= SAME:
             verdict = INITIAL if other in ("zero", "one") else REPLACED
             return Fate(name, verdict, f"in its place is {other}", other)
-    return Fate(name, UNUSED, f"it should act first at {tap}")
+    return Fate(name, UNUSED, f"a change of it changes nothing; it should act first at {tap}")
 
 
 def _candidates(name: str, weights: Weights) -> Iterator[tuple[str, Weights]]:
