@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import reference_numpy
-from transformer_parity.cases.standard import port_config, standard_cases
+from transformer_parity.cases.standard import port_cases, port_config, standard_cases
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.diagnose.weight_audit import (
     HIDDEN,
