@@ -67,8 +67,7 @@ def run_one(options: argparse.Namespace, task: str) -> int:
         against = next((entry for entry in timed if entry.name == setting.against), fastest(timed))
         return draw_times(works[0].title, works[0].details, timed, against, place)
 
-    scale = (axis, values) if axis else None
-    _write_numbers(options, {"task": task, "rounds": setting.rounds, "scale": scale, **timing.to_dict()})
+    _write_numbers(options, {"task": task, "rounds": setting.rounds, "scale": axis, **timing.to_dict()})
     if any(entry.is_timed for entry in timing.entries):
         _write_picture(options, draw)
     return timing.exit_code

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib.resources import files
 from pathlib import Path
 
-from transformer_parity.compare.verdict import EXIT_CODES, FAILED
+from transformer_parity.system.errors import UsageError, refusals
+from transformer_parity.system.files import write_text
 
 FRAMEWORKS = ("torch", "jax", "tf", "other")
 NAME = "my_port"  # of the templates' module, as it stands in them
@@ -26,7 +26,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "init-port",
-        help="write a port of your own, to start from",
         description="Write a port that runs and agrees, around a stand-in: replace it by your own model, method by "
         "method, and compare after each.",
         epilog=EXAMPLES,
@@ -43,15 +42,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the file and return the exit code."""
     path: Path = options.out
-    try:
-        if path.suffix != ".py" or not path.stem.isidentifier():
-            raise ValueError(f"--out must be a module that Python can import, such as {NAME}.py: got {path.name}")
-        with path.open("w" if options.force else "x", encoding="utf-8") as file:
-            file.write(skeleton(options.framework, path.stem))
-    except FileExistsError:
-        return _refuse(f"{path} exists: choose another name with --out, or write over it with --force")
-    except (OSError, ValueError) as error:
-        return _refuse(str(error))
+    if path.suffix != ".py" or not path.stem.isidentifier():
+        raise UsageError(f"--out must be a module that Python can import, such as {NAME}.py: got {path.name}")
+    if path.exists() and not options.force:
+        raise UsageError(f"{path} exists: choose another name with --out, or write over it with --force")
+    with refusals(OSError):
+        write_text(path, skeleton(options.framework, path.stem))
     print(f"Wrote {path}. It agrees as it stands; compare it with")
     if path.parent.resolve() != Path.cwd():  # where `module:class` is looked for
         print(f"  cd {path.parent}")
@@ -64,8 +60,3 @@ def skeleton(framework: str, module: str) -> str:
     """Return the source of a port, as a module of some name."""
     template = files("transformer_parity.ports.templates").joinpath(f"{framework}_port.py")
     return template.read_text("utf-8").replace(NAME, module)
-
-
-def _refuse(problem: str) -> int:
-    print(f"parity init-port: error: {problem}", file=sys.stderr)
-    return EXIT_CODES[FAILED]
