@@ -22,18 +22,18 @@ DATA = {"data", "ports/templates", "report/templates"}  # read or copied, not im
 MOST_LINES, MOST_FILES, MOST_PARAMETERS = 350, 10, 6
 # Files that are too long today; each may only shrink.
 LONG_FILES = {
-    "bench/participants.py": 372,
-    "bench/workload.py": 364,
     "compare/near_ties.py": 353,
-    "golden/format.py": 418,
+    "golden/format.py": 417,
     "mistakes/forward.py": 435,  # data: one entry for each mistake
     "mistakes/structure.py": 352,  # data
     "mistakes/training.py": 398,  # data
 }
-LARGE_FOLDERS = {"cli": 14}  # one file for each command, or for two that belong together
+LARGE_FOLDERS = {
+    "bench": 11,  # import_clock is a file of its own: a fresh process runs it without importing anything else
+    "cli": 14,  # one file for each command, or for two that belong together
+}
 LONG_SIGNATURES = {
     "bench/peers/keras_hub.py: step": "the tensors of one decoding step, as tf.while_loop passes them",
-    "check/processes.py: run_all": "not divided yet",
     "diagnose/blame.py: blame": "not divided yet",
     "diagnose/blame.py: _forward": "not divided yet",
     "diagnose/blame.py: _replay_reference": "not divided yet",
@@ -127,9 +127,8 @@ def test_parameters_are_counted():
 
 @pytest.mark.parametrize("name", ORDER)
 def test_a_sub_package_has_few_files_and_one_sentence(name):
-    assert len([path for path in (PACKAGE / name).glob("*.py") if path.stem != "__init__"]) <= LARGE_FOLDERS.get(
-        name, MOST_FILES
-    )
+    modules = [path.stem for path in (PACKAGE / name).glob("*.py") if path.stem != "__init__"]
+    assert len(modules) <= LARGE_FOLDERS.get(name, MOST_FILES), sorted(modules)
     tree = ast.parse((PACKAGE / name / "__init__.py").read_text("utf-8"))
     sentence = ast.get_docstring(tree)
     assert sentence.endswith(".")
