@@ -1,0 +1,157 @@
+"""The command `parity` itself: its list of commands, what it imports, how it ends, and its progress display."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transformer_parity.cli import info
+from transformer_parity.cli.main import COMMANDS, main
+from transformer_parity.cli.progress import Progress
+from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.system.errors import UsageError, refusals
+from transformer_parity.system.files import check_writable, replacing, write_json, write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("numpy", "rich", "matplotlib", "jinja2", "PIL", "sentencepiece", "torch", "jax", "tensorflow")
+
+
+def test_alone_it_lists_the_commands(capsys):
+    assert main([]) == 0
+    alone = capsys.readouterr().out
+    with pytest.raises(SystemExit) as leaving:
+        main(["--help"])
+    assert leaving.value.code == 0
+    assert capsys.readouterr().out == alone
+    words = " ".join(alone.split())
+    for name, (_, _, line) in COMMANDS.items():
+        assert f" {name} {line}" in words
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"]])
+def test_nothing_heavy_is_imported_before_a_command_is_chosen(arguments):
+    script = f"""
+import sys
+from transformer_parity.cli.main import main
+try:
+    main({arguments})
+finally:
+    print(sorted(set({HEAVY}) & set(sys.modules)))
+    print([name for name in sys.modules if name.startswith("transformer_parity.cli.")])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[-2:] == ["[]", "['transformer_parity.cli.main']"]
+
+
+def test_only_the_module_of_a_command_is_imported():
+    script = "import sys; from transformer_parity.cli.main import make_parser; make_parser('info');"
+    script += "print([name for name in sys.modules if name.startswith('transformer_parity.cli.')])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert not any(f".{name}'" in done.stdout for name in ("check", "train", "bench", "show"))
+    assert ".info'" in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main([name, "--help"])
+    assert leaving.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: parity {name} ")
+
+
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["chekc"])
+    assert leaving.value.code == 3
+    assert "parity: error: argument COMMAND: invalid choice: 'chekc' (choose from" in capsys.readouterr().err
+
+
+def test_an_old_option_name_is_taken_with_a_note(capsys):
+    assert main(["check", "--rung=decode", "--backends", "numpy"]) == 3
+    note, error = capsys.readouterr().err.splitlines()
+    assert note == "parity: --rung is now called --stage; the old name goes with the next release"
+    assert error == "parity check: error: numpy is the reference: name at least one port to compare with it"
+
+
+def test_a_usage_error_is_one_line_and_an_error_of_the_program_a_traceback(capsys, monkeypatch):
+    def raising(error):
+        def describe(*given):
+            raise error
+
+        monkeypatch.setattr(info, "describe_backend", describe)
+        assert main(["info"]) == 3
+        return capsys.readouterr().err
+
+    assert raising(UsageError("x must be 1: got 2")) == "parity info: error: x must be 1: got 2\n"
+    for error in (ValueError("x"), TypeError("x"), KeyError("x")):
+        assert raising(error).startswith("Traceback (most recent call last):")
+    assert raising(KeyboardInterrupt()) == "parity: interrupted\n"
+
+
+def test_only_what_is_named_is_a_refusal():
+    with pytest.raises(UsageError, match="no such file"), refusals(OSError, ValueError):
+        raise FileNotFoundError("no such file")
+    with pytest.raises(TypeError), refusals(OSError, ValueError):
+        raise TypeError
+    with pytest.raises(BrokenPipeError), refusals(OSError):  # the reader has left: no error of the input
+        raise BrokenPipeError
+
+
+def test_what_frameworks_print_is_no_reason_of_a_usage_error(capfd):
+    with pytest.raises(UsageError), quiet_frameworks():  # noqa: PT012  the block is what is tested
+        sys.__stderr__.write("oneDNN is on\n")
+        raise UsageError("x")
+    assert "oneDNN" not in capfd.readouterr().err
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    assert path.read_text("utf-8") == '{\n "a": 1\n}\n'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"a": float("nan")})
+    with pytest.raises(KeyError), replacing(path) as temporary:  # noqa: PT012  the block is what is tested
+        temporary.write_text("half")
+        raise KeyError
+    assert path.read_text("utf-8") == '{\n "a": 1\n}\n'
+    write_text(path, "ä")
+    assert path.read_bytes() == "ä".encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+    check_writable(None)
+    check_writable(tmp_path / "a")
+    with pytest.raises(UsageError, match="is a folder"):
+        check_writable(tmp_path)
+    with pytest.raises(UsageError, match="there is no folder"):
+        check_writable(tmp_path / "none" / "a")
+
+
+def test_progress_shows_no_bars_where_there_is_no_terminal(capsys):
+    file = io.StringIO()
+    with Progress(["torch", "jax"], 2, file) as progress:
+        for _ in range(2):
+            progress.update("torch", "loading", advance=1)
+            progress.log("torch: loading")
+        progress.say("a line that is [not] markup")
+    assert file.getvalue() == "a line that is [not] markup\n"
+    assert capsys.readouterr().err == "torch: loading\n"  # once
+
+
+def test_progress_shows_one_bar_for_each_name_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    file = io.StringIO()
+    with Progress(["mine:Port", "jax"], None, file) as progress:
+        progress.update("mine:Port", "full/[padded]", total=7, completed=3)
+        progress.log("not here")
+    for text in ("Port", "jax", "3/7", "0/?", "full/[padded]"):
+        assert text in file.getvalue()
+    assert "mine:" not in file.getvalue()
+    assert capsys.readouterr().err == ""
