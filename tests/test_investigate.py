@@ -6,6 +6,8 @@ import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from safetensors.numpy import load_file
 
 import reference_numpy
 from transformer_parity.cases.case import tiny
-from transformer_parity.cases.standard import gradient_case, model_cases, standard_cases
+from transformer_parity.cases.standard import gradient_case, model_cases, port_cases, standard_cases
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
@@ -27,7 +29,7 @@ from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagno
 from transformer_parity.diagnose.hypotheses import Hypothesis, content, hypotheses
 from transformer_parity.diagnose.investigate import investigate
 from transformer_parity.mistakes import edited_package
-from transformer_parity.mistakes.catalogue import FORWARD, SEARCH, TRAINING
+from transformer_parity.mistakes.catalogue import EVERYWHERE, FORWARD, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.mistakes.mistake import Mistake, instead, together
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
@@ -35,6 +37,7 @@ from transformer_parity.ports.user import PluginPort, Port
 
 CASE = next(case for case in standard_cases() if case.name == "full/padded")
 GRADIENTS = gradient_case("paper_base")
+CLIPPED = "clipping", "accumulation"
 ALL = [mistake for part in (*FORWARD.values(), *TRAINING.values()) for mistake in part]
 SCALE, NORM = "encoder.layers.0.self_attention.scores", "encoder.layers.0.self_attention_norm.output"
 
@@ -167,6 +170,17 @@ def test_a_known_mistake_is_named(plant, name):
     assert (found.confidence, found.hypotheses) == (EXACT, (name,))
     assert found.error < 1e-12 < 1e-6 < found.next_error
     assert found.sentence.startswith(f"it behaves exactly like the reference with {name} (error ")
+
+
+@pytest.mark.parametrize("shown", ["logits", "taps"])
+@pytest.mark.parametrize("mistake", EVERYWHERE, ids=lambda mistake: mistake.name)
+def test_a_mistake_in_every_sub_layer_is_named_with_taps_and_without(mistake, shown):
+    case = next(case for case in standard_cases() if case.name == mistake.case)
+    seen = tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
+    found = diagnose(case, seen if shown == "taps" else {"output": seen["output"]}, "it")
+    assert found.confidence == EXACT
+    assert mistake.name in found.hypotheses
+    assert shown == "logits" or found.hypotheses == (mistake.name,)
 
 
 @pytest.mark.parametrize(
@@ -350,17 +364,32 @@ def test_a_hypothesis_has_to_hold_in_every_case(plant):
     assert diagnose(one, actual, "it", others=[(two, there)]).confidence == EXACT
 
 
-def test_the_cases_for_ports_has_hypotheses_that_end_and_a_penalty_that_matters():
-    cases = [case for case in model_cases(tiny(d_v=8)) if case.stage == "decode"]
-    known = {mistake.name: mistake for mistake in SEARCH}
-    for name in (
-        "goes on after the end symbol",
-        "no length penalty",
-        "ended hypotheses go on",
-        "the cache is not reordered",
-    ):
-        seen = []
+PORT = cast(PluginPort, SimpleNamespace(config=lambda: tiny(d_v=8)))
+# Padding is never said, so that the past holds some only where sentences start with it; and scores are not asked for.
+UNSEEN = ["padding in the past is seen", "a start symbol that is padding is hidden", "scores what comes after the end"]
+
+
+def test_the_cases_for_ports_show_how_a_port_searches():
+    cases = [case for case in port_cases(PORT) if case.stage == "decode"]
+    right = {case.name: tensors(numpy(case), case) for case in cases}
+    unseen = []
+    for mistake in SEARCH:
         for case in cases:
-            loaded = Hypothesis((known[name],)).load(case.config, case.load_weights())
-            seen.append(distance("tokens", tensors(loaded, case), tensors(numpy(case), case)))
-        assert max(seen) > 0.0, name
+            seen = tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
+            if distance("tokens", seen, right[case.name]) > 0.0:
+                break
+        else:
+            unseen.append(mistake.name)
+    assert unseen == UNSEEN
+
+
+@pytest.mark.parametrize("name", ["ids in int16", *(mistake.name for part in CLIPPED for mistake in TRAINING[part])])
+def test_the_cases_for_ports_have_large_ids_clipping_and_slices(name):
+    cases = {case.name: case for case in port_cases(PORT)}
+    case = cases["full/large_vocabulary" if name == "ids in int16" else "steps/port_clipped"]
+    known = {mistake.name: mistake for part in (STRUCTURE, TRAINING) for each in part.values() for mistake in each}
+    wrong, right = (
+        tensors(Hypothesis((known[name],)).load(case.config, case.load_weights()), case),
+        tensors(numpy(case), case),
+    )
+    assert max(distance(tensor, wrong, right) for tensor in right) > 1e-9

@@ -564,5 +564,6 @@ EVERYWHERE = [
                 ),
             ]
         },
+        case="full/deeper_decoder",
     ),
 ]
