@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +28,7 @@ from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Subje
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
 from transformer_parity.diagnose.hypotheses import Hypothesis, content, hypotheses
 from transformer_parity.diagnose.investigate import Investigation
-from transformer_parity.mistakes import edited_package, forward, search
-from transformer_parity.mistakes.catalogue import TRAINING
+from transformer_parity.mistakes.catalogue import FORWARD, TRAINING
 from transformer_parity.mistakes.mistake import Mistake, instead, together
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
@@ -37,7 +36,7 @@ from transformer_parity.ports.user import PluginPort, Port
 
 CASE = next(case for case in standard_cases() if case.name == "full/padded")
 GRADIENTS = gradient_case("paper_base")
-ALL = [mistake for part in (*forward.CATALOGUE.values(), *TRAINING.values()) for mistake in part]
+ALL = [mistake for part in (*FORWARD.values(), *TRAINING.values()) for mistake in part]
 SCALE, NORM = "encoder.layers.0.self_attention.scores", "encoder.layers.0.self_attention_norm.output"
 
 
@@ -63,18 +62,9 @@ class Only:
         return getattr(self.loaded, name)
 
 
-@pytest.fixture
-def plant(tmp_path):
-    """Return a function that plants a mistake in the reference and loads it for a case."""
-    with ExitStack() as stack:
-
-        def load(mistake, case=CASE, dtype="float64"):
-            folder = tmp_path / "planted"
-            folder.mkdir()
-            port = stack.enter_context(planted(mistake, "numpy", folder))
-            return port.load(case.config, case.load_weights(), Placement(dtype))
-
-        yield load
+def plant(mistake, case=CASE, dtype="float64"):
+    """Plant a mistake in the reference and load it for a case."""
+    return planted(mistake, "numpy").load(case.config, case.load_weights(), Placement(dtype))
 
 
 def blamed(case, loaded, dtype="float64"):
@@ -82,7 +72,7 @@ def blamed(case, loaded, dtype="float64"):
 
 
 @pytest.mark.parametrize(("goes_on", "replayed"), [(True, "port"), (False, "reference")])
-def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(plant, goes_on, replayed):
+def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(goes_on, replayed):
     found = blamed(CASE, Only(plant(named("scores over d_k")), goes_on=goes_on)).blame
     assert found.replayed == replayed
     assert len(found.introduced) == 6
@@ -94,25 +84,25 @@ def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(plant, g
     assert marks["encoder.layers.1.self_attention.scores"].verdict == INTRODUCED
 
 
-def test_of_two_mistakes_both_are_introduced(plant):
+def test_of_two_mistakes_both_are_introduced():
     both = together(named("scores over d_k").edits, named("unbiased variance").edits)
     introduced = blamed(CASE, plant(Mistake("both", "", both))).blame.introduced
     assert {name.rpartition(".")[2] for name in introduced} == {"scores", "output"}
     assert {SCALE, NORM} <= set(introduced)
 
 
-def test_blocks_between_two_taps_are_blamed_together(plant):
+def test_blocks_between_two_taps_are_blamed_together():
     shown = ("encoder.layers.0.output", "encoder.layers.1.output", "encoder.output", "decoder.output")
-    found = blamed(CASE, Only(plant(named("a final norm nobody asked for")), shown)).blame
+    found = blamed(CASE, Only(plant(named("a final norm that the config does not have")), shown)).blame
     assert found.introduced == ["encoder.output"]
 
 
-def test_without_taps_the_whole_model_is_to_blame(plant):
+def test_without_taps_the_whole_model_is_to_blame():
     found = blamed(CASE, Only(plant(named("scores over d_k")), ())).blame
     assert (found.replayed, found.introduced) == ("nothing", ["output"])
 
 
-def test_nan_is_introduced_where_it_starts_and_inherited_behind(plant):
+def test_nan_is_introduced_where_it_starts_and_inherited_behind():
     nan = Mistake(
         "nan",
         "",
@@ -129,15 +119,15 @@ def test_nan_is_introduced_where_it_starts_and_inherited_behind(plant):
     assert all(mark.verdict == INHERITED for mark in found.marks[-3:])
 
 
-def test_lost_precision_is_blamed_in_float32(plant):
+def test_lost_precision_is_blamed_in_float32():
     rounded = instead("attention", "weights @ value", "(weights.astype(np.float16) @ value).astype(value.dtype)")
     found = blamed(CASE, plant(Mistake("half", "", rounded), dtype="float32"), "float32").blame
     assert {name.rpartition(".")[2] for name in found.introduced} == {"context"}
 
 
-def test_gradients_are_blamed_backwards(plant):
+def test_gradients_are_blamed_backwards():
     assert blamed(GRADIENTS, numpy(GRADIENTS)).blame.introduced == []
-    loaded = plant(named("softmax hands its gradient straight through"), GRADIENTS)
+    loaded = plant(named("softmax passes its gradient through unchanged"), GRADIENTS)
     found = blamed(GRADIENTS, loaded).blame
     assert found.replayed == "reference"
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
@@ -145,7 +135,7 @@ def test_gradients_are_blamed_backwards(plant):
     assert any(mark.verdict == INHERITED for mark in found.marks)
 
 
-def test_what_was_written_down_is_blamed_likewise(plant):
+def test_what_was_written_down_is_blamed_likewise():
     loaded = plant(named("scores over d_k"))
     actual = tensors(loaded, CASE)
     assert blame_files(CASE, actual, numpy(), "it").blame.introduced == blamed(CASE, loaded).blame.introduced
@@ -161,7 +151,7 @@ def test_distance_minds_shapes_and_what_is_not_finite():
 @pytest.mark.parametrize(
     "name", ["scores over d_k", "no causal mask", "epsilon outside the root", "one layer many times", "W_o transposed"]
 )
-def test_a_known_mistake_is_named(plant, name):
+def test_a_known_mistake_is_named(name):
     mistake = named(name)
     case = next(case for case in standard_cases() if case.name == mistake.case)
     found = diagnose(case, tensors(plant(mistake, case), case), "it")
@@ -200,14 +190,14 @@ def test_a_convention_is_named():
     )
 
 
-def test_two_mistakes_are_named_together(plant):
+def test_two_mistakes_are_named_together():
     both = together(named("scores over d_k").edits, named("epsilon outside the root").edits)
     found = diagnose(CASE, tensors(plant(Mistake("both", "", both)), CASE), "it")
     assert found.confidence == EXACT
     assert found.hypotheses == ("scores over d_k and epsilon outside the root",)
 
 
-def test_what_nobody_knows_is_unknown_or_looks_like_something(plant):
+def test_what_nobody_knows_is_unknown_or_looks_like_something():
     odd = Mistake("odd", "", instead("attention", "1.0 / math.sqrt(d_k)", "1.0 / (math.sqrt(d_k) + 0.3)"))
     loaded = plant(odd)
     assert diagnose(CASE, tensors(loaded, CASE), "it").confidence == UNKNOWN
@@ -246,14 +236,12 @@ def test_every_hypothesis_is_something_else_than_what_is_asked_for():
 def test_a_hypothesis_leaves_the_reference_alone():
     before = tensors(numpy(), CASE)
     loaded = Hypothesis((named("scores over d_k"),)).load(CASE.config, CASE.load_weights())
-    assert loaded.package.__name__.startswith("hypothetical_reference_")
+    assert loaded.package.__name__.startswith("reference_numpy_edited_")
     assert not np.array_equal(tensors(loaded, CASE)[SCALE], before[SCALE])
     assert np.array_equal(tensors(numpy(), CASE)[SCALE], before[SCALE])
-    with pytest.raises(ValueError, match="must hold 'no such line' once: found 0 times"):
-        edited_package.variant((("attention", "no such line", ""),))
 
 
-def test_the_first_wrong_block_can_be_run_alone(plant, tmp_path, monkeypatch):
+def test_the_first_wrong_block_can_be_run_alone(tmp_path, monkeypatch):
     loaded = plant(named("scores over d_k"))
     evidence = blamed(CASE, loaded)
     folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "failures")
@@ -275,8 +263,8 @@ def test_the_first_wrong_block_can_be_run_alone(plant, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "failures").iterdir()] == [folder.name]
 
 
-def test_a_wrong_gradient_is_saved_with_what_it_comes_from(plant, tmp_path):
-    evidence = blamed(GRADIENTS, plant(named("softmax hands its gradient straight through"), GRADIENTS))
+def test_a_wrong_gradient_is_saved_with_what_it_comes_from(tmp_path):
+    evidence = blamed(GRADIENTS, plant(named("softmax passes its gradient through unchanged"), GRADIENTS))
     folder = reproduce.save(evidence, GRADIENTS, "numpy", Path(tmp_path))
     parent = "decoder.layers.1.cross_attention"
     read = {name for name in load_file(folder / "block.safetensors") if name.startswith("inputs/")}
@@ -345,7 +333,7 @@ def test_a_port_that_goes_on_at_some_taps_only_is_not_run_on_wrong_inputs():
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
 
 
-def test_a_hypothesis_has_to_hold_in_every_case(plant):
+def test_a_hypothesis_has_to_hold_in_every_case():
     one, two = model_cases(tiny(d_v=8))[:2]
     other = replace(one, config=one.config.replace(position_offset=1))
     actual = tensors(numpy(other), one)
@@ -354,23 +342,7 @@ def test_a_hypothesis_has_to_hold_in_every_case(plant):
     assert diagnose(one, actual, "it", others=[(two, there)]).confidence == EXACT
 
 
-def test_the_cases_for_ports_has_hypotheses_that_end_and_a_penalty_that_matters():
-    cases = [case for case in model_cases(tiny(d_v=8)) if case.stage == "decode"]
-    known = {mistake.name: mistake for mistake in search.CATALOGUE}
-    for name in (
-        "goes on after the end symbol",
-        "no length penalty",
-        "ended hypotheses go on",
-        "the cache is not reordered",
-    ):
-        seen = []
-        for case in cases:
-            loaded = Hypothesis((known[name],)).load(case.config, case.load_weights())
-            seen.append(distance("tokens", tensors(loaded, case), tensors(numpy(case), case)))
-        assert max(seen) > 0.0, name
-
-
-def test_a_hypothesis_is_compared_at_what_the_port_shows(plant):
+def test_a_hypothesis_is_compared_at_what_the_port_shows():
     one, two = (case for case in model_cases(tiny(d_v=8)) if case.name in ("full/padded", "full/one_token"))
     shown = tensors(plant(named("scores over d_k"), one), one)
     few = {name: value for name, value in shown.items() if name in ("encoder.output", "logits", "output")}
@@ -380,7 +352,7 @@ def test_a_hypothesis_is_compared_at_what_the_port_shows(plant):
         assert "scores over d_k" in found.sentence
 
 
-def test_a_likely_name_stays_before_what_the_error_is_like(plant):
+def test_a_likely_name_stays_before_what_the_error_is_like():
     one, two = model_cases(tiny(d_v=8))[:2]
     loaded = plant(named("scores over d_k"), one)
 

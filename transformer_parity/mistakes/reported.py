@@ -563,5 +563,6 @@ EVERYWHERE = [
                 ),
             ]
         },
+        case="full/deeper_decoder",
     ),
 ]

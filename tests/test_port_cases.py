@@ -1,0 +1,63 @@
+"""The cases for ports show every known mistake that a port can make, and every hypothesis can be told apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from transformer_parity.cases.case import tiny
+from transformer_parity.cases.standard import port_cases, standard_cases
+from transformer_parity.compare.outputs import tensors
+from transformer_parity.diagnose.blame import distance
+from transformer_parity.diagnose.diagnosis import EXACT, diagnose
+from transformer_parity.diagnose.hypotheses import Hypothesis
+from transformer_parity.mistakes.catalogue import EVERYWHERE, SEARCH, STRUCTURE, TRAINING
+from transformer_parity.ports.protocol import Placement
+from transformer_parity.ports.registry import PORTS
+
+CLIPPED = "clipping", "accumulation"
+
+
+def load(case):
+    return PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
+
+
+@pytest.mark.parametrize("shown", ["logits", "taps"])
+@pytest.mark.parametrize("mistake", EVERYWHERE, ids=lambda mistake: mistake.name)
+def test_a_mistake_in_every_sub_layer_is_named_with_taps_and_without(mistake, shown):
+    case = next(case for case in standard_cases() if case.name == mistake.case)
+    seen = tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
+    found = diagnose(case, seen if shown == "taps" else {"output": seen["output"]}, "it")
+    assert found.confidence == EXACT
+    assert mistake.name in found.hypotheses
+    assert shown == "logits" or found.hypotheses == (mistake.name,)
+
+
+CONFIG = tiny(d_v=8)
+# Padding is never said, so that the past holds some only where sentences start with it; and scores are not asked for.
+UNSEEN = ["padding in the past is seen", "a start symbol that is padding is hidden", "scores what comes after the end"]
+
+
+def test_the_cases_for_ports_show_how_a_port_searches():
+    cases = [case for case in port_cases(CONFIG) if case.stage == "decode"]
+    right = {case.name: tensors(load(case), case) for case in cases}
+    unseen = []
+    for mistake in SEARCH:
+        for case in cases:
+            seen = tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
+            if distance("tokens", seen, right[case.name]) > 0.0:
+                break
+        else:
+            unseen.append(mistake.name)
+    assert unseen == UNSEEN
+
+
+@pytest.mark.parametrize("name", ["ids in int16", *(mistake.name for part in CLIPPED for mistake in TRAINING[part])])
+def test_the_cases_for_ports_have_large_ids_clipping_and_slices(name):
+    cases = {case.name: case for case in port_cases(CONFIG)}
+    case = cases["full/large_vocabulary" if name == "ids in int16" else "steps/port_clipped"]
+    known = {mistake.name: mistake for part in (STRUCTURE, TRAINING) for each in part.values() for mistake in each}
+    wrong, right = (
+        tensors(Hypothesis((known[name],)).load(case.config, case.load_weights()), case),
+        tensors(load(case), case),
+    )
+    assert max(distance(tensor, wrong, right) for tensor in right) > 1e-9
