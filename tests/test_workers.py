@@ -113,12 +113,32 @@ def port_cases_of(config) -> list[Case]:
             "print('so it goes', file=sys.stderr); os.kill(os.getpid(), signal.SIGSEGV)",
             "the process ended with exit code -11 (SIGSEGV) at float64 full/padded: so it goes",
         ),
+        (
+            "os._exit(8) if os.fork() else time.sleep(600)",
+            "the process ended with exit code 8 at float64 full/padded: it printed nothing",
+        ),
     ],
-    ids=["sys.exit", "os._exit", "prints", "segfault"],
+    ids=["sys.exit", "os._exit", "prints", "segfault", "forks"],
 )
 def test_a_port_that_ends_its_process(forward, problem, write, capfd):
     assert only_problem(compare(write(forward))) == problem
     assert capfd.readouterr() == ("", "")
+
+
+DISTURB = r"""
+def disturb():
+    global disturb
+    os.write(1, b"\0" * 99)
+    print("here")
+    sys.stdout.close()
+    os.close(1)
+    disturb = lambda: None
+"""
+
+
+def test_a_port_that_writes_to_standard_output_and_closes_it(write):
+    findings = compare(write("disturb()", head=DISTURB))
+    assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
 
 
 def test_a_port_that_raises_fails_case_by_case(write):
