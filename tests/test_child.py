@@ -39,6 +39,12 @@ def garbage(parent):
         os.write(1, b"to another file")
         parent.send("written")
 
+def many(parent):
+    for number in range(10_000):
+        parent.send(number)
+    with open("sent", "w") as file:
+        file.write("all")
+
 def large(parent):
     parent.send(parent.receive()[::-1])
 
@@ -95,6 +101,17 @@ def test_what_is_larger_than_a_pipe_and_sent_before_it_is_read(start):
     for child in children:
         child.send(message)
     assert [child.receive() for child in children] == [message[::-1]] * 2
+
+
+def test_messages_that_are_not_read_wait_in_the_pipe(start):
+    child = start("many")
+    assert child.receive() == 0
+    time.sleep(0.3)
+    assert not Path("sent").exists()
+    assert [child.receive() for _ in range(9_999)] == list(range(1, 10_000))
+    with pytest.raises(ChildEndedError, match="exit code 0"):
+        child.receive()
+    start("many").receive()  # one that waits is ended with the block
 
 
 def test_garbage_on_standard_output_is_no_message(start, capfd):

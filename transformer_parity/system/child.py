@@ -27,6 +27,7 @@ from transformer_parity.system.silence import Silence
 
 PATIENCE = 10.0  # seconds for a process to end by itself
 GRACE = 0.5  # seconds for what a process has started to end after it, and to remove what it shares
+MOST_UNREAD = 16  # messages of a child: then it waits until one is read, instead of filling the memory
 WAKE = 0.5  # seconds: on Windows, a wait without an end is not interrupted by Ctrl-C
 
 THREAD_SWITCHES = (
@@ -67,6 +68,8 @@ class Child:
             )
         self.silence = Silence(self.process.pid)
         self._received: deque[Any] = deque()
+        self._number = 0  # of messages received
+        self._is_stopped = False
         self._to_send: SimpleQueue[bytes] = SimpleQueue()
         self._has_ended = False
         reader = Thread(target=self._read, daemon=True)
@@ -93,6 +96,7 @@ class Child:
             while not self.has_news:
                 self._news.wait(WAKE)
             if self._received:
+                self._news.notify_all()
                 return self._received.popleft()
         raise ChildEndedError(self._how_it_ended(), self.last_line())
 
@@ -103,6 +107,8 @@ class Child:
     def stop(self, patience: float = 0.0) -> None:
         """Give the process some seconds to end, then end it and all that it has started."""
         with self._news:
+            self._is_stopped = True
+            self._news.notify_all()
             self._news.wait_for(lambda: self._has_ended, patience)
             self.process.kill()
             self._news.wait_for(lambda: self._has_ended, PATIENCE)
@@ -130,7 +136,12 @@ class Child:
                 self.silence.heard()
                 with self._news:
                     self._received.append(message)
+                    self._number += 1
                     self._news.notify_all()
+                    self._news.wait_for(self._has_room)
+
+    def _has_room(self) -> bool:
+        return len(self._received) < MOST_UNREAD or self._is_stopped
 
     def _wait(self, reader: Thread) -> None:
         """Wait for the process itself: its pipes stay open as long as something that it started holds them."""
@@ -139,7 +150,12 @@ class Child:
         while orphans.members(self.process.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         orphans.end_all(self.process.pid)
-        reader.join(GRACE)  # all that it has sent is read by then, unless a process of another session holds the pipe
+        before = -1
+        while reader.is_alive() and before < self._number:  # all is read, unless another session holds the pipe
+            with self._news:
+                self._news.wait_for(self._has_room)
+                before = self._number
+            reader.join(GRACE)
         self._to_send.put(b"")  # ends the writer
         with self._news:
             self._has_ended = True
