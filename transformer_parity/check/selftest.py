@@ -94,7 +94,7 @@ def where_it_is(failures: list[Finding], mistake: Mistake) -> bool:
             return False
     if rest and rest[0].tap == training_outputs.WHOLE:  # which has no place
         del rest[0]
-    if not mistake.at:
+    if not mistake.at and mistake.path != "run":
         return not rest
     if not rest:
         return False

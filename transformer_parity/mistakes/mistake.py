@@ -33,12 +33,12 @@ class Mistake:
     """One mistake, or an equivalent way to write the same; and the failure that the comparison must report."""
 
     name: str
-    at: str  # the first tap that must fail; empty where none may, only the announced failure
+    at: str  # the first tap that must fail; empty where none may, or where the model raises
     edits: Edits = field(default_factory=lambda: {port: [] for port in FOUR}, repr=False)
     case: str = "full/padded"
     dtype: str = "float64"
     verdict: str = DIVERGES
-    path: str = "taps"  # fast: with taps on, the result is right
+    path: str = "taps"  # fast: with taps on, the result is right; run: the model raises
     announced: str = ""  # a failure before any tap: names or order of the taps, weights that do not come back
     detail: str = ""  # part of the detail of the first tap that fails
     own_numbers: tuple[str, ...] = ()  # ports whose numbers differ from those of all others: no name

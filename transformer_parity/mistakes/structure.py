@@ -26,7 +26,9 @@ LOGITS = {
     "torch": 'tap("logits", self.output_proj(x, self.target_embedding.table))',
     "jax": 'tap("logits", self.output_proj(x, self.target_embedding.table[...]))',
 }
+UNMASKED = "    if mask is None:"
 ENCODED, THEN = "self._encode(source_ids, source_mask", "        return self._decode"
+WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
 KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
 
@@ -96,7 +98,7 @@ STRUCTURE = [
     ),
     Mistake(
         "a tap that fires twice",
-        "output",
+        "",
         in_ports_alone(instead("attention", 'tap("weights", masked', 'tap("scores", masked')),
         path="run",
         verdict=FAILED,
@@ -117,7 +119,7 @@ STRUCTURE = [
     Mistake(
         "float32 logits in bfloat16",
         "logits",
-        {"torch": [("transformer", LOGITS["torch"], LOGITS["torch"].replace("table)", "table).float()"))]},
+        {"torch": [("transformer", LOGITS["torch"], WIDE_LOGITS)]},
         dtype="bfloat16",
         detail="dtype must be bfloat16: got float32",
     ),
@@ -157,7 +159,7 @@ STRUCTURE = [
     ),
     Mistake(
         "an exception",
-        "output",
+        "",
         in_ports_alone(
             instead("encoder", "for i, layer in", 'raise NotImplementedError("later")\n        for i, layer in')
         ),
@@ -167,7 +169,7 @@ STRUCTURE = [
     ),
     Mistake(
         "queries and memory of cross-attention swapped, of other lengths",
-        "output",
+        "",
         in_ports_alone(instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,")),
         path="run",
         verdict=FAILED,
@@ -241,7 +243,7 @@ WEIGHTS = [
     ),
     Mistake(
         "matrices as they lie in the file",
-        "output",
+        "",
         {"torch": [("weights", "copy_((bits.T if name", "copy_((bits if name")]},
         path="run",
         verdict=FAILED,
@@ -255,11 +257,7 @@ EDGES = [
         "every head has the mask of the first",
         "weights",
         {
-            **instead(
-                "layers",
-                "    if mask is None:",
-                "    mask = None if mask is None else mask[:, :1]\n    if mask is None:",
-            ),
+            **instead("layers", UNMASKED, f"    mask = None if mask is None else mask[:, :1]\n{UNMASKED}"),
             "numpy": [("functional", "np.where(mask, inf", "np.where(mask[:, :1], inf")],
         },
         case="attention/fully_masked_row",
@@ -308,7 +306,7 @@ EDGES = [
     ),
     Mistake(
         "decoder as deep as the encoder",
-        "output",
+        "",
         in_ports_alone(instead("decoder", "config.num_decoder_layers", "config.num_encoder_layers")),
         case="full/deeper_decoder",
         path="run",
