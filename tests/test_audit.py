@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import reference_numpy
-from transformer_parity.cases.standard import port_cases, port_config, standard_cases
+from transformer_parity.cases.for_ports import port_cases, port_config
+from transformer_parity.cases.standard import standard_cases
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.diagnose.weight_audit import (
     HIDDEN,

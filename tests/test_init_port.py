@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from transformer_parity.cases.standard import port_cases
+from transformer_parity.cases.for_ports import port_cases
 from transformer_parity.cli.init_port import FRAMEWORKS
 from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import compare

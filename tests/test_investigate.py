@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 
 import reference_numpy
 from transformer_parity.cases.case import tiny
-from transformer_parity.cases.standard import gradient_case, model_cases, port_config, standard_cases
+from transformer_parity.cases.for_ports import model_cases, port_config
+from transformer_parity.cases.standard import gradient_case, standard_cases
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare

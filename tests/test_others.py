@@ -9,7 +9,8 @@ import others
 import pytest
 
 from reference_numpy import PRESETS
-from transformer_parity.cases.standard import model_cases, port_config, preset_case
+from transformer_parity.cases.for_ports import model_cases, port_config
+from transformer_parity.cases.standard import preset_case
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Setting

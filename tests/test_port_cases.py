@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from transformer_parity.cases.case import tiny
-from transformer_parity.cases.standard import port_cases, standard_cases
+from transformer_parity.cases.for_ports import port_cases
+from transformer_parity.cases.standard import standard_cases
 from transformer_parity.compare.outputs import tensors
 from transformer_parity.diagnose.blame import distance
 from transformer_parity.diagnose.diagnosis import EXACT, diagnose

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from transformer_parity.cases.standard import port_cases
+from transformer_parity.cases.for_ports import port_cases
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Setting
 from transformer_parity.compare.verdict import DIVERGES, SKIPPED

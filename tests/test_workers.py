@@ -12,7 +12,8 @@ import pytest
 
 import reference_numpy
 from transformer_parity.cases.case import ACTIVATIONS, STAGES, tiny
-from transformer_parity.cases.standard import port_cases, standard_cases
+from transformer_parity.cases.for_ports import port_cases
+from transformer_parity.cases.standard import standard_cases
 from transformer_parity.check.one_port import Job
 from transformer_parity.check.processes import run_all
 from transformer_parity.compare.findings import Finding, Setting

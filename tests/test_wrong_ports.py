@@ -11,7 +11,7 @@ import re
 import numpy as np
 import pytest
 
-from transformer_parity.cases.standard import model_cases, port_config
+from transformer_parity.cases.for_ports import model_cases, port_config
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Setting
 from transformer_parity.compare.verdict import AGREES, SKIPPED

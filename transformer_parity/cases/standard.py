@@ -6,45 +6,32 @@ d_model 24, d_ff 40.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from reference_numpy.config import IMPLEMENTATIONS, PRESETS, DropoutRates, TransformerConfig
 from reference_numpy.masks import causal_mask
-from reference_numpy.names import tap_shapes
-from reference_numpy.search import beam_search, greedy_search
-from reference_numpy.taps import matches
 from reference_numpy.training_config import TrainingConfig
-from reference_numpy.transformer import Transformer
-from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STAGES, STEPS, TOKENS, Case, shrunk, tiny
+from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STEPS, Case, shrunk, tiny
 from transformer_parity.cases.inputs import (
     BATCH,
     SOURCE,
     TARGET,
     generator,
-    hard_weights,
     model_batches,
     normal_floats,
-    padded_ids,
     padding_mask,
     token_ids,
     with_labels,
 )
 from transformer_parity.ports.protocol import SearchOptions
-from transformer_parity.ports.user import PluginPort
 
 EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # and yet nothing drops
 LONGEST = 12  # tokens of a hypothesis
 STEPWISE = 4  # positions that are decoded one after another
-PENALTY = 4.0  # so that a late end may be worth more than an early one
-SMALL_PENALTY = 1.5
-MANY = 32  # sentences of a search that is to show a rule that seldom decides
-LENGTHY = 32  # positions of a model that has no limit
-SEEDS = 32  # of which the one with the most to decide is taken
 LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
 VOCABULARY = 33_000  # tokens, of which int16 holds 32,768
 
@@ -130,62 +117,6 @@ def _components() -> Iterator[Case]:
     yield Case("embedding/m_minus_1", "embedding", marian, "source_position", {"x": long})
 
 
-def model_cases(config: TransformerConfig) -> list[Case]:
-    """Return the cases for a port with conventions of its own: the whole model, from logits to searches.
-
-    Fully masked rows are left to the ports that define them: elsewhere a sentence that is all padding does not occur.
-    A target that starts with padding is one of them only where padding is the start symbol.
-    """
-    seed = _varied_seed(config)
-    starts = ("starts_with_padding",) if config.bos_id == config.pad_id else ()
-    names = ("padded", "source_as_long_as_target", "one_token", "one_sentence", *starts)
-    batches = {name: inputs for name, inputs in model_batches(config).items() if name in names}
-    cases = [Case(f"full/{name}", "full model", config, "", inputs, seed=seed) for name, inputs in batches.items()]
-    for name in ("padded", "one_token", *starts):
-        inputs = with_labels(batches[name], config)
-        dtypes = ("float64",)
-        cases.append(
-            Case(f"gradients/{name}", "gradients", config, "", inputs, seed=seed, dtypes=dtypes, stage=GRADIENTS)
-        )
-    clipped: dict[str, Any] = {"clip_norm": 0.5, "accumulation_steps": 2}
-    for name, more in (("port", {}), ("port_clipped", clipped)):
-        settings = TrainingConfig(**_SHORT, cooldown_steps=10, **more)
-        cases.append(replace(_step_case(name, config, settings), seed=seed))
-    return [*cases, *_search_cases("port", config, ("float64",), seed, length_penalty=PENALTY, num_hypotheses=1)]
-
-
-@cache
-def _varied_seed(config: TransformerConfig) -> int:
-    """Return the seed of weights with which hypotheses end after different numbers of tokens.
-
-    Of models with random weights, most say the same token again and again, and no mistake in a search would show.
-    """
-    ids = token_ids(config)["source_ids"]
-    variety = {}
-    for seed in range(SEEDS):
-        model = Transformer.from_weights(config, hard_weights(config, seed), "float64")
-        greedy = greedy_search(model, ids, LONGEST).ids
-        beam, unpenalised = (beam_search(model, ids, 4, alpha, LONGEST).ids for alpha in (PENALTY, 0.0))
-        lengths = [(found != config.pad_id).sum(1).tolist() for found in (greedy, beam, unpenalised)]
-        ends = sum(int((found == config.eos_id).any(1).sum()) for found in (greedy, beam))
-        # What a wrong length penalty, beam or end would change, and how much there is to see.
-        decisions = (lengths[1] != lengths[2]) + (lengths[0] != lengths[1]) + (ends > 0)
-        variety[seed] = (decisions, len(set(lengths[0])) + len(set(lengths[1])), ends)
-    return max(variety, key=variety.__getitem__)
-
-
-@cache
-def _seed_that_says_padding(config: TransformerConfig) -> int:
-    """Return the first seed of weights that find padding likelier than any token, so that a search must forbid it."""
-    source_ids = token_ids(config)["source_ids"]
-    for seed in range(SEEDS):
-        model = Transformer.from_weights(config, hard_weights(config, seed), "float64")
-        said = greedy_search(model, source_ids, LONGEST).ids
-        if (model(source_ids, said).argmax(-1) == config.pad_id)[said != config.pad_id].any():
-            return seed
-    return _varied_seed(config)
-
-
 def _full_models() -> Iterator[Case]:
     config = tiny(dropout=EVERYWHERE)
     ids = token_ids(config)
@@ -205,10 +136,10 @@ def _full_models() -> Iterator[Case]:
     }.items():
         yield Case(f"full/{name}", "full model", changed, "", token_ids(changed), fast=name == "deeper_decoder")
     sizes: dict[str, Any] = {"d_model": 8, "num_heads": 2, "d_k": 3, "d_v": 5, "d_ff": 6}
-    yield _large_vocabulary(tiny(**sizes, num_encoder_layers=1, num_decoder_layers=1))
+    yield large_vocabulary(tiny(**sizes, num_encoder_layers=1, num_decoder_layers=1))
 
 
-def _large_vocabulary(config: TransformerConfig) -> Case:
+def large_vocabulary(config: TransformerConfig) -> Case:
     """Return a model with more tokens than a small integer counts, run on few of them."""
     config = config.replace(source_vocab_size=VOCABULARY, target_vocab_size=VOCABULARY)
     ids = {"source_ids": [[32_768, 5, VOCABULARY - 1]], "target_ids": [[config.bos_id, 32_900]]}
@@ -253,18 +184,19 @@ def _steps() -> Iterator[Case]:
     """Yield runs of twenty steps, by the compiled step that training uses."""
     paper = tiny(attention_bias=True, activation="gelu")
     pre = tiny("annotated", label_smoothing=0.2)
-    yield replace(_step_case("paper", paper, TrainingConfig(**_SHORT)), dtypes=("float64", "float32"))
+    yield replace(step_case("paper", paper, TrainingConfig(**SHORT)), dtypes=("float64", "float32"))
     clipped = TrainingConfig(
-        **_SHORT, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2, activation_checkpointing=True
+        **SHORT, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2, activation_checkpointing=True
     )
-    yield _step_case("pre", pre, clipped)
+    yield step_case("pre", pre, clipped)
 
 
 # At a learning rate of at most 1.4e-3: a larger one would amplify rounding.
-_SHORT: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}
+SHORT: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}
 
 
-def _step_case(name: str, config: TransformerConfig, settings: TrainingConfig) -> Case:
+def step_case(name: str, config: TransformerConfig, settings: TrainingConfig) -> Case:
+    """Return twenty optimizer steps of the full model of a config, without dropout."""
     config = config.replace(dropout=DropoutRates(embedding=0.0, residual=0.0))
     inputs = with_labels(token_ids(config), config)
     dtypes = ("float64",)
@@ -273,7 +205,7 @@ def _step_case(name: str, config: TransformerConfig, settings: TrainingConfig) -
 
 def search_cases(preset: str) -> Iterator[Case]:
     """Yield greedy and beam search with a preset's full model, at a small size."""
-    yield from _search_cases(preset, preset_case(preset).config, dtypes=("float64",))
+    yield from searches(preset, preset_case(preset).config, dtypes=("float64",))
 
 
 def _searches() -> Iterator[Case]:
@@ -287,10 +219,10 @@ def _searches() -> Iterator[Case]:
     config = tiny(norm_order="pre", final_norm=True, tie_embeddings="none", output_bias=True)
     config = config.replace(source_vocab_size=13, target_vocab_size=13)
     dtypes = ("float64", "float32")  # bfloat16 cannot tell neighbours apart
-    yield from _search_cases("ends_apart", config, dtypes, seed=58, length_penalty=1.5)
+    yield from searches("ends_apart", config, dtypes, seed=58, length_penalty=1.5)
 
 
-def _search_cases(
+def searches(
     name: str,
     config: TransformerConfig,
     dtypes: tuple[str, ...],
@@ -298,6 +230,7 @@ def _search_cases(
     length_penalty: float = 0.6,
     num_hypotheses: int = 3,
 ) -> Iterator[Case]:
+    """Yield greedy and beam search with the full model of a config."""
     ids = token_ids(config)
     target_ids = ids["target_ids"][:, :STEPWISE].copy()
     target_ids[:, 0] = config.bos_id
@@ -316,56 +249,3 @@ def _search_cases(
             stage=DECODE,
             search=search,
         )
-
-
-def port_config(port: PluginPort) -> TransformerConfig:
-    """Return the sizes of the standard cases with the conventions of a port.
-
-    Raises:
-        ValueError: The port overrides a field that does not exist, or promises a tap that does not exist.
-    """
-    known = [entry.name for entry in fields(TransformerConfig)]
-    if unknown := [name for name in port.kind.overrides if name not in known]:
-        raise ValueError(f"overrides of {port.name} has no field {unknown[0]!r}: known are {', '.join(known)}")
-    config = tiny(port.kind.preset, **{"d_k": None, "d_v": None, **port.kind.overrides})
-    for pattern in port.kind.taps:
-        if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
-            raise ValueError(f"taps of {port.name}: {pattern!r} is no tap: see `parity info --names`")
-    return config
-
-
-def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
-    """Yield searches for so many sentences that a small difference in a rule shows in the tokens of some of them."""
-    lengths = [SOURCE] * (MANY // 2) + [1 + i % (SOURCE - 1) for i in range(MANY // 2)]
-    source_ids = padded_ids(generator("searches"), config.source_vocab_size, config.pad_id, lengths, SOURCE)
-    varied, dtypes = _varied_seed(config), ("float64",)
-    for name, search, seed in (
-        ("greedy", SearchOptions(max_length=LONGEST), _seed_that_says_padding(config)),
-        ("beam", SearchOptions(4, PENALTY, LONGEST), varied),
-        ("narrow_beam", SearchOptions(3, SMALL_PENALTY, LONGEST), varied),
-    ):
-        inputs = {"source_ids": source_ids, "target_ids": np.full((MANY, 1), config.bos_id)}
-        names = f"decode/many_{name}", "decoding"
-        yield Case(*names, config, "", inputs, seed=seed, dtypes=dtypes, stage=DECODE, search=search)
-
-
-def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
-    """Yield cases of the first one's shapes with other padding and other weights, and one of the greatest length.
-
-    What is kept from one run to the next shows in the first two: a mask, a table or a result of such a shape, or
-    weights; and what ends before the model does, in the last.
-    """
-    seed, ids = _varied_seed(config), token_ids(config)
-    turned = {name: np.roll(array, 1, axis=0) for name, array in ids.items()}
-    yield Case("full/other_padding", "full model", config, "", turned, seed=seed)
-    yield Case("full/other_weights", "full model", config, "", ids, seed=seed + 1)
-    longest = config.max_positions or LENGTHY
-    yield Case("full/longest", "full model", config, "", token_ids(config, longest, longest), seed=seed)
-
-
-def port_cases(config: TransformerConfig, stages: Sequence[str] = STAGES) -> list[Case]:
-    """Return what a port with conventions of its own is compared on."""
-    cases = [*model_cases(config), *_unlike_the_first(config), *_searches_of_many(config)]
-    if config.source_vocab_size == config.target_vocab_size == TOKENS:  # the port leaves the vocabulary to the cases
-        cases.append(_large_vocabulary(config))
-    return [case for case in cases if case.stage in stages]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from transformer_parity.cases.case import ALL_DTYPES, Case
-from transformer_parity.cases.standard import port_cases, port_config
+from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Finding, Setting
 from transformer_parity.compare.verdict import AGREES, SKIPPED, WORDS

@@ -15,7 +15,7 @@ from typing import Any
 
 from reference_numpy.config import TransformerConfig
 from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, STAGES, Case
-from transformer_parity.cases.standard import port_cases, port_config
+from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.compare.exceptions import described
 from transformer_parity.compare.findings import Finding, Kept, Setting
 from transformer_parity.compare.outputs import Outputs, run_cases

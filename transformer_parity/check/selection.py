@@ -84,7 +84,7 @@ class Selection:
         return Setting(ALL_DTYPES if self.dtypes is None else self.dtypes, self.device, self.precision)
 
     def cases(self) -> list[Case]:
-        """Return the cases of the packages; ports of the user's own have theirs from ``standard.port_cases``.
+        """Return the cases of the packages; ports of the user's own have theirs from ``for_ports.port_cases``.
 
         Raises:
             OSError: A file cannot be read.

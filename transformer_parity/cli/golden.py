@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from reference_numpy.config import TransformerConfig
 from transformer_parity.cases.case import STAGES, tiny
-from transformer_parity.cases.standard import port_config
+from transformer_parity.cases.for_ports import port_config
 from transformer_parity.cli.options import one_or_more
 from transformer_parity.compare.findings import Finding, is_near_tie
 from transformer_parity.compare.verdict import AGREES, SKIPPED, Verdict

@@ -11,7 +11,7 @@ import numpy as np
 
 from reference_numpy.config import IMPLEMENTATIONS, DropoutRates, TransformerConfig
 from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
-from transformer_parity.cases.standard import model_cases
+from transformer_parity.cases.for_ports import model_cases
 from transformer_parity.compare.outputs import FAST, LOAD, SCORES, TAPS, TOKENS, Outputs, Tensors, run_cases
 from transformer_parity.compare.training_outputs import WHOLE
 from transformer_parity.golden.format import LeftOut

@@ -263,9 +263,12 @@ def _hint(module: str, name: str) -> str:
 
 
 def _array(value: Any) -> ndarray:
+    """Return a copy of an array, of no subclass: another class can answer for its shape and its comparisons."""
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"a port must return NumPy arrays: got {type(value).__module__}.{type(value).__name__}")
-    return value.copy()
+        kind = f"{type(value).__module__}.{type(value).__name__}"
+        hint = "; a torch tensor becomes one by .detach().cpu().numpy(), in bfloat16 after .float()"
+        raise TypeError(f"a port must return NumPy arrays: got {kind}{hint if kind.startswith('torch.') else ''}")
+    return np.array(value, subok=False)
 
 
 def _arrays(values: Mapping[str, Any]) -> dict[str, ndarray]:
