@@ -20,9 +20,9 @@ from transformer_parity.cases.inputs import hard_weights
 from transformer_parity.cli.main import main
 from transformer_parity.compare.tolerances import POLICY
 from transformer_parity.compare.verdict import AGREES, SKIPPED
-from transformer_parity.golden import format, produce
+from transformer_parity.golden import produce, vectors, writer
 from transformer_parity.golden.compare import compare_folders
-from transformer_parity.golden.format import LeftOut
+from transformer_parity.golden.vectors import LeftOut
 from transformer_parity.ports.user import Port
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "golden.md"
@@ -146,7 +146,7 @@ def edit(folder, case, dtype, change, *, describe=True):
 
 
 def test_a_folder_agrees_with_itself_exactly(truth, capsys):
-    folder = format.read(truth)
+    folder = vectors.read(truth)
     findings = list(compare_folders(folder, folder))
     assert {finding.verdict for finding in findings} == {AGREES}
     assert {finding.error for finding in findings if finding.dtype == "float64"} == {0.0}
@@ -159,7 +159,7 @@ def test_a_folder_agrees_with_itself_exactly(truth, capsys):
 
 
 def test_what_is_written_is_what_the_reference_computes(truth):
-    folder = format.read(truth)
+    folder = vectors.read(truth)
     assert {case.stage for case in folder.cases} == set(STAGES)
     assert (folder.producer, folder.left_out) == ("numpy", ())
     assert folder.dtypes == ("float64", "float32")
@@ -462,7 +462,7 @@ def test_one_dtype_alone(truth, tmp_path, capsys):
 def test_several_presets(tmp_path, capsys):
     out = tmp_path / "both"
     assert main(["golden", "--preset", "paper_learned,annotated", "--dtype", "float64", "--out", str(out)]) == 0
-    assert sorted(format.find(out)) == ["annotated", "paper_learned"]
+    assert sorted(vectors.find(out)) == ["annotated", "paper_learned"]
     assert compare(out, out) == 0
     assert "AGREE  1 port, 20 cases" in capsys.readouterr().out
     assert compare(out, out / "annotated") == 3
@@ -470,7 +470,7 @@ def test_several_presets(tmp_path, capsys):
     assert compare(out / "annotated", out / "paper_learned") == 3
     assert "config: norm_order pre and post" in capsys.readouterr().err
     assert main(["golden", "--preset", "paper_learned", "--dtype", "float64", "--out", str(out), "--force"]) == 0
-    assert sorted(format.find(out)) == [""]
+    assert sorted(vectors.find(out)) == [""]
 
 
 def test_a_port_of_your_own(tmp_path, capsys):
@@ -478,11 +478,11 @@ def test_a_port_of_your_own(tmp_path, capsys):
     assert main(["golden", "--for", "test_golden:Forward", "--out", str(right)]) == 0
     assert main(["golden", "--port", "test_golden:Forward", "--out", str(mine)]) == 0
     assert "left out: full/one_token: it is not made for that" in capsys.readouterr().out
-    folder = format.read(mine)
+    folder = vectors.read(mine)
     assert (folder.producer, folder.config.norm_order) == ("Forward", "pre")
     assert {case.stage for case in folder.cases} == {"activations"}
     assert LeftOut(STEPS, "it has no train_step()", dtype="float64") in folder.left_out
-    findings = list(compare_folders(format.read(right), folder))
+    findings = list(compare_folders(vectors.read(right), folder))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     assert {finding.tap.partition(".")[0] for finding in findings if finding.verdict == AGREES} == {"encoder", "output"}
     assert compare(right, mine) == 0
@@ -491,7 +491,7 @@ def test_a_port_of_your_own(tmp_path, capsys):
 def test_a_port_with_every_ability(truth, tmp_path, capsys):
     mine = tmp_path / "mine"
     assert main(["golden", "--port", "test_golden:Full", "--out", str(mine)]) == 0
-    findings = list(compare_folders(format.read(truth), format.read(mine)))
+    findings = list(compare_folders(vectors.read(truth), vectors.read(mine)))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     assert {finding.case for finding in findings if finding.verdict == AGREES} == {
         case["name"] for case in manifest_of(truth)["cases"]
@@ -530,7 +530,7 @@ def test_an_interruption_leaves_nothing_and_keeps_the_old(truth, tmp_path, monke
         (folder / "weights.safetensors").write_bytes(b"half")
         raise stop
 
-    monkeypatch.setattr(format, "write", write)
+    monkeypatch.setattr(writer, "write", write)
     assert main(["golden", "--out", str(tmp_path / "new")]) == 3
     assert list(tmp_path.iterdir()) == []
     old = shutil.copytree(truth, tmp_path / "old")
@@ -543,9 +543,9 @@ def test_only_golden_vectors_are_replaced_and_only_on_demand(copy, tmp_path, cap
     write = ["golden", "--dtype", "float64", "--out"]
     assert main([*write, str(copy)]) == 3
     assert "holds golden vectors already: --force replaces them" in capsys.readouterr().err
-    assert format.read(copy).dtypes == ("float64", "float32")
+    assert vectors.read(copy).dtypes == ("float64", "float32")
     assert main([*write, str(copy), "--force"]) == 0
-    assert format.read(copy).dtypes == ("float64",)
+    assert vectors.read(copy).dtypes == ("float64",)
     (copy / "notes.txt").write_text("mine")
     for path in (copy, tmp_path):
         assert main([*write, str(path), "--force"]) == 3
@@ -604,7 +604,7 @@ def test_the_document_names_every_entry_and_the_tolerances(truth):
 
 def test_no_framework_is_needed(truth):
     program = (
-        "import sys; from transformer_parity.golden import format as vectors; "
+        "import sys; from transformer_parity.golden import vectors; "
         "from transformer_parity.__main__ import main; "
         f"code = main(['compare', {str(truth)!r}, {str(truth)!r}]); "
         "found = {'torch', 'jax', 'flax', 'tensorflow', 'keras'} & set(sys.modules); "

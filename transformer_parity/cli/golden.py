@@ -21,10 +21,10 @@ from transformer_parity.cli.options import one_or_more
 from transformer_parity.compare.findings import Finding, is_near_tie
 from transformer_parity.compare.verdict import AGREES, SKIPPED, Verdict
 from transformer_parity.diagnose.investigate import FailureReport
-from transformer_parity.golden import format
+from transformer_parity.golden import writer
 from transformer_parity.golden.compare import Pair, compare_folders, investigate, read_pairs
-from transformer_parity.golden.format import DTYPES, Folder
 from transformer_parity.golden.produce import PRESETS, compute, describe, golden_cases, words
+from transformer_parity.golden.vectors import DTYPES, Folder
 from transformer_parity.ports.package import PackagePort
 from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
@@ -129,7 +129,7 @@ def _write(
     """Write all folders at once, or nothing, and return what there is to say about them."""
     said = []
     chosen = {name: golden_cases(config) for name, config in configs.items()}
-    with format.replaced(options.out, force=options.force) as folder:
+    with writer.replaced(options.out, force=options.force) as folder:
         total = sum(dtype in case.dtypes for cases in chosen.values() for case in cases for dtype in options.dtype)
         device = options.device or "cpu"
         producer = describe(port, options.dtype, device)
@@ -142,7 +142,7 @@ def _write(
                     raise ValueError(f"{port.name} offers nothing that could be written: {reasons}")
                 (folder / name).mkdir(exist_ok=True)
                 config, weights = cases[0].config, cases[0].load_weights()
-                format.write(folder / name, producer, config, weights, computed, dtypes, left_out)
+                writer.write(folder / name, producer, config, weights, computed, dtypes, left_out)
                 tensors = sum(len(tensors) for _, by_dtype in computed for tensors in by_dtype.values())
                 where = options.out / name
                 said.append(f"{where}: {len(computed)} cases, {' and '.join(dtypes)}, {tensors:,} tensors")

@@ -20,8 +20,8 @@ from transformer_parity.compare.findings import Author, Finding, Setting
 from transformer_parity.compare.outputs import FILES, SCORES, Outputs
 from transformer_parity.compare.verdict import AGREES, SKIPPED, Asked
 from transformer_parity.diagnose.investigate import FailureReport, investigate_files
-from transformer_parity.golden import format
-from transformer_parity.golden.format import DTYPES, Folder
+from transformer_parity.golden import vectors
+from transformer_parity.golden.vectors import DTYPES, Folder
 
 Progress = Callable[[str], None]
 
@@ -94,11 +94,11 @@ def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = STAGES) -> 
         OSError: There are no golden vectors, or a file cannot be read.
         ValueError: A file is not as its manifest describes it, or the two sides are not about the same models.
     """
-    ours, theirs = format.find(truth), format.find(candidate)
+    ours, theirs = vectors.find(truth), vectors.find(candidate)
     if ours.keys() != theirs.keys():
         held = [", ".join(filter(None, found)) or "golden vectors of one model" for found in (ours, theirs)]
         raise ValueError(f"both must hold the same models: {truth} holds {held[0]}, and {candidate} holds {held[1]}")
-    return [Pair(name, format.read(ours[name]), format.read(theirs[name]), tuple(stages)) for name in ours]
+    return [Pair(name, vectors.read(ours[name]), vectors.read(theirs[name]), tuple(stages)) for name in ours]
 
 
 def compare_folders(pair: Pair, progress: Progress = lambda text: None) -> Iterator[Finding]:
@@ -112,7 +112,7 @@ def compare_folders(pair: Pair, progress: Progress = lambda text: None) -> Itera
         ValueError: They are not about the same model and inputs.
     """
     truth, candidate = pair.truth, pair.candidate
-    if problems := format.differences(truth, candidate):
+    if problems := vectors.differences(truth, candidate):
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ValueError(f"{truth.path} and {candidate.path} are not about the same: {shown}")
     reference = Reference(ports=2)

@@ -14,7 +14,7 @@ from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS,
 from transformer_parity.cases.for_ports import model_cases
 from transformer_parity.compare.outputs import FAST, LOAD, SCORES, TAPS, TOKENS, Outputs, Tensors, run_cases
 from transformer_parity.compare.training_outputs import WHOLE
-from transformer_parity.golden.format import LeftOut
+from transformer_parity.golden.vectors import LeftOut
 from transformer_parity.ports.package import PackagePort
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.user import PluginPort
@@ -30,6 +30,7 @@ OPTIONAL = {  # what a port need not show
 
 
 def words(entry: LeftOut) -> str:
+    """Return what is left out, and why, in one line."""
     what = " ".join(part for part in (entry.dtype, entry.case) if part != "*") or "everything"
     if entry.tensors != ("*",):
         what += f", {entry.tensors[0] if len(entry.tensors) == 1 else f'{len(entry.tensors)} tensors'}"

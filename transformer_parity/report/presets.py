@@ -84,6 +84,7 @@ def differences(preset: str) -> dict[str, Any]:
 
 
 def print_presets(console: Console, presets: dict[str, dict[str, Any]], vocab_size: int) -> None:
+    """Print a table of presets: sizes, parameters, and what differs from the paper."""
     console.print()
     title = f"Presets at a vocabulary of {vocab_size:,}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
