@@ -40,7 +40,7 @@ COST_LENGTH = 512  # at which d_k is varied and the steps are taken apart
 
 
 def threads() -> str:
-    """Print what was measured of the scale, and what follows."""
+    """Return how many threads the products of NumPy take, in words."""
     import reference_numpy
 
     return reference_numpy.describe()["threads"]
