@@ -81,6 +81,8 @@ def plant(module: str, name: str, expected: str, what: str, methods: Mapping[str
 class Sound(MyPort):
     """The reference itself as a port: it offers everything, and agrees."""
 
+    taps: tuple[str, ...] = ("**",)  # type: ignore[assignment]
+
     def gradients(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
         """Return loss and gradients, at taps only where these are promised."""
         found = super().gradients(source_ids, target_ids, labels)

@@ -91,12 +91,14 @@ class NoTargetMask(Sound):
 class IdsOfSixteenBits(Sound):
     """The ids are cast to 16-bit integers: those above 32,767 become negative."""
 
-    integer = np.int16
+    integer: Any = np.int16
 
     def forward(self, source_ids, target_ids, tap):
         sizes = self.config.source_vocab_size, self.config.target_vocab_size
-        cast = [ids.astype(self.integer) % size for ids, size in zip((source_ids, target_ids), sizes, strict=True)]
-        return super().forward(*cast, tap)
+        source_ids, target_ids = (
+            ids.astype(self.integer) % size for ids, size in zip((source_ids, target_ids), sizes, strict=True)
+        )
+        return super().forward(source_ids, target_ids, tap)
 
 
 @attack(FAILS, stages=STAGES)

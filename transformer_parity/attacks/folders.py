@@ -381,9 +381,10 @@ on_b("OtherConfig", INCOMPLETE, "B is of another config.", lambda b: b.manifest[
 
 
 # B cannot be read.
-def rewrite(old: str, new: str) -> Edit:
-    """Return what replaces a text in the manifest of B."""
-    return lambda a, b: (b / MANIFEST).write_text((b / MANIFEST).read_text().replace(old, new, 1))
+def name_a_file_of_a(a: Path, b: Path) -> None:
+    """Name a file of A in the manifest of B."""
+    text = (b / MANIFEST).read_text()
+    (b / MANIFEST).write_text(text.replace(f'"{FILE}"', f'"../a/{FILE}"'))
 
 
 def flip_a_bit(a: Path, b: Path) -> None:
@@ -401,6 +402,6 @@ written(
 )
 written("FileTruncated", INCOMPLETE, "A file of B ends in the middle.", lambda a, b: os.truncate(b / FILE, 1000))
 written("FileMissing", INCOMPLETE, "A file of B does not exist.", lambda a, b: (b / FILE).unlink())
-written("FileOutside", INCOMPLETE, "B names a file of A.", rewrite(f'"{FILE}"', f'"../a/{FILE}"'))
-written("OtherVersion", INCOMPLETE, "B is of an unknown version.", rewrite('"version": 1', '"version": 2'))
+written("FileOutside", INCOMPLETE, "B names a file of A.", name_a_file_of_a)
+on_b("OtherVersion", INCOMPLETE, "B is of an unknown version of the format.", set_all({"version": 999}))
 written("NoManifest", INCOMPLETE, "B has no manifest.", lambda a, b: (b / MANIFEST).unlink())

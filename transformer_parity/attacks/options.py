@@ -14,14 +14,14 @@ from transformer_parity.attacks import attack
 from transformer_parity.attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Attack, Sound
 
 SOUND, OFFERS, SELF = f"{attack.__name__}:Sound", "transformer_parity.attacks.offers", __name__
-CHECK = ("transformer_parity", "check")
-PYTEST = ("pytest", "-p", "no:cacheprovider", "-q")
+CHECK = ["transformer_parity", "check"]
+PYTEST = ["pytest", "-p", "no:cacheprovider", "-q"]
 OPTIONS: list[Attack] = []
 
 
 def command(name: str, expected: str, what: str, options: str, says: str = "", *, torch: bool = False) -> None:
     """Add an attack through the command line."""
-    module, *arguments = (*(PYTEST if "--parity-port" in options else CHECK), *options.split())
+    module, *arguments = [*(PYTEST if "--parity-port" in options else CHECK), *options.split()]
     needs = (("torch",) if torch else ()) + (("pytest",) if module == "pytest" else ())
     run = partial(_run, module, *arguments)
     OPTIONS.append(Attack(name, what, expected, attack.OPTIONS, run, says, alone=True, needs=needs))
@@ -90,24 +90,24 @@ class Escapes(WrongNamesake):
 
 # What is asked for.
 command("Everything", TOLERATED, "A sound port is compared on everything.", f"--port {SOUND}")
-command("OneStage", TOLERATED, "One stage of a sound port is asked for.", f"--port {SOUND} --rung decode")
+command("OneStage", TOLERATED, "One stage of a sound port is asked for.", f"--port {SOUND} --stage decode")
 command(
     "OneStageInFloat32",
     TOLERATED,
     "The activations of a sound port are asked for in float32.",
-    f"--port {SOUND} --rung activations --dtype float32",
+    f"--port {SOUND} --stage activations --dtype float32",
 )
 command(
     "GradientsInFloat32",
     INCOMPLETE,
     "Gradients are asked for in float32, and there are none.",
-    f"--port {SOUND} --dtype float32 --rung gradients",
+    f"--port {SOUND} --dtype float32 --stage gradients",
 )
 command(
     "GradientsInFloat32Too",
     INCOMPLETE,
     "Gradients and activations are asked for in float32, and there are no gradients.",
-    f"--port {SOUND} --dtype float32 --rung activations,gradients",
+    f"--port {SOUND} --dtype float32 --stage activations,gradients",
 )
 command(
     "EverythingInFloat32",
@@ -119,25 +119,25 @@ command(
     "UndeclaredDtype",
     INCOMPLETE,
     "A dtype is asked for that the port does not declare.",
-    f"--port {SOUND} --dtype bfloat16 --rung activations",
+    f"--port {SOUND} --dtype bfloat16 --stage activations",
 )
 command(
     "SearchOfNone",
     INCOMPLETE,
     "Searches are asked for of a port without generate(): only its weights come back.",
-    f"--port {OFFERS}:NoGenerate --rung decode",
+    f"--port {OFFERS}:NoGenerate --stage decode",
 )
 command(
     "GradientsOfNone",
     INCOMPLETE,
     "Gradients are asked for of a port without gradients(): only its weights come back.",
-    f"--port {OFFERS}:NoGradients --rung gradients",
+    f"--port {OFFERS}:NoGradients --stage gradients",
 )
 command(
     "ActivationsOfNone",
     INCOMPLETE,
     "Activations are asked for of a port that offers its weights only.",
-    f"--port {OFFERS}:WeightsOnly --rung activations",
+    f"--port {OFFERS}:WeightsOnly --stage activations",
 )
 command(
     "TestsOfNone",
@@ -156,14 +156,14 @@ command(
     "StepsOfAPreset",
     INCOMPLETE,
     "Steps of a preset are asked for beside its activations, and there are none.",
-    "--backends torch --preset marian --rung activations,steps --dtype float64 --only deck",
+    "--backends torch --preset marian --stage activations,steps --dtype float64 --only cases",
     torch=True,
 )
 command(
     "GradientsInBfloat16",
     INCOMPLETE,
     "Gradients of a preset are asked for in bfloat16 beside its activations, and there are none.",
-    "--backends torch --preset marian --rung activations,gradients --dtype bfloat16 --only deck",
+    "--backends torch --preset marian --stage activations,gradients --dtype bfloat16 --only cases",
     torch=True,
 )
 
@@ -173,7 +173,7 @@ command(
     "UnknownPort",
     INCOMPLETE,
     "A port cannot be imported, beside a sound one.",
-    f"--port {SOUND} --port transformer_parity.absent:Port --rung activations",
+    f"--port {SOUND} --port transformer_parity.absent:Port --stage activations",
 )
 command(
     "UnknownInterpreter",
@@ -185,27 +185,27 @@ command(
     "TwoOfOneName",
     FAILS,
     "A sound and a wrong port have the same name.",
-    f"--port {SOUND} --port {SELF}:WrongNamesake --rung activations",
+    f"--port {SOUND} --port {SELF}:WrongNamesake --stage activations",
 )
 command(
     "NameOfTheReference",
     FAILS,
     "A wrong port has the name of the reference.",
-    f"--port {SELF}:WrongReference --rung activations",
+    f"--port {SELF}:WrongReference --stage activations",
 )
 command(
-    "NoName", TOLERATED, "The name of a sound port is empty.", f"--port {SELF}:Nameless --rung activations", "Nameless"
+    "NoName", TOLERATED, "The name of a sound port is empty.", f"--port {SELF}:Nameless --stage activations", "Nameless"
 )
-command("Markup", TOLERATED, "The name of a sound port is markup.", f"--port {SELF}:Markup --rung activations")
+command("Markup", TOLERATED, "The name of a sound port is markup.", f"--port {SELF}:Markup --stage activations")
 command(
     "WrongMarkup",
     FAILS,
     "The name of a wrong port, and what it raises, are markup.",
-    f"--port {SELF}:WrongMarkup --rung activations",
+    f"--port {SELF}:WrongMarkup --stage activations",
 )
 command(
     "Escapes",
     FAILS,
     "The name of a wrong port clears the screen and prints a verdict.",
-    f"--port {SELF}:Escapes --rung activations",
+    f"--port {SELF}:Escapes --stage activations",
 )

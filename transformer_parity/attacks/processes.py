@@ -89,6 +89,11 @@ class WordlessError(Exception):
         raise ValueError("no words")
 
 
+def recurse() -> None:
+    """Call itself."""
+    recurse()
+
+
 def fork_and_die() -> None:
     """End the process, and leave a child that holds its pipes open."""
     if os.fork() == 0:
@@ -100,7 +105,7 @@ here = partial(before_a_sentence, alone=False)
 here("RaisesInOneCase", INCOMPLETE, "The forward pass raises in one case.", lambda: raises(RuntimeError("no")))
 here("RaisesWithoutWords", INCOMPLETE, "It raises what cannot be printed.", lambda: raises(WordlessError()))
 here("RaisesStopIteration", INCOMPLETE, "It raises StopIteration, which ends a generator.", lambda: next(iter(())))
-here("RaisesRecursionError", INCOMPLETE, "It calls itself without end.", lambda: (f := lambda: f())())
+here("RaisesRecursionError", INCOMPLETE, "It calls itself without end.", recurse)
 before_a_sentence(
     "RaisesKeyboardInterrupt",
     INCOMPLETE,
@@ -198,9 +203,12 @@ def edit_reference() -> None:
 
 def no_distance() -> None:
     """Let every distance be zero, and everything finite."""
-    np.linalg.norm = lambda *args, **kwargs: 0.0
-    np.broadcast_arrays = lambda first, second: (second, second)
-    np.isfinite = lambda x: np.ones(np.shape(x), bool)
+    for place, name, function in (
+        (np.linalg, "norm", lambda *args, **kwargs: 0.0),
+        (np, "broadcast_arrays", lambda first, second: (second, second)),
+        (np, "isfinite", lambda x: np.ones(np.shape(x), bool)),
+    ):
+        setattr(place, name, function)
 
 
 at_load(

@@ -120,7 +120,9 @@ class MeanOfMeans(reference_numpy.Trainer):
         """Take a step."""
         slices = [np.split(array, self.settings.accumulation_steps) for array in (source_ids, target_ids, labels)]
         found = [reference_numpy.gradients(self.model, *part) for part in zip(*slices, strict=True)]
-        self._update({name: sum(g.parameters[name] for g in found) for name in found[0].parameters}, 1.0 / len(found))
+        self._update(
+            {name: np.sum([g.parameters[name] for g in found], 0) for name in found[0].parameters}, 1.0 / len(found)
+        )
         return reference_numpy.StepResult(sum(g.loss for g in found) / len(found), None, None)
 
 

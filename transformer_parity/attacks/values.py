@@ -1,5 +1,8 @@
 """Attacks through the arrays that a port returns: values, shapes, dtypes, layouts, and subclasses of arrays."""
 
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: D102  what a method does is said by its class
+
 from __future__ import annotations
 
 import tempfile
@@ -107,8 +110,7 @@ taps(
 class NanAtPadding(Sound):
     """The logits at target positions that are padding are NaN, where those of the reference are finite."""
 
-    def forward(self, source_ids, target_ids, tap):  # type: ignore[no-untyped-def]
-        """Return NaN at padding."""
+    def forward(self, source_ids, target_ids, tap):
         found = super().forward(source_ids, target_ids, tap)
         found[target_ids == self.config.pad_id] = np.nan
         return found
@@ -118,8 +120,7 @@ class NanAtPadding(Sound):
 class NanForAnEmptySentence(Sound):
     """A sentence that is all padding yields NaN: such sentences are not asked of a port, and listed as not tested."""
 
-    def forward(self, source_ids, target_ids, tap):  # type: ignore[no-untyped-def]
-        """Return NaN for a sentence that is all padding."""
+    def forward(self, source_ids, target_ids, tap):
         found = super().forward(source_ids, target_ids, tap)
         found[(source_ids == self.config.pad_id).all(1)] = np.nan
         return found
@@ -154,8 +155,7 @@ class GarbageBesideInfinity(Sound):
 
     taps = ()
 
-    def forward(self, source_ids, target_ids, tap):  # type: ignore[no-untyped-def]
-        """Return logits in float64 only."""
+    def forward(self, source_ids, target_ids, tap):
         found = super().forward(source_ids, target_ids, tap)
         return found if found.dtype == np.float64 else np.arange(3)
 
@@ -193,17 +193,14 @@ class OtherPrecision(Sound):
     taps = ()
     inside = "float64"
 
-    def load(self, config, weights, dtype):  # type: ignore[no-untyped-def]
-        """Build the model in another dtype."""
+    def load(self, config, weights, dtype):
         super().load(config, weights, self.inside)
         self.dtype = dtype
 
-    def forward(self, source_ids, target_ids, tap):  # type: ignore[no-untyped-def]
-        """Return the logits in the dtype that was asked for."""
+    def forward(self, source_ids, target_ids, tap):
         return super().forward(source_ids, target_ids, tap).astype(self.dtype)
 
-    def export_weights(self):  # type: ignore[no-untyped-def]
-        """Return the weights in the dtype that was asked for."""
+    def export_weights(self):
         return {name: array.astype(self.dtype) for name, array in super().export_weights().items()}
 
 
@@ -223,14 +220,12 @@ class Float64Inside(OtherPrecision):
 class HalfPrecisionInside(Sound):
     """In float32, the weights are rounded to float16 on the way in, and come back as they were given."""
 
-    def load(self, config, weights, dtype):  # type: ignore[no-untyped-def]
-        """Build the model with rounded weights."""
+    def load(self, config, weights, dtype):
         self.given = {name: array.astype(dtype) for name, array in weights.items()}
         inside = "float16" if dtype == "float32" else "float32"
         super().load(config, {name: array.astype(inside) for name, array in weights.items()}, dtype)
 
-    def export_weights(self):  # type: ignore[no-untyped-def]
-        """Return the weights as they were given."""
+    def export_weights(self):
         return self.given
 
 
@@ -279,7 +274,7 @@ class Lying(ndarray):
             return args[1], args[1]
         return super().__array_function__(function, types, args, kwargs)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: Any, method: Any, *inputs: Any, **kwargs: Any) -> Any:
         constant = {np.isfinite: True, np.subtract: 0.0}.get(ufunc)
         if constant is not None:
             return np.full(np.shape(inputs[0]), constant)
@@ -303,13 +298,13 @@ class Lying(ndarray):
 class Misshapen(ndarray):
     """An array that states a shape without its first axis."""
 
-    shape = property(lambda self: ndarray.shape.__get__(self)[1:])  # type: ignore[assignment,attr-defined]
+    shape = property(lambda self: ndarray.shape.__get__(self)[1:])
 
 
 class Mistyped(ndarray):
     """An array that states to be of float32."""
 
-    dtype = property(lambda self: np.dtype(np.float32))  # type: ignore[assignment]
+    dtype = property(lambda self: np.dtype(np.float32))
 
 
 class Lazy:
