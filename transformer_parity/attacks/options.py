@@ -10,6 +10,8 @@ import sys
 import tempfile
 from functools import partial
 
+import numpy as np
+
 from transformer_parity.attacks import attack
 from transformer_parity.attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Attack, Sound
 
@@ -50,7 +52,8 @@ class WrongNamesake(Sound):
     name = "Sound"
 
     def forward(self, source_ids, target_ids, tap):
-        return super().forward(source_ids, target_ids, tap)[..., ::-1]
+        logits = super().forward(source_ids, target_ids, tap)
+        return logits if logits.dtype == np.float64 else np.float32(1.01) * logits  # which is quickly diagnosed
 
 
 class WrongReference(WrongNamesake):

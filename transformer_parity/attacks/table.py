@@ -64,7 +64,7 @@ def possible() -> list[Attack]:
 def trials(attacks: Iterable[Attack] | None = None) -> Iterator[Outcome]:
     """Run some attacks, or all that are possible: those with processes of their own beside the others."""
     chosen = possible() if attacks is None else list(attacks)
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as pool:
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         futures = [pool.submit(run_attack, attack) for attack in chosen if attack.alone]
         try:
             yield from (run_attack(attack) for attack in chosen if not attack.alone)
