@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import matches
 from reference_numpy.training_config import Gradients
-from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.cases.case import ACTIVATIONS, STAGES, Case
+from transformer_parity.cases.standard import port_cases
 from transformer_parity.ports.templates.other_port import MyPort
 from transformer_parity.ports.user import Port
 
 FAILS, INCOMPLETE, TOLERATED = "fails", "incomplete", "agrees"
 REFUSED = "fails or incomplete"  # where either is right, as long as it is not AGREE
 PORT, FILES, OPTIONS = "port", "files", "options"
-ALL = (ACTIVATIONS, GRADIENTS, STEPS, DECODE)
 BUSY = 60.0  # seconds that the process of a port may be silent
 
 
@@ -34,7 +35,7 @@ class Attack:
             is said.
         says: What has to be said.
         stages: What is asked for.
-        cases: What a port is compared on; None is every case of these stages.
+        cases: What a port of a config is compared on; None is every case of these stages.
         alone: Whether it needs a process of its own, because it may end or alter the one that it runs in.
         timeout: Seconds without a message after which that process is ended.
         needs: Modules that have to be installed.
@@ -46,8 +47,8 @@ class Attack:
     family: str
     plant: Any = field(repr=False)
     says: str = ""
-    stages: tuple[str, ...] = ALL
-    cases: Callable[[Any], Sequence[Case]] | None = None
+    stages: tuple[str, ...] = STAGES
+    cases: Callable[[TransformerConfig], Sequence[Case]] | None = None
     alone: bool = False
     timeout: float = BUSY
     needs: tuple[str, ...] = ()
@@ -76,6 +77,11 @@ def plant(module: str, name: str, expected: str, what: str, methods: Mapping[str
     """Add a port to the table, and to a module, that differs from the sound one in some methods or attributes."""
     port = type(name, (Sound,), {"__doc__": what, "__module__": module, **methods})
     setattr(sys.modules[module], name, attack(expected, **options)(port))
+
+
+def padded(config: TransformerConfig) -> list[Case]:
+    """Return the one case that most attacks show in."""
+    return [case for case in port_cases(config, (ACTIVATIONS,)) if case.name == "full/padded"]
 
 
 class Sound(MyPort):

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import shutil
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +99,8 @@ class IdsOfSixteenBits(Sound):
     def forward(self, source_ids, target_ids, tap):
         sizes = self.config.source_vocab_size, self.config.target_vocab_size
         source_ids, target_ids = (
-            ids.astype(self.integer) % size for ids, size in zip((source_ids, target_ids), sizes, strict=True)
+            ids.astype(self.integer).astype(np.int64) % size
+            for ids, size in zip((source_ids, target_ids), sizes, strict=True)
         )
         return super().forward(source_ids, target_ids, tap)
 
@@ -173,7 +177,7 @@ class PreviousResult(Sound):
         return before if before is not None and before.shape == self.previous.shape else 0.0 * self.previous
 
 
-@attack(FAILS)
+@attack(FAILS, stages=STAGES)
 class ResultsByShape(Sound):
     """What was computed for a batch is returned for every other batch of the same shape."""
 
@@ -188,7 +192,7 @@ class ResultsByShape(Sound):
         return self.known.setdefault((source_ids.shape, target_ids.shape), logits)
 
 
-@attack(FAILS)
+@attack(FAILS, stages=STAGES)
 class MasksByShape(Sound):
     """The masks of the first batch of a shape are used for every other batch of it, as by a traced program."""
 
@@ -202,7 +206,7 @@ class MasksByShape(Sound):
         return self.model(source_ids, target_ids, *self.known.setdefault(tuple(m.shape for m in masks), masks), tap=tap)
 
 
-@attack(FAILS)
+@attack(FAILS, stages=STAGES)
 class FirstWeightsForEver(Sound):
     """The weights of the first model of a config that is built in a process are those of every later one too."""
 
@@ -213,19 +217,26 @@ class FirstWeightsForEver(Sound):
         super().load(config, self.first.setdefault((type(self), config), copies), dtype)
 
 
-@attack(FAILS)
+@attack(FAILS, stages=STAGES)
 class StaleFile(Sound):
     """The logits of a batch are read from a file that is named by its shape, and that an earlier model has written."""
 
     taps = ()
-    folder = tempfile.TemporaryDirectory()
 
     def forward(self, source_ids, target_ids, tap):
-        path = Path(self.folder.name) / f"{source_ids.shape}{target_ids.shape}.npy"
+        path = stale_files() / f"{source_ids.shape}{target_ids.shape}.npy"
         logits = super().forward(source_ids, target_ids, tap)
         if not path.exists():
             np.save(path, logits)
         return np.load(path).astype(logits.dtype)
+
+
+@cache
+def stale_files() -> Path:
+    """Return a folder for files, which goes with the process."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @attack(TOLERATED, stages=STAGES)
@@ -240,7 +251,7 @@ class OneBuffer(Sound):
         return self.view(super().forward(source_ids, target_ids, show))
 
     def view(self, value):
-        self.buffer = getattr(self, "buffer", np.empty(10_000))
+        self.buffer = getattr(self, "buffer", np.empty(100_000))
         view = self.buffer.view(value.dtype)[: value.size].reshape(value.shape)
         view[...] = value
         return view

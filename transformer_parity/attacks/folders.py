@@ -15,8 +15,9 @@ import numpy as np
 
 from transformer_parity.attacks.attack import FAILS, FILES, INCOMPLETE, REFUSED, TOLERATED, Attack
 from transformer_parity.attacks.vectors import MANIFEST, Vectors, computed, rounded, truth
-from transformer_parity.compare.findings import EXIT_CODES, FAILED, Finding, exit_code
-from transformer_parity.golden.compare import compare_folders, folder_pairs
+from transformer_parity.compare.findings import Finding, failure
+from transformer_parity.compare.verdict import EXIT_CODES, FAILED, Verdict
+from transformer_parity.golden.compare import compare_folders, read_pairs
 
 FOLDERS: list[Attack] = []
 PADDED, SENTENCE, EASIEST, SQUARE = FULL = (
@@ -33,10 +34,10 @@ MODELS = ("first", "second")
 Edit = Callable[..., Any]
 
 
-def vectors(name: str, expected: str, what: str, edit: Edit, models: tuple[str, ...] = ("",)) -> None:
+def vectors(name: str, expected: str, what: str, edit: Edit, models: tuple[str, ...] = ("",), says: str = "") -> None:
     """Add an attack: ``edit(a, b)`` changes both sides; with several models, each side is a mapping."""
     run = partial(_run, models=models, edit=edit if len(models) > 1 else lambda a, b: edit(a[""], b[""]))
-    FOLDERS.append(Attack(name, what, expected, FILES, run))
+    FOLDERS.append(Attack(name, what, expected, FILES, run, says))
 
 
 def on_both(name: str, expected: str, what: str, edit: Edit) -> None:
@@ -49,9 +50,9 @@ def on_b(name: str, expected: str, what: str, edit: Edit) -> None:
     vectors(name, expected, what, lambda a, b: edit(b))
 
 
-def written(name: str, expected: str, what: str, edit: Edit) -> None:
+def written(name: str, expected: str, what: str, edit: Edit, says: str = "") -> None:
     """Add an attack on the folders as they were written: ``edit(a, b)`` is given their paths."""
-    FOLDERS.append(Attack(name, what, expected, FILES, partial(_run, afterwards=edit)))
+    FOLDERS.append(Attack(name, what, expected, FILES, partial(_run, afterwards=edit), says))
 
 
 def _run(
@@ -67,12 +68,12 @@ def _run(
                 held.write(path / name)
         afterwards(a, b)
         try:
-            pairs = folder_pairs(a, b).values()
-            findings = [finding for pair in pairs for finding in compare_folders(*pair)]
+            pairs = read_pairs(a, b)
+            findings = [finding for pair in pairs for finding in compare_folders(pair)]
         except Exception as error:  # as the command does
             problem = f"{type(error).__name__}: {error}".replace(folder, "")
-            return EXIT_CODES[FAILED], [Finding("mine", "", "", "", "", "", np.inf, 0.0, FAILED, problem)]
-    return exit_code(findings), findings
+            return EXIT_CODES[FAILED], [failure("mine", problem)]
+    return Verdict.of(findings, [pair.asked for pair in pairs]).exit_code, findings
 
 
 def set_all(fields: Mapping[str, Any]) -> Edit:
@@ -192,15 +193,16 @@ on_both(
 on_both("NoCase", INCOMPLETE, "Neither holds a case.", set_all({"cases": []}))
 vectors(
     "TruthWithoutFloat32",
-    INCOMPLETE,
-    "A holds no float32 tensors, and B does.",
+    TOLERATED,
+    "A holds no float32 tensors, and B does: the reference computes them.",
     lambda a, b: _drop_dtype(a, "float32"),
 )
 vectors(
     "TruthLeavesOut",
-    INCOMPLETE,
-    "A holds the easiest case, and leaves out everything else that B holds.",
+    TOLERATED,
+    "A holds the easiest case, and leaves out everything else that B holds: that is listed.",
     lambda a, b: (a.keep(EASIEST), a.manifest.update(left_out=LATER)),
+    says="A leaves it out",
 )
 
 
@@ -241,7 +243,13 @@ vectors(
     lambda a, b: b.files.update({file: x for file, x in a.files.items() if not file.startswith(EASIEST)}),
 )
 written("LinkToA", INCOMPLETE, "B is a symbolic link to A.", link)
-written("LinkToAFileOfA", INCOMPLETE, "The float64 outputs of B are a symbolic link to those of A.", link_one_file)
+written(
+    "LinkToAFileOfA",
+    TOLERATED,
+    "The float64 outputs of one case of B are a symbolic link to those of A: that is listed.",
+    link_one_file,
+    "A's own",
+)
 
 
 # B lacks something.

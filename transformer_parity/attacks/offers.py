@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, plant
-from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS
+from transformer_parity.attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, padded, plant
+from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS
 from transformer_parity.ports.protocol import MissingAbilityError
 from transformer_parity.ports.templates.other_port import MyPort
 from transformer_parity.ports.user import Port
 
-STAGES = (ACTIVATIONS,)
+STAGES: tuple[str, ...] = (ACTIVATIONS,)
+ONE_CASE: dict[str, Any] = {"stages": STAGES, "cases": padded}
 TAP = "encoder.layers.0.self_attention.weights"
 EASIEST = "full/one_token"
 REST = (
-    *("full/padded", "full/source_as_long_as_target", "full/one_sentence"),
-    *("gradients/padded", "gradients/one_token", "steps/port", "decode/port_greedy", "decode/port_beam"),
+    *("full/padded", "full/source_as_long_as_target", "full/one_sentence", "full/other_padding", "full/other_weights"),
+    *("full/longest", "full/large_vocabulary", "gradients/padded", "gradients/one_token", "steps/port"),
+    *("steps/port_clipped", "decode/port_greedy", "decode/port_beam"),
+    *("decode/many_greedy", "decode/many_beam", "decode/many_narrow_beam"),
 )
 
 
@@ -36,7 +39,7 @@ def taps(name: str, expected: str, what: str, show: Callable[[Any, str, ndarray]
 
         return Sound.forward(self, source_ids, target_ids, seen)
 
-    plant(__name__, name, expected, what, {"forward": forward}, stages=STAGES)
+    plant(__name__, name, expected, what, {"forward": forward}, **ONE_CASE)
 
 
 def at(name: str, alter: Callable[[ndarray], ndarray]) -> Callable[[Any, str, ndarray], Any]:
@@ -73,7 +76,7 @@ taps(
 taps("TapOfFloat32", FAILS, "Weights are shown in float32.", at(".weights", lambda x: x.astype(np.float32)))
 
 
-@attack(FAILS, stages=STAGES)
+@attack(FAILS, **ONE_CASE)
 class TapsReordered(Sound):
     """Two taps fire in the wrong order, with the right values."""
 
@@ -103,7 +106,7 @@ class TapsOnce(Sound):
         return super().forward(source_ids, target_ids, tap if first else lambda name, value: value)
 
 
-@attack(FAILS, stages=STAGES)
+@attack(FAILS, **ONE_CASE)
 class TapsOfAnotherModel(Sound):
     """The intermediate values are right, and the logits are not."""
 
@@ -111,7 +114,7 @@ class TapsOfAnotherModel(Sound):
         return super().forward(source_ids, target_ids, tap)[..., ::-1]
 
 
-@attack(TOLERATED, stages=STAGES)
+@attack(TOLERATED, **ONE_CASE)
 class MoreTapsThanPromised(Sound):
     """Taps fire that are not promised; nothing is compared there."""
 
@@ -128,7 +131,9 @@ class MoreGradientsThanPromised(MoreTapsThanPromised):
 # What is not offered.
 def lacks(name: str, expected: str, what: str, *missing: str, **attributes: Any) -> None:
     """Plant a port that lacks some methods, or has other attributes."""
-    plant(__name__, name, expected, what, {**{method: getattr(Port, method) for method in missing}, **attributes})
+    options = {"stages": attributes.pop("stages")} if "stages" in attributes else {}
+    absent = {method: getattr(Port, method) for method in missing}
+    plant(__name__, name, expected, what, {**absent, **attributes}, **options)
 
 
 def not_yet(self: Any, *inputs: Any) -> Any:
@@ -151,10 +156,28 @@ lacks("NoForward", REFUSED, "There is no forward().", "forward")
 lacks("WeightsOnly", INCOMPLETE, "Nothing is offered but the weights.", *WEIGHTS_ONLY, forward=not_yet)
 lacks("EasiestOnly", INCOMPLETE, "All cases but the easiest are said not to be offered.", forward=easiest_only)
 lacks("NotInFloat64", INCOMPLETE, "float64 is declared, and said not to be offered.", load=not_in_float64)
-lacks("NoGenerate", INCOMPLETE, "There is no generate(), and searches are asked for.", "generate")
-lacks("NoGradients", INCOMPLETE, "There is no gradients(), and gradients are asked for.", "gradients")
-lacks("NoSteps", INCOMPLETE, "There is no train_step(), and steps are asked for.", "start_training", "train_step")
-lacks("NoExport", TOLERATED, "There is no export_weights(), and every stage is compared.", "export_weights")
+lacks(
+    "NoGenerate",
+    INCOMPLETE,
+    "There is no generate(), and searches are asked for.",
+    "generate",
+    stages=(*STAGES, DECODE),
+)
+lacks(
+    "NoGradients",
+    INCOMPLETE,
+    "There is no gradients(), and gradients are asked for.",
+    "gradients",
+    stages=(*STAGES, GRADIENTS),
+)
+lacks("NoSteps", INCOMPLETE, "There is no train_step().", "start_training", "train_step")
+lacks(
+    "NoExport",
+    TOLERATED,
+    "There is no export_weights(), and what is asked for is compared.",
+    "export_weights",
+    stages=STAGES,
+)
 
 
 # What is declared, and left out.
@@ -175,12 +198,14 @@ lacks(
     TOLERATED,
     "One of several full models is left out, and listed.",
     left_out={EASIEST: "it needs two tokens"},
+    stages=STAGES,
 )
 lacks(
     "LeavesOutNothing",
     TOLERATED,
     "What is left out is a pattern, and no case has that name: everything is compared.",
     left_out={"full/*": "later"},
+    stages=STAGES,
 )
 lacks("NoDtype", INCOMPLETE, "No dtype is declared.", dtypes=())
 lacks("UnknownDtype", INCOMPLETE, "A dtype is declared that nothing is compared in.", dtypes=("float16",))
@@ -200,12 +225,14 @@ lacks(
     FAILS,
     "The model is pre-norm, and declared as the paper's.",
     load=lambda self, config, *rest: Sound.load(self, config.replace(norm_order="pre"), *rest),
+    stages=STAGES,
 )
 lacks(
     "OneHead",
     TOLERATED,
     "One head is declared: whether several would be split rightly is not asked.",
     overrides={"num_heads": 1},
+    stages=STAGES,
 )
 
 
@@ -213,7 +240,7 @@ lacks(
 def export(name: str, what: str, alter: Callable[[dict[str, ndarray]], Any]) -> None:
     """Plant a port that returns altered weights."""
     method = {"export_weights": lambda self: alter(dict(Sound.export_weights(self)))}
-    plant(__name__, name, FAILS, what, method, stages=STAGES)
+    plant(__name__, name, FAILS, what, method, **ONE_CASE)
 
 
 TABLE = "source_embedding.table"
@@ -223,7 +250,7 @@ export("ExportOfOneBit", "A bit is another.", lambda weights: {**weights, TABLE:
 export("ExportTransposed", "A table comes back transposed.", lambda weights: {**weights, TABLE: weights[TABLE].T})
 
 
-@attack(FAILS, stages=STAGES)
+@attack(FAILS, **ONE_CASE)
 class ExportLies(Sound):
     """The weights come back as they were given, and one that is in use is another."""
 

@@ -24,35 +24,32 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.attacks.attack import BUSY, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, plant
+from reference_numpy.config import TransformerConfig
+from transformer_parity.attacks.attack import INCOMPLETE, REFUSED, TOLERATED, Sound, attack, plant
 from transformer_parity.cases.case import ACTIVATIONS, Case
 from transformer_parity.cases.inputs import padded_ids
 
 HANGS = 5.0  # seconds after which a process that does nothing is ended
 
 
-def few_cases(port: Any) -> list[Case]:
+def few_cases(config: TransformerConfig) -> list[Case]:
     """Return a batch and a single sentence, which show whatever becomes of the process."""
-    config, rng = port.config(), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     sides = (("source_ids", config.source_vocab_size, [6, 4, 1]), ("target_ids", config.target_vocab_size, [5, 5, 2]))
     ids = {name: padded_ids(rng, size, config.pad_id, lengths, max(lengths)) for name, size, lengths in sides}
     batches = {"batch": ids, "sentence": {name: array[:1] for name, array in ids.items()}}
     return [Case(f"full/{name}", "full model", config, "", inputs) for name, inputs in batches.items()]
 
 
-alone = partial(attack, stages=(ACTIVATIONS,), cases=few_cases, alone=True)
+FEW: dict[str, Any] = {"stages": (ACTIVATIONS,), "cases": few_cases}
 
 
-def before_a_sentence(
-    name: str,
-    expected: str,
-    what: str,
-    act: Callable[[], Any],
-    timeout: float = BUSY,
-    *,
-    alone: bool = True,
-    says: str = "",
-) -> None:
+def alone(expected: str) -> Callable[..., Any]:
+    """Return a decorator that adds a port in a process of its own."""
+    return attack(expected, alone=True, **FEW)
+
+
+def before_a_sentence(name: str, expected: str, what: str, act: Callable[[], Any], **options: Any) -> None:
     """Plant a port that does something in its forward pass when a batch holds a single sentence."""
 
     def forward(self: Sound, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
@@ -60,8 +57,7 @@ def before_a_sentence(
             act()
         return Sound.forward(self, source_ids, target_ids, tap)
 
-    options = {"stages": (ACTIVATIONS,), "cases": few_cases, "alone": alone, "timeout": timeout, "says": says}
-    plant(__name__, name, expected, what, {"forward": forward}, **options)
+    plant(__name__, name, expected, what, {"forward": forward}, **{"alone": True, **FEW, **options})
 
 
 def at_load(name: str, expected: str, what: str, act: Callable[[], Any]) -> None:
@@ -71,7 +67,7 @@ def at_load(name: str, expected: str, what: str, act: Callable[[], Any]) -> None
         Sound.load(self, config, weights, dtype)
         act()
 
-    plant(__name__, name, expected, what, {"load": load}, stages=(ACTIVATIONS,), cases=few_cases, alone=True)
+    plant(__name__, name, expected, what, {"load": load}, alone=True, **FEW)
 
 
 # Exceptions, and the end of the process.
@@ -115,13 +111,13 @@ before_a_sentence(
 before_a_sentence("CallsExit", INCOMPLETE, "It calls sys.exit(0).", lambda: sys.exit(0))
 before_a_sentence("EndsTheProcess", INCOMPLETE, "It ends the process with exit code 0.", lambda: os._exit(0))
 before_a_sentence("Crashes", INCOMPLETE, "It reads memory that it must not.", lambda: ctypes.string_at(0))
-before_a_sentence("Hangs", INCOMPLETE, "It does not end.", lambda: time.sleep(10.0 * HANGS), HANGS)
+before_a_sentence("Hangs", INCOMPLETE, "It does not end.", lambda: time.sleep(10.0 * HANGS), timeout=HANGS)
 before_a_sentence(
     "ForksAndDies",
     INCOMPLETE,
     "It ends the process, and leaves a child that holds its pipes open: to be noticed at once.",
     fork_and_die,
-    2.0 * HANGS,
+    timeout=2.0 * HANGS,
     says="exit code 0",
 )
 at_load(
@@ -132,7 +128,7 @@ at_load(
 )
 
 
-@attack(INCOMPLETE, stages=(ACTIVATIONS,))
+@attack(INCOMPLETE, **FEW)
 class RaisesInFloat32(Sound):
     """The model cannot be built in float32, although that dtype is declared."""
 
@@ -268,8 +264,8 @@ at_load(
 )
 at_load(
     "RoundsUpwards",
-    TOLERATED,
-    "The processor is switched to rounding upwards.",
+    REFUSED,
+    "The processor is switched to rounding upwards, for whatever the process computes.",
     lambda: ctypes.CDLL(None).fesetround(0x800),
 )
 at_load("ThreadLeftRunning", TOLERATED, "A thread goes on for a second after the last call.", stay)

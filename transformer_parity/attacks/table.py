@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,11 +13,15 @@ from typing import Any
 
 from transformer_parity.attacks import calls, folders, offers, options, processes, stages, values
 from transformer_parity.attacks.attack import FAILS, INCOMPLETE, PORT, PORTS, TOLERATED, Attack
-from transformer_parity.cases.case import Case
-from transformer_parity.cases.standard import port_cases
+from transformer_parity.cases.case import STAGES
+from transformer_parity.cases.standard import port_cases, port_config
+from transformer_parity.check.one_port import Job
+from transformer_parity.check.processes import Outcome as Processes
 from transformer_parity.check.processes import run_all
+from transformer_parity.check.selection import Selection
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Setting, exit_code, failure
+from transformer_parity.compare.findings import Finding, failure
+from transformer_parity.compare.verdict import AGREES, SKIPPED, Verdict
 from transformer_parity.ports.user import PluginPort
 
 VERDICTS = {0: TOLERATED, 1: FAILS, 2: FAILS, 3: INCOMPLETE}  # by exit code
@@ -83,27 +87,24 @@ def run_attack(attack: Attack) -> Outcome:
 
 def _run_port(attack: Attack) -> tuple[int, list[Finding]]:
     """Compare a port as `parity check --port` does, in a process of its own where it needs one."""
-    cases = attack.cases or partial(_cases, attack.stages)
-    if attack.alone:
-        messages = run_all([attack.plant], cases, Setting(), timeout=attack.timeout)
-        findings = [finding for message in messages for finding in message.findings]
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of overflows, which are planted
-            findings = _compare_here(attack, cases)
-    return exit_code(findings), findings
-
-
-def _cases(stages: Sequence[str], port: PluginPort) -> list[Case]:
-    return port_cases(port, stages)
-
-
-def _compare_here(attack: Attack, cases: Callable[[Any], Sequence[Case]]) -> list[Finding]:
-    try:
-        port = PluginPort(attack.plant)
-        return list(compare(cases(port), port, Setting()))
-    except Exception as error:  # as the process of a port does
-        return [failure(attack.name, f"{type(error).__name__}: {error}")]
+    selection = Selection((), (attack.plant,), stages=attack.stages if set(attack.stages) != set(STAGES) else None)
+    found = Processes({})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of overflows, which are planted
+        try:
+            port = PluginPort(attack.plant)
+            cases = (attack.cases or partial(port_cases, stages=attack.stages))(port_config(port))
+            if attack.alone:
+                job = Job(attack.plant, selection.setting, tuple(cases), attack.stages)
+                for message in run_all([job], timeout=attack.timeout):
+                    found.keep(message, job)
+            else:
+                found.findings += compare(cases, port, selection.setting)
+            asked = [selection.asked(port.name, cases, port.kind.dtypes)]
+        except Exception as error:  # as the process of a port does
+            found.findings.append(failure(attack.name, f"{type(error).__name__}: {error}"))
+            asked = []
+    return Verdict.of(found.findings, asked).exit_code, found.findings
 
 
 def _first(findings: Sequence[Finding]) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import log_softmax
-from transformer_parity.attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, plant
+from transformer_parity.attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, padded, plant
 from transformer_parity.cases.case import ACTIVATIONS, Case
-from transformer_parity.cases.standard import port_cases
 
-STAGES = (ACTIVATIONS,)
+ONE_CASE: dict[str, Any] = {"stages": (ACTIVATIONS,), "cases": padded}
 WEIGHTS = "encoder.layers.1.self_attention.weights"  # a tap
 
 
@@ -29,7 +29,7 @@ def logits(name: str, expected: str, what: str, alter: Callable[[ndarray], Any])
     def forward(self: Sound, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
         return alter(Sound.forward(self, source_ids, target_ids, tap))
 
-    plant(__name__, name, expected, what, {"forward": forward}, stages=STAGES)
+    plant(__name__, name, expected, what, {"forward": forward}, **ONE_CASE)
 
 
 def taps(name: str, expected: str, what: str, alter: Callable[[str, ndarray], ndarray]) -> None:
@@ -42,7 +42,7 @@ def taps(name: str, expected: str, what: str, alter: Callable[[str, ndarray], nd
 
         return Sound.forward(self, source_ids, target_ids, show)
 
-    plant(__name__, name, expected, what, {"forward": forward}, stages=STAGES)
+    plant(__name__, name, expected, what, {"forward": forward}, **ONE_CASE)
 
 
 def with_first(array: ndarray, value: float) -> ndarray:
@@ -106,7 +106,7 @@ taps(
 )
 
 
-@attack(FAILS, stages=STAGES)
+@attack(FAILS, **ONE_CASE)
 class NanAtPadding(Sound):
     """The logits at target positions that are padding are NaN, where those of the reference are finite."""
 
@@ -116,7 +116,7 @@ class NanAtPadding(Sound):
         return found
 
 
-@attack(TOLERATED, stages=STAGES)
+@attack(TOLERATED, **ONE_CASE)
 class NanForAnEmptySentence(Sound):
     """A sentence that is all padding yields NaN: such sentences are not asked of a port, and listed as not tested."""
 
@@ -138,18 +138,18 @@ class Overflowing(Case):
         return weights
 
 
-def overflowing(port: Any) -> list[Case]:
+def overflowing(config: TransformerConfig) -> list[Case]:
     """Return one case whose float32 baseline is infinite."""
-    case = port_cases(port, STAGES)[0]
+    (case,) = padded(config)
     return [Overflowing(**{entry.name: getattr(case, entry.name) for entry in fields(Case)})]
 
 
-@attack(REFUSED, cases=overflowing, says="finite")
+@attack(REFUSED, stages=(ACTIVATIONS,), cases=overflowing, says="finite")
 class InfiniteBaseline(Sound):
     """The weights overflow float32 in the reference too: there is no float32 baseline, and no tolerance."""
 
 
-@attack(REFUSED, cases=overflowing)
+@attack(REFUSED, stages=(ACTIVATIONS,), cases=overflowing)
 class GarbageBesideInfinity(Sound):
     """Where the reference overflows float32, the port returns three small integers."""
 
@@ -204,19 +204,19 @@ class OtherPrecision(Sound):
         return {name: array.astype(self.dtype) for name, array in super().export_weights().items()}
 
 
-@attack(FAILS, stages=STAGES)
+@attack(FAILS, **ONE_CASE)
 class Float32Inside(OtherPrecision):
     """Everything is computed in float32, and cast to float64 at the end."""
 
     inside = "float32"
 
 
-@attack(TOLERATED, stages=STAGES)
+@attack(TOLERATED, **ONE_CASE)
 class Float64Inside(OtherPrecision):
     """Everything is computed in float64, and rounded to float32 at the end: nothing is less precise."""
 
 
-@attack(FAILS, stages=STAGES)
+@attack(FAILS, **ONE_CASE)
 class HalfPrecisionInside(Sound):
     """In float32, the weights are rounded to float16 on the way in, and come back as they were given."""
 
