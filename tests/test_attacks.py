@@ -1,0 +1,143 @@
+"""The table of attacks on the verdict AGREE: each comes to what is expected of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from transformer_parity.attacks import table
+from transformer_parity.attacks.attack import FAILS, TOLERATED, Attack
+
+TRUSTED = "A is not recomputed"
+COPIED = "bytes of A are not recognised in B"
+UNASKED = "a stage that is asked for and not compared is no failure"
+BASELINE = "an infinite baseline allows an infinite error"
+SUBCLASS = "a subclass of ndarray is kept"
+CASES = "no case shows it"
+SHARED = "the reference runs in the process of the port"
+TOKENS = "tokens are not checked before they are scored"
+BY_MODEL = "what a second model lacks is not listed"
+MARKUP = "names are printed as they are"
+MENDED_LATER = {
+    "port/InfiniteBaseline": BASELINE,
+    "port/GarbageBesideInfinity": BASELINE,
+    "port/LyingArray": SUBCLASS,
+    "port/LyingShape": SUBCLASS,
+    "port/WrongWhereLong": CASES,
+    "port/IdsOfSixteenBits": CASES,
+    "port/IdsOfEightBits": CASES,
+    "port/MemoryOverwritten": "inputs are views of the case's own",
+    "port/ResultsByShape": CASES,
+    "port/MasksByShape": CASES,
+    "port/FirstWeightsForEver": CASES,
+    "port/StaleFile": CASES,
+    "port/MoreGradientsThanPromised": "gradients at taps are compared where they are not promised",
+    "port/WeightsOnly": UNASKED,
+    "port/EasiestOnly": UNASKED,
+    "port/NotInFloat64": UNASKED,
+    "port/NoGenerate": UNASKED,
+    "port/NoGradients": UNASKED,
+    "port/NoSteps": UNASKED,
+    "port/LeavesOutNearlyEverything": UNASKED,
+    "port/Float32Only": UNASKED,
+    "port/NoClipping": CASES,
+    "port/ClippedByTensor": CASES,
+    "port/MeanOfMeans": CASES,
+    "port/MomentsKept": CASES,
+    "port/ThreeAxes": TOKENS,
+    "port/NegativeTokens": TOKENS,
+    "port/TokensOutside": TOKENS,
+    "port/ForksAndDies": "a process that ends is noticed when its pipe closes",
+    "port/ExpReplaced": SHARED,
+    "port/SqrtReplaced": SHARED,
+    "port/ReferenceEdited": SHARED,
+    "port/DistanceReplaced": SHARED,
+    "files/Zeros": TRUSTED,
+    "files/ZerosOfAnother": TRUSTED,
+    "files/EmptyTensors": TRUSTED,
+    "files/SameMistake": TRUSTED,
+    "files/NegatedBaseline": TRUSTED,
+    "files/CoarseBaseline": TRUSTED,
+    "files/NamesOfNothing": TRUSTED,
+    "files/ShapeOfNothing": TRUSTED,
+    "files/OneTensor": TRUSTED,
+    "files/OtherWeightsInBoth": TRUSTED,
+    "files/OtherInputsInBoth": TRUSTED,
+    "files/NoSentence": TRUSTED,
+    "files/NonsenseBeam": TRUSTED,
+    "files/OtherSearch": TRUSTED,
+    "files/OtherSettings": TRUSTED,
+    "files/TruthLeavesOut": TRUSTED,
+    "files/Copy": COPIED,
+    "files/CopyButOneCase": COPIED,
+    "files/LinkToA": COPIED,
+    "files/LinkToAFileOfA": COPIED,
+    "files/SecondModelLeftOut": BY_MODEL,
+    "files/SecondModelInFloat32": BY_MODEL,
+    "files/Float32Only": BY_MODEL,
+    "files/NearlyEverythingLeftOut": UNASKED,
+    "files/AllButEmbeddingsLeftOut": UNASKED,
+    "options/GradientsInFloat32Too": UNASKED,
+    "options/EverythingInFloat32": UNASKED,
+    "options/SearchOfNone": UNASKED,
+    "options/GradientsOfNone": UNASKED,
+    "options/ActivationsOfNone": UNASKED,
+    "options/TestsOfNone": UNASKED,
+    "options/TestsOfFloat32": UNASKED,
+    "options/StepsOfAPreset": UNASKED,
+    "options/GradientsInBfloat16": UNASKED,
+    "options/Markup": MARKUP,
+    "options/WrongMarkup": MARKUP,
+    "options/Escapes": MARKUP,
+}
+
+
+def _title(attack: Attack) -> str:
+    return f"{attack.family}/{attack.name}"
+
+
+def _marks(attack: Attack) -> list[pytest.MarkDecorator]:
+    of_torch = [pytest.mark.only("torch")] if "torch" in attack.needs else []
+    later = MENDED_LATER.get(_title(attack))
+    return of_torch + ([pytest.mark.xfail(strict=True, reason=later)] if later else [])
+
+
+@pytest.mark.parametrize(
+    "attack", [pytest.param(attack, marks=_marks(attack), id=_title(attack)) for attack in table.table()]
+)
+def test_an_attack_comes_to_what_is_expected(attack):
+    outcome = table.run_attack(attack)
+    assert outcome.is_as_expected, outcome
+
+
+def test_every_attack_has_a_name_of_its_own_and_says_what_it_does():
+    attacks = table.table()
+    assert len(attacks) > 60
+    assert max(Counter(map(_title, attacks)).values()) == 1
+    assert set(MENDED_LATER) <= set(map(_title, attacks))
+    assert all(attack.what.endswith(".") and "\n" not in attack.what and "|" not in attack.what for attack in attacks)
+
+
+def test_some_attacks_of_each_family_are_expected_to_fail_and_some_to_be_tolerated():
+    expected = {(attack.family, attack.expected) for attack in table.table()}
+    assert expected >= {(family, word) for family in table.FAMILIES for word in (FAILS, TOLERATED)}
+
+
+def test_trials_run_what_they_are_given():
+    chosen = [attack for attack in table.table() if attack.name in ("OneNan", "ReadOnly", "CallsExit", "NoManifest")]
+    outcomes = list(table.trials(chosen))
+    assert [outcome.name for outcome in outcomes] == ["OneNan", "ReadOnly", "OneNan", "NoManifest", "CallsExit"]
+    assert all(outcome.is_as_expected for outcome in outcomes)
+
+
+def test_an_attack_that_comes_to_something_else_is_told():
+    sound = next(attack for attack in table.table() if attack.name == "ReadOnly")
+    wrong = Attack(sound.name, sound.what, FAILS, sound.family, sound.plant, stages=sound.stages)
+    outcome = table.run_attack(wrong)
+    assert (outcome.expected, outcome.got, outcome.is_as_expected) == (FAILS, TOLERATED, False)
+
+
+def test_the_table_for_the_documentation_holds_every_attack():
+    text = table.markdown()
+    assert all(f"| `{attack.name}` | {attack.what} | {attack.expected} |" in text for attack in table.table())

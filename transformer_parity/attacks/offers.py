@@ -1,0 +1,262 @@
+"""Attacks through taps, and through what a port offers, declares and leaves out."""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: D102  what a method does is said by its class
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, padded, plant
+from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS
+from transformer_parity.ports.protocol import MissingAbilityError
+from transformer_parity.ports.templates.other_port import MyPort
+from transformer_parity.ports.user import Port
+
+STAGES: tuple[str, ...] = (ACTIVATIONS,)
+ONE_CASE: dict[str, Any] = {"stages": STAGES, "cases": padded}
+TAP = "encoder.layers.0.self_attention.weights"
+EASIEST = "full/one_token"
+REST = (
+    *("full/padded", "full/source_as_long_as_target", "full/one_sentence", "full/other_padding", "full/other_weights"),
+    *("full/longest", "full/large_vocabulary", "gradients/padded", "gradients/one_token", "steps/port"),
+    *("steps/port_clipped", "decode/port_greedy", "decode/port_beam"),
+    *("decode/many_greedy", "decode/many_beam", "decode/many_narrow_beam"),
+)
+
+
+def taps(name: str, expected: str, what: str, show: Callable[[Any, str, ndarray], Any]) -> None:
+    """Plant a port that shows something else at its taps than it goes on with: ``show(tap, name, value)``."""
+
+    def forward(self: Sound, source_ids: ndarray, target_ids: ndarray, tap: Any) -> ndarray:
+        def seen(name: str, value: ndarray) -> ndarray:
+            show(tap, name, value)
+            return value
+
+        return Sound.forward(self, source_ids, target_ids, seen)
+
+    plant(__name__, name, expected, what, {"forward": forward}, **ONE_CASE)
+
+
+def at(name: str, alter: Callable[[ndarray], ndarray]) -> Callable[[Any, str, ndarray], Any]:
+    """Return what shows an altered value at the taps whose names end so."""
+    return lambda tap, n, x: tap(n, alter(x) if n.endswith(name) else x)
+
+
+def overwrite(tap: Any, name: str, value: ndarray) -> None:
+    """Show a value, and overwrite what was shown."""
+    shown = value.copy()
+    tap(name, shown)
+    shown[...] = np.nan
+
+
+# Taps.
+taps("TapMissing", FAILS, "A tap that is promised does not fire.", lambda tap, n, x: n == TAP or tap(n, x))
+taps("TapsMissing", FAILS, "Every tap is promised, and none fires.", lambda tap, n, x: None)
+taps(
+    "TapTwice",
+    REFUSED,
+    "A tap fires twice, at first with a wrong value.",
+    lambda tap, n, x: (n == TAP and tap(n, 2.0 * x), tap(n, x)),
+)
+taps("TapUnknown", REFUSED, "A tap fires that does not exist.", lambda tap, n, x: tap(n.replace("weights", "w"), x))
+taps("TapOverwritten", TOLERATED, "What was shown at a tap is overwritten with NaN.", overwrite)
+taps("TapIgnored", TOLERATED, "The model does not go on with what a tap returns.", lambda tap, n, x: tap(n, x))
+taps("TapOfOneSentence", FAILS, "Attention weights are shown as [1, H, L, M].", at(".weights", lambda x: x[:1]))
+taps(
+    "TapOfMergedHeads",
+    FAILS,
+    "Queries are shown as [B, L, H d_k].",
+    at(".query", lambda x: x.swapaxes(1, 2).reshape(len(x), x.shape[2], -1)),
+)
+taps("TapOfFloat32", FAILS, "Weights are shown in float32.", at(".weights", lambda x: x.astype(np.float32)))
+
+
+@attack(FAILS, **ONE_CASE)
+class TapsReordered(Sound):
+    """Two taps fire in the wrong order, with the right values."""
+
+    def forward(self, source_ids, target_ids, tap):
+        held = []
+
+        def show(name, value):
+            if name.endswith("0.self_attention.query"):
+                held.append((name, value))
+            else:
+                tap(name, value)
+                while held:
+                    tap(*held.pop())
+            return value
+
+        return super().forward(source_ids, target_ids, show)
+
+
+@attack(FAILS, stages=STAGES)
+class TapsOnce(Sound):
+    """Taps fire in the first call of a model only."""
+
+    called = False
+
+    def forward(self, source_ids, target_ids, tap):
+        first, self.called = not self.called, True
+        return super().forward(source_ids, target_ids, tap if first else lambda name, value: value)
+
+
+@attack(FAILS, **ONE_CASE)
+class TapsOfAnotherModel(Sound):
+    """The intermediate values are right, and the logits are not."""
+
+    def forward(self, source_ids, target_ids, tap):
+        return super().forward(source_ids, target_ids, tap)[..., ::-1]
+
+
+@attack(TOLERATED, **ONE_CASE)
+class MoreTapsThanPromised(Sound):
+    """Taps fire that are not promised; nothing is compared there."""
+
+    taps = ("encoder.output", "decoder.output")
+
+
+@attack(TOLERATED, stages=(GRADIENTS,))
+class MoreGradientsThanPromised(MoreTapsThanPromised):
+    """There are gradients at taps that are not promised; nothing is compared there."""
+
+    gradients = MyPort.gradients
+
+
+# What is not offered.
+def lacks(name: str, expected: str, what: str, *missing: str, **attributes: Any) -> None:
+    """Plant a port that lacks some methods, or has other attributes."""
+    options = {"stages": attributes.pop("stages")} if "stages" in attributes else {}
+    absent = {method: getattr(Port, method) for method in missing}
+    plant(__name__, name, expected, what, {**absent, **attributes}, **options)
+
+
+def not_yet(self: Any, *inputs: Any) -> Any:
+    """Say that something is not offered."""
+    raise MissingAbilityError("not yet")
+
+
+def easiest_only(self: Any, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
+    """Run a single position only."""
+    return Sound.forward(self, source_ids, target_ids, tap) if target_ids.shape[1] == 1 else not_yet(self)
+
+
+def not_in_float64(self: Any, config: Any, weights: Any, dtype: str) -> Any:
+    """Build a model in float32 only."""
+    return not_yet(self) if dtype == "float64" else Sound.load(self, config, weights, dtype)
+
+
+WEIGHTS_ONLY = ("gradients", "start_training", "train_step", "generate")
+lacks("NoForward", REFUSED, "There is no forward().", "forward")
+lacks("WeightsOnly", INCOMPLETE, "Nothing is offered but the weights.", *WEIGHTS_ONLY, forward=not_yet)
+lacks("EasiestOnly", INCOMPLETE, "All cases but the easiest are said not to be offered.", forward=easiest_only)
+lacks("NotInFloat64", INCOMPLETE, "float64 is declared, and said not to be offered.", load=not_in_float64)
+lacks(
+    "NoGenerate",
+    INCOMPLETE,
+    "There is no generate(), and searches are asked for.",
+    "generate",
+    stages=(*STAGES, DECODE),
+)
+lacks(
+    "NoGradients",
+    INCOMPLETE,
+    "There is no gradients(), and gradients are asked for.",
+    "gradients",
+    stages=(*STAGES, GRADIENTS),
+)
+lacks("NoSteps", INCOMPLETE, "There is no train_step().", "start_training", "train_step")
+lacks(
+    "NoExport",
+    TOLERATED,
+    "There is no export_weights(), and what is asked for is compared.",
+    "export_weights",
+    stages=STAGES,
+)
+
+
+# What is declared, and left out.
+lacks(
+    "LeavesOutNearlyEverything",
+    INCOMPLETE,
+    "Every case but the easiest is left out.",
+    left_out=dict.fromkeys(REST, "later"),
+)
+lacks(
+    "LeavesOutEverything",
+    INCOMPLETE,
+    "Every case is left out, and the weights come back.",
+    left_out=dict.fromkeys((*REST, EASIEST), "later"),
+)
+lacks(
+    "LeavesOutOneCase",
+    TOLERATED,
+    "One of several full models is left out, and listed.",
+    left_out={EASIEST: "it needs two tokens"},
+    stages=STAGES,
+)
+lacks(
+    "LeavesOutNothing",
+    TOLERATED,
+    "What is left out is a pattern, and no case has that name: everything is compared.",
+    left_out={"full/*": "later"},
+    stages=STAGES,
+)
+lacks("NoDtype", INCOMPLETE, "No dtype is declared.", dtypes=())
+lacks("UnknownDtype", INCOMPLETE, "A dtype is declared that nothing is compared in.", dtypes=("float16",))
+lacks("Float32Only", INCOMPLETE, "float32 alone is declared: most stages are compared in float64.", dtypes=("float32",))
+lacks("Bfloat16Only", INCOMPLETE, "bfloat16 alone is declared, in which mistakes hide.", dtypes=("bfloat16",))
+lacks(
+    "WrongInFloat32Only",
+    INCOMPLETE,
+    "float32 alone is declared, and the logits are wrong: whether by precision only stays open.",
+    dtypes=("float32",),
+    forward=lambda self, *inputs: Sound.forward(self, *inputs) * np.float32(1.01),
+)
+lacks("UnknownPreset", INCOMPLETE, "The preset does not exist.", preset="paper_bse")
+lacks("UnknownOverride", INCOMPLETE, "A field is overridden that does not exist.", overrides={"norm_oder": "pre"})
+lacks(
+    "OtherConvention",
+    FAILS,
+    "The model is pre-norm, and declared as the paper's.",
+    load=lambda self, config, *rest: Sound.load(self, config.replace(norm_order="pre"), *rest),
+    stages=STAGES,
+)
+lacks(
+    "OneHead",
+    TOLERATED,
+    "One head is declared: whether several would be split rightly is not asked.",
+    overrides={"num_heads": 1},
+    stages=STAGES,
+)
+
+
+# Weights that come back.
+def export(name: str, what: str, alter: Callable[[dict[str, ndarray]], Any]) -> None:
+    """Plant a port that returns altered weights."""
+    method = {"export_weights": lambda self: alter(dict(Sound.export_weights(self)))}
+    plant(__name__, name, FAILS, what, method, **ONE_CASE)
+
+
+TABLE = "source_embedding.table"
+export("ExportOfNothing", "No weight comes back.", lambda weights: {})
+export("ExportOfMore", "One more weight comes back.", lambda weights: {**weights, "more": weights[TABLE]})
+export("ExportOfOneBit", "A bit is another.", lambda weights: {**weights, TABLE: np.nextafter(weights[TABLE], 9)})
+export("ExportTransposed", "A table comes back transposed.", lambda weights: {**weights, TABLE: weights[TABLE].T})
+
+
+@attack(FAILS, **ONE_CASE)
+class ExportLies(Sound):
+    """The weights come back as they were given, and one that is in use is another."""
+
+    def load(self, config, weights, dtype):
+        self.given = {name: array.astype(dtype) for name, array in weights.items()}
+        super().load(config, {**weights, TABLE: 1.01 * weights[TABLE]}, dtype)
+
+    def export_weights(self):
+        return self.given
