@@ -11,7 +11,7 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import matches
 from reference_numpy.training_config import Gradients
 from transformer_parity.cases.case import ACTIVATIONS, STAGES, Case
-from transformer_parity.cases.standard import port_cases
+from transformer_parity.cases.for_ports import port_cases
 from transformer_parity.ports.templates.other_port import MyPort
 from transformer_parity.ports.user import Port
 

@@ -14,7 +14,7 @@ from typing import Any
 from transformer_parity.attacks import calls, folders, offers, options, processes, stages, values
 from transformer_parity.attacks.attack import FAILS, INCOMPLETE, PORT, PORTS, TOLERATED, Attack
 from transformer_parity.cases.case import STAGES
-from transformer_parity.cases.standard import port_cases, port_config
+from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.check.one_port import Job
 from transformer_parity.check.processes import Outcome as Processes
 from transformer_parity.check.processes import run_all

@@ -18,8 +18,9 @@ import safetensors.numpy
 from numpy import ndarray
 
 from transformer_parity.cases.case import tiny
-from transformer_parity.golden.format import DTYPES, write
 from transformer_parity.golden.produce import compute, golden_cases
+from transformer_parity.golden.vectors import DTYPES
+from transformer_parity.golden.writer import write
 from transformer_parity.ports.registry import PORTS
 
 MANIFEST = "manifest.json"
