@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from transformer_parity.attacks.attack import TOLERATED
+from transformer_parity.attacks.table import FAMILIES, Outcome, possible, trials
 from transformer_parity.check.selftest import Trial, all_trials
 from transformer_parity.cli.options import one_or_more
+from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.compare.verdict import EXIT_CODES, FAILED
 from transformer_parity.mistakes.catalogue import parts
 from transformer_parity.mistakes.mistake import ALL
 from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.result import write_json
+from transformer_parity.system.errors import refusals
+from transformer_parity.system.files import check_writable
 
 NAMED = 0.9  # of those that have a name
+ATTACKS = "attacks"
 DESCRIPTION = """\
 Plant every known mistake in a copy of each port, one at a time, and compare it with the reference. Caught: the
 comparison fails. Located: it fails first where the mistake is, and blame puts it there. Named: the diagnosis chooses
 this mistake among all hypotheses; some have no name, because the failure itself says what it is.
+Then try every attack on the verdict AGREE: none may end with that word, unless it is harmless.
 """
 
 
@@ -35,9 +40,10 @@ EXAMPLES = """\
 examples:
   parity selftest                                  everything; a quarter of an hour on two cores
   parity selftest --backends torch --part norm     one part of the catalogue, in one port
+  parity selftest --part attacks                   attacks on the verdict; no framework is needed
   parity selftest --json selftest.json             every mistake by name, for machines
 
-exit code: 0 all caught and located, and nine of ten named; 1 not; 3 not everything could be tried
+exit code: 0 all caught and located, nine of ten named, every attack as expected; 1 not; 3 not everything could be tried
 """
 
 
@@ -59,7 +65,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar=",".join(ALL),
         help="which ports (default: all)",
     )
-    names = [name.replace(" ", "-") for name in parts()]
+    names = [ATTACKS, *(name.replace(" ", "-") for name in parts())]
     parser.add_argument(
         "--part", type=one_or_more(names), default=names, metavar="NAME[,NAME]", help=f"of {', '.join(names)}"
     )
@@ -68,57 +74,80 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Try every mistake and return the exit code."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    """Try every mistake and every attack, and return the exit code."""
+    console = make_console(120)
+    check_writable(options.json)
     chosen = [name for name in parts() if name.replace(" ", "-") in options.part]
-    try:
-        for backend in options.backends:
+    attacks = possible() if ATTACKS in options.part else []
+    with refusals(MissingFrameworkError):
+        for backend in options.backends if chosen else ():
             PORTS[backend].check_installed()
-        if options.json is not None and not options.json.parent.is_dir():
-            raise ValueError(f"there is no folder {options.json.parent}")
-    except (MissingFrameworkError, ValueError) as error:
-        print(f"parity selftest: error: {error}", file=sys.stderr)
-        return EXIT_CODES[FAILED]
     expected = sum(backend in m.edits for name in chosen for m in parts()[name] for backend in options.backends)
     started = time.monotonic()
     found: list[Trial] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("mistakes", total=expected)
+    outcomes: list[Outcome] = []
+    with Progress(["mistakes"] * bool(chosen) + [ATTACKS] * bool(attacks)) as progress:
         try:
-            for backend, part, batch in all_trials(options.backends, chosen):
+            for backend, part, batch in all_trials(options.backends, chosen) if chosen else ():
                 found += batch
-                progress.update(task, advance=len(batch), description=f"{backend}: {part}")
-                if not console.is_terminal:
-                    print(f"{backend}: {part}", file=sys.stderr, flush=True)
+                progress.update("mistakes", f"{backend}: {part}", advance=len(batch), total=expected)
+                progress.log(f"{backend}: {part}")
+            for outcome in trials(attacks):
+                outcomes.append(outcome)
+                progress.update(ATTACKS, outcome.name, advance=1, total=len(attacks))
+                progress.log(f"attacks: {outcome.family}")
         except KeyboardInterrupt:
             console.print("interrupted before everything was tried")
     order = {(backend, part): i for i, (backend, part) in enumerate((b, p) for b in options.backends for p in chosen)}
     found.sort(key=lambda trial: order[trial.backend, trial.part])
-    _print(console, found, options.backends, chosen)
-    code = _exit_code(found, expected)
+    if chosen:
+        _print(console, found, options.backends, chosen)
+    if attacks:
+        print_attacks(console, outcomes)
+    complete = len(found) == expected and len(outcomes) == len(attacks) and bool(found or outcomes)
+    code = _exit_code(found, outcomes) if complete else EXIT_CODES[FAILED]
     nameable = [trial for trial in found if trial.named is not None]
-    counts = f"{sum(trial.caught for trial in found):,} caught, {sum(trial.located for trial in found):,} located, "
-    counts += f"{sum(bool(trial.named) for trial in nameable):,} of {len(nameable):,} named"
+    counts = []
+    if chosen:
+        counts = [
+            f"{len(found):,} of {expected:,} mistakes planted: {sum(trial.caught for trial in found):,} caught, "
+            f"{sum(trial.located for trial in found):,} located, "
+            f"{sum(bool(trial.named) for trial in nameable):,} of {len(nameable):,} named"
+        ]
+    if attacks:
+        right = sum(outcome.is_as_expected for outcome in outcomes)
+        counts.append(f"{right:,} of {len(attacks):,} attacks end as they have to")
     word = {0: "PASS", 1: "FAIL", 3: "INCOMPLETE"}[code]
-    console.print(
-        Text(word, "bold green" if code == 0 else "bold red")
-        + Text(
-            f"  {len(found):,} of {expected:,} mistakes planted: {counts}; {time.monotonic() - started:.0f} s.",
-            "default",
-        )
-    )
+    said = f"  {'; '.join(counts)}; {time.monotonic() - started:.0f} s."
+    console.print(Text(word, "bold green" if code == 0 else "bold red") + Text(said, "default"))
     if options.json is not None:
-        write_json(options.json, {"format": 1, "exit_code": code, "trials": [trial.to_dict() for trial in found]})
+        rows = {"trials": [trial.to_dict() for trial in found], "attacks": [one.to_dict() for one in outcomes]}
+        write_json(options.json, {"format": 2, "exit_code": code, **rows})
     return code
 
 
-def _exit_code(found: Sequence[Trial], expected: int) -> int:
-    if len(found) < expected or not found:
-        return EXIT_CODES[FAILED]
+def print_attacks(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """Print how many attacks of each family end as they have to, and every one that does not."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("attacks on AGREE", no_wrap=True)
+    for column in ("tried", "as expected", "tolerated, rightly"):
+        table.add_column(column, justify="right")
+    for family in dict.fromkeys(outcome.family for outcome in outcomes):
+        group = [outcome for outcome in outcomes if outcome.family == family]
+        right = [outcome for outcome in group if outcome.is_as_expected]
+        tolerated = sum(outcome.expected == TOLERATED for outcome in right)
+        table.add_row(Text(FAMILIES[family]), str(len(group)), str(len(right)), str(tolerated))
+    console.print(table)
+    for outcome in outcomes:
+        if not outcome.is_as_expected:
+            said = f" {outcome.family}, {outcome.name}: expected {outcome.expected}, got {outcome.got}: {outcome.said}"
+            console.print(Text("unexpected", "bold red") + Text(said, "default"))
+
+
+def _exit_code(found: Sequence[Trial], outcomes: Sequence[Outcome]) -> int:
     named = [trial.named for trial in found if trial.named is not None]
     good = all(trial.caught and trial.located for trial in found) and sum(named) >= NAMED * len(named)
-    return 0 if good else 1
+    return 0 if good and all(outcome.is_as_expected for outcome in outcomes) else 1
 
 
 def _print(console: Console, found: Sequence[Trial], backends: Sequence[str], chosen: Sequence[str]) -> None:
