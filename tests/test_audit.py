@@ -26,21 +26,20 @@ from transformer_parity.diagnose.weight_audit import (
     audit,
     summary,
 )
-from transformer_parity.mistakes import forward, structure
+from transformer_parity.mistakes.catalogue import FORWARD, STRUCTURE
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort, Port, find
 
 CASES = {case.name: case for case in standard_cases()}
-MISTAKES = [mistake for part in (*forward.CATALOGUE.values(), structure.WEIGHTS) for mistake in part]
+MISTAKES = [mistake for part in (*FORWARD.values(), STRUCTURE["weights"]) for mistake in part]
 ATTENTION, CROSS = "encoder.layers.0.self_attention", "decoder.layers.0.cross_attention"
 
 
-def fates(mistake: str, folder) -> dict[str, tuple[str, str]]:
+def fates(mistake: str) -> dict[str, tuple[str, str]]:
     """Return what is wrong with which weight."""
     planned = next(known for known in MISTAKES if known.name == mistake)
-    with planted(planned, "numpy", folder) as port:
-        found = audit(port, CASES[planned.case], Placement("float64"))
+    found = audit(planted(planned, "numpy"), CASES[planned.case], Placement("float64"))
     return {fate.name: (fate.verdict, fate.detail) for fate in found if fate.verdict not in (USED, HIDDEN)}
 
 
@@ -66,17 +65,17 @@ def fates(mistake: str, folder) -> dict[str, tuple[str, str]]:
         ),
     ],
 )
-def test_what_is_wrong_with_a_weight(mistake, name, verdict, detail, tmp_path):
-    assert fates(mistake, tmp_path)[name] == (verdict, detail)
+def test_what_is_wrong_with_a_weight(mistake, name, verdict, detail):
+    assert fates(mistake)[name] == (verdict, detail)
 
 
-def test_of_swapped_weights_both_are_misplaced_and_no_other(tmp_path):
-    found = fates("W_q and W_k of cross-attention swapped", tmp_path)
+def test_of_swapped_weights_both_are_misplaced_and_no_other():
+    found = fates("W_q and W_k of cross-attention swapped")
     assert found.keys() == {f"{CROSS}.query_proj.kernel", f"{CROSS}.key_proj.kernel"}
 
 
-def test_a_mistake_that_is_not_in_the_weights_leaves_them_used(tmp_path):
-    assert fates("epsilon 1e-3", tmp_path) == {}
+def test_a_mistake_that_is_not_in_the_weights_leaves_them_used():
+    assert fates("epsilon 1e-3") == {}
 
 
 def test_every_weight_of_the_reference_is_used():
@@ -149,10 +148,9 @@ def test_a_weight_that_is_not_given_and_dropout_that_is_on_are_random():
     assert str(fate.detail) == "differ on the same input, first at output: dropout is on, or something else is random"
 
 
-def test_what_is_in_the_place_of_a_weight_is_a_hypothesis(tmp_path):
+def test_what_is_in_the_place_of_a_weight_is_a_hypothesis():
     planned = next(known for known in MISTAKES if known.name == "one layer many times")
-    with planted(planned, "numpy", tmp_path) as port:
-        suspect = as_mistake(audit(port, CASES[planned.case], Placement("float64")))
+    suspect = as_mistake(audit(planted(planned, "numpy"), CASES[planned.case], Placement("float64")))
     weights = CASES[planned.case].load_weights()
     changed = suspect.convert(weights)
     for name in weights:

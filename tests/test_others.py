@@ -17,12 +17,12 @@ from transformer_parity.compare.findings import Setting
 from transformer_parity.compare.verdict import AGREES, DIVERGES, SKIPPED
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
 from transformer_parity.diagnose.investigate import Investigation
-from transformer_parity.mistakes import forward
+from transformer_parity.mistakes.catalogue import FORWARD
 from transformer_parity.mistakes.mistake import Edits, Mistake, together
 from transformer_parity.ports.user import PluginPort
 
 SETTING = Setting(("float64",))
-KNOWN = {mistake.name: mistake for part in forward.CATALOGUE.values() for mistake in part}
+KNOWN = {mistake.name: mistake for part in FORWARD.values() for mistake in part}
 PRE, FINAL, EPSILON = "norm_order='pre'", "final_norm=True", "layer_norm_epsilon=1e-05"
 UNSCALED, SPLIT, SWISH = "scale_embedding=False", "position_layout='split'", "activation='swish'"
 SEEDS = range(20)
@@ -110,17 +110,18 @@ def test_conventions_of_keras_hub(kind, conventions):
     ids=" and ".join,
 )
 @pytest.mark.only("torch")
-def test_two_mistakes_at_once(kind, names, tmp_path):
+def test_two_mistakes_at_once(kind, names, monkeypatch):
     both = Mistake("", "", together(*(KNOWN[name].edits for name in names)))
-    with planted(both, "torch", tmp_path):
-        assert_recognised(diagnosis_of(kind), names)
+    monkeypatch.setattr(kind, "package", planted(both, "torch").port.package)
+    assert_recognised(diagnosis_of(kind), names)
 
 
 @pytest.mark.parametrize("name", UNHEARD_OF)
 @pytest.mark.only("torch")
-def test_a_mistake_that_nobody_knows(name, tmp_path):
-    with planted(Mistake("", "", UNHEARD_OF[name]), "torch", tmp_path):
-        diagnosis = diagnosis_of(others.Mistaken)
+def test_a_mistake_that_nobody_knows(name, monkeypatch):
+    mistaken = planted(Mistake("", "", UNHEARD_OF[name]), "torch")
+    monkeypatch.setattr(others.Mistaken, "package", mistaken.port.package)
+    diagnosis = diagnosis_of(others.Mistaken)
     assert diagnosis.confidence in (LIKELY, UNKNOWN)
     assert diagnosis.hypotheses == ()
     assert diagnosis.next_error > 1e-3

@@ -154,7 +154,7 @@ SAID = {
     "mask of -10": (LATER,) * 3,
     "no mask in cross-attention": ("cross-attention without padding mask",) * 3,
     "masked after the softmax": (f"mask applied after the softmax|{LATER}",) * 3,
-    "sees one further": ("a position sees the next one",) * 3,
+    "sees one further": ("a position (sees|attends to) the next one",) * 3,
     "float32 softmax": ("every value is a number of float32", FLOAT32, FLOAT32),
     "bfloat16 softmax": ("every value is a number of bfloat16", NARROW, NARROW),
     "leaky ReLU": ("",) * 3,
