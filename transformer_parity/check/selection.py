@@ -126,11 +126,7 @@ class Selection:
             offered: The dtypes that it computes in.
         """
         dtypes = [dtype for dtype in self.setting.dtypes if dtype in offered or dtype in (self.dtypes or ())]
-        stages = self.stages or [
-            stage
-            for stage in STAGES
-            if any(case.stage == stage and set(case.dtypes) & set(self.setting.dtypes) for case in cases)
-        ]
+        stages = self.stages or [stage for stage in STAGES if any(case.stage == stage for case in cases)]
         planned: dict[tuple[str, str], int] = {}
         for case in cases:
             for dtype in dtypes:

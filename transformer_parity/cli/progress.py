@@ -20,9 +20,12 @@ from rich.progress import Progress as Bars
 PIPE_WIDTH = 140  # columns of a table that is not printed on a terminal
 
 
-def make_console(pipe_width: int = PIPE_WIDTH) -> Console:
-    """Return standard output for tables: as wide as the terminal, or as ``pipe_width`` where there is none."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else pipe_width)
+def make_console(pipe_width: int = PIPE_WIDTH, *, markup: bool = False) -> Console:
+    """Return standard output for tables: as wide as the terminal, or as ``pipe_width`` where there is none.
+
+    Without markup, names and paths from outside are printed as they are.
+    """
+    return Console(highlight=False, markup=markup, width=None if sys.stdout.isatty() else pipe_width)
 
 
 class Progress:

@@ -23,6 +23,7 @@ from reference_numpy.files import load_weights
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STAGES, STEPS, Case
 from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.system.errors import printable
 
 FORMAT = "transformer-parity golden vectors"
 VERSION = 2
@@ -158,7 +159,7 @@ def _read(path: Path) -> Folder:
         computed |= {(case.name, dtype): _read_file(path, record) for dtype, record in fields["outputs"].items()}
     return Folder(
         path,
-        _entry(_entry(manifest, "producer", dict), "name", str),
+        printable(_entry(_entry(manifest, "producer", dict), "name", str)),
         config,
         weights,
         tuple(cases),

@@ -20,6 +20,7 @@ from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.taps import Tap, matches, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig
 from transformer_parity.ports.protocol import MissingAbilityError, Placement, Replay, Result, SearchOptions
+from transformer_parity.system.errors import printable
 
 GROUP = "transformer_parity.ports"  # of entry points
 
@@ -104,7 +105,7 @@ class PluginPort:
     def __init__(self, reference: str) -> None:
         self.reference = reference  # module:class, or the name of an entry point
         self.kind = find(reference)
-        self.name = self.kind.name or self.kind.__name__
+        self.name = printable(self.kind.name or self.kind.__name__)
         for needed in ("load", "forward"):
             if getattr(self.kind, needed) is getattr(Port, needed):
                 raise ValueError(f"port {reference!r} must have {needed}(): see `parity init-port`")

@@ -10,6 +10,11 @@ class UsageError(Exception):
     """Input that cannot be used. The message says what, got, needed; ``parity`` prints it and exits with 3."""
 
 
+def printable(text: str) -> str:
+    """Return text from outside as one line without control characters, so that it forges no line and no colour."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
 @contextmanager
 def refusals(*kinds: type[Exception]) -> Iterator[None]:
     """Turn errors that mean unusable input here into a UsageError with the same message.
