@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import reference_numpy as ref
 from reference_numpy.config import PRESETS
@@ -18,9 +16,9 @@ from transformer_parity.check.one_port import Job, Message
 from transformer_parity.check.processes import SILENCE, Outcome, run_all
 from transformer_parity.check.selection import ONLY, Selection
 from transformer_parity.cli.options import add_backends, one_or_more, positive
+from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.compare.findings import failure
 from transformer_parity.compare.tolerances import EPS
-from transformer_parity.compare.verdict import EXIT_CODES, FAILED
 from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.diagnoses import print_audit, print_failure_report
@@ -36,6 +34,8 @@ from transformer_parity.report.tables import (
     print_summary,
     verdict_line,
 )
+from transformer_parity.system.errors import refusals
+from transformer_parity.system.files import check_writable
 from transformer_parity.system.machine import describe_machine
 
 EXAMPLES = """
@@ -126,29 +126,23 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit code."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    try:
+    console = make_console()
+    for path in (options.json, options.junit, options.html):
+        check_writable(path)
+    with refusals(MissingFrameworkError, OSError, ValueError):
         selection = _selection(options)
-        for path in (options.json, options.junit, options.html):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"there is no folder {path.parent}")
-            if path is not None and path.is_dir():
-                raise ValueError(f"{path} is a folder")
         for name in selection.backends:
             PORTS[name].check_installed()
         with console.status("learning subwords from the text"):
             cases = selection.cases()
         interpreters = _interpreters(options.isolate, [*selection.ports, *selection.backends])
-    except (MissingFrameworkError, OSError, ValueError) as error:
-        print(f"parity check: error: {error}", file=sys.stderr)
-        return EXIT_CODES[FAILED]
 
     started = time.monotonic()
     common = {"failures": options.failures.absolute(), "attention": options.html is not None}
     jobs = [Job(name, selection.setting, tuple(cases), **common) for name in selection.backends]
     jobs += [Job(name, selection.setting, None, selection.chosen_stages, **common) for name in selection.ports]
     outcome = Outcome({"numpy": ref.describe()})
-    _listen(run_all(jobs, interpreters=interpreters, timeout=options.timeout), jobs, console, outcome)
+    _listen(run_all(jobs, interpreters=interpreters, timeout=options.timeout), jobs, outcome)
     ports = [outcome.name(job) for job in jobs]
     ran = {case.name: case for own in outcome.cases.values() for case in own}
     result = Run(
@@ -218,45 +212,28 @@ def _interpreters(isolate: Sequence[str], asked: Sequence[str]) -> dict[str, str
     return found
 
 
-def _listen(messages: Iterator[Message], jobs: Sequence[Job], console: Console, outcome: Outcome) -> None:
+def _listen(messages: Iterator[Message], jobs: Sequence[Job], outcome: Outcome) -> None:
     """Collect the messages of all processes, with a progress bar for each, until they are done or interrupted.
 
     An interruption is a finding too: what was compared until then is kept, and it is no agreement.
     """
-    columns = (
-        SpinnerColumn(),
-        "{task.fields[backend]:6}",
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
     by_name = {job.backend: job for job in jobs}
     done: set[str] = set()
-    with Progress(*columns, console=console, transient=True) as progress:
-        bars = {job.backend: progress.add_task("waiting", total=None, backend=job.title) for job in jobs}
-        logged: set[tuple[str, str]] = set()
+    with Progress(by_name) as progress:
         try:
             for message in messages:
                 job = by_name[message.backend]
                 outcome.keep(message, job)
-                if not console.is_terminal:
-                    _log_progress(message, logged)
+                for finding in message.findings:
+                    progress.log(f"{finding.backend}: {finding.component}")
+                total = None
                 if message.facts is not None:
-                    dtypes, cases = job.setting.dtypes, outcome.cases[outcome.name(job)]
-                    total = sum(dtype in case.dtypes for case in cases for dtype in dtypes)
-                    progress.update(bars[message.backend], total=total)
+                    cases = outcome.cases[outcome.name(job)]
+                    total = sum(dtype in case.dtypes for case in cases for dtype in job.setting.dtypes)
+                doing = "done" if message.done else message.doing
+                progress.update(message.backend, doing, advance=bool(message.findings), total=total)
                 if message.done:
                     done.add(message.backend)
-                doing = "done" if message.done else message.doing
-                progress.update(bars[message.backend], description=doing, advance=1 if message.findings else 0)
         except KeyboardInterrupt:
             problem = "interrupted before everything was compared"
             outcome.findings += [failure(outcome.name(job), problem) for job in jobs if job.backend not in done]
-
-
-def _log_progress(message: Message, logged: set[tuple[str, str]]) -> None:
-    """Print to standard error, where no bar can be drawn, which component a port has reached."""
-    for finding in message.findings:
-        if (message.backend, finding.component) not in logged:
-            logged.add((message.backend, finding.component))
-            print(f"{finding.backend}: {finding.component}", file=sys.stderr, flush=True)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from typing import Any, TextIO
 
 from reference_numpy.config import TransformerConfig
 from transformer_parity.cases.case import STAGES, tiny
 from transformer_parity.cases.for_ports import port_config
 from transformer_parity.cli.options import one_or_more
+from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.compare.findings import Finding, is_near_tie
 from transformer_parity.compare.verdict import AGREES, SKIPPED, Verdict
 from transformer_parity.diagnose.investigate import FailureReport
@@ -41,10 +38,9 @@ from transformer_parity.report.tables import (
     verdict_line,
 )
 from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.system.errors import UsageError, refusals
+from transformer_parity.system.files import check_writable
 from transformer_parity.system.machine import describe_machine
-
-INCOMPLETE = 3
-
 
 EXAMPLES = """
 examples:
@@ -94,19 +90,15 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write golden vectors and return the exit code."""
-    try:
-        if options.port and (options.backend or options.device):
-            raise ValueError("a --port computes by itself, where it likes: leave out --backend and --device")
-        with quiet_frameworks() as terminal:
+    if options.port and (options.backend or options.device):
+        raise UsageError("a --port computes by itself, where it likes: leave out --backend and --device")
+    expected = (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError)
+    with refusals(*expected), quiet_frameworks() as terminal:
+        try:
             port = PluginPort(options.port) if options.port else PORTS[options.backend or "numpy"]
-            configs = _configs(options)
-            said = _write(options, port, configs, Console(file=terminal))
-    except SystemExit as error:
-        print(f"parity golden: error: the port called sys.exit({error.code!r})", file=sys.stderr)
-        return INCOMPLETE
-    except (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError) as error:
-        print(f"parity golden: error: {error}", file=sys.stderr)
-        return INCOMPLETE
+            said = _write(options, port, _configs(options), terminal)
+        except SystemExit as error:
+            raise UsageError(f"the port called sys.exit({error.code!r})") from error
     print("\n".join(said))
     return 0
 
@@ -124,7 +116,7 @@ def _write(
     options: argparse.Namespace,
     port: PackagePort | PluginPort,
     configs: Mapping[str, TransformerConfig],
-    console: Console,
+    terminal: TextIO,
 ) -> list[str]:
     """Write all folders at once, or nothing, and return what there is to say about them."""
     said = []
@@ -133,7 +125,8 @@ def _write(
         total = sum(dtype in case.dtypes for cases in chosen.values() for case in cases for dtype in options.dtype)
         device = options.device or "cpu"
         producer = describe(port, options.dtype, device)
-        with _progress(console, port.name, total) as advance:
+        with Progress([port.name], total, terminal) as progress:
+            advance = partial(progress.update, port.name, advance=1)
             for name, cases in chosen.items():
                 computed, left_out = compute(port, cases, options.dtype, device, advance)
                 dtypes = [dtype for dtype in options.dtype if any(dtype in tensors for _, tensors in computed)]
@@ -148,25 +141,6 @@ def _write(
                 said.append(f"{where}: {len(computed)} cases, {' and '.join(dtypes)}, {tensors:,} tensors")
                 said += [f"  left out: {words(entry)}" for entry in left_out]
     return said
-
-
-@contextmanager
-def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[str], None]]:
-    columns = (
-        SpinnerColumn(),
-        "{task.fields[backend]}",
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=total, backend=name)
-        begun = iter(range(total))
-
-        def advance(doing: str) -> None:
-            progress.update(bar, description=f"{name} {doing}", completed=next(begun))
-
-        yield advance
 
 
 COMPARE_EXAMPLES = """
@@ -204,22 +178,18 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
 
 def run_compare(options: argparse.Namespace) -> int:
     """Compare two folders and return the exit code."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = make_console()
     started = time.monotonic()
+    check_writable(options.json)
     findings: list[Finding] = []
     reports: list[FailureReport] = []
-    try:
-        if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
-            raise ValueError(f"--json {options.json} is no file that could be written")
+    with refusals(OSError, ValueError):
         pairs = read_pairs(options.truth, options.candidate, options.stage)
         with console.status("computing the reference again") as status:
             for pair in pairs:
                 of_model = list(compare_folders(pair, status.update))
                 findings += of_model
                 reports += investigate(pair, of_model)
-    except (OSError, ValueError) as error:
-        print(f"parity compare: error: {error}", file=sys.stderr)
-        return INCOMPLETE
     backends = [pair.backend for pair in pairs]
     verdict = Verdict.of(findings, [pair.asked for pair in pairs])
     not_tested = [what for pair in pairs for what in pair.not_tested]

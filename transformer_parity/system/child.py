@@ -27,6 +27,9 @@ from transformer_parity.system.silence import Silence
 
 PATIENCE = 10.0  # seconds for a process to end by itself
 GRACE = 0.5  # seconds for what a process has started to end after it, and to remove what it shares
+READ = (
+    5.0  # seconds without a message after its end, when something else may hold its pipe: a busy machine reads slowly
+)
 MOST_UNREAD = 16  # messages of a child: then it waits until one is read, instead of filling the memory
 WAKE = 0.5  # seconds: on Windows, a wait without an end is not interrupted by Ctrl-C
 
@@ -155,7 +158,7 @@ class Child:
             with self._news:
                 self._news.wait_for(self._has_room)
                 before = self._number
-            reader.join(GRACE)
+            reader.join(READ)
         self._to_send.put(b"")  # ends the writer
         with self._news:
             self._has_ended = True

@@ -1,0 +1,302 @@
+"""What a verdict rests on: each of these once ended with AGREE, though nothing or only nonsense had been compared."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STAGES, tiny
+from transformer_parity.cases.for_ports import port_cases, port_config
+from transformer_parity.cases.standard import standard_cases
+from transformer_parity.check.one_port import Job
+from transformer_parity.check.processes import run_all
+from transformer_parity.check.selection import Selection
+from transformer_parity.cli.main import main
+from transformer_parity.compare.comparator import Comparator, compare
+from transformer_parity.compare.expected import Reference
+from transformer_parity.compare.findings import Author, Setting
+from transformer_parity.compare.outputs import FAST, OUTPUT, TAPS, Outputs, run_case, run_cases
+from transformer_parity.compare.tolerances import relative_error
+from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Asked, Verdict, decide
+from transformer_parity.ports.protocol import MissingAbilityError, Placement, Result
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.ports.templates.other_port import MyPort
+from transformer_parity.ports.user import PluginPort, Port
+
+CASES = {case.name: case for case in standard_cases()}
+PADDED = CASES["full/padded"]
+HERE = __name__
+
+
+def outputs_of(case=PADDED, dtype="float64", port="numpy"):
+    (found,) = run_cases([replace(case, dtypes=(dtype,))], PORTS[port], [Placement(dtype)], lambda text: None)
+    return found
+
+
+def findings_of(outputs, case=PADDED, reference=None):
+    return list(Comparator("it", Setting(), reference or Reference()).compare(case, outputs))
+
+
+# One tensor
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("error", [0.0, math.inf, math.nan])
+def test_a_problem_never_agrees(dtype, error):
+    assert decide(error, 1.0, dtype, "shape must be [1]: got [2]") == DIVERGES
+
+
+@pytest.mark.parametrize("tolerance", [math.inf, math.nan, -1.0])
+def test_no_tolerance_is_infinite_or_nan(tolerance):
+    with pytest.raises(ValueError, match="a tolerance must be finite and at least 0"):
+        decide(math.inf, tolerance, "float32")
+
+
+def test_an_error_of_nan_never_agrees():
+    assert [decide(math.nan, 1.0, dtype) for dtype in ("float64", "float32")] == [DIVERGES, IMPRECISE]
+
+
+def test_shapes_are_never_broadcast():
+    with pytest.raises(ValueError, match=r"must have one shape: got \[1\] and \[3\]"):
+        relative_error(np.ones(1), np.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda x: x[:1], "shape must be"),
+        (lambda x: x[..., None], "shape must be"),
+        (lambda x: x.astype(np.float32), "dtype must be float64: got float32"),
+        (lambda x: x.astype(complex), "dtype must be float64: got complex128"),
+        (lambda x: x.astype(object), "dtype must be float64: got object"),
+        (lambda x: np.full_like(x, np.nan), "values are NaN or infinite"),
+        (lambda x: np.where(x > 0, np.inf, x), "values are NaN or infinite"),
+    ],
+)
+@pytest.mark.parametrize("path", [TAPS, FAST])
+def test_wrong_structure_diverges(wrong, says, path):
+    outputs = outputs_of()
+    outputs.paths[path][OUTPUT] = wrong(outputs.paths[path][OUTPUT])
+    (finding,) = [finding for finding in findings_of(outputs) if finding.verdict != AGREES]
+    assert (finding.path, finding.tap, finding.verdict) == (path, OUTPUT, DIVERGES)
+    assert says in finding.detail
+
+
+class Liar(np.ndarray):
+    """Equal to everything, in every shape and dtype."""
+
+    def __array_function__(self, function, types, arguments, options):
+        return True
+
+    def __array_ufunc__(self, function, method, *inputs, **options):
+        return np.zeros(())
+
+    shape = property(lambda self: (*PADDED.inputs["target_ids"].shape, 37))
+
+
+def test_a_subclass_cannot_answer_for_its_values():
+    class Lying:
+        config = PADDED.config
+
+        def run(self, block, inputs, *, taps, given=None):
+            return Result(np.zeros((1, 2)).view(Liar), {})
+
+        def shows(self, tap):
+            return False
+
+    found = Outputs(PADDED.name, "float64")
+    run_case(PADDED, Lying(), found)
+    assert {type(value) for tensors in found.paths.values() for value in tensors.values()} == {np.ndarray}
+    assert {finding.verdict for finding in findings_of(found)} == {DIVERGES, SKIPPED}
+
+
+# A reference that overflows
+
+
+def overflowing(dtype):
+    """Return a case whose logits float32 cannot hold."""
+    config = tiny(tie_embeddings="none")
+    weights = dict(replace(PADDED, config=config).load_weights())
+    weights["output_proj.kernel"] = np.full_like(weights["output_proj.kernel"], 1e38)
+
+    class Case(type(PADDED)):
+        def load_weights(self):
+            return weights
+
+    fields = {**vars(PADDED), "config": config, "dtypes": (dtype,)}
+    return Case(**fields)
+
+
+@pytest.mark.only("torch")
+@pytest.mark.parametrize("garbage", [False, True])
+def test_a_baseline_that_is_not_finite_fails_by_name(garbage):
+    case = overflowing("float32")
+    outputs = outputs_of(case, "float32", "torch")
+    if garbage:
+        outputs.paths[FAST][OUTPUT] = np.arange(3.0)
+    failing = [finding for finding in findings_of(outputs, case) if finding.verdict != AGREES]
+    assert [finding.verdict for finding in failing] == [FAILED]
+    assert failing[0].detail == "the reference is not finite in float32 at logits"
+    assert Verdict.of(failing).word == "INCOMPLETE"
+
+
+def test_the_same_weights_agree_in_float64():
+    case = overflowing("float64")
+    assert {finding.verdict for finding in findings_of(outputs_of(case), case)} == {AGREES}
+
+
+# What was asked for
+
+
+class NoForward(MyPort):
+    def forward(self, source_ids, target_ids, tap):
+        raise MissingAbilityError("not here")
+
+
+class NoGenerate(MyPort):
+    generate = Port.generate
+
+
+class ForwardAlone(MyPort):
+    generate, gradients, train_step = Port.generate, Port.gradients, Port.train_step
+
+
+class SingleOnly(MyPort):
+    dtypes = ("float32",)
+
+
+class OneCase(MyPort):
+    left_out = {case.name: "no time" for case in port_cases(tiny()) if case.name != "full/one_token"}
+
+
+def verdict_of(kind, stages=None, dtypes=None):
+    """Return the verdict on a port, as ``parity check`` reaches it."""
+    port = PluginPort(f"{HERE}:{kind.__name__}")
+    selection = Selection((), (port.reference,), dtypes, stages)
+    cases = port_cases(port_config(port), selection.chosen_stages)
+    found = list(compare(cases, port, selection.setting))
+    return Verdict.of(found, [selection.asked(port.name, cases, port.kind.dtypes)])
+
+
+def test_a_whole_port_agrees():
+    assert verdict_of(MyPort) == Verdict(AGREES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "missing"),
+    [
+        (NoForward, [ACTIVATIONS], ["activations: nothing was compared (not here)"]),
+        (NoGenerate, [DECODE], ["decode: nothing was compared"]),
+        (NoGenerate, None, ["decode: nothing was compared"]),
+        (ForwardAlone, None, ["gradients: ", "steps: ", "decode: "]),
+        (SingleOnly, None, ["gradients: ", "steps: ", "decode: "]),
+        (OneCase, [ACTIVATIONS], ["activations: "]),
+        (OneCase, None, [f"{stage}: " for stage in STAGES]),
+    ],
+)
+def test_what_was_asked_for_must_have_been_compared(kind, stages, missing):
+    verdict = verdict_of(kind, stages)
+    assert verdict.word == "INCOMPLETE"
+    assert len(verdict.missing) == len(missing)
+    for found, said in zip(verdict.missing, missing, strict=True):
+        assert found.startswith(f"{kind.__name__}: {said}")
+
+
+@pytest.mark.parametrize("kind", [ForwardAlone, NoGenerate])
+def test_less_can_be_asked_for(kind):
+    assert verdict_of(kind, [ACTIVATIONS]).verdict == AGREES
+
+
+def test_a_stage_without_a_case_in_a_dtype_is_missing_if_both_were_named():
+    verdict = verdict_of(MyPort, [GRADIENTS], ["float32"])
+    assert verdict.missing == ("MyPort: gradients in float32: there is no such case",)
+    assert verdict.exit_code == 3
+
+
+@pytest.mark.only("torch")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stages_do_not_vanish(dtype, capsys, tmp_path):
+    files = {kind: tmp_path / f"result.{kind}" for kind in ("json", "junit", "html")}
+    options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
+    command = ["check", "--backends", "torch", "--preset", "marian", "--only", "cases", "--dtype", dtype]
+    assert main([*command, "--stage", "gradients", *options]) == 3
+    printed = capsys.readouterr().out
+    assert f"MISSING   torch: gradients in {dtype}: there is no such case" in printed
+    assert f"gradients in {dtype}" in json.loads(files["json"].read_text())["missing"][0]
+    assert f"gradients in {dtype}: there is no such case" in files["junit"].read_text()
+    assert f"gradients in {dtype}: there is no such case" in files["html"].read_text()
+
+
+@pytest.mark.only("torch")
+def test_steps_of_a_preset_are_refused(capsys):
+    for stages in ("steps", "activations,steps"):
+        assert main(["check", "--backends", "torch", "--preset", "marian", "--stage", stages]) == 3
+        assert "optimizer steps are compared on models of their own" in capsys.readouterr().err
+
+
+def test_weights_that_come_back_are_no_comparison_of_the_model():
+    author = Author("it", "float64", PADDED)
+    findings = [author.round_trip(""), author.skipped("run", "no forward")]
+    assert Verdict.of(findings).word == "INCOMPLETE"
+    assert Verdict.of([*findings, author.compared(TAPS, OUTPUT, 0.0, 1.0)]).word == "AGREE"
+
+
+def test_a_skip_counts_for_nothing():
+    planned = {(ACTIVATIONS, "float64"): 3}
+    author = Author("it", "float64", PADDED)
+    one = author.compared(TAPS, OUTPUT, 0.0, 1.0)
+    missing = Asked("it", (ACTIVATIONS,), planned=planned).missing([one, author.skipped(TAPS, "hidden")])
+    assert missing == ["it: activations: 1 of 3 cases compared (hidden)"]
+
+
+# Where the truth is computed
+
+
+class ExpReplaced(MyPort):
+    """Its process computes other exponentials, in the reference too."""
+
+    def load(self, config, weights, dtype):
+        exp = np.exp
+        np.exp = lambda x, *a, **b: exp(x, *a, **b) * (1 + 1e-6)
+        super().load(config, weights, dtype)
+
+
+class NormReplaced(MyPort):
+    """Its process finds no difference between any two arrays."""
+
+    def load(self, config, weights, dtype):
+        np.asarray = lambda x, *a, **b: np.zeros(np.shape(x))
+        super().load(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        return super().forward(source_ids, target_ids, tap) * 1.5
+
+
+@pytest.mark.parametrize("kind", ["ExpReplaced", "NormReplaced"])
+def test_a_port_cannot_reach_the_truth(kind):
+    job = Job(f"{HERE}:{kind}", Setting(("float64",)), stages=[ACTIVATIONS])
+    findings = [finding for message in run_all([job]) for finding in message.findings]
+    assert Verdict.of(findings).word != "AGREE"
+
+
+class KeepsItsInputs(MyPort):
+    """Changes the array that it is given, behind the back of NumPy."""
+
+    def forward(self, source_ids, target_ids, tap):
+        found = super().forward(source_ids, target_ids, tap)
+        ctypes.memset(target_ids.__array_interface__["data"][0], 0, target_ids.nbytes)
+        return found
+
+
+def test_a_changed_input_is_named():
+    port = PluginPort(f"{HERE}:KeepsItsInputs")
+    found = list(compare(port_cases(port_config(port), [ACTIVATIONS])[:1], port, Setting(("float64",))))
+    named = [finding for finding in found if finding.tap == "target_ids"]
+    assert [(finding.verdict, finding.detail) for finding in named] == [
+        (DIVERGES, "the port changes the array that it is given")
+    ]
