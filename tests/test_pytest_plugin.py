@@ -359,8 +359,13 @@ def test_several_processes(forward, write, run, pytester):
 
 
 def test_the_known_answer_is_asked_for_in_every_process(write, run):
-    loads = "    def load(self, config, weights, dtype):\n        np.exp = lambda x, f=np.exp, **more: f(x, **more) * 1.01\n"
-    write(more=EXPORT + "\n" + loads + "        self.model = Transformer.from_weights(config, weights, dtype)\n")
+    patch = "        np.exp = lambda x, f=np.exp, **more: f(x, **more) * 1.01\n"
+    write(
+        more=EXPORT
+        + "\n    def load(self, config, weights, dtype):\n"
+        + patch
+        + "        self.model = Transformer.from_weights(config, weights, dtype)\n"
+    )
     result = run("-n", "3", "--dist=each", "-k", "full/one_token or known", FORWARD)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     lines = run("-n", "2", "-k", "full/one_token or known", FORWARD).stdout.str()
