@@ -708,7 +708,7 @@ def test_the_document_names_every_entry_and_the_tolerances(truth):
     manifest = manifest_of(truth)
     tables = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     file = manifest["weights"]
-    entries = {*manifest, *file, *format.LeftOut.__dataclass_fields__, *STAGES}
+    entries = {*manifest, *file, *LeftOut.__dataclass_fields__, *STAGES}
     for case in manifest["cases"]:
         entries |= case.keys()
     assert tables == entries

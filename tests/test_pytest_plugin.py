@@ -8,11 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-<<<<<<< HEAD
-from transformer_parity.cases.for_ports import port_cases
-=======
 from transformer_parity.cases.for_ports import port_cases, port_config
->>>>>>> a7f5a16 (A test names the cases of its port)
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Setting
 from transformer_parity.compare.verdict import DIVERGES
