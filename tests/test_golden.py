@@ -21,12 +21,18 @@ from transformer_parity.cli.main import main
 from transformer_parity.compare.tolerances import POLICY
 from transformer_parity.compare.verdict import AGREES, SKIPPED
 from transformer_parity.golden import produce, vectors, writer
-from transformer_parity.golden.compare import compare_folders
+from transformer_parity.golden.compare import Pair, compare_folders
 from transformer_parity.golden.vectors import LeftOut
 from transformer_parity.ports.user import Port
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "golden.md"
 PADDED, STEPS, GREEDY = "full/padded", "steps/port", "decode/port_greedy"
+
+
+def moved(array):
+    """Return an array as another program rounds: each number is the next one."""
+    array = np.asarray(array)
+    return np.where(array == 0, array, np.nextafter(array, np.asarray(np.inf, array.dtype)))
 
 
 class Forward(Port):
@@ -41,7 +47,7 @@ class Forward(Port):
 
     def forward(self, source_ids, target_ids, tap):
         shown = lambda name, value: tap(name, value) if name.startswith("encoder.") else value  # noqa: E731
-        return self.model(source_ids, target_ids, tap=shown)
+        return moved(self.model(source_ids, target_ids, tap=shown))
 
 
 class Full(Port):
@@ -56,7 +62,7 @@ class Full(Port):
     def forward(self, source_ids, target_ids, tap):
         self.is_used = True
         seen = ref.Recorder("**.output")
-        logits = self.model(source_ids, target_ids, tap=seen)
+        logits = moved(self.model(source_ids, target_ids, tap=seen))
         for name, value in seen.items():
             tap(name, value)
         return logits
@@ -66,7 +72,11 @@ class Full(Port):
 
     def gradients(self, source_ids, target_ids, labels):
         found = ref.gradients(self.model, source_ids, target_ids, labels)
-        return replace(found, taps={name: x for name, x in found.taps.items() if name.endswith(".output")})
+        return replace(
+            found,
+            loss=float(moved(found.loss)),
+            taps={name: x for name, x in found.taps.items() if name.endswith(".output")},
+        )
 
     def start_training(self, settings):
         if self.is_used:
@@ -74,7 +84,7 @@ class Full(Port):
         self.trainer = ref.Trainer(self.model, settings, 0)
 
     def train_step(self, source_ids, target_ids, labels):
-        return float(self.trainer.train_step(source_ids, target_ids, labels).loss)
+        return float(moved(self.trainer.train_step(source_ids, target_ids, labels).loss))
 
     def generate(self, source_ids, max_length, beam_size, length_penalty):
         if beam_size == 1:
@@ -107,11 +117,28 @@ def truth(tmp_path_factory):
 
 @pytest.fixture
 def copy(truth, tmp_path):
-    return shutil.copytree(truth, tmp_path / "copy")
+    """Return what another program writes."""
+    return rounded(shutil.copytree(truth, tmp_path / "copy"))
 
 
-def compare(truth, judged, *options):
-    return main(["compare", str(truth), str(judged), *map(str, options)])
+def rounded(folder):
+    """Move every number that was computed by one unit in its last place."""
+    for case in manifest_of(folder)["cases"]:
+        for dtype in case["outputs"]:
+            edit(folder, case["name"], dtype, move)
+    return folder
+
+
+def move(tensors):
+    tensors.update({name: moved(array) for name, array in tensors.items() if array.dtype.kind == "f"})
+
+
+def compare(truth, candidate, *options):
+    return main(["compare", str(truth), str(candidate), *map(str, options)])
+
+
+def findings_of(truth, candidate):
+    return list(compare_folders(Pair("", vectors.read(truth), vectors.read(candidate))))
 
 
 def manifest_of(folder):
@@ -145,17 +172,29 @@ def edit(folder, case, dtype, change, *, describe=True):
     edit_manifest(folder, rewrite)
 
 
-def test_a_folder_agrees_with_itself_exactly(truth, capsys):
-    folder = vectors.read(truth)
-    findings = list(compare_folders(folder, folder))
+def test_what_another_program_writes_agrees(truth, copy, capsys):
+    folder, findings = vectors.read(copy), findings_of(truth, copy)
     assert {finding.verdict for finding in findings} == {AGREES}
-    assert {finding.error for finding in findings if finding.dtype == "float64"} == {0.0}
-    assert 0.2 < max(finding.share for finding in findings) < 0.25  # float32: its own error, of which four are allowed
+    assert max(finding.error for finding in findings if finding.dtype == "float64") > 0.0
+    assert max(finding.share for finding in findings) < 0.5  # float32: its own error, of which four are allowed
     held = [name for case in folder.cases for dtype in case.dtypes for name in folder.tensors(case, dtype)]
     whole = sum(case.stage == "gradients" for case in folder.cases)
     assert len(findings) == len(held) + whole > 1400
-    assert compare(truth, truth) == 0
+    assert compare(truth, copy) == 0
     assert "AGREE  1 port, 10 cases, 2,006 comparisons;" in capsys.readouterr().out
+
+
+def test_a_verbatim_copy_is_no_agreement(truth, tmp_path, capsys):
+    result = tmp_path / "result.json"
+    assert compare(truth, truth, "--json", result) == 3
+    printed = capsys.readouterr().out
+    assert "SKIPPED   numpy: the bytes are A's own: nothing was computed" in printed
+    assert "INCOMPLETE" in printed
+    content = json.loads(result.read_text())
+    assert (content["comparisons"], content["skipped"]) == (0, len(content["skips"]))
+    assert content["skipped"] > 10
+    assert [what.partition(": nothing")[0] for what in content["missing"]] == [f"numpy: {stage}" for stage in STAGES]
+    assert content["candidate"]["producers"] == ["numpy"]
 
 
 def test_what_is_written_is_what_the_reference_computes(truth):
@@ -388,13 +427,13 @@ def test_a_missing_case_is_skipped_only_if_its_manifest_says_so(truth, copy, cap
     set_field("left_out", value=[{"case": "steps/*", "reason": "no optimizer yet"}])(copy)
     assert compare(truth, copy) == 0
     printed = capsys.readouterr().out
-    assert "SKIPPED   float64: no optimizer yet" in printed
+    assert "SKIPPED   numpy: no optimizer yet (steps/port)" in printed
     assert "1 skipped" in printed
     assert compare(copy, truth) == 0  # the other way round it is the truth that leaves it out
-    assert "the truth leaves it out: no optimizer yet" in capsys.readouterr().out
+    assert "A leaves it out: no optimizer yet" in capsys.readouterr().out
     set_field("left_out", value=[])(copy)
     assert compare(copy, truth) == 3
-    assert "there is no such case in the truth" in capsys.readouterr().out
+    assert "there is no such case in A" in capsys.readouterr().out
 
 
 def test_missing_tensors_are_skipped_only_if_the_manifest_says_so(truth, copy, capsys):
@@ -408,8 +447,7 @@ def test_missing_tensors_are_skipped_only_if_the_manifest_says_so(truth, copy, c
     entry = {"case": "full/*", "dtype": "float64", "tensors": ["*.scores"], "reason": "fused"}
     set_field("left_out", value=[entry])(copy)
     assert compare(truth, copy) == 0
-    assert "SKIPPED   float64: 6 tensors: fused" in capsys.readouterr().out
-    assert compare(truth, truth) == 0
+    assert "SKIPPED   numpy: 6 tensors: fused (full/padded)" in capsys.readouterr().out
 
 
 def test_nothing_compared_is_never_a_pass(truth, copy, capsys):
@@ -433,38 +471,117 @@ def test_order_counts_among_taps(truth, copy, capsys):
     assert "output fired where source_embedding.output was due" in capsys.readouterr().out
 
 
-def test_a_truth_that_is_not_finite_judges_nothing(truth, copy, capsys):
-    edit(copy, PADDED, "float64", spoiled("logits", np.nan))
-    assert compare(copy, truth) == 3
-    assert "the truth itself is not finite: logits" in capsys.readouterr().out
-    edit(copy, PADDED, "float64", lambda tensors: tensors.pop("logits"))
-    assert compare(copy, truth) == 1
-    printed = capsys.readouterr().out
-    assert "DIVERGES  numpy float64 full/padded names: unexpected logits" in printed
-    assert "FAILED    numpy float32 full/padded: the truth holds something else in float64: logits" in printed
+def zeros(tensors):
+    tensors.update({name: np.zeros_like(array) for name, array in tensors.items()})
 
 
-def test_one_dtype_alone(truth, tmp_path, capsys):
+def empty(tensors):
+    tensors.update({name: array.reshape(-1)[:0].copy() for name, array in tensors.items()})
+
+
+def negated(tensors):
+    tensors.update({name: -array for name, array in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "change", "says"),
+    [
+        (PADDED, "float64", spoiled("logits", np.nan), "logits: 1 of 1036 values are NaN or infinite"),
+        (PADDED, "float64", lambda tensors: tensors.pop("logits"), "names: missing logits"),
+        (PADDED, "float64", zeros, "source_embedding.output: error 1.0e+00"),
+        (PADDED, "float64", empty, "shape must be [4, 9, 24]: got [0]"),
+        (PADDED, "float32", negated, "source_embedding.output: error 2.0e+00"),
+        ("gradients/padded", "float64", zeros, "loss: error 1.0e+00"),
+        (STEPS, "float64", negated, "error 2.0e+00"),
+        (GREEDY, "float64", zeros, "tokens: "),
+    ],
+)
+@pytest.mark.parametrize("both", [False, True], ids=["A alone", "A and B"])
+def test_a_truth_that_the_reference_does_not_compute_proves_nothing(
+    truth, copy, tmp_path, capsys, case, dtype, change, says, both
+):
+    wrong = shutil.copytree(truth, tmp_path / "wrong")
+    edit(wrong, case, dtype, change)
+    if both:
+        edit(copy, case, dtype, change)
+    assert compare(wrong, copy) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"FAILED numpy {dtype} {case}: A is not what the reference computes: " in printed
+    assert says in printed
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("beam_size", 0), ("beam_size", -3), ("max_length", 0), ("length_penalty", "much")]
+)
+def test_search_options_that_make_no_sense_are_no_agreement(truth, copy, tmp_path, capsys, option, value):
+    wrong = shutil.copytree(truth, tmp_path / "wrong")
+    for folder in (wrong, copy):
+        set_field("cases", 9, "search", option, value=value)(folder)
+    assert compare(wrong, copy) in (1, 3)
+    assert "AGREE " not in capsys.readouterr().out.replace("DISAGREE ", "")
+
+
+def test_a_left_out_of_nearly_everything_is_incomplete(truth, copy, tmp_path, capsys):
+    def without_taps(tensors):
+        for name in [name for name in tensors if name != "output"]:
+            del tensors[name]
+
+    drop(copy, lambda name: name == PADDED)
+    edit(copy, PADDED, "float64", without_taps)
+    everything = [{"case": "*", "reason": "later"}, {"case": "full/*", "tensors": ["*.*"], "reason": "later"}]
+    set_field("left_out", value=everything)(copy)
+    result = tmp_path / "result.json"
+    assert compare(truth, copy, "--json", result) == 3
+    assert "INCOMPLETE" in capsys.readouterr().out
+    content = json.loads(result.read_text())
+    assert {what.split(": ")[1] for what in content["missing"]} >= {"gradients", "steps", "decode"}
+    assert content["comparisons"] < 100 < 1400
+
+
+def test_stages_that_are_not_asked_for_need_not_be_there(truth, copy, capsys):
+    drop(copy, lambda name: name.startswith("full/"))
+    set_field("left_out", value=[{"case": "*", "reason": "inference only"}])(copy)
+    assert compare(truth, copy) == 3
+    assert "MISSING   numpy: gradients: nothing was compared (inference only)" in capsys.readouterr().out
+    assert compare(truth, copy, "--stage", "activations") == 0
+    assert "NOT TESTED: numpy: gradients (left out of --stage)" in capsys.readouterr().out
+    assert compare(truth, copy, "--stage", "activations,decode") == 3
+
+
+def test_one_dtype_alone(truth, copy, tmp_path, capsys):
     half, other = tmp_path / "float64", tmp_path / "float32"
     assert main(["golden", "--dtype", "float64", "--out", str(half)]) == 0
     assert main(["golden", "--dtype", "float32", "--out", str(other)]) == 0
-    assert compare(truth, half) == 0
-    assert "NOT TESTED: float32 (B holds none)" in capsys.readouterr().out
-    assert compare(truth, other) == 0
-    assert "NOT TESTED: float64 (B holds none)" in capsys.readouterr().out
-    for judge in (half, other):
-        assert compare(judge, truth) == 3
-    printed = capsys.readouterr().err
-    assert f"{half} holds no float32" in printed
-    assert f"{other} holds no float64" in printed
+    assert compare(half, copy) == 0  # float32 too is compared with what the reference computes
+    assert compare(truth, rounded(half)) == 0
+    assert "NOT TESTED: numpy: float32 (B holds none)" in capsys.readouterr().out
+    assert compare(truth, rounded(other)) == 3  # there are no gradients in float32
+    printed = capsys.readouterr().out
+    assert "NOT TESTED: numpy: float64 (B holds none)" in printed
+    assert "MISSING   numpy: gradients: there is no such case" in printed
+    assert compare(truth, other, "--stage", "activations") == 0
 
 
 def test_several_presets(tmp_path, capsys):
     out = tmp_path / "both"
     assert main(["golden", "--preset", "paper_learned,annotated", "--dtype", "float64", "--out", str(out)]) == 0
     assert sorted(vectors.find(out)) == ["annotated", "paper_learned"]
-    assert compare(out, out) == 0
-    assert "AGREE  1 port, 20 cases" in capsys.readouterr().out
+    mine = shutil.copytree(out, tmp_path / "mine")
+    for name in ("annotated", "paper_learned"):
+        rounded(mine / name)
+    assert compare(out, mine) == 0
+    assert "AGREE  2 ports, 20 cases" in capsys.readouterr().out
+    # Each model has to be compared, whatever there is of the other.
+    drop(mine / "annotated", lambda name: False)
+    set_field("left_out", value=[{"case": "*", "reason": "later"}])(mine / "annotated")
+    assert compare(out, mine) == 3
+    assert "annotated/numpy: activations: nothing was compared (later)" in capsys.readouterr().out
+    set_field("dtypes", value=["float32"])(mine / "annotated")
+    assert compare(out, mine) == 3
+    assert "annotated/numpy: activations: there is no such case" in capsys.readouterr().out
+    shutil.rmtree(mine / "annotated")
+    assert compare(out, mine) == 3
+    assert "both must hold the same models" in capsys.readouterr().err
     assert compare(out, out / "annotated") == 3
     assert "both must hold the same models" in capsys.readouterr().err
     assert compare(out / "annotated", out / "paper_learned") == 3
@@ -482,16 +599,17 @@ def test_a_port_of_your_own(tmp_path, capsys):
     assert (folder.producer, folder.config.norm_order) == ("Forward", "pre")
     assert {case.stage for case in folder.cases} == {"activations"}
     assert LeftOut(STEPS, "it has no train_step()", dtype="float64") in folder.left_out
-    findings = list(compare_folders(vectors.read(right), folder))
+    findings = findings_of(right, mine)
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     assert {finding.tap.partition(".")[0] for finding in findings if finding.verdict == AGREES} == {"encoder", "output"}
-    assert compare(right, mine) == 0
+    assert compare(right, mine) == 3  # it has no gradients, no steps and no search
+    assert compare(right, mine, "--stage", "activations") == 0
 
 
 def test_a_port_with_every_ability(truth, tmp_path, capsys):
     mine = tmp_path / "mine"
     assert main(["golden", "--port", "test_golden:Full", "--out", str(mine)]) == 0
-    findings = list(compare_folders(vectors.read(truth), vectors.read(mine)))
+    findings = findings_of(truth, mine)
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     assert {finding.case for finding in findings if finding.verdict == AGREES} == {
         case["name"] for case in manifest_of(truth)["cases"]
@@ -536,7 +654,8 @@ def test_an_interruption_leaves_nothing_and_keeps_the_old(truth, tmp_path, monke
     old = shutil.copytree(truth, tmp_path / "old")
     assert main(["golden", "--force", "--out", str(old)]) == 3
     assert list(tmp_path.iterdir()) == [old]
-    assert compare(truth, old) == 0
+    assert manifest_of(old) == manifest_of(truth)
+    assert vectors.read(old).cases
 
 
 def test_only_golden_vectors_are_replaced_and_only_on_demand(copy, tmp_path, capsys):
@@ -568,17 +687,20 @@ def test_the_documented_writer_writes_what_can_be_compared(truth, tmp_path, monk
         seen = ref.Recorder()
         output = model(**inputs, tap=seen)
         shown = {name: x for name, x in seen.items() if not name.endswith((".scores", ".weights"))}
-        return {name: np.array(x, order="C") for name, x in {**shown, "output": output}.items()}
+        return {name: np.array(x, order="C") for name, x in {**shown, "output": moved(output)}.items()}
 
     program = re.search(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)[1]
     monkeypatch.chdir(tmp_path)
     shutil.copytree(truth, "truth")
     exec(compile(program, str(DOCUMENT), "exec"), {"my_port": my_port})
-    assert compare("truth", "mine") == 0
+    assert {file.name for file in Path("mine/steps").rglob("*")} == set()  # no answers are copied
+    assert compare("truth", "mine") == 3
     printed = capsys.readouterr().out
-    assert "SKIPPED   float64: inference only (4 cases)" in printed
-    assert "SKIPPED   float32: 12 tensors: fused into one kernel (4 cases)" in printed
-    assert "AGREE  1 port, 10 cases," in printed
+    assert "MISSING   mine: steps: nothing was compared (inference only)" in printed
+    assert compare("truth", "mine", "--stage", "activations") == 0
+    printed = capsys.readouterr().out
+    assert "SKIPPED   mine: 12 tensors: fused into one kernel (" in printed
+    assert "AGREE  1 port, 4 cases," in printed
 
 
 def test_the_document_names_every_entry_and_the_tolerances(truth):
@@ -586,7 +708,7 @@ def test_the_document_names_every_entry_and_the_tolerances(truth):
     manifest = manifest_of(truth)
     tables = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     file = manifest["weights"]
-    entries = {*manifest, *file, *format.LeftOut.__dataclass_fields__, *STAGES}
+    entries = {*manifest, *file, *LeftOut.__dataclass_fields__, *STAGES}
     for case in manifest["cases"]:
         entries |= case.keys()
     assert tables == entries
@@ -602,11 +724,11 @@ def test_the_document_names_every_entry_and_the_tolerances(truth):
     assert (POLICY["float32"]["ratio"], POLICY["float32"]["floor_in_eps"], steps["loss"]) == (4.0, 4.0, 1e-10)
 
 
-def test_no_framework_is_needed(truth):
+def test_no_framework_is_needed(truth, copy):
     program = (
         "import sys; from transformer_parity.golden import vectors; "
         "from transformer_parity.__main__ import main; "
-        f"code = main(['compare', {str(truth)!r}, {str(truth)!r}]); "
+        f"code = main(['compare', {str(truth)!r}, {str(copy)!r}]); "
         "found = {'torch', 'jax', 'flax', 'tensorflow', 'keras'} & set(sys.modules); "
         "sys.exit(f'{code} {found}' if code or found else 0)"
     )
@@ -616,15 +738,12 @@ def test_no_framework_is_needed(truth):
 
 def test_what_an_entry_of_left_out_covers():
     assert LeftOut("full/*", "why").covers("full/padded", "float32")
-    assert LeftOut("full/*", "why").covers("full/padded", "float32", "logits")
-    assert LeftOut("full/*", "why", ("at *",)).covers("full/padded", "float32", "at logits")
-    assert not LeftOut("full/*", "why", ("at *",)).covers("full/padded", "float32", "logits")
-    assert not LeftOut("full/*", "why", ("at *",)).covers("full/padded", "float32")  # not the whole case
+    assert LeftOut("full/*", "why", dtype="float32").covers("full/padded", "float32")
     assert not LeftOut("full/*", "why", dtype="float64").covers("full/padded", "float32")
     assert not LeftOut("full/*", "why").covers("gradients/padded", "float64")
 
 
-def test_a_search_in_float32_is_judged_by_the_reference(truth, copy, capsys):
+def test_a_search_in_float32_is_compared_with_the_reference(truth, copy, capsys):
     def add(manifest):
         outputs = manifest["cases"][8]["outputs"]
         outputs["float32"] = {**outputs["float64"], "file": "decode/port_greedy/float32.safetensors"}
@@ -640,21 +759,21 @@ def test_a_search_in_float32_is_judged_by_the_reference(truth, copy, capsys):
     assert "the hypothesis does not end where it should" in capsys.readouterr().out
 
 
-def test_what_the_truth_cannot_judge_is_no_agreement(truth, copy, capsys):
+def test_what_a_does_not_hold_is_compared_all_the_same(truth, copy, capsys):
     def add(manifest):
         case = next(case for case in manifest["cases"] if case["name"] == STEPS)
         case["outputs"]["float32"] = case["outputs"]["float64"]
 
     edit_manifest(copy, add)
-    assert compare(truth, copy) == 3
-    assert "steps/port: the truth holds no float32 tensors to judge it by" in capsys.readouterr().out
+    assert compare(truth, copy) == 1
+    assert "DIVERGES  numpy float32 steps/port names: unexpected step 6 loss" in capsys.readouterr().out
 
 
 def test_a_near_tie_of_a_search_is_no_divergence(tmp_path, monkeypatch, capsys):
-    deck = produce.golden_cases
+    cases_of = produce.golden_cases
 
     def undecided(config):  # the decoder always ends in one unit vector: logits are a column of the table, exactly
-        cases = [case for case in deck(config) if case.name == GREEDY]
+        cases = [case for case in cases_of(config) if case.name == GREEDY]
         weights = hard_weights(config)
         table, last = weights["source_embedding.table"], f"decoder.layers.{config.num_decoder_layers - 1}"
         weights[f"{last}.feed_forward_norm.scale"][:] = 0.0

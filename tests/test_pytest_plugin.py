@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from transformer_parity.cases.for_ports import port_cases
+from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import Setting
-from transformer_parity.compare.verdict import DIVERGES, SKIPPED
+from transformer_parity.compare.verdict import DIVERGES
 
 pytest_plugins = ["pytester"]
 
@@ -37,7 +37,29 @@ EXPORT = """
         return self.model.export_weights()
 """
 ROUNDED = "logits = logits + 1e-7"
-FULL = ["full/padded", "full/source_as_long_as_target", "full/one_token", "full/one_sentence", "full/large_vocabulary"]
+FULL = [
+    f"full/{name}"
+    for name in (
+        "padded",
+        "source_as_long_as_target",
+        "one_token",
+        "one_sentence",
+        "other_padding",
+        "other_weights",
+        "longest",
+        "large_vocabulary",
+    )
+]
+N = len(FULL)
+OTHERS = 9  # two of gradients, two of steps, five searches; in float64 only
+FORWARD = "--parity-stage=activations"
+SEARCH = """
+    def generate(self, source_ids, max_length, beam_size, length_penalty):
+        from reference_numpy import beam_search, greedy_search
+        if beam_size == 1:
+            return greedy_search(self.model, source_ids, max_length).ids
+        return beam_search(self.model, source_ids, beam_size, length_penalty, max_length).ids
+"""
 
 
 @pytest.fixture
@@ -68,12 +90,14 @@ def outcomes(result) -> dict[str, int]:
 def test_one_test_per_case_and_dtype_and_skips_that_say_why(write, run):
     write(attributes="dtypes = ('float64', 'float32')")
     result = run("-v", "-rs")
-    assert result.ret == 0
-    assert outcomes(result) == {"passed": 12, "skipped": 6}
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert outcomes(result) == {"passed": 2 * (N + 1) + 1, "skipped": OTHERS}
     names = [
         f"parity::MyPort-{dtype}-{case} PASSED*" for dtype in ("float64", "float32") for case in ["weights", *FULL]
     ]
-    result.stdout.fnmatch_lines_random([*names, "*collected 18 items*", "parity::MyPort-float64-steps/port SKIPPED*"])
+    result.stdout.fnmatch_lines_random(
+        [*names, f"*collected {2 * (N + 1) + 1 + OTHERS} items*", "parity::MyPort-float64-steps/port SKIPPED*"]
+    )
     for reason in (
         "it has no gradients()",
         "it has no train_step()",
@@ -85,9 +109,11 @@ def test_one_test_per_case_and_dtype_and_skips_that_say_why(write, run):
 def test_beside_other_tests_and_chosen_by_k(write, run, pytester):
     write()
     pytester.makepyfile(test_own="def test_own(): pass")
-    assert outcomes(run()) == {"passed": 7, "skipped": 6}
-    assert outcomes(run("-k", "test_own")) == {"passed": 1, "deselected": 12}
-    assert outcomes(run("-k", "MyPort and full/one")) == {"passed": 2, "deselected": 11}
+    assert outcomes(run(FORWARD)) == {"passed": N + 3}
+    own = run("-k", "test_own")
+    assert (own.ret, outcomes(own)) == (0, {"passed": 1, "deselected": N + 2 + OTHERS})
+    some = run("-k", "MyPort and full/one")  # of the stages, one was selected
+    assert (some.ret, outcomes(some)) == (0, {"passed": 2, "deselected": N + 1 + OTHERS})
     nothing = run("-k", "no_such_test")
     assert nothing.ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
@@ -119,7 +145,7 @@ def test_a_failure_is_one_line(write, run):
 def test_what_is_planted_is_what_compare_finds(write, run, pytester):
     """The tests that fail are the cases that diverge, and no others."""
     write("logits = np.where(np.arange(logits.shape[1])[:, None] > 0, logits * 1.5, logits)")
-    result = run("--junitxml=result.xml")
+    result = run("--junitxml=result.xml", FORWARD)
     failed = {
         test.get("name")
         for test in ElementTree.parse(pytester.path / "result.xml").iter("testcase")
@@ -129,10 +155,9 @@ def test_what_is_planted_is_what_compare_finds(write, run, pytester):
     from transformer_parity.ports.user import PluginPort
 
     port = PluginPort("mine:MyPort")
-    findings = list(compare(port_cases(port), port, Setting(("float64",))))
+    findings = list(compare(port_cases(port_config(port), ["activations"]), port, Setting(("float64",))))
     assert failed == {f"MyPort-float64-{finding.case}" for finding in findings if finding.verdict == DIVERGES}
-    assert len(failed) == 4  # all but that of a single token
-    assert {finding.case for finding in findings if finding.verdict == SKIPPED} >= {"steps/port"}
+    assert len(failed) == N - 1  # all but that of a single token
     assert result.ret == 1
 
 
@@ -164,15 +189,15 @@ def test_what_goes_wrong_is_said(forward, message, write, run):
 def test_a_port_that_cannot_load_fails_everywhere(write, run):
     write(more=EXPORT + "\n    def load(self, config, weights, dtype):\n        raise OSError('no such file')\n")
     result = run()
-    assert outcomes(result) == {"failed": 12}
+    assert outcomes(result) == {"failed": N + 1 + OTHERS, "passed": 1}
     assert result.stdout.str().count("FAILED MyPort float64 full/padded output: OSError: no such file") >= 2
 
 
 def test_weights_that_come_back_changed(write, run):
     body = "return {name: array + 1 for name, array in self.model.export_weights().items()}"
     write(more=f"\n    def export_weights(self):\n        {body}\n")
-    result = run()
-    assert outcomes(result) == {"failed": 1, "passed": 5, "skipped": 6}
+    result = run(FORWARD)
+    assert outcomes(result) == {"failed": 1, "passed": N + 1}
     assert "full/padded round trip: " in result.stdout.str()
     assert "does not come back as it was given" in result.stdout.str()
 
@@ -203,7 +228,7 @@ def test_two_ports(write, run):
     write()
     write(ROUNDED, name="other")
     result = run("--parity-port=other:MyPort", "--parity-port=mine:MyPort", "-k", "full/one_token", "-v")
-    assert outcomes(result) == {"passed": 1, "failed": 1, "deselected": 22}
+    assert outcomes(result) == {"passed": 1, "failed": 1, "deselected": 2 * (N + 1 + OTHERS)}
     result.stdout.fnmatch_lines(["parity::mine:MyPort-float64-full/one_token PASSED*", "parity::other:MyPort-*FAILED*"])
 
 
@@ -211,14 +236,14 @@ def test_expected_failures(write, run, pytester):
     write(ROUNDED)
     file = pytester.path / "expected.toml"
     file.write_text('"*-full/*" = "one part in ten million too much"\n')
-    result = run("--parity-expected-failures=expected.toml", "-rx")
+    result = run(FORWARD, "--parity-expected-failures=expected.toml", "-rx")
     assert result.ret == 0
-    assert outcomes(result) == {"passed": 1, "xfailed": 5, "skipped": 6}
+    assert outcomes(result) == {"passed": 2, "xfailed": N}
     assert "one part in ten million too much" in result.stdout.str()
 
     file.write_text('"MyPort-float64-weights" = "they are rounded"\n"*-full/*" = "too much"')
-    result = run("--parity-expected-failures=expected.toml")
-    assert outcomes(result) == {"failed": 1, "xfailed": 5, "skipped": 6}
+    result = run(FORWARD, "--parity-expected-failures=expected.toml")
+    assert outcomes(result) == {"failed": 1, "xfailed": N, "passed": 1}
     assert "[XPASS(strict)] they are rounded" in result.stdout.str()
 
 
@@ -247,24 +272,100 @@ def test_expected_failures_need_a_port(pytester):
     assert "add --parity-port" in result.stderr.str()
 
 
-def test_all_skipped_is_no_pass(write, run):
+def test_what_was_asked_for_must_have_been_compared(write, run):
     write()
     result = run("-k", "steps or gradients")
-    assert outcomes(result) == {"skipped": 4, "deselected": 8}
+    assert outcomes(result) == {"skipped": 4, "deselected": N + 2 + OTHERS - 4}
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    assert "FAILED: no case of a port was compared, and a skip is not a pass" in result.stdout.str()
+    result.stdout.fnmatch_lines(["INCOMPLETE: MyPort: gradients: nothing was compared (it has no gradients()*"])
+    assert "MyPort: decode" not in result.stdout.str()  # which was deselected
+    searches = run("--parity-stage=decode")
+    assert searches.ret == pytest.ExitCode.TESTS_FAILED
+    result = searches.stdout.str()
+    assert "INCOMPLETE: MyPort: decode: nothing was compared (" in result
+    assert "it has no generate" in result
+    write(more=EXPORT + SEARCH)
+    assert run("--parity-stage=decode").ret == 0
+    everything = run("--parity-stage=activations,decode")
+    assert (everything.ret, outcomes(everything)) == (0, {"passed": N + 2 + 5})
+    write(attributes=f"left_out = {dict.fromkeys(FULL[1:], 'slow')!r}")
+    few = run(FORWARD)
+    assert few.ret == pytest.ExitCode.TESTS_FAILED
+    assert f"INCOMPLETE: MyPort: activations: 1 of {N} cases compared (slow)" in few.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--parity-port=mine:MyPort", "--parity-stage=logits"], "must be among activations, gradients, steps, decode"),
+        (["--parity-stage=decode"], "add --parity-port"),
+    ],
+)
+def test_stages_that_are_wrong(options, message, pytester):
+    result = pytester.runpytest_subprocess(*options)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert message in result.stderr.str()
+
+
+@pytest.mark.parametrize(
+    ("patch", "what"),
+    [
+        ("np.exp = lambda x, *rest, f=np.exp, **more: f(x, *rest, **more) * (1 + 1e-9)", "numpy exp: error 1.0e-09"),
+        ("np.sqrt = lambda x, *rest, f=np.sqrt, **more: f(x, *rest, **more) * (1 + 1e-9)", "relative_error yields"),
+        ("np.broadcast_arrays = lambda *x, f=np.broadcast_arrays: [a * 2 for a in f(*x)]", "numpy broadcast_arrays"),
+        ("np.linalg.norm = lambda *x, f=np.linalg.norm, **more: f(*x, **more) * 2", "linalg.norm: error 1.0e+00"),
+        (
+            "import reference_numpy.layers as l; f = l.layer_norm; l.layer_norm = lambda *x, **m: f(*x, **m) * 1.001",
+            "full/padded ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("when", ["import", "load"])
+def test_a_port_that_changes_the_reference_fails_the_known_answer(patch, what, when, write, run, pytester):
+    write(more=EXPORT if when == "load" else f"{EXPORT}\n{patch}\n")
+    if when == "load":
+        loads = f"    def load(self, config, weights, dtype):\n        {patch}\n"
+        body = "        self.model = Transformer.from_weights(config, weights, dtype)\n"
+        write(more=EXPORT + "\n" + loads + body)
+    result = run(FORWARD, "-k", "full/one_token or known")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert "FAILED MyPort known answer: " in result.stdout.str()
+    assert what in result.stdout.str()
+
+
+def test_the_known_answer_comes_last_and_is_right_where_nothing_is_changed(write, run):
+    write()
+    result = run("--collect-only", "-q")
+    names = [line for line in result.stdout.str().splitlines() if line.startswith("parity::")]
+    assert names[-1] == "parity::MyPort-known_answer"
+    assert outcomes(run("-k", "known_answer"))["passed"] == 1  # in all stages
 
 
 @pytest.mark.parametrize("forward", ["pass", ROUNDED])
 def test_several_processes(forward, write, run, pytester):
     write(forward)
     pytester.makepyfile(test_own="def test_own(): pass")
-    result = run("-n", "2")
-    counted = {"passed": 7, "skipped": 6} if forward == "pass" else {"passed": 2, "failed": 5, "skipped": 6}
-    assert outcomes(result) == counted
+    result = run("-n", "2", FORWARD)
+    assert outcomes(result) == ({"passed": N + 3} if forward == "pass" else {"passed": 3, "failed": N})
     assert result.ret == (forward != "pass")
     if forward == "pass":
-        assert run("-n", "2", "-k", "steps").ret == pytest.ExitCode.TESTS_FAILED
+        skipped = run("-n", "2", "-k", "steps")
+        assert skipped.ret == pytest.ExitCode.TESTS_FAILED
+        assert "INCOMPLETE: MyPort: steps: nothing was compared" in skipped.stdout.str()
         broken = run("-n", "2", port="absent:MyPort")
         assert broken.ret != 0
         assert "No module named 'absent'" in broken.stdout.str()
+
+
+def test_the_known_answer_is_asked_for_in_every_process(write, run):
+    patch = "        np.exp = lambda x, f=np.exp, **more: f(x, **more) * 1.01\n"
+    write(
+        more=EXPORT
+        + "\n    def load(self, config, weights, dtype):\n"
+        + patch
+        + "        self.model = Transformer.from_weights(config, weights, dtype)\n"
+    )
+    result = run("-n", "3", "--dist=each", "-k", "full/one_token or known", FORWARD)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    lines = run("-n", "2", "-k", "full/one_token or known", FORWARD).stdout.str()
+    assert "FAILED MyPort known answer: " in lines  # wherever the two tests ran

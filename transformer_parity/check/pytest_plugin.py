@@ -5,9 +5,9 @@ Loaded by every pytest of the environment, so it imports nothing until a port is
 
 from __future__ import annotations
 
-import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from transformer_parity.check.conformance import Comparison
+    from transformer_parity.check.conformance import Test
+    from transformer_parity.compare.findings import Finding
 
 FOLDER = "parity"  # in which the tests appear to be
+FACTS = "parity_facts"  # what is added to the report of a test, and to what a process of pytest-xdist sends at its end
+MOST = 3  # findings that a report has: one is enough, and skips say why
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         metavar="MODULE:CLASS",
         help="compare a port with the reference, one test per case and dtype; may be repeated",
+    )
+    group.addoption(
+        "--parity-stage",
+        metavar="NAME[,NAME]",
+        help="the stages to compare, among activations, gradients, steps and decode (default: all)",
     )
     group.addoption(
         "--parity-expected-failures",
@@ -44,9 +52,22 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("parity_expected_failures")
     if path is not None and not references:
         raise pytest.UsageError("--parity-expected-failures is about the tests of a port: add --parity-port")
+    stages = config.getoption("parity_stage")
+    if stages is not None and not references:
+        raise pytest.UsageError("--parity-stage is about the tests of a port: add --parity-port")
     if references:
         expected = {} if path is None else _read(config.invocation_params.dir / path)
-        config.pluginmanager.register(Conformance(references, expected), "parity-conformance")
+        config.pluginmanager.register(Conformance(references, expected, _stages(stages)), "parity-conformance")
+
+
+def _stages(names: str | None) -> tuple[str, ...]:
+    """Return the stages that were named; all if none were."""
+    from transformer_parity.cases.case import STAGES
+
+    chosen = STAGES if names is None else tuple(names.split(","))
+    if unknown := [name for name in chosen if name not in STAGES]:
+        raise pytest.UsageError(f"--parity-stage must be among {', '.join(STAGES)}: got {unknown[0]!r}")
+    return tuple(chosen)
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -64,10 +85,16 @@ def _read(path: Path) -> dict[str, str]:
 class Conformance:
     """The part of the plug-in that is there when a port is given."""
 
-    def __init__(self, references: list[str], expected: Mapping[str, str]) -> None:
+    def __init__(self, references: list[str], expected: Mapping[str, str], stages: Sequence[str]) -> None:
         self.references = references
         self.expected = expected
-        self.skipped: dict[str, list[bool]] = {}  # by port, of each of our tests that ran
+        self.stages = stages
+        self.tests: list[Test] = []
+        self.asked: dict[str, list[str]] = {}  # the stages by port
+        self.unchecked: dict[str, TestItem] = {}  # by port, the known-answer tests that have not run after its others
+        self.facts: dict[str, dict[str, Any]] = {}  # by test that ran
+        self.changed: list[str] = []  # what known-answer tests found at the end of other processes
+        self.missing: list[str] = []
 
     @pytest.hookimpl(tryfirst=True)  # before -k chooses
     def pytest_collection_modifyitems(self, session: pytest.Session, items: list[pytest.Item]) -> None:
@@ -81,27 +108,99 @@ class Conformance:
             session.ihook.pytest_itemcollected(item=item)
             items.append(item)
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Find out what is asked for: every stage of a port, or those that are left where tests were deselected."""
+        selected = [item.test for item in session.items if isinstance(item, TestItem)]
+        for title in dict.fromkeys(test.title for test in self.tests):
+            all_stages, own = (
+                [_stage(test) for test in tests if test.title == title] for tests in (self.tests, selected)
+            )
+            stages = self.stages if len(own) == len(all_stages) else filter(None, own)
+            self.asked[title] = list(dict.fromkeys(stages))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Add to the report of a test what it compared; pytest-xdist sends it to the first process."""
+        report = yield
+        if isinstance(item, TestItem) and report.when in ("setup", "call"):
+            setattr(report, FACTS, item.facts(self.asked[item.test.title]))
+        return report
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what came of our tests."""
-        if report.when == "call" and report.nodeid.startswith(f"{FOLDER}::"):
-            port = re.split(r"-(?=float|bfloat)", report.nodeid.removeprefix(f"{FOLDER}::"))[0]
-            skipped = report.skipped and not hasattr(report, "wasxfail")  # pytest calls either skipped
-            self.skipped.setdefault(port, []).append(skipped)
+        if facts := getattr(report, FACTS, None):
+            self.facts[report.nodeid] = facts
 
-    @property
-    def nothing_compared(self) -> bool:
-        """Whether all tests of some port that ran were skipped."""
-        return any(map(all, self.skipped.values()))
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        """Keep in mind that the reference is to be tested after the tests of a port."""
+        if isinstance(item, TestItem):
+            known = [one for one in item.session.items if isinstance(one, TestItem) and one.is_known_answer]
+            own = [one for one in known if one.test.title == item.test.title]
+            if item.is_known_answer:
+                self.unchecked.pop(item.test.title, None)
+            elif own:
+                self.unchecked[item.test.title] = own[0]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Receive what a process of pytest-xdist found at its end."""
+        self.changed += getattr(node, "workeroutput", {}).get(FACTS, [])
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail if nothing was compared: a skip is not a pass."""
-        if self.nothing_compared and session.exitstatus == pytest.ExitCode.OK:
+        """Fail if not everything was compared that was asked for: a skip is not a pass."""
+        changed = list(self._changed())
+        if hasattr(session.config, "workeroutput"):  # the first process decides
+            session.config.workeroutput[FACTS] = changed
+            return
+        self.changed += changed
+        self.missing = _missing(self.facts.values())
+        if (self.missing or self.changed) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _changed(self) -> Iterator[str]:
+        """Yield what known-answer tests find that ran in another process than the tests of the port, or before them."""
+        from transformer_parity.check.conformance import DisagreementError, KnownAnswer
+
+        for item in self.unchecked.values():
+            if isinstance(item.test, KnownAnswer):
+                try:
+                    item.test.check()
+                except DisagreementError as error:
+                    yield str(error)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say so."""
-        if self.nothing_compared:
-            terminalreporter.write_line("FAILED: no case of a port was compared, and a skip is not a pass", red=True)
+        for line in self.changed:
+            terminalreporter.write_line(line, red=True)
+        for line in self.missing:
+            terminalreporter.write_line(f"INCOMPLETE: {line}", red=True)
+
+
+def _stage(test: Test) -> str:
+    return getattr(test, "stage", "")
+
+
+def _missing(facts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return what was asked for and not compared, by the facts of all tests that ran."""
+    from transformer_parity.compare.findings import Finding
+    from transformer_parity.compare.verdict import Asked
+
+    asked: dict[str, list[str]] = {}
+    planned: dict[str, dict[tuple[str, str], int]] = {}
+    findings: list[Finding] = []
+    for fact in facts:
+        port, key = fact["port"], (fact["stage"], fact["dtype"])
+        asked[port] = fact["asked"]
+        if fact["stage"]:
+            of_port = planned.setdefault(port, {})
+            of_port[key] = of_port.get(key, 0) + 1
+            findings += [Finding(**{**entry, "backend": port}) for entry in fact["findings"]]
+    return [
+        why
+        for port, stages in asked.items()
+        for cases in [planned.get(port, {})]
+        for why in Asked(port, stages, tuple({dtype: 0 for _, dtype in cases}), planned=cases).missing(findings)
+    ]
 
 
 class Cases(pytest.Collector):
@@ -112,19 +211,20 @@ class Cases(pytest.Collector):
         self.conformance = conformance
 
     def collect(self) -> Iterator[pytest.Item]:
-        """Return one test per case and dtype."""
+        """Return the tests."""
         from transformer_parity.check.conformance import DisagreementError, find_tests
 
         try:
-            tests = find_tests(self.conformance.references)
+            tests = find_tests(self.conformance.references, self.conformance.stages)
         except ValueError as error:
             raise self.CollectError(str(error)) from None
+        self.conformance.tests = tests
         expected = self.conformance.expected
         unknown = [pattern for pattern in expected if not any(fnmatchcase(test.name, pattern) for test in tests)]
         if unknown:
             raise self.CollectError(f"expected to fail, but no tests: {', '.join(unknown)}")
         for test in tests:
-            item = CaseItem.from_parent(self, name=test.name, comparison=test)
+            item = TestItem.from_parent(self, name=test.name, test=test)
             reasons = [reason for pattern, reason in expected.items() if fnmatchcase(test.name, pattern)]
             if reasons:
                 marker = pytest.mark.xfail(reason="; ".join(reasons), strict=True, raises=DisagreementError)
@@ -132,17 +232,42 @@ class Cases(pytest.Collector):
             yield item
 
 
-class CaseItem(pytest.Item):
-    """One case in one dtype."""
+class TestItem(pytest.Item):
+    """One case in one dtype, or the known-answer test of a port."""
 
-    def __init__(self, *, comparison: Comparison, **options: Any) -> None:
+    __test__ = False  # it is no class of tests
+
+    def __init__(self, *, test: Test, **options: Any) -> None:
         super().__init__(**options)
-        self.comparison = comparison
+        self.test = test
+        self.findings: list[Finding] = []
+
+    @property
+    def is_known_answer(self) -> bool:
+        """Whether it tests the reference."""
+        return not hasattr(self.test, "case")
 
     def runtest(self) -> None:
         """Compare, and skip what the port does not offer."""
-        if reason := self.comparison.run():
+        from transformer_parity.check.conformance import KnownAnswer, check
+
+        if isinstance(self.test, KnownAnswer):
+            self.test.check()
+            return
+        self.findings = self.test.findings()
+        if reason := check(self.findings):
             pytest.skip(reason)
+
+    def facts(self, asked: Sequence[str]) -> dict[str, Any]:
+        """Return what this test adds to the coverage, as plain values: one comparison, or why there is none."""
+        numeric = [finding for finding in self.findings if finding.is_numeric]
+        return {
+            "port": self.test.title,
+            "stage": _stage(self.test),
+            "dtype": getattr(self.test, "dtype", ""),
+            "asked": list(asked),
+            "findings": [asdict(finding) for finding in numeric[:1] or self.findings[:MOST]],
+        }
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Return the first tap that failed; of anything unforeseen, the traceback."""
