@@ -9,7 +9,15 @@ import pytest
 from transformer_parity.attacks import table
 from transformer_parity.attacks.attack import FAILS, TOLERATED, Attack
 
-MENDED_LATER: dict[str, str] = {}
+MARKUP = "names are printed as they are"
+SKIPS = "pytest passes where a stage is skipped, or has no test"
+MENDED_LATER = {
+    "options/TestsOfNone": SKIPS,
+    "options/TestsOfFloat32": SKIPS,
+    "options/Markup": MARKUP,
+    "options/WrongMarkup": MARKUP,
+    "options/Escapes": MARKUP,
+}
 
 
 def _title(attack: Attack) -> str:
