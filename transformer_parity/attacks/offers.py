@@ -1,7 +1,7 @@
 """Attacks through taps, and through what a port offers, declares and leaves out."""
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: D102  what a method does is said by its class
+# ruff: noqa: D102, RUF012  what a method does is said by its class
 
 from __future__ import annotations
 
@@ -119,6 +119,27 @@ class MoreTapsThanPromised(Sound):
     """Taps fire that are not promised; nothing is compared there."""
 
     taps = ("encoder.output", "decoder.output")
+
+
+class Word(str):
+    """A text that no other process knows, as a version of torch is one."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("this text is of its own kind")
+
+
+@attack(TOLERATED, stages=STAGES, alone=True)
+class WordsOfItsOwn(Sound):
+    """The names of weights and taps, and the reason why a case is left out, are of a subclass of str."""
+
+    name = Word("WordsOfItsOwn")
+    left_out = {EASIEST: Word("it needs two tokens")}
+
+    def forward(self, source_ids, target_ids, tap):
+        return super().forward(source_ids, target_ids, lambda name, value: tap(Word(name), value))
+
+    def export_weights(self):
+        return {Word(name): array for name, array in super().export_weights().items()}
 
 
 @attack(TOLERATED, stages=(GRADIENTS,))

@@ -191,4 +191,6 @@ def work(parent: Parent) -> None:
     except Exception as error:
         process.send(problem=f"{described(error)} at {process.doing}")
     spent = Spent(time.monotonic() - started, time.process_time(), COMPILING.seconds)
-    process.send(environment=process.describe(), done=True, spent=spent)
+    # Plain text: the version of torch is of a class of its own, and the parent process would import torch to read it.
+    environment = {name: str(value) for name, value in process.describe().items()}
+    process.send(environment=environment, done=True, spent=spent)
