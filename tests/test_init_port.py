@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from transformer_parity.cases.for_ports import port_cases
+from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.cli.init_port import FRAMEWORKS
 from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import compare
@@ -45,7 +45,7 @@ def test_skeleton_agrees(framework, folder, capsys):
     printed = capsys.readouterr().out
     assert f"  parity check --port {module}:MyPort\n  pytest --parity-port={module}:MyPort\n" in printed
     port = PluginPort(f"{module}:MyPort")
-    cases = port_cases(port)
+    cases = port_cases(port_config(port))
     findings = list(compare(cases, port, Setting(("float64",))))
     skipped = [finding for finding in findings if finding.verdict == SKIPPED]
     assert [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)] == []
