@@ -1,9 +1,8 @@
 """Decoding, compared: the same tokens, or a decision that rounding may turn either way.
 
-A port that returns another hypothesis than the reference has decided differently somewhere. Its search is followed
-step by step: from the port's own prefixes, the float64 reference says which continuations were the best. Where the port
-kept a worse one, and the margin is within the rounding noise that the reference itself shows in that dtype, it is a
-near-tie; what follows is judged from the port's side again. Anything larger is a divergence.
+A search that returns another hypothesis has decided differently somewhere. It is followed step by step: the float64
+reference finds the best continuations of the port's own prefixes. Where the port kept a worse one, within the rounding
+noise that the reference itself shows in that dtype, it is a near-tie. Anything larger is a divergence.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class Continuations:
     Args:
         prefixes: P hypotheses that have not ended.
         exact: The log-probabilities of the prefixes with each next token in float64, [P, V].
-        rounded: Likewise, in the working dtype.
-        dtype: The working dtype.
+        rounded: Likewise, in ``dtype``, the working dtype.
     """
 
     def __init__(self, prefixes: Sequence[Tokens], exact: ndarray, rounded: ndarray, dtype: str) -> None:
@@ -107,7 +105,7 @@ class PrefixScorer:
 
     Args:
         truth: The reference in float64.
-        rounded: The reference in the working dtype; None where that is float64.
+        rounded: Likewise, in the working dtype; None where that is float64.
         source: The ids of the sentence, padded.
     """
 
@@ -207,20 +205,20 @@ def explain(
     expected: ndarray,
     options: SearchOptions,
 ) -> list[Doubt]:
-    """Return, for every sentence of which a port does not return what the reference does, why it does not.
+    """Return why a port does not return what the reference does, for every such sentence.
 
     Args:
         truth: The reference in float64.
         rounded: The reference in the working dtype; None where that is float64.
-        source_ids: What was searched, [B, S].
-        found: What the port found.
+        source_ids: The sentences [B, S].
+        found: The result of the port.
         expected: The hypotheses of the reference in float64, [B, N, L].
         options: How was searched.
     """
-    doubts = []
+    doubts: list[Doubt] = []
     for row in differing(found.result.nbest_ids, expected, truth.config.pad_id):
-        of_row = follow(PrefixScorer(truth, rounded, source_ids[row]), row, found, options)
-        doubts += of_row or [Doubt(row, 0, math.inf, 0.0, "it returns something else, and no decision explains it")]
+        own = follow(PrefixScorer(truth, rounded, source_ids[row]), row, found, options)
+        doubts += own or [Doubt(row, 0, math.inf, 0.0, "it returns something else, and no decision explains it")]
     return doubts
 
 
@@ -231,8 +229,8 @@ def _follow_greedy(scorer: PrefixScorer, sentence: int, tokens: Tokens, limit: i
         (best, total), *others = ways.best(2)
         if tokens[:n] != best:
             noise = ways.noise([best, tokens[:n], *(other for other, _ in others)])
-            what = f"{tokens[n - 1]} where the reference says {best[-1]}"
-            doubts.append(Doubt(sentence, n, total - ways.total(tokens[:n]), noise, what))
+            said = f"{tokens[n - 1]} where the reference says {best[-1]}"
+            doubts.append(Doubt(sentence, n, total - ways.total(tokens[:n]), noise, said))
     if eos_id in tokens[:-1] or not (len(tokens) == limit or (tokens[-1:] == (eos_id,) and len(tokens) < limit)):
         doubts.append(Doubt(sentence, len(tokens), math.inf, 0.0, "the hypothesis does not end where it should"))
     return doubts
@@ -338,16 +336,15 @@ class _BeamFollower:
         worst = min(scores, default=-math.inf) if len(scores) == self.options.num_hypotheses else -math.inf
         for tokens in self.finished.keys() - set(returned):
             better = self.finished[tokens] - worst
-            if self.inside[tokens] >= 0.0 and better > 0.0:
-                # It may have been left out because of its rank among the finished, or by the edge of the beam.
+            if self.inside[tokens] >= 0.0 < better:  # left out by its rank, or by the edge of the beam
                 noise = self.noise / self.options.penalty(len(tokens))
                 margin = better if better <= noise else self.inside[tokens]
-                what = f"{_shortened(tokens)} was found to be better, and is not returned"
-                self._doubt(len(tokens), margin, what, len(tokens) if better <= noise else 0)
+                what = f"{_shortened(tokens)} is better, and is not returned"
+                self._doubt(len(tokens), margin, what, len(tokens) * (better <= noise))
         for tokens, (first, second) in zip(returned, pairwise(scores), strict=False):
             if second > first:
                 self._doubt(0, second - first, "the hypotheses are not in the order of their scores", len(tokens))
 
 
 def _shortened(tokens: Tokens) -> str:
-    return f"{' '.join(map(str, tokens[-5:]))}" if len(tokens) < 6 else f"... {' '.join(map(str, tokens[-5:]))}"
+    return "... " * (len(tokens) > 5) + " ".join(map(str, tokens[-5:]))
