@@ -153,7 +153,8 @@ def _tests(title: str, port: PluginPort, stages: Sequence[str], known: Reference
 def _describe(failing: Sequence[Finding], number: int) -> str:
     """Return where the first difference is: later ones may be inherited from it."""
     first = failing[0]
-    place = f"{first.case} {first.tap}{' on the fast path' if first.path == 'fast' else ''}"
+    where = first.tap + (" on the fast path" if first.path == "fast" else "")
+    place = f"{first.case} {where}".rstrip()
     detail = first.detail or f"error {first.error:.1e}, {first.share:.3g} times its tolerance of {first.tolerance:.1e}"
     others = f"\n{len(failing)} of {number} comparisons fail." if number > 1 else ""
     return f"{WORDS[first.verdict]} {first.backend} {first.dtype} {place}: {detail}{others}"
