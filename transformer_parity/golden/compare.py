@@ -17,7 +17,7 @@ from transformer_parity.cases.case import DECODE, STAGES, Case
 from transformer_parity.compare.comparator import Comparator
 from transformer_parity.compare.expected import Reference
 from transformer_parity.compare.findings import Author, Finding, Setting
-from transformer_parity.compare.outputs import FILES, SCORES, Outputs
+from transformer_parity.compare.outputs import FILES, SCORES, TOKENS, Outputs
 from transformer_parity.compare.verdict import AGREES, SKIPPED, Asked
 from transformer_parity.diagnose.investigate import FailureReport, investigate_files
 from transformer_parity.golden import vectors
@@ -35,6 +35,8 @@ def outputs(case: Case, dtype: str, folder: Folder) -> Outputs:
         folder: Golden vectors that hold it.
     """
     found = Outputs(case.name, dtype, {FILES: folder.tensors(case, dtype)})
+    if (tokens := found.paths[FILES].get(TOKENS)) is not None and tokens.dtype.name != "int64":
+        found.problems.append((FILES, TOKENS, f"dtype must be int64: got {tokens.dtype.name}"))
     for entry in folder.left_out:
         if entry.covers(case.name, dtype):
             found.absent += [(name, entry.reason) for name in entry.tensors]
