@@ -172,7 +172,7 @@ def test_what_is_planted_is_what_compare_finds(write, run, pytester):
         ("logits = logits.astype(np.float32)", "output: dtype must be float64: got float32"),
         (
             "return logits.tolist()",
-            "FAILED MyPort float64 full/padded output: TypeError: a port must return NumPy arrays",
+            "FAILED MyPort float64 full/padded: TypeError: a port must return NumPy arrays",
         ),
         ("tap('logit', logits)", "ValueError: there is no tap 'logit'"),
         ("source_ids += 1", "ValueError: output array is read-only"),
@@ -190,7 +190,7 @@ def test_a_port_that_cannot_load_fails_everywhere(write, run):
     write(more=EXPORT + "\n    def load(self, config, weights, dtype):\n        raise OSError('no such file')\n")
     result = run()
     assert outcomes(result) == {"failed": N + 1 + OTHERS, "passed": 1}
-    assert result.stdout.str().count("FAILED MyPort float64 full/padded output: OSError: no such file") >= 2
+    assert result.stdout.str().count("FAILED MyPort float64 full/padded: OSError: no such file") >= 2
 
 
 def test_weights_that_come_back_changed(write, run):
