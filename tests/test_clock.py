@@ -133,9 +133,9 @@ def test_nothing_is_loaded_or_computed_twice(monkeypatch):
     loads, runs = Counter(), Counter()
     load, run = PackagePort.load, LoadedPackage.run
 
-    def count_load(self, config, weights, dtype, *rest):
-        loads[self.name, dtype] += 1
-        return load(self, config, weights, dtype, *rest)
+    def count_load(self, config, weights, placement):
+        loads[self.name, placement.dtype] += 1
+        return load(self, config, weights, placement)
 
     def count_run(self, block, inputs, **options):
         runs[self.package.__name__, self.dtype, block] += 1
