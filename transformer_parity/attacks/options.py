@@ -117,7 +117,7 @@ command(
     INCOMPLETE,
     "float32 is asked for, and every stage by default: three have no case in float32.",
     f"--port {SOUND} --dtype float32",
-    "gradients: there is no such case",
+    "3 asked for and not compared",
 )
 command(
     "UndeclaredDtype",
