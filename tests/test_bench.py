@@ -29,7 +29,7 @@ from transformer_parity.bench.tables import exponent
 from transformer_parity.bench.verify import DecodeVerifier, DisagreementError, ForwardVerifier, TrainVerifier
 from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork
 from transformer_parity.cli.main import main
-from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
 from transformer_parity.ports.protocol import Decoded
 from transformer_parity.system.machine import processors
 

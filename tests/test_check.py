@@ -19,8 +19,8 @@ from transformer_parity.cases.standard import standard_cases
 from transformer_parity.check.one_port import Job
 from transformer_parity.check.processes import WORK, run_all
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import Finding, Setting
-from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE, Verdict
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting
+from transformer_parity.compare.verdict import Verdict
 from transformer_parity.text.pairs import read_pairs
 from transformer_parity.text.vocabulary import Vocabulary, batch, pick
 

@@ -15,9 +15,9 @@ from transformer_parity.cases.case import ALL_DTYPES
 from transformer_parity.cases.standard import standard_cases
 from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import Finding, Setting
+from transformer_parity.compare.findings import AGREES, Finding, Setting
 from transformer_parity.compare.tolerances import CHUNK, relative_error
-from transformer_parity.compare.verdict import AGREES, Verdict
+from transformer_parity.compare.verdict import Verdict
 from transformer_parity.ports import tensorflow
 from transformer_parity.ports.compile_clock import COMPILING, Clock, Spent, listen_to_jax
 from transformer_parity.ports.package import LoadedPackage, PackagePort

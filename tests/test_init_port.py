@@ -10,8 +10,7 @@ from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.cli.init_port import FRAMEWORKS
 from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import Setting
-from transformer_parity.compare.verdict import AGREES, SKIPPED
+from transformer_parity.compare.findings import AGREES, SKIPPED, Setting
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort, Port
 

@@ -20,9 +20,8 @@ from transformer_parity.cases.standard import gradient_case, standard_cases
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import Setting
+from transformer_parity.compare.findings import AGREES, SKIPPED, Setting
 from transformer_parity.compare.outputs import tensors
-from transformer_parity.compare.verdict import AGREES, SKIPPED
 from transformer_parity.diagnose import hypotheses as hypotheses_module
 from transformer_parity.diagnose import reproduce
 from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Subject, blame, blame_files, distance

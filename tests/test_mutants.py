@@ -17,9 +17,9 @@ from transformer_parity.cases.inputs import hard_weights
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import Finding, Setting
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting
 from transformer_parity.compare.tolerances import EPS, POLICY, NotFiniteError, relative_error, tolerance
-from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE, Verdict
+from transformer_parity.compare.verdict import Verdict
 from transformer_parity.mistakes import precision, structure
 from transformer_parity.mistakes.catalogue import FORWARD, STRUCTURE, cases
 from transformer_parity.mistakes.mistake import ALL, Mistake

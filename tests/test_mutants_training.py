@@ -14,8 +14,7 @@ from transformer_parity.check.planted_ports import planted
 from transformer_parity.check.uncompiled import interpreted_training
 from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import Finding, Setting
-from transformer_parity.compare.verdict import AGREES
+from transformer_parity.compare.findings import AGREES, Finding, Setting
 from transformer_parity.mistakes.catalogue import TRAINING
 from transformer_parity.mistakes.mistake import ALL, Mistake
 from transformer_parity.mistakes.optimizer import CONTROLS

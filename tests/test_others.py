@@ -13,8 +13,7 @@ from transformer_parity.cases.for_ports import model_cases, port_config
 from transformer_parity.cases.standard import preset_case
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import Setting
-from transformer_parity.compare.verdict import AGREES, DIVERGES, SKIPPED
+from transformer_parity.compare.findings import AGREES, DIVERGES, SKIPPED, Setting
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
 from transformer_parity.diagnose.investigate import Investigation
 from transformer_parity.mistakes.catalogue import FORWARD

@@ -10,8 +10,7 @@ import pytest
 
 from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import Setting
-from transformer_parity.compare.verdict import DIVERGES
+from transformer_parity.compare.findings import DIVERGES, Setting
 
 pytest_plugins = ["pytester"]
 

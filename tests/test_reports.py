@@ -22,9 +22,8 @@ from rich.console import Console
 from reference_numpy.names import parameter_shapes, tap_shapes
 from transformer_parity.cases.case import tiny
 from transformer_parity.cases.standard import standard_cases
-from transformer_parity.compare.findings import Finding, Setting
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding, Setting
 from transformer_parity.compare.outputs import OUTPUT
-from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
 from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
 from transformer_parity.diagnose.diagnosis import Diagnosis
 from transformer_parity.diagnose.investigate import FailureReport
@@ -32,8 +31,9 @@ from transformer_parity.diagnose.weight_audit import Fate
 from transformer_parity.report.html import html, write_html
 from transformer_parity.report.junit import junit, write_junit
 from transformer_parity.report.maps import picture
-from transformer_parity.report.result import Run, build, write_json
+from transformer_parity.report.result import Run, build
 from transformer_parity.report.tree import LINES, print_blame
+from transformer_parity.system.files import write_json
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "result.schema.json").read_text("utf-8"))
 TAPS = [*tap_shapes(tiny(), 4, 9, 7), OUTPUT]

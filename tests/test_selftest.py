@@ -9,8 +9,7 @@ import pytest
 
 from transformer_parity.check import selftest
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import Finding
-from transformer_parity.compare.verdict import DIVERGES
+from transformer_parity.compare.findings import DIVERGES, Finding
 from transformer_parity.mistakes import catalogue
 from transformer_parity.mistakes.mistake import ALL, Mistake, instead
 

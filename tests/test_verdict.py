@@ -19,10 +19,10 @@ from transformer_parity.check.selection import Selection
 from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import Comparator, compare
 from transformer_parity.compare.expected import Reference
-from transformer_parity.compare.findings import Author, Setting
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Setting
 from transformer_parity.compare.outputs import FAST, OUTPUT, TAPS, Outputs, run_case, run_cases
 from transformer_parity.compare.tolerances import relative_error
-from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Asked, Verdict, decide
+from transformer_parity.compare.verdict import Asked, Author, Verdict, decide
 from transformer_parity.ports.protocol import MissingAbilityError, Placement, Result
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.templates.other_port import MyPort

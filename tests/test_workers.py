@@ -16,8 +16,7 @@ from transformer_parity.cases.for_ports import port_cases
 from transformer_parity.cases.standard import standard_cases
 from transformer_parity.check.one_port import Job
 from transformer_parity.check.processes import run_all
-from transformer_parity.compare.findings import Finding, Setting
-from transformer_parity.compare.verdict import AGREES, FAILED, SKIPPED
+from transformer_parity.compare.findings import AGREES, FAILED, SKIPPED, Finding, Setting
 from transformer_parity.system import child, start
 
 FLOAT64 = Setting(("float64",))

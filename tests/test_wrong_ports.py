@@ -13,8 +13,7 @@ import pytest
 
 from transformer_parity.cases.for_ports import model_cases, port_config
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import Setting
-from transformer_parity.compare.verdict import AGREES, SKIPPED
+from transformer_parity.compare.findings import AGREES, SKIPPED, Setting
 from transformer_parity.diagnose import diagnosis as diagnosis_module
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
 from transformer_parity.diagnose.investigate import Investigation

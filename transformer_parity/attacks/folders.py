@@ -15,8 +15,8 @@ import numpy as np
 
 from transformer_parity.attacks.attack import FAILS, FILES, INCOMPLETE, REFUSED, TOLERATED, Attack
 from transformer_parity.attacks.vectors import MANIFEST, Vectors, computed, rounded, truth
-from transformer_parity.compare.findings import Finding, failure
-from transformer_parity.compare.verdict import EXIT_CODES, FAILED, Verdict
+from transformer_parity.compare.findings import FAILED, Finding, failure
+from transformer_parity.compare.verdict import EXIT_CODES, Verdict
 from transformer_parity.golden.compare import compare_folders, read_pairs
 
 FOLDERS: list[Attack] = []

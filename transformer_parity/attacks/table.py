@@ -20,8 +20,8 @@ from transformer_parity.check.processes import Outcome as Processes
 from transformer_parity.check.processes import run_all
 from transformer_parity.check.selection import Selection
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import Finding, failure
-from transformer_parity.compare.verdict import AGREES, SKIPPED, Verdict
+from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, failure
+from transformer_parity.compare.verdict import Verdict
 from transformer_parity.ports.user import PluginPort
 
 VERDICTS = {0: TOLERATED, 1: FAILS, 2: FAILS, 3: INCOMPLETE}  # by exit code

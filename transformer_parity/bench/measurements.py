@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
 
 TIMES = ("first_seconds", "seconds", "cores", "loaded_bytes", "peak_bytes")
 

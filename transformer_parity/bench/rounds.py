@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from transformer_parity.bench.measurements import Entry
 from transformer_parity.bench.verify import DisagreementError
-from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
 from transformer_parity.system.child import THREAD_SWITCHES, Child, ChildEndedError, Children
 from transformer_parity.system.machine import forget_peak, held_bytes, peak_bytes
 from transformer_parity.system.messages import Parent

@@ -15,7 +15,8 @@ from transformer_parity.bench.rounds import Participant, Tell, run_rounds, start
 from transformer_parity.bench.tables import describe, times_for_machines
 from transformer_parity.bench.verify import verifier_of
 from transformer_parity.bench.workload import Work
-from transformer_parity.compare.verdict import AGREES, EXIT_CODES, FAILED
+from transformer_parity.compare.findings import AGREES, FAILED
+from transformer_parity.compare.verdict import EXIT_CODES
 from transformer_parity.system.errors import UsageError
 from transformer_parity.system.machine import processors
 

@@ -16,9 +16,9 @@ from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.check import known_answer
 from transformer_parity.compare.comparator import Comparator
 from transformer_parity.compare.expected import Reference
-from transformer_parity.compare.findings import Finding, Setting
+from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Setting
 from transformer_parity.compare.outputs import LOAD, run_cases
-from transformer_parity.compare.verdict import AGREES, SKIPPED, WORDS
+from transformer_parity.compare.verdict import WORDS
 from transformer_parity.ports.user import PluginPort
 
 WEIGHTS = "weights"  # the test that they come back as they were given

@@ -17,9 +17,8 @@ from reference_numpy.config import TransformerConfig
 from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, STAGES, Case
 from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.compare.exceptions import described
-from transformer_parity.compare.findings import Finding, Kept, Setting
+from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Kept, Setting
 from transformer_parity.compare.outputs import Outputs, run_cases
-from transformer_parity.compare.verdict import AGREES, SKIPPED
 from transformer_parity.diagnose.investigate import FailureReport, Investigation
 from transformer_parity.diagnose.weight_audit import Fate, as_mistake, audit
 from transformer_parity.mistakes.mistake import Mistake
@@ -39,7 +38,7 @@ class Job:
         setting: Dtypes, device and precision.
         cases: What to run; None is what ``port_cases`` returns for the port, whose conventions only its process knows.
         stages: Those of a port of the user's own.
-        failures: Where to save what a guilty block was given; None saves nothing.
+        failures: Where to save the inputs of the first wrong block; None saves nothing.
         attention: Whether the attention of a port that agrees is wanted too.
     """
 

@@ -16,7 +16,7 @@ from transformer_parity.cases.case import Case
 from transformer_parity.check.one_port import Job, Message, cases_of
 from transformer_parity.compare.comparator import Comparator
 from transformer_parity.compare.expected import Reference
-from transformer_parity.compare.findings import Finding, Kept, failure
+from transformer_parity.compare.findings import Finding, Kept, Setting, failure
 from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.weight_audit import Fate
 from transformer_parity.ports.compile_clock import Spent
@@ -144,7 +144,10 @@ class _Running:
         if message.facts is not None:
             self.name = message.facts.name
             self.cases = {case.name: case for case in cases_of(self.job, message.facts)}
-            self.comparator = Comparator(self.name, self.job.setting, self.reference)
+            # A port of the user's own is not told a precision, and is allowed none but the highest.
+            own = message.facts.config is not None
+            setting = Setting(self.job.setting.dtypes) if own else self.job.setting
+            self.comparator = Comparator(self.name, setting, self.reference)
         found: list[Finding] = []
         if message.outputs is not None:
             case = self.cases[message.outputs.case]

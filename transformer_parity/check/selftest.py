@@ -19,8 +19,7 @@ from transformer_parity.check.planted_ports import planted
 from transformer_parity.check.uncompiled import interpreted, interpreted_training
 from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import Finding, Kept, Setting
-from transformer_parity.compare.verdict import AGREES, DIVERGES, SKIPPED
+from transformer_parity.compare.findings import AGREES, DIVERGES, SKIPPED, Finding, Kept, Setting
 from transformer_parity.diagnose.blame import blame_files
 from transformer_parity.diagnose.diagnosis import EXACT, Diagnosis, diagnose
 from transformer_parity.diagnose.hypotheses import content, hypotheses

@@ -20,7 +20,8 @@ from transformer_parity.bench.run import Setting, Timing, grown, work_title
 from transformer_parity.bench.workload import DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.cli.bench_options import Run, add_tasks
 from transformer_parity.cli.progress import Progress, make_console
-from transformer_parity.compare.verdict import AGREES, EXIT_CODES, FAILED
+from transformer_parity.compare.findings import AGREES, FAILED
+from transformer_parity.compare.verdict import EXIT_CODES
 from transformer_parity.figures.style import FORMATS, OPEN_STYLE, write
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.errors import UsageError, refusals

@@ -24,7 +24,7 @@ from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.diagnoses import print_audit, print_failure_report
 from transformer_parity.report.html import write_html
 from transformer_parity.report.junit import write_junit
-from transformer_parity.report.result import Run, build, write_json
+from transformer_parity.report.result import Run, build
 from transformer_parity.report.tables import (
     print_coverage,
     print_depth,
@@ -35,7 +35,7 @@ from transformer_parity.report.tables import (
     verdict_line,
 )
 from transformer_parity.system.errors import refusals
-from transformer_parity.system.files import check_writable
+from transformer_parity.system.files import check_writable, write_json
 from transformer_parity.system.machine import describe_machine
 
 EXAMPLES = """
@@ -119,7 +119,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=Path,
         default=Path("parity-failures"),
         metavar="DIR",
-        help="where what a guilty block was given is saved (default: parity-failures)",
+        help="where the inputs of the first wrong block are saved (default: parity-failures)",
     )
     parser.set_defaults(run=run)
 

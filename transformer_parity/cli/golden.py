@@ -15,8 +15,8 @@ from transformer_parity.cases.case import STAGES, tiny
 from transformer_parity.cases.for_ports import port_config
 from transformer_parity.cli.options import one_or_more
 from transformer_parity.cli.progress import Progress, make_console
-from transformer_parity.compare.findings import Finding, is_near_tie
-from transformer_parity.compare.verdict import AGREES, SKIPPED, Verdict
+from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, is_near_tie
+from transformer_parity.compare.verdict import Verdict
 from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.golden import writer
 from transformer_parity.golden.compare import Pair, compare_folders, investigate, read_pairs
@@ -27,7 +27,7 @@ from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort
 from transformer_parity.report.diagnoses import print_failure_report, to_row
-from transformer_parity.report.result import plain, write_json
+from transformer_parity.report.result import plain
 from transformer_parity.report.tables import (
     print_coverage,
     print_near_ties,
@@ -39,7 +39,7 @@ from transformer_parity.report.tables import (
 )
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import check_writable
+from transformer_parity.system.files import check_writable, write_json
 from transformer_parity.system.machine import describe_machine
 
 EXAMPLES = """

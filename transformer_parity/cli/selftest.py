@@ -17,14 +17,14 @@ from transformer_parity.attacks.table import FAMILIES, Outcome, possible, trials
 from transformer_parity.check.selftest import Trial, all_trials
 from transformer_parity.cli.options import one_or_more
 from transformer_parity.cli.progress import Progress, make_console
-from transformer_parity.compare.verdict import EXIT_CODES, FAILED
+from transformer_parity.compare.findings import FAILED
+from transformer_parity.compare.verdict import EXIT_CODES
 from transformer_parity.mistakes.catalogue import parts
 from transformer_parity.mistakes.mistake import ALL
 from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
-from transformer_parity.report.result import write_json
 from transformer_parity.system.errors import refusals
-from transformer_parity.system.files import check_writable
+from transformer_parity.system.files import check_writable, write_json
 
 NAMED = 0.9  # of those that have a name
 ATTACKS = "attacks"

@@ -15,7 +15,7 @@ from numpy import ndarray
 from reference_numpy.search_plan import SearchResult
 from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.compare.expected import Expected, Reference
-from transformer_parity.compare.findings import Author, Finding, Kept, Setting
+from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Kept, Setting
 from transformer_parity.compare.near_ties import explain, score, score_tolerance, summary
 from transformer_parity.compare.outputs import (
     CACHED,
@@ -35,7 +35,7 @@ from transformer_parity.compare.outputs import (
 )
 from transformer_parity.compare.tolerances import NotFiniteError, relative_error
 from transformer_parity.compare.training_outputs import OPTIONAL, WHOLE, training_error
-from transformer_parity.compare.verdict import AGREES, SKIPPED
+from transformer_parity.compare.verdict import Author
 from transformer_parity.ports.protocol import Decoded, Port
 
 
@@ -192,8 +192,9 @@ class _Path:
         exact = self.expected.exact.model
         rounded = None if self.expected.rounded is None else self.expected.rounded.model
         source_ids, options = self.case.inputs["source_ids"], self.case.options
-        if scores is not None and (problem := structure_problem(scores, known[SCORES], self.author.dtype)):
-            yield self.author.compared(self.path, SCORES, math.inf, 0.0, problem=problem)
+        wrong = "" if scores is None else structure_problem(scores, known[SCORES], self.author.dtype)
+        if wrong:
+            yield self.author.compared(self.path, SCORES, math.inf, 0.0, problem=wrong)
         # Of a search whose steps are not known, only the result is explained.
         unknown = None if self.path == FILES or scores is None else scores
         found = Decoded(SearchResult(ids, unknown), outputs.steps)  # type: ignore[arg-type]
@@ -202,7 +203,7 @@ class _Path:
         problem = summary(doubts) if worst and worst.margin == math.inf else ""  # which no rounding explains
         margin, noise = (worst.margin, worst.noise) if worst else (0.0, 0.0)
         yield self.author.compared(self.path, TOKENS, margin, noise, problem=problem, detail=summary(doubts))
-        if scores is not None and not structure_problem(scores, known[SCORES], self.author.dtype):
+        if scores is not None and not wrong:
             truth = score(exact, source_ids, ids, options)
             usual = None if rounded is None else score(rounded, source_ids, ids, options)
             yield self.author.compared(self.path, SCORES, relative_error(scores, truth), score_tolerance(truth, usual))

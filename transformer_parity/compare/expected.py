@@ -7,15 +7,15 @@ computes in the process that compares, where no port runs (see docs/agreement.md
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.cases.case import ACTIVATIONS, DECODE, STEPS, Case
 from transformer_parity.compare import training_outputs
-from transformer_parity.compare.outputs import LOGITS, OUTPUT, SCORES, TOKENS, Digest, Tensors, digest, given
+from transformer_parity.compare.outputs import LOGITS, SCORES, TOKENS, Digest, Tensors, digest, given, tensors
 from transformer_parity.compare.tolerances import NotFiniteError, relative_error, tolerance
 from transformer_parity.ports.package import LoadedPackage
 from transformer_parity.ports.protocol import Placement
@@ -96,12 +96,12 @@ class Reference:
         with np.errstate(all="ignore"):  # what is not finite is reported by name
             exact = self._model(case, "float64", placement.dtype)
             rounded = self._model(case, "float32", placement.dtype) if placement.dtype == "float32" else None
-            tensors = self._truth(case, exact, placement.dtype)
+            truth = self._truth(case, exact, placement.dtype)
             baseline: Mapping[str, ndarray] = {}
             if rounded is not None and case.stage != STEPS:  # whose tolerances are fixed
                 baseline = _run(case, rounded, "float32")
                 _check_finite(baseline, "float32")
-            return Expected(tensors, _tolerances(case, placement, tensors, baseline), exact, rounded)
+            return Expected(truth, _tolerances(case, placement, truth, baseline), exact, rounded)
 
     def _truth(self, case: Case, exact: LoadedPackage, dtype: str) -> Tensors:
         """Return the outputs in float64, which are the same for float64 and float32."""
@@ -109,9 +109,9 @@ class Reference:
         if case.stage == STEPS:  # fewer steps in float32
             key = (key, dtype)
         if key not in self._truths:
-            tensors = _run(case, exact, dtype)
-            _check_finite(tensors, "float64")
-            self._truths[key] = tensors
+            truth = _run(case, exact, dtype)
+            _check_finite(truth, "float64")
+            self._truths[key] = truth
             while len(self._truths) > TRUTHS:
                 del self._truths[next(iter(self._truths))]
         return self._truths[key]
@@ -139,16 +139,10 @@ def _key(case: Case, dtype: str) -> tuple[Any, ...]:
 
 
 def _run(case: Case, model: LoadedPackage, dtype: str) -> Tensors:
+    """Return what the reference yields; of a search, the logits of all positions at once, and plain tokens."""
     inputs = given(case.inputs, dtype)
-    if case.stage == ACTIVATIONS:
-        result = model.run(case.block, inputs, taps=True)
-        return {**result.taps, OUTPUT: result.output}
-    if case.stage == GRADIENTS:
-        return training_outputs.gradients(model, inputs)
-    if case.stage == STEPS:
-        return training_outputs.steps(
-            model, training_outputs.shifted(inputs), case.training, training_outputs.last_step(dtype)
-        )
+    if case.stage != DECODE:
+        return tensors(model, replace(case, inputs=inputs), dtype)
     found = model.search(inputs["source_ids"], case.options)
     searched = {TOKENS: found.nbest_ids, SCORES: found.nbest_scores}
     if case.options.beam_size is None and "target_ids" in inputs:
@@ -156,8 +150,8 @@ def _run(case: Case, model: LoadedPackage, dtype: str) -> Tensors:
     return searched
 
 
-def _check_finite(tensors: Mapping[str, ndarray], dtype: str) -> None:
-    for name, value in tensors.items():
+def _check_finite(found: Mapping[str, ndarray], dtype: str) -> None:
+    for name, value in found.items():
         if name != SCORES and not np.isfinite(value).all():  # -inf is the score of no hypothesis
             raise NotFiniteError(f"the reference is not finite in {dtype} at {name}")
 

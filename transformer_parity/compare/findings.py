@@ -9,11 +9,12 @@ from typing import Any
 
 from numpy import ndarray
 
-from transformer_parity.cases.case import ALL_DTYPES, Case
-from transformer_parity.compare.outputs import LOAD, TOKENS
-from transformer_parity.compare.verdict import AGREES, FAILED, SKIPPED, decide
+from transformer_parity.cases.case import ALL_DTYPES
+from transformer_parity.compare.outputs import TOKENS
 from transformer_parity.ports.protocol import Placement
 
+AGREES, DIVERGES, IMPRECISE, FAILED = "agrees", "diverges", "imprecise", "failed"
+SKIPPED = "skipped"  # not offered, and so not compared
 ROUND_TRIP = "round trip"
 
 
@@ -30,7 +31,7 @@ class Finding:
         tap: The name of the tensor.
         error: The relative error; infinite where there is a problem.
         tolerance: The largest error that agrees.
-        verdict: See ``verdict.decide``.
+        verdict: One of those above; see ``verdict.decide``.
         detail: The problem, the near-tie, or why nothing was compared.
         stage: The stage of the case; empty where the port as a whole is meant.
     """
@@ -60,42 +61,6 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
         return {**asdict(self), "share": self.share}
-
-
-@dataclass(frozen=True)
-class Author:
-    """Makes the findings of one case of one port in one dtype; every verdict comes from ``verdict.decide``."""
-
-    backend: str
-    dtype: str
-    case: Case
-
-    def compared(
-        self, path: str, tap: str, error: float, tolerance: float, *, problem: str = "", detail: str = ""
-    ) -> Finding:
-        """Return the finding about one tensor."""
-        error = math.inf if problem else error
-        verdict = decide(error, tolerance, self.dtype, problem)
-        return self._finding((self.case.component, path, tap), error, tolerance, verdict, problem or detail)
-
-    def round_trip(self, problem: str) -> Finding:
-        """Return the finding about the weights, which must come back bit by bit."""
-        error = math.inf if problem else 0.0
-        verdict = decide(error, 0.0, "float64", problem)
-        return self._finding(("weights", LOAD, ROUND_TRIP), error, 0.0, verdict, problem)
-
-    def failed(self, path: str, why: str) -> Finding:
-        """Return the finding that a case could not be compared."""
-        return self._finding((self.case.component, path, ""), math.inf, 0.0, FAILED, why)
-
-    def skipped(self, path: str, why: str) -> Finding:
-        """Return the finding that something is not offered, and so not compared."""
-        return self._finding((self.case.component, path, ""), 0.0, 0.0, SKIPPED, why)
-
-    def _finding(self, place: tuple[str, str, str], error: float, tolerance: float, verdict: str, why: str) -> Finding:
-        component, path, tap = place
-        where = (self.backend, self.dtype, component, self.case.name, path, tap)
-        return Finding(*where, error, tolerance, verdict, why, self.case.stage)
 
 
 Kept = dict[

@@ -129,7 +129,8 @@ def _run_group(
 ) -> Iterator[Outputs]:
     left_out = getattr(port, "left_out", {})
     loaded: LoadedPort | None = None
-    problem: tuple[str, str] | None = None
+    skips: list[tuple[str, str]] = []  # why nothing could be loaded
+    failures: list[tuple[str, str]] = []
     for case in cases:
         outputs = Outputs(case.name, placement.dtype)
         if case.name in left_out:
@@ -137,17 +138,17 @@ def _run_group(
             yield outputs
             continue
         progress(f"{placement.dtype} {case.name}")
-        if loaded is None and problem is None:
+        if loaded is None and not skips and not failures:
             try:
                 loaded = port.load(case.config, given(weights, placement.dtype), placement)
                 _export(loaded, outputs)
             except MissingAbilityError as missing:
-                problem = ("skipped", str(missing))
+                skips.append(("run", str(missing)))
             except Exception as error:
-                problem = ("failures", described(error))
-        if loaded is None or problem is not None:
-            getattr(outputs, problem[0] if problem else "failures").append(("run", problem[1] if problem else ""))
-        else:
+                failures.append(("run", described(error)))
+        outputs.skipped += skips
+        outputs.failures += failures
+        if loaded is not None and not failures:
             run_case(case, loaded, outputs)
         yield outputs
 
@@ -179,9 +180,7 @@ def run_case(case: Case, loaded: LoadedPort, outputs: Outputs) -> None:
     elif case.stage == STEPS:
         outputs.attempt(FAST, lambda: steps(loaded, shifted(inputs), case.training, last_step(dtype)))
     else:
-        if (
-            case.options.beam_size is None and "target_ids" in inputs
-        ):  # one position after another must yield what all at once do
+        if case.options.beam_size is None and "target_ids" in inputs:  # position by position yields what all at once do
             stepwise = partial(loaded.decode_stepwise, inputs["source_ids"], inputs["target_ids"])
             outputs.attempt(CACHED, lambda: {LOGITS: stepwise()})
         outputs.attempt(FAST, lambda: _search(case, loaded, inputs, outputs))
@@ -216,8 +215,8 @@ def wide_tokens(ids: ndarray, options: SearchOptions) -> ndarray:
     return tokens
 
 
-def tensors(loaded: Any, case: Case) -> Tensors:
-    """Return all tensors that a model yields in a case in float64, in the order of computation.
+def tensors(loaded: Any, case: Case, dtype: str = "float64") -> Tensors:
+    """Return all tensors that a model yields in a case, in the order of computation.
 
     Raises:
         ValueError: The case lacks its settings.
@@ -227,7 +226,7 @@ def tensors(loaded: Any, case: Case) -> Tensors:
     if case.stage == GRADIENTS:
         return gradients(loaded, case.inputs)
     if case.stage == STEPS:
-        return steps(loaded, shifted(case.inputs), case.training, last_step("float64"))
+        return steps(loaded, shifted(case.inputs), case.training, last_step(dtype))
     found = searched(loaded.search(case.inputs["source_ids"], case.options), case.options)
     if case.options.beam_size is None and "target_ids" in case.inputs:
         found = {LOGITS: loaded.decode_stepwise(case.inputs["source_ids"], case.inputs["target_ids"]), **found}

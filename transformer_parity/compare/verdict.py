@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformer_parity.compare.findings import Finding
+from transformer_parity.cases.case import Case
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, ROUND_TRIP, SKIPPED, Finding
+from transformer_parity.compare.outputs import LOAD
 
-AGREES, DIVERGES, IMPRECISE, FAILED = "agrees", "diverges", "imprecise", "failed"
-SKIPPED = "skipped"  # not offered, and so not compared
 EXIT_CODES = {AGREES: 0, DIVERGES: 1, IMPRECISE: 2, FAILED: 3}
 SEVERITY = (SKIPPED, AGREES, IMPRECISE, FAILED, DIVERGES)
 WORDS = {SKIPPED: "skip", AGREES: "ok", IMPRECISE: "IMPRECISE", DIVERGES: "DIVERGES", FAILED: "FAILED"}
@@ -41,6 +39,42 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
     if error <= tolerance:
         return AGREES
     return DIVERGES if dtype == "float64" else IMPRECISE
+
+
+@dataclass(frozen=True)
+class Author:
+    """Makes the findings of one case of one port in one dtype; every verdict comes from ``decide``."""
+
+    backend: str
+    dtype: str
+    case: Case
+
+    def compared(
+        self, path: str, tap: str, error: float, tolerance: float, *, problem: str = "", detail: str = ""
+    ) -> Finding:
+        """Return the finding about one tensor."""
+        error = math.inf if problem else error
+        verdict = decide(error, tolerance, self.dtype, problem)
+        return self._finding((self.case.component, path, tap), error, tolerance, verdict, problem or detail)
+
+    def round_trip(self, problem: str) -> Finding:
+        """Return the finding about the weights, which must come back bit by bit."""
+        error = math.inf if problem else 0.0
+        verdict = decide(error, 0.0, "float64", problem)
+        return self._finding(("weights", LOAD, ROUND_TRIP), error, 0.0, verdict, problem)
+
+    def failed(self, path: str, why: str) -> Finding:
+        """Return the finding that a case could not be compared."""
+        return self._finding((self.case.component, path, ""), math.inf, 0.0, FAILED, why)
+
+    def skipped(self, path: str, why: str) -> Finding:
+        """Return the finding that something is not offered, and so not compared."""
+        return self._finding((self.case.component, path, ""), 0.0, 0.0, SKIPPED, why)
+
+    def _finding(self, place: tuple[str, str, str], error: float, tolerance: float, verdict: str, why: str) -> Finding:
+        component, path, tap = place
+        where = (self.backend, self.dtype, component, self.case.name, path, tap)
+        return Finding(*where, error, tolerance, verdict, why, self.case.stage)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, STAGES, Case
-from transformer_parity.compare.findings import Finding, Kept, Setting
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Kept, Setting
 from transformer_parity.compare.outputs import given
-from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE
 from transformer_parity.diagnose import reproduce
 from transformer_parity.diagnose.blame import (
     INTRODUCED,

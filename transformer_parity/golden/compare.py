@@ -16,9 +16,9 @@ from numpy import ndarray
 from transformer_parity.cases.case import DECODE, STAGES, Case
 from transformer_parity.compare.comparator import Comparator
 from transformer_parity.compare.expected import Reference
-from transformer_parity.compare.findings import Author, Finding, Setting
+from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Setting
 from transformer_parity.compare.outputs import FILES, SCORES, TOKENS, Outputs
-from transformer_parity.compare.verdict import AGREES, SKIPPED, Asked
+from transformer_parity.compare.verdict import Asked, Author
 from transformer_parity.diagnose.investigate import FailureReport, investigate_files
 from transformer_parity.golden import vectors
 from transformer_parity.golden.vectors import DTYPES, Folder

@@ -13,7 +13,7 @@ from typing import Any
 
 from numpy import ndarray
 
-from transformer_parity.compare.verdict import DIVERGES
+from transformer_parity.compare.findings import DIVERGES
 
 ALL = ("torch", "jax", "tf")  # the ports that are compared with the reference
 FOUR = ("numpy", *ALL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from transformer_parity.compare.verdict import IMPRECISE
+from transformer_parity.compare.findings import IMPRECISE
 from transformer_parity.mistakes.attention import LOWEST, WIDENED
 from transformer_parity.mistakes.layers import ADDED, GELU, norm
 from transformer_parity.mistakes.mistake import ENCODER, SELF, SOURCE, Mistake, in_ports_alone, instead, together

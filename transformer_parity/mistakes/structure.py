@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformer_parity.compare.verdict import FAILED
+from transformer_parity.compare.findings import FAILED
 from transformer_parity.mistakes.mistake import (
     CAUSAL,
     CROSS,

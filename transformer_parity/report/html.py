@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from transformer_parity.compare.verdict import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
 from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Mark
 from transformer_parity.report.maps import attention_maps
 from transformer_parity.report.matrix import (

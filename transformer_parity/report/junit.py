@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from transformer_parity.compare.verdict import AGREES, SKIPPED
+from transformer_parity.compare.findings import AGREES, SKIPPED
 from transformer_parity.system.files import write_text
 
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # of XML 1.0, section 2.2

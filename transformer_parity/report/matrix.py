@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformer_parity.compare.verdict import AGREES
+from transformer_parity.compare.findings import AGREES
 from transformer_parity.diagnose.blame import FINE, INTRODUCED
 from transformer_parity.report.result import MAIN_CASE
 

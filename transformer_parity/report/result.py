@@ -19,13 +19,12 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.cases.case import ACTIVATIONS, SENTENCES, Case
-from transformer_parity.compare.findings import Finding, Setting, is_near_tie
-from transformer_parity.compare.verdict import AGREES, SKIPPED, Asked, Verdict, worst
+from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Setting, is_near_tie
+from transformer_parity.compare.verdict import Asked, Verdict, worst
 from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.ports.compile_clock import Spent
 from transformer_parity.report.diagnoses import to_row
 from transformer_parity.report.tables import summarise
-from transformer_parity.system.files import write_text
 
 FORMAT = 3
 MAIN_CASE = "full/padded"
@@ -124,11 +123,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, ndarray | np.generic):
         return plain(value.tolist())
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write the result for machines, atomically."""
-    write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def _taps(findings: Iterable[Finding]) -> list[dict[str, Any]]:

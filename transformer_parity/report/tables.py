@@ -11,19 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from transformer_parity.cases.case import SENTENCES
-from transformer_parity.compare.findings import Finding, is_near_tie
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding, is_near_tie
 from transformer_parity.compare.outputs import OUTPUT
 from transformer_parity.compare.tolerances import POLICY
-from transformer_parity.compare.verdict import (
-    AGREES,
-    DIVERGES,
-    FAILED,
-    IMPRECISE,
-    SKIPPED,
-    WORDS,
-    Verdict,
-    worst,
-)
+from transformer_parity.compare.verdict import WORDS, Verdict, worst
 from transformer_parity.ports.compile_clock import Spent
 
 STYLES = {SKIPPED: "dim", AGREES: "green", IMPRECISE: "yellow", DIVERGES: "bold red", FAILED: "bold magenta"}

@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
 from transformer_parity.compare.near_ties import Tokens, summary
-from transformer_parity.compare.verdict import AGREES, DIVERGES, EXIT_CODES, FAILED
+from transformer_parity.compare.verdict import EXIT_CODES
 from transformer_parity.translate.agreement import DIVERGENCE, NEAR_TIE, SAME, Comparison
 from transformer_parity.translate.lines import Translation
 
