@@ -1,9 +1,13 @@
 """What is tested: chosen on the command line, never discovered at run time.
 
-    pytest --backends numpy,torch,jax,tf --devices cpu,gpu --browser chromium
+    pytest --backends numpy,torch,jax,tf --devices cpu,gpu --browser chromium --all
 
 A backend or device that is asked for and missing stops the run. One that is not asked for is named in the header and
 in the summary. A skipped test fails the run: a test that did not run has not passed.
+
+Without ``--all``, tests marked ``@pytest.mark.extended(kind, *backends)`` are left out, for these backends or for all:
+they repeat for another framework, mistake or preset what other tests show for one. How many of each kind is printed.
+``--all --shard 2/7`` runs a seventh of them, and all other tests.
 
 Fixtures for every test file:
     backend   each requested backend in turn, a ``Backend``
@@ -38,6 +42,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import tiers
 from numpy import ndarray
 
 from reference_numpy import PRESETS, TransformerConfig, init_weights
@@ -175,7 +180,14 @@ def browser(pytestconfig):
     return pytestconfig.browser
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget():
+    yield
+    tiers.forget()
+
+
 def pytest_addoption(parser):
+    tiers.add_options(parser)
     parser.addoption("--backends", default=",".join(PACKAGES), help="which to test (default: %(default)s)")
     parser.addoption("--devices", default="cpu", help="cpu, gpu or both (default: %(default)s)")
     found = next(filter(shutil.which, BROWSERS), "none")
@@ -184,9 +196,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "only(name, ...): for these backends; left out where none is asked for")
+    tiers.configure(config)
     config.browser = _find_browser(config.getoption("--browser"))
     names = _choices(config, "--backends", tuple(PACKAGES))
     config.requested_devices = _choices(config, "--devices", DEVICES)
+    tiers.keep_what_is_compiled(config)  # before JAX is imported
     config.requested_backends = [_import(name) for name in names]
     if "gpu" in config.requested_devices:
         for backend in config.requested_backends:
@@ -266,8 +280,9 @@ def pytest_collection_modifyitems(config, items):
         needed = set(marker.args) if marker else set(PACKAGES) - {"numpy"} if "port" in item.fixturenames else requested
         return bool(needed & requested)
 
-    config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
-    items[:] = filter(is_wanted, items)
+    chosen = tiers.choose(config, [item for item in items if is_wanted(item)])
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
 
 
 def pytest_report_header(config):
@@ -276,13 +291,25 @@ def pytest_report_header(config):
 
 
 def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist: the one that reports has collected nothing
+        session.config.workeroutput["tests"] = {"left_out": dict(session.config.left_out), "peak": tiers.peak()}
     if _not_run(session.config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take over what a process of pytest-xdist tells at its end; one that crashed tells nothing."""
+    if told := getattr(node, "workeroutput", {}).get("tests"):
+        node.config.left_out = told["left_out"]  # every process collects the same
+        node.config.peaks.append(told["peak"])
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    for line in config.not_tested:
+    for line in [*config.not_tested, *tiers.summary(config.left_out)]:
         terminalreporter.write_line(line, yellow=True)
+    peaks = ", ".join(f"{peak:.1f} GiB" for peak in config.peaks or [tiers.peak()])
+    terminalreporter.write_line(f"largest size of each process: {peaks}")
     if skipped := _not_run(config):
         terminalreporter.write_line(f"FAILED: {skipped} tests were skipped, and a skip is not a pass", red=True)
 

@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 @pytest.fixture
 def run(tmp_path):
     """Return a function that runs a small suite under this conftest; it yields exit code and output."""
-    shutil.copy(HERE / "conftest.py", tmp_path)
+    for file in ("conftest.py", "tiers.py"):
+        shutil.copy(HERE / file, tmp_path)
 
     def run(test, *options):
         (tmp_path / "test_small.py").write_text(f"import pytest\n\n{test}\n")
@@ -94,3 +95,45 @@ def test_only_leaves_out_without_a_skip(run):
     code, output = run(test, "--backends", "numpy")
     assert code == 0
     assert "1 passed, 2 deselected" in output
+
+
+EXTENDED = """
+@pytest.mark.extended("presets", "torch")
+def test_port(backend): pass
+@pytest.mark.extended("mistakes")
+@pytest.mark.parametrize("i", range(20))
+def test_many(i): pass
+def test_good(): pass
+"""
+
+
+def test_extended_tests_are_left_out_and_counted_by_kind(run):
+    code, output = run(EXTENDED, "--backends", "numpy,torch", "-q")
+    assert (code, "2 passed, 21 deselected" in output) == (0, True)
+    assert output.count("NOT TESTED: 21 extended tests (add --all): 20 mistakes, 1 presets") == 1
+    code, output = run(EXTENDED, "--backends", "numpy,torch", "-q", "--all")
+    assert (code, "23 passed" in output, "extended" in output) == (0, True, False)
+
+
+def test_processes_tell_what_was_left_out(run):
+    code, output = run(EXTENDED, "--backends", "numpy", "-q", "-n", "2", "--dist", "loadgroup")
+    assert (code, "2 passed" in output) == (0, True)
+    assert output.count("NOT TESTED: 20 extended tests (add --all): 20 mistakes") == 1
+    assert "largest size of each process: " in output
+
+
+def test_every_extended_test_is_in_one_shard(run):
+    ran = []
+    for shard in ("1/2", "2/2"):
+        code, output = run(EXTENDED, "--backends", "numpy", "-v", "--all", "--shard", shard)
+        assert code == 0
+        ran += [line.split()[0] for line in output.splitlines() if " PASSED " in line and "test_many" in line]
+        assert "extended tests" in output
+    assert len(ran) == len(set(ran)) == 20
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "half"])
+def test_unknown_shard_stops_the_run(run, shard):
+    code, output = run("def test(): pass", "--backends", "numpy", "--shard", shard)
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert f"--shard takes K/N, with K from 1 to N: got {shard}" in output

@@ -1,0 +1,100 @@
+"""Which tests a run takes, in which process each runs, and what a process keeps from one file to the next.
+
+The default tier shows every kind of thing at least once; tests marked ``extended`` repeat it for another framework,
+mistake or preset. XLA's compiling is most of the time of all tests, so what was compiled once is kept on disk.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import platform
+import re
+import sys
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+COMPILED = ("jax", "tf")  # each compiles in one process, which then holds it
+
+
+def add_options(parser):
+    parser.addoption("--all", action="store_true", help="also the tests marked as extended")
+    parser.addoption(
+        "--shard", default="1/1", metavar="K/N", help="with --all, the K-th of N parts of the extended tests"
+    )
+
+
+def configure(config):
+    """Read the options. A shard of another form than K/N, with K from 1 to N, stops the run."""
+    config.addinivalue_line("markers", "extended(kind, backend, ...): left out unless --all is given")
+    shard = re.fullmatch(r"(\d+)/(\d+)", config.getoption("--shard"))
+    config.shard = tuple(map(int, shard.groups())) if shard else (0, 0)
+    if not 1 <= config.shard[0] <= config.shard[1]:
+        raise pytest.UsageError(f"--shard takes K/N, with K from 1 to N: got {config.getoption('--shard')}")
+    config.left_out, config.peaks = Counter(), []
+
+
+def keep_what_is_compiled(config):
+    """Let JAX keep executables on disk, for all processes of this run and of later ones on the same processor."""
+    try:
+        features = re.search(r"^flags.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0]
+    except (OSError, TypeError):  # not Linux, or not x86
+        features = platform.processor()
+    if not hasattr(config, "cache"):  # -p no:cacheprovider
+        return
+    folder = config.cache.mkdir(f"jax-{hashlib.sha256(features.encode()).hexdigest()[:12]}")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def framework(item) -> str:
+    """Return the name of the one backend that a test is about; empty if it is about several, or about none."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if found := next((parameters[name] for name in ("port", "backend") if name in parameters), None):
+        return getattr(found, "name", found)
+    marker = item.get_closest_marker("only")
+    return marker.args[0] if marker and len(marker.args) == 1 else ""
+
+
+def choose(config, items) -> list:
+    """Return the tests of this tier and shard, each marked with the process that it belongs to; count the others."""
+    chosen = []
+    for item in items:
+        name = framework(item)
+        if name in COMPILED:
+            item.add_marker(pytest.mark.xdist_group(name))
+        kinds = [mark.args[0] for mark in item.iter_markers("extended") if name in mark.args[1:] or not mark.args[1:]]
+        part, parts = config.shard
+        if not kinds or (config.getoption("--all") and zlib.crc32(item.nodeid.encode()) % parts == part - 1):
+            chosen.append(item)
+        else:
+            config.left_out[kinds[0]] += 1
+    return chosen
+
+
+def summary(left_out) -> list[str]:
+    """Return the lines that say what was left out; none if nothing was."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(left_out.items()))
+    return [f"NOT TESTED: {sum(left_out.values())} extended tests (add --all): {kinds}"] * bool(left_out)
+
+
+def forget():
+    """Free what the frameworks keep of the models of a finished file: gigabytes, after all of them."""
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    gc.collect()
+
+
+def peak() -> float:
+    """Return the most memory that this process held, in GiB; 0 where that is not known."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used / 2 ** (30 if sys.platform == "darwin" else 20)
