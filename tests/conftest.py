@@ -298,6 +298,11 @@ def pytest_sessionfinish(session):
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return tiers.scheduler(config, log) if config.getoption("dist") == "load" else None
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """Take over what a process of pytest-xdist tells at its end; one that crashed tells nothing."""
     if told := getattr(node, "workeroutput", {}).get("tests"):

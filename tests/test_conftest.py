@@ -116,7 +116,7 @@ def test_extended_tests_are_left_out_and_counted_by_kind(run):
 
 
 def test_processes_tell_what_was_left_out(run):
-    code, output = run(EXTENDED, "--backends", "numpy", "-q", "-n", "2", "--dist", "loadgroup")
+    code, output = run(EXTENDED, "--backends", "numpy", "-q", "-n", "2")
     assert (code, "2 passed" in output) == (0, True)
     assert output.count("NOT TESTED: 20 extended tests (add --all): 20 mistakes") == 1
     assert "largest size of each process: " in output
@@ -137,3 +137,11 @@ def test_unknown_shard_stops_the_run(run, shard):
     code, output = run("def test(): pass", "--backends", "numpy", "--shard", shard)
     assert code == pytest.ExitCode.USAGE_ERROR
     assert f"--shard takes K/N, with K from 1 to N: got {shard}" in output
+
+
+def test_a_framework_that_compiles_has_one_process(run):
+    test = "@pytest.mark.parametrize('i', range(9))\ndef test(backend, i): pass"
+    code, output = run(test, "--backends", "numpy,torch,tf", "-v", "-n", "2")
+    assert code == 0
+    workers = {line.split()[0] for line in output.splitlines() if "PASSED" in line and "[tf-" in line}
+    assert len(workers) == 1, output
