@@ -86,12 +86,12 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
             raise ValueError("it holds weights but no training state")
         training = description["training"]
         _check_training(training)
-        state = TrainingState(
-            training["step"], training["seed"], read_moments(file, FIRST_MOMENT), read_moments(file, SECOND_MOMENT)
-        )
+        first, second = (read_moments(description, file, prefix) for prefix in (FIRST_MOMENT, SECOND_MOMENT))
+        state = TrainingState(training["step"], training["seed"], first, second)
         check_training_state(config, state)
         settings = TrainingConfig.from_dict(training["settings"])
-        return Checkpoint(config, settings, weights, state, training["progress"], read_vocabulary(file))
+        vocabulary = read_vocabulary(description, file)
+        return Checkpoint(config, settings, weights, state, training["progress"], vocabulary)
 
 
 def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dict[str, ndarray]]:

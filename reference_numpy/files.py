@@ -2,10 +2,14 @@
 
 A checkpoint is a weight file that holds more: the moments of the optimizer, under the names of their parameters behind
 a prefix, and what else a training run has to remember, in the metadata. Either may hold a vocabulary.
+
+The metadata has one entry, an object in JSON: ``version``, ``config``, ``sha256`` with the checksum of each tensor by
+its name, and in a checkpoint ``training``. Version 1 is without checksums, and is still read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -25,7 +29,7 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.names import FLOAT_DTYPES, check_weights, rounded
 
 METADATA_KEY = "transformer-parity"  # one key only: with several, the bytes of the file depend on hash order
-FORMAT_VERSION = 1  # a program too old for checkpoints refuses them by itself, by the tensors that it does not know
+FORMAT_VERSION = 2
 FIRST_MOMENT = "first_moment."  # before the name of the parameter
 SECOND_MOMENT = "second_moment."
 VOCABULARY = "vocabulary"
@@ -67,6 +71,7 @@ def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray
         ValueError: The file is truncated, corrupt or not ours, or its tensors contradict its config.
     """
     with open_file(path, "weight file") as (description, file):
+        read_vocabulary(description, file)  # a file that is damaged anywhere is not trusted
         return read_weights(description, file)
 
 
@@ -77,8 +82,8 @@ def load_vocabulary(path: str | Path) -> bytes | None:
         OSError: The file cannot be read.
         ValueError: The file is truncated, corrupt or not ours.
     """
-    with open_file(path, "weight file") as (_, file):
-        return read_vocabulary(file)
+    with open_file(path, "weight file") as (description, file):
+        return read_vocabulary(description, file)
 
 
 def write_file(
@@ -100,23 +105,55 @@ def write_file(
         if not isinstance(vocabulary, bytes):
             raise TypeError(f"vocabulary must be bytes: got {type(vocabulary).__name__}")
         tensors = {**tensors, VOCABULARY: np.frombuffer(vocabulary, np.uint8)}
-    text = json.dumps({"version": FORMAT_VERSION, **description}, sort_keys=True, allow_nan=False)
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # its own for each of several writers
+    checksums = {name: checksum(name, array) for name, array in tensors.items()}
+    description = {**description, "version": FORMAT_VERSION, "sha256": checksums}
+    text = json.dumps(description, sort_keys=True, allow_nan=False)
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # as the user's umask has it; save_file makes it private
-        save_file(dict(tensors), temporary, metadata={METADATA_KEY: text})
-        os.chmod(temporary, mode)
-        with open(temporary, "r+b") as file:  # Windows syncs only what is open for writing
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with replacing(Path(path)) as temporary:
+            temporary.touch()
+            mode = temporary.stat().st_mode  # as the user's umask has it; save_file makes it private
+            save_file(dict(tensors), temporary, metadata={METADATA_KEY: text})
+            os.chmod(temporary, mode)
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
     except OSError as error:  # which names the temporary file, or none
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def checksum(name: str, array: ndarray) -> str:
+    """Return the SHA-256 of a tensor: of name, dtype and shape as a list in JSON, then of its bytes in C order."""
+    digest = hashlib.sha256(json.dumps([name, array.dtype.name, list(array.shape)]).encode())
+    digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a temporary file beside a file, which takes its place unless something is raised.
+
+    Both the file and its new name are on the disk then: not even a power failure brings the old one back.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # its own for each of several writers
+    try:
+        yield temporary
+        _sync(temporary, os.O_RDWR)  # Windows syncs only what is open for writing
+        os.replace(temporary, path)
+        if os.name == "posix":  # elsewhere a folder cannot be opened
+            _sync(path.parent, os.O_RDONLY)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path, mode: int) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, mode)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -144,25 +181,33 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
     config = TransformerConfig.from_dict(description.get("config", {}))
     beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
     names = [name for name in file.keys() if name != VOCABULARY and not name.startswith(beside)]  # noqa: SIM118
-    weights = {name: file.get_tensor(name) for name in names}
+    weights = {name: _read_tensor(description, file, name) for name in names}
     check_weights(config, weights)
     return config, weights
 
 
-def read_moments(file: safe_open, prefix: str) -> dict[str, ndarray]:
+def read_moments(description: Mapping[str, Any], file: safe_open, prefix: str) -> dict[str, ndarray]:
     """Read the moments of an open checkpoint, by the names of their parameters."""
     names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  not a dict
-    return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    return {name.removeprefix(prefix): _read_tensor(description, file, name) for name in names}
 
 
-def read_vocabulary(file: safe_open) -> bytes | None:
+def read_vocabulary(description: Mapping[str, Any], file: safe_open) -> bytes | None:
     """Read the vocabulary of an open file; None if it holds none."""
     if VOCABULARY not in file.keys():  # noqa: SIM118  not a dict
         return None
-    vocabulary = file.get_tensor(VOCABULARY)
+    vocabulary = _read_tensor(description, file, VOCABULARY)
     if vocabulary.dtype != np.uint8 or vocabulary.ndim != 1:
         raise ValueError(f"{VOCABULARY} must be uint8 [bytes]: got {vocabulary.dtype} {list(vocabulary.shape)}")
     return vocabulary.tobytes()
+
+
+def _read_tensor(description: Mapping[str, Any], file: safe_open, name: str) -> ndarray:
+    """Read a tensor of an open file, and refuse one that is not what was written."""
+    array = file.get_tensor(name)
+    if description["version"] > 1 and (found := checksum(name, array)) != (needed := description["sha256"].get(name)):
+        raise ValueError(f"{name} is damaged: its SHA-256 must be {needed}: got {found}")
+    return array
 
 
 def _read_description(text: str | None) -> dict[str, Any]:
@@ -170,8 +215,10 @@ def _read_description(text: str | None) -> dict[str, Any]:
         raise ValueError(f"its metadata has no entry {METADATA_KEY!r}")
     content = json.loads(text)
     version = content.get("version") if isinstance(content, dict) else None
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise ValueError(f"format version must be {FORMAT_VERSION}: got {version!r}")
-    if unknown := sorted(set(content) - {"version", "config", "training"}):
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        raise ValueError(f"format version must be 1 or {FORMAT_VERSION}: got {version!r}")
+    if version > 1 and not isinstance(content.get("sha256"), dict):
+        raise ValueError("its metadata must have an object 'sha256', with the checksum of each tensor")
+    if unknown := sorted(set(content) - {"version", "config", "training", *(["sha256"] * (version > 1))}):
         raise ValueError(f"its metadata has unknown entries: {', '.join(unknown)}")
     return content

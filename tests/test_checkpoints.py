@@ -8,7 +8,6 @@ import math
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 from functools import partial
@@ -22,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from test_files import flipped, header_size, tensor_at
 
 from reference_numpy import PRESETS, load_weights, save_weights
 from reference_numpy.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint
@@ -141,7 +141,8 @@ def test_names_in_the_file(path, saved):
         assert file.get_tensor("vocabulary").dtype == np.uint8
         (description,) = file.metadata().values()
         description = json.loads(description)
-    assert description["version"] == 1
+    assert description["version"] == 2
+    assert set(description["sha256"]) == {*names, *moments, "vocabulary"}
     assert description["training"] == {
         "step": 41,
         "seed": 12345,
@@ -169,16 +170,23 @@ def test_a_weight_file_is_no_checkpoint(path):
         load_checkpoint(path.with_name("nowhere"))
 
 
-def test_weight_files_are_what_they_were(path):
-    config = small_config()
-    weights = random_weights(config)
-    description = json.dumps({"version": 1, "config": config.to_dict()}, sort_keys=True)
-    save_file(weights, path, metadata={"transformer-parity": description})
-    old = path.read_bytes()
-    assert load_weights(path)[0] == config
-    assert load_vocabulary(path) is None
-    save_weights(path, config, weights)
-    assert path.read_bytes() == old
+def test_checkpoints_of_version_1_are_read(path, saved):
+    rewrite(path)
+    with safe_open(path, framework="numpy") as file:
+        (description,) = file.metadata().values()
+    assert set(json.loads(description)) == {"version", "config", "training"}
+    assert_same(load_checkpoint(path), make())
+
+
+def test_flipped_bits_of_tensors_are_noticed(path, saved):
+    """Each of 40, in weights, moments and vocabulary, and the tensor is named."""
+    rng = np.random.default_rng(0)
+    for position in rng.integers(header_size(saved), len(saved), 40):
+        path.write_bytes(flipped(saved, position, rng))
+        name = re.escape(tensor_at(saved, position))
+        reason = f"^{re.escape(str(path))} is not a usable checkpoint: {name} is damaged: its SHA-256 must be "
+        with pytest.raises(ValueError, match=reason):
+            load_checkpoint(path)
 
 
 @pytest.mark.parametrize("vocabulary", [None, b"", bytes(range(256)) * 9], ids=["none", "empty", "bytes"])
@@ -266,11 +274,12 @@ def test_what_load_would_refuse_is_not_saved(path, saved, change, error, reason)
 
 
 def rewrite(path, *, tensors=None, description=None, without=()):
-    """Write the file anew, itself in order, with other tensors or another description."""
+    """Write the file anew, itself in order, with other tensors or another description; in version 1, no checksums."""
     with safe_open(path, framework="numpy") as file:
         old = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         (text,) = file.metadata().values()
-    content = json.loads(text)
+    content = {**json.loads(text), "version": 1}
+    content.pop("sha256", None)
     if description is not None:
         content = description(content)
     new = {name: array for name, array in {**old, **(tensors or {})}.items() if name not in without}
@@ -309,7 +318,7 @@ CORRUPTIONS = {
     "NaN weight": ({"tensors": {NAME: FITS * np.nan}}, f"{NAME} must be finite"),
     "vocabulary": ({"tensors": {"vocabulary": np.ones(5, np.int8)}}, r"vocabulary must be uint8 .* got int8 \[5\]"),
     "square vocabulary": ({"tensors": {"vocabulary": np.ones((2, 2), np.uint8)}}, r"vocabulary must .* \[2, 2\]"),
-    "version": ({"description": lambda c: {**c, "version": 2}}, "format version must be 1: got 2"),
+    "version": ({"description": lambda c: {**c, "version": 3}}, "format version must be 1 or 2: got 3"),
     "unknown entry": ({"description": lambda c: {**c, "trainer": 1}}, "metadata has unknown entries: trainer"),
     "no training": ({"description": lambda c: {**c, "training": None}}, "training state must be an object .* NoneType"),
     "training list": ({"description": lambda c: {**c, "training": [1]}}, "training state must be an object .* list"),
@@ -348,10 +357,6 @@ def test_what_is_in_the_file_is_checked(path, saved, case):
         load_checkpoint(path)
 
 
-def header_size(content):
-    return 8 + struct.unpack("<Q", content[:8])[0]
-
-
 def test_truncated(path, saved):
     end = header_size(saved)
     for length in {*range(20), *range(0, len(saved), len(saved) // 150), end - 1, end, end + 1, len(saved) - 1}:
@@ -373,9 +378,7 @@ def test_flipped_bits_of_the_header(path, saved):
     refusals = 0
     positions = [*range(8), *rng.integers(8, end, 300), *rng.integers(description, description_end, 300)]
     for position in positions:
-        content = bytearray(saved)
-        content[position] ^= 1 << rng.integers(8)
-        path.write_bytes(content)
+        path.write_bytes(flipped(saved, position, rng))
         try:
             got = load_checkpoint(path)
         except ValueError:

@@ -498,6 +498,7 @@ def test_long_pairs_are_dropped_and_counted():
         ({"tokens_per_batch": 0}, ValueError, "tokens_per_batch must be at least 1: got 0"),
         ({"tokens_per_batch": 10.0}, TypeError, "tokens_per_batch must be an integer"),
         ({"multiple": 0}, ValueError, "multiple must be at least 1"),
+        ({"multiple": 21}, ValueError, "a batch of 21 slices needs as many pairs: got 20"),
         ({"seed": -1}, ValueError, "seed must be at least 0"),
         ({"max_length": True}, TypeError, "max_length must be an integer"),
     ],

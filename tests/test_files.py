@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import re
 import signal
 import struct
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
+from stat import S_ISDIR
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
@@ -18,6 +21,8 @@ from conftest import assert_same_bits, random_weights, tiny_config
 from safetensors.numpy import save_file
 
 from reference_numpy import load_weights, save_weights
+from reference_numpy.files import load_vocabulary
+from transformer_parity.system.files import write_text
 
 
 @pytest.fixture
@@ -41,13 +46,34 @@ def header_size(content):
     return 8 + struct.unpack("<Q", content[:8])[0]
 
 
+def header(content):
+    return json.loads(content[8 : header_size(content)])
+
+
+def with_header(content, entries):
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text + content[header_size(content) :]
+
+
 def with_description(content, description):
     """Return a file with another description of its config; None leaves it out."""
-    end = header_size(content)
-    header = json.loads(content[8:end])
-    header["__metadata__"] = {"other": "x"} if description is None else {"transformer-parity": description}
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + content[end:]
+    metadata = {"other": "x"} if description is None else {"transformer-parity": description}
+    return with_header(content, {**header(content), "__metadata__": metadata})
+
+
+def flipped(content, position, rng):
+    """Return a file with one bit of a byte turned over."""
+    changed = bytearray(content)
+    changed[position] ^= 1 << rng.integers(8)
+    return bytes(changed)
+
+
+def tensor_at(content, position):
+    """Return the name of the tensor that a byte of a file belongs to."""
+    offset = position - header_size(content)
+    entries = {name: entry for name, entry in header(content).items() if name != "__metadata__"}
+    (name,) = [name for name, entry in entries.items() if entry["data_offsets"][0] <= offset < entry["data_offsets"][1]]
+    return name
 
 
 def test_bytes_depend_on_content_only(path, config):
@@ -108,8 +134,8 @@ def test_impossible_place(tmp_path, config, target):
         load_weights(tmp_path / target)
 
 
-def refused(path):
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is not a usable weight file: "):
+def refused(path, reason=""):
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is not a usable weight file: {reason}"):
         load_weights(path)
 
 
@@ -187,12 +213,26 @@ BAD_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("case", [*BAD_DESCRIPTIONS, "version 2", *(f"config: {case}" for case in BAD_CONFIGS)])
+BAD_CHECKSUMS = {
+    "version 3": ({"version": 3}, "format version must be 1 or 2: got 3"),
+    "version 2 without checksums": ({"version": 2}, "its metadata must have an object 'sha256'"),
+    "checksums in a list": ({"version": 2, "sha256": []}, "its metadata must have an object 'sha256'"),
+    "no checksum of a tensor": ({"version": 2, "sha256": {}}, "is damaged: its SHA-256 must be None: got "),
+    "checksums of version 1": ({"version": 1, "sha256": {}}, "its metadata has unknown entries: sha256"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CHECKSUMS)
+def test_bad_checksums(path, config, saved, case):
+    changes, reason = BAD_CHECKSUMS[case]
+    path.write_bytes(with_description(saved, json.dumps({"config": config.to_dict(), **changes})))
+    refused(path, f".*{reason}")
+
+
+@pytest.mark.parametrize("case", [*BAD_DESCRIPTIONS, *(f"config: {case}" for case in BAD_CONFIGS)])
 def test_bad_description(path, config, saved, case):
     if case in BAD_DESCRIPTIONS:
         description = BAD_DESCRIPTIONS[case]
-    elif case == "version 2":
-        description = json.dumps({"version": 2, "config": config.to_dict()})
     else:
         changes = BAD_CONFIGS[case.removeprefix("config: ")]
         fields = {**config.to_dict(), **changes} if changes and isinstance(changes, dict) else changes
@@ -219,27 +259,76 @@ def test_bad_tensors(path, config):
         refused(path)
 
 
-def test_flipped_bits(path, config, saved):
-    """A damaged header is refused, unless the damage is whitespace or a legal value of the config.
-
-    Damaged numbers are still numbers: only NaN and infinity among them can be told.
-    """
+def test_flipped_bits_of_the_header(path, config, saved):
+    """Damage is refused, unless it is whitespace or a legal value of the config."""
     rng = np.random.default_rng(0)
     _, weights = load_weights(path)
     end = header_size(saved)
     description = saved.index(b"transformer-parity")
     refusals = 0
-    for position in [*range(8), *rng.integers(8, end, 400), *rng.integers(end, len(saved), 50)]:
-        content = bytearray(saved)
-        content[position] ^= 1 << rng.integers(8)
-        path.write_bytes(content)
+    for position in [*range(8), *rng.integers(8, end, 400)]:
+        path.write_bytes(flipped(saved, position, rng))
         try:
             got_config, got = load_weights(path)
         except ValueError:
             refusals += 1
             continue
-        if position < end:
-            assert_same_bits(got, weights)
-            assert got_config == config or position > description
-        assert all(np.isfinite(array).all() for array in got.values())
-    assert 390 < refusals < 450
+        assert_same_bits(got, weights)
+        assert got_config == config or position > description
+    assert refusals > 390
+
+
+def test_flipped_bits_of_tensors_are_noticed(path, config):
+    """Each of 40, and the tensor is named: numbers alone would not tell, as nearly all of them are still numbers."""
+    save_weights(path, config, random_weights(config), vocabulary=bytes(2000))
+    saved = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for position in rng.integers(header_size(saved), len(saved), 40):
+        path.write_bytes(flipped(saved, position, rng))
+        refused(path, f"{re.escape(tensor_at(saved, position))} is damaged: its SHA-256 must be [0-9a-f]{{64}}: got ")
+
+
+def test_checksum_is_of_name_dtype_shape_and_bytes(path, config, saved):
+    """As another language would compute it."""
+    description = json.loads(header(saved)["__metadata__"]["transformer-parity"])
+    assert description["version"] == 2
+    _, weights = load_weights(path)
+    assert description["sha256"] == {
+        name: sha256(json.dumps([name, "float32", list(array.shape)]).encode() + array.tobytes()).hexdigest()
+        for name, array in weights.items()
+    }
+
+
+def test_tensors_that_have_changed_places_are_noticed(path, saved):
+    """Two of one shape and dtype, each with bytes that are in order."""
+    names = [f"encoder.layers.0.self_attention.{side}_proj.kernel" for side in ("query", "key")]
+    entries = header(saved)
+    entries |= {name: entries[other] for name, other in zip(names, reversed(names), strict=True)}
+    path.write_bytes(with_header(saved, entries))
+    refused(path, f"({'|'.join(map(re.escape, names))}) is damaged")
+
+
+def test_files_of_version_1_are_read(path, config, saved):
+    """They have no checksums, and their damage is not noticed."""
+    _, weights = load_weights(path)
+    path.write_bytes(with_description(saved, json.dumps({"version": 1, "config": config.to_dict()})))
+    got_config, got = load_weights(path)
+    assert got_config == config
+    assert_same_bits(got, weights)
+    assert load_vocabulary(path) is None
+
+
+def test_folder_is_synced_after_the_file_is_in_place(path, config, monkeypatch):
+    """Or else a power failure may undo the renaming."""
+    done = []
+
+    def replace(*args):
+        done.append("replace")
+        os_replace(*args)
+
+    os_replace = os.replace
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "fsync", lambda file: done.append("folder" if S_ISDIR(os.fstat(file).st_mode) else "file"))
+    save_weights(path, config, random_weights(config))
+    write_text(path.with_suffix(".txt"), "text")
+    assert done == ["file", "replace", "folder"] * 2

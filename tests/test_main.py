@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from reference_numpy.files import replacing
 from transformer_parity.cli import info
 from transformer_parity.cli.main import COMMANDS, main
 from transformer_parity.cli.progress import Progress
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import check_writable, replacing, write_json, write_text
+from transformer_parity.system.files import check_writable, write_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("numpy", "rich", "matplotlib", "jinja2", "PIL", "sentencepiece", "torch", "jax", "tensorflow")

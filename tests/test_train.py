@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -336,6 +339,12 @@ def test_a_stopped_run_is_saved_and_says_how_to_go_on(number, tmp_path):
 
 REFUSED = {
     "a folder with a run": (["--task", "dates", "--out", "{finished}"], "holds a run already: go on with --resume"),
+    "nothing to train on": ([], "what to train on must be one of --task, --text and --resume"),
+    "two things to train on": (["--task", "dates", "--resume", "{finished}"], "got --task, --resume"),
+    "text for dates": (
+        ["--resume", "{finished}", "--text", "a", "b"],
+        "learned dates: leave out --text",
+    ),
     "no checkpoint": (["--resume", "{empty}"], "holds no checkpoint"),
     "no such run": (["--resume", "{empty}/nothing"], "there is no"),
     "weights only": (["--resume", "{finished}/model.safetensors"], "no training state"),
@@ -374,7 +383,165 @@ def test_what_cannot_work_is_refused_before_anything_is_written(why, finished, t
     assert main(["train", *given, *small, *([] if "--backend" in given else ["--backend", "numpy"])]) == 3
     assert message in capfd.readouterr().err
     assert {path: path.read_bytes() for path in finished.iterdir()} == before
-    assert list(Path(tmp_path).rglob("*.safetensors")) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "empty"]
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from transformer_parity.train.log import locked
+
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("go_on", [False, True], ids=["new", "resumed"])
+def test_the_second_of_two_runs_in_a_folder_is_refused_until_the_first_has_died(go_on, tmp_path, capfd):
+    folder = tmp_path / "run"
+    options = ("--backend", "numpy", "--steps", 4)
+    if go_on:
+        assert train(folder, *options, "--stop-at", 2) == 0
+
+    def start():
+        return resume(folder, "--backend", "numpy") if go_on else train(folder, *options)
+
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout.readline() == "locked\n"
+            before = {path: path.read_bytes() for path in folder.iterdir()}
+            assert start() == 3
+            assert f"another process is writing into {folder}" in capfd.readouterr().err
+            assert {path: path.read_bytes() for path in folder.iterdir()} == before
+        finally:
+            first.kill()
+    assert start() == 0
+    assert sorted(losses(folder)) == [1, 2, 3, 4]
+
+
+def test_where_there_are_no_locks_a_run_goes_on_without(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert train(tmp_path / "run", "--backend", "numpy", "--steps", 1) == 0
+
+
+def test_what_a_killed_run_left_half_written_goes_when_it_is_resumed(tmp_path):
+    folder = tmp_path / "run"
+    assert train(folder, "--backend", "numpy", "--steps", 4, "--stop-at", 2) == 0
+    for name in ("checkpoint-0000003.safetensors", "model.safetensors", "curve.png", "mine"):
+        (folder / f".{name}.0123abcd.tmp").write_bytes(b"half")
+    assert resume(folder, "--backend", "numpy") == 0
+    assert [path.name for path in folder.glob(".*")] == [".mine.0123abcd.tmp"]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """The two sides of a text, and of another one that is held out."""
+    paths = [tmp_path / name for name in ("a", "b", "c", "d")]
+    for path in paths:
+        path.write_text("".join(f"{path.name} has {i} cats\n" for i in range(40)), "utf-8")
+    return paths
+
+
+def test_the_text_of_a_run_may_have_moved(texts, tmp_path, capfd):
+    folder = tmp_path / "run"
+    options = ("--vocab-size", 40, "--backend", "numpy", "--steps", 4, "--save-every", 2, "--average", 1, "--keep", 2)
+    task = ("--text", str(texts[0]), str(texts[1]), "--held-out", str(texts[2]), str(texts[3]))
+    assert train(folder, *options, "--stop-at", 2, task=task) == 0
+    (tmp_path / "there").mkdir()
+    moved = [path.rename(tmp_path / "there" / path.name) for path in texts]
+    assert resume(folder, "--backend", "numpy") == 3
+    assert (
+        f"the run's text {texts[0]} is no file: name what has moved with --text and --held-out"
+        in capfd.readouterr().err
+    )
+    assert resume(folder, "--text", moved[0], moved[2], "--held-out", *moved[2:], "--backend", "numpy") == 3
+    assert "are not the text that this run began with" in capfd.readouterr().err
+    assert resume(folder, "--text", *moved[:2], "--held-out", *moved[2:], "--backend", "numpy") == 0
+    assert sorted(losses(folder)) == [1, 2, 3, 4]
+    corpus = ref.load_checkpoint(folder / "checkpoint-0000004.safetensors").progress["corpus"]
+    assert corpus["files"] + corpus["held_out"] == list(map(str, moved))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(finished):
+    return ref.load_checkpoint(finished / "checkpoint-0000008.safetensors")
+
+
+def spoilt(checkpoint, path, *entry, value=None, settings=None):
+    """Write a checkpoint with another value at an entry of its progress, or without the entry."""
+    progress = json.loads(json.dumps(checkpoint.progress))
+    *outer, last = entry or ("plan",)
+    place = progress
+    for key in outer:
+        place = place[key]
+    if entry and value is None:
+        del place[last]
+    elif entry:
+        place[last] = value
+    changed = dataclasses.replace(checkpoint, progress=progress, settings=settings or checkpoint.settings)
+    ref.save_checkpoint(path, changed)
+
+
+TEXT = {"task": "text", "files": ["a", "b"], "held_out": None, "checksum": 0}
+SPOILT = {
+    "no plan": (["plan"], None, "it lacks 'plan'"),
+    "no corpus": (["corpus"], None, "it lacks 'corpus'"),
+    "no task": (["corpus", "task"], None, "it lacks 'task'"),
+    "no seed": (["corpus", "seed"], None, "it lacks 'seed'"),
+    "no checksum": (["corpus", "checksum"], None, "it lacks 'checksum'"),
+    "no files": (["corpus"], {"task": "text"}, "it lacks 'files'"),
+    "no held_out": (["corpus"], {"task": "text", "files": ["a", "b"], "checksum": 0}, "it lacks 'held_out'"),
+    "a list for a corpus": (["corpus"], [1], "its corpus must be an object with named fields: got list"),
+    "an unknown task": (["corpus", "task"], "speech", "task must be one of dates, text: got 'speech'"),
+    "one file": (["corpus"], {**TEXT, "files": ["a"]}, "its text must be two files: got ['a']"),
+    "files of numbers": (["corpus"], {**TEXT, "files": [1, 2]}, "its text must be two files: got [1, 2]"),
+    "text for a seed": (["corpus", "seed"], "0", "seed must be an integer: got '0'"),
+    "an unknown entry of the plan": (["plan", "depth"], 1, "unexpected keyword argument 'depth'"),
+    "never saved": (["plan", "save_every"], 0, "save_every must be at least 1: got 0"),
+    "never validated": (["plan", "validate_every"], -1, "validate_every must be at least 1: got -1"),
+    "half a step": (["plan", "steps"], 1.5, "steps must be an integer: got 1.5"),
+    "no tokens": (["tokens_per_batch"], 0, "tokens_per_batch must be at least 1: got 0"),
+    "time as text": (["seconds"], "1", "seconds must be a number: got '1'"),
+    "no position": (["position"], [], "position must be an epoch and an index: got []"),
+    "a number for a position": (["position"], 1, "position must be an epoch and an index: got 1"),
+    "a position behind the end": (["position"], [0, 10**9], "index must be below the"),
+}
+
+
+@pytest.mark.parametrize("why", SPOILT)
+def test_a_checkpoint_that_says_nonsense_is_refused_by_what_it_says(why, checkpoint, tmp_path, capfd):
+    path = tmp_path / "checkpoint-0000008.safetensors"
+    entry, value, message = SPOILT[why]
+    spoilt(checkpoint, path, *entry, value=value)
+    assert resume(path, "--backend", "numpy") == 3
+    assert message in capfd.readouterr().err
+
+
+def test_more_slices_than_pairs_are_refused_at_once(checkpoint, tmp_path, capfd):
+    path = tmp_path / "checkpoint-0000008.safetensors"
+    spoilt(checkpoint, path, settings=dataclasses.replace(checkpoint.settings, accumulation_steps=10**30))
+    assert resume(path, "--backend", "numpy") == 3
+    assert f"a batch of {10**30} slices needs as many pairs: got {PAIRS}" in capfd.readouterr().err
+    assert train(tmp_path / "run", "--backend", "numpy", "--steps", 1, "--accumulate", PAIRS + 1) == 3
+    assert f"a batch of {PAIRS + 1} slices needs as many pairs: got {PAIRS}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["files", "held_out"])
+@pytest.mark.parametrize("what", ["a FIFO", "a device", "a folder"])
+def test_what_is_no_file_is_never_opened(what, where, texts, checkpoint, tmp_path, capfd):
+    other = {"a FIFO": tmp_path / "fifo", "a device": Path("/dev/zero"), "a folder": tmp_path}[what]
+    os.mkfifo(tmp_path / "fifo")  # to open it would wait for ever
+    origin = {**TEXT, "files": list(map(str, texts[:2])), "held_out": list(map(str, texts[2:]))}
+    origin[where][1] = str(other)
+    path = tmp_path / "checkpoint-0000008.safetensors"
+    spoilt(checkpoint, path, "corpus", value=origin)
+    assert resume(path, "--backend", "numpy") == 3
+    assert f"the run's text {other} is no file" in capfd.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_refused_with_the_reason(finished, tmp_path, capfd):

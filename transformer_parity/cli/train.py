@@ -22,7 +22,7 @@ from transformer_parity.system.errors import UsageError, refusals
 from transformer_parity.system.interrupts import stop_on_signal
 from transformer_parity.train import corpora, curves
 from transformer_parity.train.corpora import RECIPES
-from transformer_parity.train.log import CURVE, LOG, MODEL, checkpoints, read_log
+from transformer_parity.train.log import CURVE, LOG, MODEL, checkpoints, locked, read_log
 from transformer_parity.train.run import Observer, Run, Status
 from transformer_parity.train.start import Changes, Setup, begin, resume
 
@@ -54,7 +54,8 @@ examples:
 
 what a run leaves in its folder: checkpoint-*.safetensors (config, weights, optimizer state, position in the data,
 vocabulary: any backend can go on from it), {MODEL} (the final weights, for load_transformer), {LOG} (one JSON
-object a line) and {CURVE}. Ctrl-C and SIGTERM finish the step, save, and print how to go on.
+object a line) and {CURVE}. Ctrl-C and SIGTERM finish the step, save, and print how to go on. A second run in the same
+folder is refused until the first has ended. If the text has moved, name it: --resume RUN --text SOURCE TARGET.
 
 exit code: 0 finished, 3 not started, failed, or Ctrl-C pressed twice, 130 stopped by Ctrl-C, 143 by SIGTERM
 """
@@ -69,13 +70,13 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_argument_group("what to train on: one of these, and with --resume the text that has moved")
     what.add_argument("--task", choices=["dates"], help="human-written dates to ISO 8601, generated as needed")
     what.add_argument("--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="two line-aligned files")
+    what.add_argument("--held-out", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="text to validate on")
     what.add_argument("--resume", type=Path, metavar="RUN", help="go on from a run's folder, or from one checkpoint")
     add_backends(parser, ["torch"])
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the run goes (default: runs/TASK-BACKEND)")
-    parser.add_argument("--held-out", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="text to validate on")
 
     length = parser.add_argument_group("length")
     length.add_argument("--steps", type=positive, metavar="N", help=_default("the whole run", "steps"))
@@ -136,20 +137,27 @@ def _default(what: str, field: str) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, and return the exit code."""
+    """Train, alone in the folder of the run, and return the exit code."""
     for name in options.backends:
         PORTS[name].check_installed()
     _check_options(options)
-    with refusals(OSError, TypeError, ValueError):
-        setup, folder = _set_up(options)
+    folder = _folder(options)
+    with refusals(OSError), locked(folder):
+        return _train(options, folder)
+
+
+def _train(options: argparse.Namespace, folder: Path) -> int:
+    """Train in a folder, and return the exit code."""
+    with refusals(TypeError, ValueError):
+        setup = _set_up(options, folder)
     if options.stop_at and options.stop_at > setup.plan.steps:
         raise UsageError(f"--stop-at must be at most {setup.plan.steps}, the run's end: got {options.stop_at}")
-    with quiet_frameworks() as terminal, refusals(OSError):
+    with quiet_frameworks() as terminal:
         show = _Show(terminal, options.backends, options.stop_at or setup.plan.steps)
         with stop_on_signal() as stop:
             show.say(f"loading {', '.join(options.backends)}")
             placement = Placement(options.dtype or setup.dtype, options.device, options.precision)
-            with refusals(RuntimeError, ValueError):
+            with refusals(RuntimeError, TypeError, ValueError):
                 training = setup.start(options.backends, folder, Observer(show.status, show.say), placement)
             show.say(_describe(training))
             with show.progress:
@@ -164,8 +172,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise UsageError for options of which one would be ignored."""
+    what = _given(options, ("task", "text", "resume"))
+    if what not in (["--task"], ["--text"], ["--resume"], ["--text", "--resume"]):
+        raise UsageError(
+            f"what to train on must be one of --task, --text and --resume: got {', '.join(what) or 'none'}"
+        )
     if options.resume:
-        own = ("held_out", "preset", "vocab_size", "seed", "dropout", "tokens", *SIZES, *SETTINGS)
+        own = ("preset", "vocab_size", "seed", "dropout", "tokens", *SIZES, *SETTINGS)
         if given := _given(options, own):
             raise UsageError(f"--resume goes on with the settings of the run: leave out {', '.join(given)}")
         if len(options.backends) > 1:
@@ -181,21 +194,30 @@ def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
 
 
-def _set_up(options: argparse.Namespace) -> tuple[Setup, Path]:
-    """Return a run before its first step, and its folder."""
+def _folder(options: argparse.Namespace) -> Path:
+    """Return where the run goes."""
+    if options.out:
+        return options.out
+    if options.resume:
+        return options.resume if options.resume.is_dir() else options.resume.parent
+    return Path("runs") / f"{options.task or 'text'}-{'-'.join(options.backends)}"
+
+
+def _set_up(options: argparse.Namespace, folder: Path) -> Setup:
+    """Return a run before its first step."""
     plan = {name: getattr(options, name) for name in ("validate_every", "save_every", "keep", "average")}
     if options.resume:
         if options.out:
             _check_unused(options.out)
-        setup, folder = resume(options.resume, options.out, options.steps, plan)
+        moved = {"files": options.text, "held_out": options.held_out}
+        setup = resume(options.resume, folder, options.steps, plan, moved)
         if options.dtype not in (None, setup.dtype):
             raise UsageError(f"--resume goes on in {setup.dtype}, as the run began: leave out --dtype {options.dtype}")
         if options.stop_at and setup.state and options.stop_at <= setup.state.step:
             raise UsageError(f"--stop-at must lie beyond step {setup.state.step}: got {options.stop_at}")
-        return setup, folder
+        return setup
     task = options.task or "text"
     recipe = RECIPES[task]
-    folder = options.out or Path("runs") / f"{task}-{'-'.join(options.backends)}"
     _check_unused(folder)
     seed = options.seed or 0
     if task == "dates":
@@ -212,7 +234,7 @@ def _set_up(options: argparse.Namespace) -> tuple[Setup, Path]:
         plan=plan,
         seed=seed,
     )
-    return begin(corpus, recipe, changes), folder
+    return begin(corpus, recipe, changes)
 
 
 def _check_unused(folder: Path) -> None:

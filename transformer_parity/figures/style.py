@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reference_numpy.files import replacing
 from transformer_parity.system.errors import UsageError
-from transformer_parity.system.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

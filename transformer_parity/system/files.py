@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from reference_numpy.files import replacing
 from transformer_parity.system.errors import UsageError
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield the name of a temporary file beside a file, which takes its place unless something is raised.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # its own for each of several writers
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -110,6 +110,8 @@ class Batches:
         kept = [pair for pair in pairs if max(map(len, pair)) <= limit]
         if not kept:
             raise ValueError(f"no pair is left to train on: got {len(pairs)}, {len(pairs)} of them too long")
+        if multiple > len(kept):  # the rest of every batch would be padding
+            raise ValueError(f"a batch of {multiple} slices needs as many pairs: got {len(kept)}")
         self.tokens_per_batch = tokens_per_batch
         self.dropped = len(pairs) - len(kept)
         self._config = config

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from reference_numpy.checks import check_choice
 from transformer_parity.text.dates import date_lines, date_pairs
 from transformer_parity.text.pairs import Pairs, read_pairs
 from transformer_parity.text.vocabulary import Vocabulary
@@ -145,21 +146,46 @@ def held_out(files: Sequence[str | Path], vocabulary: Vocabulary, sentences: int
     return Corpus("text", vocabulary, [], read_pairs(*files)[:sentences], {})
 
 
-def rebuild(origin: Mapping[str, Any], vocabulary: Vocabulary) -> Corpus:
+def rebuild(origin: Any, vocabulary: Vocabulary, moved: Mapping[str, Sequence[Path] | None]) -> Corpus:
     """Return the corpus that a run was trained on.
 
+    Args:
+        origin: Of that corpus, as a checkpoint has it.
+        vocabulary: Of that corpus.
+        moved: Where its text is now, by entry of the origin; None is where it was.
+
     Raises:
-        OSError: Its files cannot be read any more.
-        ValueError: They have changed, or the way that dates are generated has.
+        KeyError: An entry of the origin is missing.
+        TypeError: The origin is of the wrong type.
+        OSError: The files cannot be read any more.
+        ValueError: They have changed, or the way that dates are generated has, or the origin makes no sense.
     """
+    if not isinstance(origin, dict):
+        raise TypeError(f"its corpus must be an object with named fields: got {type(origin).__name__}")
+    check_choice("task", origin["task"], list(RECIPES))
     if origin["task"] == "dates":
+        if any(moved.values()):
+            raise ValueError("it learned dates: leave out --text and --held-out")
         corpus, what = dates(origin["seed"], vocabulary), "the dates that are generated now"
     else:
-        corpus = text(origin["files"], origin["held_out"], 0, vocabulary)
-        what = " and ".join(origin["files"])
+        recorded, recorded_held_out = origin["files"], origin["held_out"]
+        files = moved["files"] or _recorded(recorded)
+        held_out = moved["held_out"] or (None if recorded_held_out is None else _recorded(recorded_held_out))
+        corpus = text(files, held_out, 0, vocabulary)
+        what = " and ".join(map(str, files))
     if corpus.origin["checksum"] != origin["checksum"]:
         raise ValueError(f"{what} are not the text that this run began with")
     return corpus
+
+
+def _recorded(files: Any) -> list[str]:
+    """Return the files that a checkpoint names, without opening them: it may name a pipe or a device."""
+    if not isinstance(files, list) or [type(file) for file in files] != [str, str]:
+        raise ValueError(f"its text must be two files: got {files}")
+    for file in files:
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"the run's text {file} is no file: name what has moved with --text and --held-out")
+    return files
 
 
 def _checksum(pairs: Pairs) -> int:

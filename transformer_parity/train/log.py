@@ -1,12 +1,63 @@
-"""The log and the checkpoints of a training run."""
+"""The folder of a training run: its lock, its log and its checkpoints."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 LOG, MODEL, CURVE = "log.jsonl", "model.safetensors", "curve.png"
+LEFT = (".checkpoint-", f".{MODEL}.", f".{CURVE}.")  # how the name of a file begins that was never finished
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder, and remove what a killed one has left half written there.
+
+    The folder is made; if nothing is written into it, it vanishes again. What is locked is the log: the system lets go
+    of it when the process ends, however it ends.
+
+    Raises:
+        OSError: Another run has the folder, or nothing can be written there.
+    """
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOG
+    with path.open("ab") as log:
+        _lock(log.fileno(), folder)
+        for left in folder.glob(".*.tmp"):
+            if left.name.startswith(LEFT):
+                left.unlink()
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # a folder that is not empty stays
+                if not path.stat().st_size:
+                    path.unlink()
+                for one in made:
+                    one.rmdir()
+
+
+def _lock(file: int, folder: Path) -> None:
+    """Lock an open file; where the file system has no locks, nothing is locked."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(file, 1 << 30, os.SEEK_SET)  # behind the end: there, what is locked cannot be read
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise BlockingIOError(f"another process is writing into {folder}: choose another folder with --out") from error
+    except OSError:
+        pass
 
 
 class Log:

@@ -12,6 +12,7 @@ from typing import Any
 from numpy import ndarray
 
 from reference_numpy.checkpoint import average_weights, save_checkpoint
+from reference_numpy.checks import check_integer
 from reference_numpy.files import save_weights
 from transformer_parity.system.errors import UsageError
 from transformer_parity.system.interrupts import Stop
@@ -34,6 +35,10 @@ class Plan:
     save_every: int
     keep: int  # checkpoints; the oldest go first
     average: int  # how many of the last checkpoints make the final weights
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_integer(name, value, minimum=1)
 
 
 @dataclass(frozen=True)

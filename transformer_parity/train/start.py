@@ -9,7 +9,7 @@ from typing import Any
 
 import reference_numpy as ref
 from reference_numpy.checkpoint import load_checkpoint
-from reference_numpy.checks import check_integer
+from reference_numpy.checks import check_integer, check_number
 from reference_numpy.config import TransformerConfig
 from reference_numpy.training_config import TrainingConfig, TrainingState
 from transformer_parity.ports.protocol import Placement
@@ -46,6 +46,7 @@ class Setup:
         """Build batches and learners; several learners run in lockstep, without dropout.
 
         Raises:
+            TypeError: The position in the data is none.
             ValueError: The text does not fit the model, or a dtype or device the backend.
             RuntimeError: A device is not visible.
         """
@@ -54,7 +55,7 @@ class Setup:
         )
         batches = Batches(training, self.config, self.tokens_per_batch, self.seed, self.settings.accumulation_steps)
         validation = Batches(held_out, self.config, self.tokens_per_batch)
-        batches.seek((self.position[0], self.position[1]))
+        batches.seek(self.position)
         config = self.config
         if len(backends) > 1:  # no two frameworks draw the same random numbers
             config = config.replace(dropout=ref.DropoutRates(embedding=0.0, residual=0.0))
@@ -62,7 +63,6 @@ class Setup:
         if self.state is not None:
             for learner in learners:
                 learner.trainer.load_state(self.state)
-        folder.mkdir(parents=True, exist_ok=True)
         data = Data(self.corpus, batches, validation)
         return Run(learners, data, self.plan, folder, observer, self.seconds)
 
@@ -127,14 +127,21 @@ def begin(corpus: Corpus, recipe: Recipe, changes: Changes) -> Setup:
     )
 
 
-def resume(path: Path, folder: Path | None, steps: int | None, plan: Mapping[str, int | None]) -> tuple[Setup, Path]:
-    """Return a run in the state of a checkpoint, and the folder in which it is continued.
+def resume(
+    path: Path,
+    folder: Path,
+    steps: int | None,
+    plan: Mapping[str, int | None],
+    moved: Mapping[str, Sequence[Path] | None],
+) -> Setup:
+    """Return a run in the state of a checkpoint.
 
     Args:
         path: A run's folder, where the newest checkpoint counts, or one checkpoint.
-        folder: Where the run is continued; None is the folder of the checkpoint.
+        folder: Where the run is continued.
         steps: The new end of the run; None keeps it.
         plan: How often to validate and save, and how many to keep and to average; None keeps it.
+        moved: The text of the run, ``files`` and ``held_out``, where it is now; None is where it was.
 
     Raises:
         OSError: There is no such checkpoint, or the text of the run cannot be read.
@@ -149,14 +156,17 @@ def resume(path: Path, folder: Path | None, steps: int | None, plan: Mapping[str
     checkpoint = load_checkpoint(path)
     progress = checkpoint.progress
     try:
+        if checkpoint.vocabulary is None:
+            raise KeyError("vocabulary")
         kept = Plan(**progress["plan"])
         position, tokens, seconds = progress["position"], progress["tokens_per_batch"], progress["seconds"]
-        origin = progress["corpus"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} was not written by parity train: it lacks {error}") from error
-    if checkpoint.vocabulary is None:
-        raise ValueError(f"{path} was not written by parity train: it lacks a vocabulary")
-    corpus = corpora.rebuild(origin, Vocabulary(checkpoint.vocabulary))
+        check_integer("tokens_per_batch", tokens, minimum=1)
+        check_number("seconds", seconds, "at least 0", lambda x: x >= 0)
+        corpus = corpora.rebuild(progress["corpus"], Vocabulary(checkpoint.vocabulary), moved)
+    except KeyError as error:
+        raise ValueError(f"{path} cannot be resumed: it lacks {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be resumed: {error}") from error
     changes = {name: value for name, value in plan.items() if value is not None}
     settings = checkpoint.settings
     if steps is not None:
@@ -170,9 +180,9 @@ def resume(path: Path, folder: Path | None, steps: int | None, plan: Mapping[str
     if checkpoint.state.step > kept.steps or (checkpoint.state.step == kept.steps and finished):
         raise ValueError(f"{path} is the end of a run of {kept.steps} steps: ask for more with --steps")
     later = [other.name for other in checkpoints(path.parent) if step_of(other) > checkpoint.state.step]
-    if folder is None and later:
+    if folder == path.parent and later:
         raise ValueError(f"this run has gone on beyond {path.name}, to {later[-1]}: branch off with --out DIR")
-    setup = Setup(
+    return Setup(
         corpus,
         checkpoint.config,
         settings,
@@ -184,7 +194,6 @@ def resume(path: Path, folder: Path | None, steps: int | None, plan: Mapping[str
         position,
         seconds,
     )
-    return setup, folder or path.parent
 
 
 def _model_config(recipe: Recipe, vocabulary: Vocabulary, changes: Changes) -> TransformerConfig:

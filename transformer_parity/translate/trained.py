@@ -34,7 +34,7 @@ def read_trained(path: Path) -> Trained:
     """
     with open_file(path, "weight file") as (description, file):
         config, weights = read_weights(description, file)
-        model = read_vocabulary(file)
+        model = read_vocabulary(description, file)
         step = None
         if "training" in description:
             step = description["training"]["step"]
