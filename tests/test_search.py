@@ -9,10 +9,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import third_party
+import tiers
 from conftest import random_weights, tiny_config
 
 import reference_numpy
-from reference_numpy import PRESETS, Recorder, length_penalty
+from reference_numpy import Recorder, length_penalty
 from reference_numpy.functional import log_softmax
 from transformer_parity.cases.standard import preset_case
 from transformer_parity.check.uncompiled import interpreted
@@ -317,7 +318,7 @@ def _step_by_step(model, source_ids, target_ids):
     return found
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", tiers.presets())
 def test_cached_equals_uncached_step_by_step(backend, preset):
     case = preset_case(preset)
     assert (case.inputs["source_ids"] == case.config.pad_id).any()

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from reference_numpy import PRESETS, TransformerConfig
+
 COMPILES = re.compile(r"[\[-](jax|tf)[]-]")  # in the name of a test: each of the two compiles in one process
 
 
@@ -51,6 +53,22 @@ def scheduler(config, log):
             return found[1] if found else nodeid
 
     return ByFramework(config, log)
+
+
+def presets() -> list:
+    """Return every preset as a parameter; in JAX and TF, one that has no convention of its own is extended."""
+    parameters, seen = [], set()
+    for preset in PRESETS:
+        fields = TransformerConfig.preset(preset, source_vocab_size=37, target_vocab_size=37).to_dict()
+        conventions = {
+            (name, value)
+            for name, value in fields.items()
+            if isinstance(value, str | bool) or name == "position_offset"
+        }
+        marks = [pytest.mark.extended("presets", "jax", "tf")] if conventions <= seen else []
+        parameters.append(pytest.param(preset, marks=marks))
+        seen |= conventions
+    return parameters
 
 
 def keep_what_is_compiled(config):
