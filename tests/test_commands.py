@@ -83,7 +83,7 @@ def test_info_without_frameworks(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")  # narrower than the line that is to be copied
     out = parity(capsys, "info")[1]
     for name in PORTS:
-        assert (f"pip install 'transformer-parity[{name}]'\n" in out) == (name != "numpy")
+        assert (f"pip install 'transformer-parity[cli,{name}]'\n" in out) == (name != "numpy")
     monkeypatch.delattr(PackagePort, "import_package")  # a broken installation
     assert "numpy: installed, but it fails: AttributeError:" in parity(capsys, "info")[1]
 
@@ -338,7 +338,7 @@ def test_agreement_names_the_two_that_differ_the_most():
         ("show masks --out x.pdf", "--out must be a folder or end in .png or .svg: got x.pdf"),
         ("show masks --out x.svg --format png", "--out x.svg and --format png contradict each other"),
         ("show masks --out some_file/x.png", "some_file"),
-        ("show attention --backends numpy,jax", "jax is not installed: pip install 'transformer-parity[jax]'"),
+        ("show attention --backends numpy,jax", "jax is not installed: pip install 'transformer-parity[cli,jax]'"),
         ("show attention --layer 2", "--layer must be 0 to 1 in this model: got 2"),
         ("show attention --layer -1", "--layer must be 0 to 1 in this model: got -1"),
         ("show attention --weights none.safetensors", "there is no weight file none.safetensors"),

@@ -15,6 +15,7 @@ from conftest import PACKAGES, assert_same_bits, random_weights, tiny_config
 
 from reference_numpy import Recorder, count_parameters, parameter_shapes, tap_shapes
 from reference_numpy.functional import layer_norm
+from transformer_parity.system.machine import LIBRARIES
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
@@ -500,14 +501,19 @@ model = port.Transformer.from_weights(config, init_weights(config))
 logits = model(np.array([[3, 4, 5]]), np.array([[1, 6]]))
 print(tuple(logits.shape), "float32" in str(logits.dtype), sorted(importers & {package, "reference_numpy"}))
 """
+NEEDED_BY = {"jax": {"rich"}, "tf": {"rich"}}  # libraries that a framework itself imports
 FRAMEWORKS = {"numpy": [], "torch": ["torch"], "jax": ["jax", "flax", "optax"], "tf": ["tensorflow", "keras"]}
 
 
 def test_package_needs_no_other_framework(backend):
-    """It works where they are missing, and never asks for them; JAX here is as it comes, without float64."""
+    """Nor a library of the command line: it works where they are missing, and never asks for them.
+
+    JAX here is as it comes, without float64.
+    """
     others = [name for key, names in FRAMEWORKS.items() if key != backend.name for name in names]
     ports = [package for key, package in PACKAGES.items() if key not in ("numpy", backend.name)]
-    missing = ",".join([*others, *ports, "transformer_parity"])
+    libraries = set(LIBRARIES) - NEEDED_BY.get(backend.name, set())
+    missing = ",".join([*others, *ports, *sorted(libraries), "transformer_parity"])
     command = [sys.executable, "-c", ALONE, PACKAGES[backend.name], missing]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

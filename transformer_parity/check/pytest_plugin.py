@@ -56,6 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if stages is not None and not references:
         raise pytest.UsageError("--parity-stage is about the tests of a port: add --parity-port")
     if references:
+        from transformer_parity.system.machine import needs
+
+        if unmet := needs():
+            raise pytest.UsageError(f"--parity-port {unmet}")
         expected = {} if path is None else _read(config.invocation_params.dir / path)
         config.pluginmanager.register(Conformance(references, expected, _stages(stages)), "parity-conformance")
 

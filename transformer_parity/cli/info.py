@@ -27,7 +27,7 @@ from transformer_parity.ports.source_code import Package, Piece, list_names, not
 from transformer_parity.report.presets import PAPER_VOCABULARY, describe_presets, print_presets
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError
-from transformer_parity.system.machine import DISTRIBUTION, describe_machine
+from transformer_parity.system.machine import describe_machine
 
 DESCRIPTION = """\
 Show this machine, what is installed of the four backends, and every preset:
@@ -115,7 +115,7 @@ def print_names(preset: str, *, as_json: bool) -> None:
 def describe_backend(port: PackagePort) -> dict[str, Any]:
     """Return what is installed of a backend: versions, devices and switches, or how to install it."""
     if missing := port.missing():
-        return {"installed": False, "missing": missing, "install": f"pip install '{DISTRIBUTION}[{port.name}]'"}
+        return {"installed": False, "missing": missing, "install": port.install}
     try:
         package = port.import_package()
         described = package.describe()

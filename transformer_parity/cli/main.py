@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from transformer_parity.system.errors import UsageError
+from transformer_parity.system.machine import needs, release
 
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
 
@@ -71,12 +72,13 @@ def make_parser(chosen: str | None) -> Parser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    if unmet := needs():
+        print(f"parity: error: the command line {unmet}", file=sys.stderr)
+        return INCOMPLETE
     given = _renamed(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser(given[0] if given else None)
     options = parser.parse_args(given)
     if options.version:
-        from transformer_parity.system.machine import release
-
         print(f"parity {release()}")
         return 0
     if "run" not in options:

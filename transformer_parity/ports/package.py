@@ -23,6 +23,7 @@ from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.training_config import Gradients, TrainingConfig
 from transformer_parity.ports.protocol import MissingFrameworkError, Placement, Replay, Result, SearchOptions
 from transformer_parity.system.environment import prepare_environment
+from transformer_parity.system.machine import DISTRIBUTION
 
 # The dtype in which XLA compiles as it does for users, and what it makes of a program is compared. float64 compares the
 # formulas, and bfloat16 is a smoke test: there XLA compiles quickly in JAX, and is left out in TensorFlow.
@@ -141,12 +142,17 @@ class PackagePort:
         prepare_environment()
         return importlib.import_module(self.package)
 
+    @property
+    def install(self) -> str:
+        """The line that installs its framework, and the command line."""
+        return f"pip install '{DISTRIBUTION}[cli,{self.name}]'"
+
     def check_installed(self) -> None:
         """Raise MissingFrameworkError, with the install line, unless the framework can be found."""
         if missing := self.missing():
             raise MissingFrameworkError(
                 f"backend {self.name!r} was asked for, but {missing} is not installed: "
-                f"pip install 'transformer-parity[{self.name}]', or leave it out with --backends"
+                f"{self.install}, or leave it out with --backends"
             )
 
     def missing(self) -> str | None:

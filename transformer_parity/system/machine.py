@@ -1,4 +1,4 @@
-"""The machine: processor, memory, versions."""
+"""The machine: processor, memory, versions, and what the command line needs installed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 DISTRIBUTION = "transformer-parity"
+LIBRARIES = ("jinja2", "matplotlib", "PIL", "psutil", "rich", "sacrebleu", "sentencepiece")  # the modules of [cli]
+
+
+def needs() -> str:
+    """Return what the command line needs that is not installed, and how to install it; empty if nothing is missing."""
+    missing = ", ".join(name for name in LIBRARIES if find_spec(name) is None)
+    return missing and f"needs {missing}, not installed here: pip install '{DISTRIBUTION}[cli]'"
 
 
 def processor() -> str:
@@ -49,6 +55,8 @@ def describe_machine() -> dict[str, Any]:
 
 def held_bytes() -> int:
     """Return the memory that this process holds."""
+    import psutil
+
     return psutil.Process().memory_info().rss
 
 
@@ -69,6 +77,8 @@ def peak_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])
     if sys.platform == "win32":
+        import psutil
+
         return psutil.Process().memory_info().peak_wset
     import resource
 

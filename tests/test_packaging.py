@@ -1,0 +1,225 @@
+"""What is installed and shipped: the base install and its extras, the pins, the wheel and the source distribution."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from test_layout import ROOT, imported
+
+from transformer_parity.system.machine import LIBRARIES
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+PACKAGES = {
+    "reference_numpy": set(),
+    "transformer_torch": {"torch"},
+    "transformer_jax": {"jax", "flax"},
+    "transformer_tf": {"tensorflow", "keras"},
+}
+BASE = {"numpy", "safetensors", "ml_dtypes"}
+
+# --- What each install brings ---
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_the_base_install_and_its_own_framework(package):
+    """And jaxtyping for the type checker alone."""
+    found = {
+        name.partition(".")[0]
+        for path in (ROOT / package).glob("*.py")
+        for name in imported(f"{package}.{path.stem}", path, types=False)
+    }
+    outside = found - set(sys.stdlib_module_names) - {package, "reference_numpy"}
+    assert PACKAGES[package] <= outside <= BASE | PACKAGES[package]
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    return {canonicalize_name(Requirement(text).name) for text in requirements}
+
+
+def test_the_base_install_and_the_extras():
+    extras = PROJECT["optional-dependencies"]
+    assert distributions(PROJECT["dependencies"]) == set(map(canonicalize_name, BASE))
+    assert distributions(extras["cli"]) == {{"PIL": "pillow"}.get(name, name) for name in LIBRARIES}
+    assert set(Requirement(*extras["all"]).extras) == {"cli", "torch", "jax", "tf"}
+    assert "transformer-parity[all]" in extras["dev"]
+
+
+BARE = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Hidden(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {LIBRARIES} else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Hidden
+"""
+NEEDS = "needs jinja2, matplotlib, PIL, psutil, rich, sacrebleu, sentencepiece, not installed here: "
+NEEDS += "pip install 'transformer-parity[cli]'\n"
+
+
+def bare(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run code where the libraries of the command line are not installed."""
+    command = [sys.executable, "-c", BARE + code, *arguments]
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **path}, check=False)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["check", "--backends", "torch"]])
+def test_without_its_libraries_the_command_line_says_what_to_install(arguments):
+    done = bare("import runpy; runpy.run_module('transformer_parity', run_name='__main__')", *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", f"parity: error: the command line {NEEDS}")
+
+
+def test_one_library_that_is_missing_is_named():
+    one = BARE.replace(str(LIBRARIES), "('psutil',)")
+    code = "from transformer_parity.system.machine import needs; print(needs())"
+    done = subprocess.run([sys.executable, "-c", one + code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "needs psutil, not installed here: pip install 'transformer-parity[cli]'\n"
+
+
+PYTEST = "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+
+def test_without_them_pytest_is_undisturbed(tmp_path):
+    (tmp_path / "test_own.py").write_text("def test_own(): pass")
+    done = bare(PYTEST, "-q", "-p", "no:cacheprovider", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 passed" in done.stdout
+    done = bare(PYTEST, "--parity-port=mine:Mine", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (pytest.ExitCode.USAGE_ERROR, f"ERROR: --parity-port {NEEDS}\n")
+
+
+def test_a_port_can_be_written_without_them():
+    assert bare("from transformer_parity.plugin import Port").stderr == ""
+
+
+# --- The pins ---
+
+LINUX = {**default_environment(), "os_name": "posix", "sys_platform": "linux", "platform_system": "Linux"}
+LINUX |= {"platform_machine": "x86_64", "python_version": "3.11", "python_full_version": "3.11.7"}
+GPU = ("nvidia-", "cuda-", "triton")  # which a CPU does not need
+
+
+def brought_along(requirements: list[str], extra: str, found: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Add the names, with extras, of all that requirements bring along with Python 3.11 on Linux, if installed here."""
+    for requirement in map(Requirement, requirements):
+        name = canonicalize_name(requirement.name)
+        if name.startswith(GPU) or (requirement.marker and not requirement.marker.evaluate({**LINUX, "extra": extra})):
+            continue
+        for asked in {("", name), *((further, name) for further in requirement.extras)} - found:
+            found.add(asked)
+            brought_along(*required(*asked), found)
+    return found
+
+
+def required(extra: str, name: str) -> tuple[list[str], str]:
+    """Return what a distribution requires, by the file where it is ours, and the extra that its markers speak of."""
+    if name == PROJECT["name"]:
+        return PROJECT["optional-dependencies"].get(extra, PROJECT["dependencies"]), ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # for another system only
+        return importlib.metadata.requires(name) or [], extra
+    return [], ""
+
+
+def test_everything_that_comes_along_is_pinned():
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    pins = [re.fullmatch(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)", line) for line in lines if not line.startswith("#")]
+    assert all(pins)
+    names = [pin[1] for pin in pins]
+    assert names == sorted(set(names))
+    needed = {name for _, name in brought_along(["transformer-parity[dev]"], "", set())} - {PROJECT["name"]}
+    assert {"numpy", "jaxlib", "markupsafe", "setuptools"} <= needed
+    assert needed - set(names) == set()
+    assert not any(name.startswith((*GPU, "transformer-parity")) for name in names)
+
+
+# --- What is shipped ---
+
+FOLDERS = ("transformer_parity", *PACKAGES, "tests", "docs", "benchmarks", ".ci")
+FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "constraints.txt", "pyproject.toml", "setup.py")
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+def contents(root: Path, folders: tuple[str, ...]) -> set[str]:
+    return {
+        path.relative_to(root).as_posix()
+        for folder in folders
+        for path in (root / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The source distribution, unpacked, and beside it the wheel that is built from that, unpacked."""
+    folder = tmp_path_factory.mktemp("built")
+    tree = folder / "tree"
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (*FILES, "MANIFEST.in"):
+        shutil.copy(ROOT / name, tree)
+
+    def build(kind: str, where: Path) -> None:
+        subprocess.run([sys.executable, "-c", BUILD, kind, folder], cwd=where, capture_output=True, check=True)
+
+    build("build_sdist", tree)
+    with tarfile.open(*folder.glob("*.tar.gz")) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = (path for path in folder.glob("transformer_parity-*") if path.is_dir())
+    build("build_wheel", source)
+    with zipfile.ZipFile(*folder.glob("*.whl")) as archive:
+        archive.extractall(folder / "wheel")
+    return source, folder / "wheel"
+
+
+def test_the_source_distribution_has_everything(built):
+    source, _ = built
+    assert contents(source, FOLDERS) == contents(ROOT, FOLDERS)
+    assert all((source / name).read_bytes() == (ROOT / name).read_bytes() for name in FILES)
+    assert os.access(source / ".ci" / "run", os.X_OK) == os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_the_wheel_has_every_package_and_nothing_else(built):
+    _, wheel = built
+    packages = ("transformer_parity", *PACKAGES)
+    assert contents(wheel, packages) == contents(ROOT, packages)
+    (info,) = {path.name for path in wheel.iterdir()} - set(packages)
+    assert info.endswith(".dist-info")
+
+
+def test_the_description_has_no_link_that_leads_nowhere(built):
+    _, wheel = built
+    (metadata,) = wheel.glob("*/METADATA")
+    found = importlib.metadata.Distribution.at(metadata.parent).metadata
+    text = found.get_payload()
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert text.startswith("# transformer-parity\n")
+    assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link] == []
+    assert "What AGREE promises (docs/agreement.md)" in text
+    assert "[Bring your own port" not in text
+
+
+def test_the_tests_of_the_source_distribution_run(built):
+    """Some of those that read files beside the packages."""
+    source, _ = built
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--backends", "numpy"]
+    command += ["tests/test_readme.py", "-k", "not the_code_runs"]
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
