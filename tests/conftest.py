@@ -7,7 +7,7 @@ in the summary. A skipped test fails the run: a test that did not run has not pa
 
 Without ``--all``, tests marked ``@pytest.mark.extended(kind, *backends)`` are left out, for these backends or for all:
 they repeat for another framework, mistake or preset what other tests show for one. How many of each kind is printed.
-``--all --shard 2/7`` runs a seventh of them, and all other tests.
+``--all --shard 2/7`` runs a seventh of them, and all other tests. JAX compiles as users have it with ``--all`` alone.
 
 Fixtures for every test file:
     backend   each requested backend in turn, a ``Backend``

@@ -72,7 +72,12 @@ def presets() -> list:
 
 
 def keep_what_is_compiled(config):
-    """Let JAX keep executables on disk, for all processes of this run and of later ones on the same processor."""
+    """Let JAX keep executables on disk, for all processes of this run and of later ones on the same processor.
+
+    Without ``--all``, JAX also optimizes little, which is half the time of compiling.
+    """
+    if not config.getoption("--all"):
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     try:
         features = re.search(r"^flags.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0]
     except (OSError, TypeError):  # not Linux, or not x86
