@@ -20,6 +20,8 @@ from transformer_parity.check.uncompiled import interpreted
 
 TOLERANCE = 1e-12  # float64
 SEARCHES = ("greedy_search", "beam_search")
+REPEATED = pytest.mark.extended("searches", "jax", "tf")
+EITHER = [pytest.param("greedy_search", marks=REPEATED), "beam_search"]
 COMPILED = (  # what takes many steps; as users have it compiled
     "test_cached_equals_uncached_step_by_step",
     "test_beam_search_is_the_textbooks",
@@ -169,7 +171,7 @@ def textbook_beam_search(model, source, beam_size, max_length, penalty, min_leng
 
 
 @pytest.mark.parametrize("kind", ["gnmt", "power"])
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.5])
+@pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=REPEATED), 0.6, pytest.param(1.5, marks=REPEATED)])
 def test_a_wide_beam_finds_what_enumeration_finds(backend, alpha, kind):
     config, weights = lively(size=5)
     reference, source_ids = load_reference(config, weights), sources(config)
@@ -198,7 +200,7 @@ def load_reference(config, weights, dtype="float64"):
     return reference_numpy.Transformer.from_weights(config, weights, dtype)
 
 
-@pytest.mark.parametrize("beam_size", [1, 2, 5])
+@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=REPEATED), 2, pytest.param(5, marks=REPEATED)])
 def test_beam_search_is_the_textbooks(backend, beam_size):
     config, weights = lively()
     reference, source_ids = load_reference(config, weights), sources(config)
@@ -266,7 +268,7 @@ def log_probability_of(model, source, tokens):
     return np.take_along_axis(log_softmax(logits), np.asarray(tokens)[:, None], -1).sum()
 
 
-@pytest.mark.parametrize("beam_size", [1, 2, 4])
+@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=REPEATED), 2, pytest.param(4, marks=REPEATED)])
 def test_hugging_face_finds_the_same(backend, beam_size):
     """On a ``marian`` preset, with n^alpha as length penalty; it starts with padding, which is never said."""
     config = tiny_config("marian", max_length=64)
@@ -394,7 +396,7 @@ def test_the_reference_finds_the_same_without_a_cache(search):
 # --- What is asked for. ---
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("search", EITHER)
 def test_a_sentence_does_not_depend_on_its_batch(backend, search):
     config, weights = lively()
     model, source_ids = load(backend, config, weights), sources(config)
@@ -418,7 +420,7 @@ def test_the_maximum_length_follows_each_source(backend):
     assert found.ids.shape == (5, learned.max_positions)
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("search", EITHER)
 def test_lengths_and_start_symbol(backend, search):
     config, weights = lively()
     weights["output_proj.bias"][config.eos_id] += 1e3
@@ -439,7 +441,7 @@ def test_lengths_and_start_symbol(backend, search):
     assert started.ids.tolist() != find(load(backend, config, weights), source_ids, max_length=6).ids.tolist()
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("search", EITHER)
 def test_padding_is_never_said(backend, search):
     for overrides in ({}, {"bos_id": 0}):  # the start symbol may be padding
         config, weights = lively(**overrides)
@@ -467,7 +469,7 @@ def test_ties_go_to_the_lower_id(backend):
     assert expected.nbest_ids[0].tolist() == [[2, 0, 0, 0], [1, 2, 0, 0], [1, 1, 2, 0], [1, 1, 1, 1]]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=REPEATED)])
 def test_ties_go_to_the_lower_id_in_a_large_vocabulary(backend, dtype):
     """Of a few logits, each many times over, where the best may not be looked for in one part only."""
     config, weights = lively(size=300)
@@ -485,7 +487,8 @@ def test_ties_go_to_the_lower_id_in_a_large_vocabulary(backend, dtype):
     assert (best.ids == right[0]).all()
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@REPEATED
+@pytest.mark.parametrize("search", EITHER)
 def test_bfloat16_adds_up_in_float32(port, search):
     """The score of one token is the float32 log-softmax of bfloat16 logits."""
     config, weights = lively()
@@ -496,7 +499,7 @@ def test_bfloat16_adds_up_in_float32(port, search):
     np.testing.assert_allclose(found.scores, log_probabilities[np.arange(5), found.ids[:, 0]], rtol=1e-5)
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("search", EITHER)
 def test_each_step_is_shown(backend, search):
     config, weights = lively()
     options = {"max_length": 8, **({"beam_size": 3} if search == "beam_search" else {})}
@@ -520,6 +523,7 @@ def test_types_of_the_result(backend, dtype):
     _check_types(backend, dtype)
 
 
+@REPEATED
 def test_types_of_the_result_in_bfloat16(port):
     _check_types(port, "bfloat16")
 
@@ -633,7 +637,7 @@ def test_a_model_without_an_end(backend):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
-@pytest.mark.parametrize("size", [13, 300])
+@pytest.mark.parametrize("size", [13, pytest.param(300, marks=REPEATED)])
 def test_a_model_that_computes_nan(backend, size):
     config, weights = lively(size=size)
     weights["decoder.final_norm.scale"][:] = 1e30
