@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 WORKER = Path(__file__).with_name("shapes_worker.py")
 
 
+@pytest.mark.extended("shapes", "jax")  # half a minute; the annotations are the same in all packages
 def test_annotations_hold(backend):
     command = [sys.executable, str(WORKER), backend.name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
