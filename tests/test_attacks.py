@@ -10,6 +10,7 @@ import pytest
 from transformer_parity.attacks import table
 from transformer_parity.attacks.attack import FAILS, TOLERATED, Attack
 
+FEW = 5
 DOCUMENT = Path(__file__).parent.parent / "docs" / "agreement.md"
 
 
@@ -17,13 +18,18 @@ def _title(attack: Attack) -> str:
     return f"{attack.family}/{attack.name}"
 
 
-def _marks(attack: Attack) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.only("torch")] if "torch" in attack.needs else []
+def _every_attack() -> list:
+    """Return each attack; all but the first few of each family and expectation are extended."""
+    parameters, seen = [], Counter()
+    for attack in table.table():
+        seen[attack.family, attack.expected] += 1
+        repeats = seen[attack.family, attack.expected] > FEW
+        marks = [pytest.mark.only("torch")] * ("torch" in attack.needs) + [pytest.mark.extended("attacks")] * repeats
+        parameters.append(pytest.param(attack, marks=marks, id=_title(attack)))
+    return parameters
 
 
-@pytest.mark.parametrize(
-    "attack", [pytest.param(attack, marks=_marks(attack), id=_title(attack)) for attack in table.table()]
-)
+@pytest.mark.parametrize("attack", _every_attack())
 def test_an_attack_comes_to_what_is_expected(attack):
     outcome = table.run_attack(attack)
     assert outcome.is_as_expected, outcome
