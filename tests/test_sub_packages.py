@@ -24,7 +24,7 @@ MOST_LINES, MOST_FILES, MOST_PARAMETERS = 350, 10, 6
 LONG_FILES = {
     "attacks/folders.py": 420,  # data: one entry for each attack
     "attacks/values.py": 360,  # data
-    "mistakes/reported.py": 568,  # data
+    "mistakes/reported.py": 440,  # data
 }
 LARGE_FOLDERS = {
     "bench": 11,  # import_clock is a file of its own: a fresh process runs it without importing anything else
