@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from numpy import ndarray
+
 from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import matches
 from reference_numpy.training_config import Gradients
@@ -82,6 +84,19 @@ def plant(module: str, name: str, expected: str, what: str, methods: Mapping[str
 def padded(config: TransformerConfig) -> list[Case]:
     """Return the one case that most attacks show in."""
     return [case for case in port_cases(config, (ACTIVATIONS,)) if case.name == "full/padded"]
+
+
+def showing(show: Callable[[Any, str, ndarray], Any]) -> Callable[..., ndarray]:
+    """Return a forward pass that shows something else at its taps than it goes on with: ``show(tap, name, value)``."""
+
+    def forward(self: Any, source_ids: ndarray, target_ids: ndarray, tap: Any) -> ndarray:
+        def seen(name: str, value: ndarray) -> ndarray:
+            show(tap, name, value)
+            return value
+
+        return Sound.forward(self, source_ids, target_ids, seen)
+
+    return forward
 
 
 class Sound(MyPort):

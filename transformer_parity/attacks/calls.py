@@ -42,9 +42,7 @@ wrong_where("WrongForOne", "The logits of a single sentence are wrong.", lambda 
 wrong_where("WrongForSeveral", "The logits of several sentences are wrong.", lambda s, t, tap, calls: len(s) > 1)
 wrong_where("WrongForOneToken", "The logits of one token are wrong.", lambda s, t, tap, calls: t.shape[1] == 1)
 wrong_where(
-    "WrongWherePadded",
-    "The logits are wrong where a source is padded.",
-    lambda s, t, tap, calls: (s == 0).any(),
+    "WrongWherePadded", "The logits are wrong where a source is padded.", lambda s, t, tap, calls: (s == 0).any()
 )
 wrong_where(
     "WrongWhereLong",

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, padded, plant
+from transformer_parity.attacks.attack import (
+    FAILS,
+    INCOMPLETE,
+    REFUSED,
+    TOLERATED,
+    Sound,
+    attack,
+    padded,
+    plant,
+    showing,
+)
 from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS
 from transformer_parity.ports.protocol import MissingAbilityError
 from transformer_parity.ports.templates.other_port import MyPort
@@ -29,17 +39,9 @@ REST = (
 )
 
 
-def taps(name: str, expected: str, what: str, show: Callable[[Any, str, ndarray], Any]) -> None:
+def taps(name: str, what: str, show: Callable[[Any, str, ndarray], Any], expected: str = FAILS) -> None:
     """Plant a port that shows something else at its taps than it goes on with: ``show(tap, name, value)``."""
-
-    def forward(self: Sound, source_ids: ndarray, target_ids: ndarray, tap: Any) -> ndarray:
-        def seen(name: str, value: ndarray) -> ndarray:
-            show(tap, name, value)
-            return value
-
-        return Sound.forward(self, source_ids, target_ids, seen)
-
-    plant(__name__, name, expected, what, {"forward": forward}, **ONE_CASE)
+    plant(__name__, name, expected, what, {"forward": showing(show)}, **ONE_CASE)
 
 
 def at(name: str, alter: Callable[[ndarray], ndarray]) -> Callable[[Any, str, ndarray], Any]:
@@ -55,25 +57,29 @@ def overwrite(tap: Any, name: str, value: ndarray) -> None:
 
 
 # Taps.
-taps("TapMissing", FAILS, "A tap that is promised does not fire.", lambda tap, n, x: n == TAP or tap(n, x))
-taps("TapsMissing", FAILS, "Every tap is promised, and none fires.", lambda tap, n, x: None)
+taps("TapMissing", "A tap that is promised does not fire.", lambda tap, n, x: n == TAP or tap(n, x))
+taps("TapsMissing", "Every tap is promised, and none fires.", lambda tap, n, x: None)
 taps(
     "TapTwice",
-    REFUSED,
     "A tap fires twice, at first with a wrong value.",
     lambda tap, n, x: (n == TAP and tap(n, 2.0 * x), tap(n, x)),
+    expected=REFUSED,
 )
-taps("TapUnknown", REFUSED, "A tap fires that does not exist.", lambda tap, n, x: tap(n.replace("weights", "w"), x))
-taps("TapOverwritten", TOLERATED, "What was shown at a tap is overwritten with NaN.", overwrite)
-taps("TapIgnored", TOLERATED, "The model does not go on with what a tap returns.", lambda tap, n, x: tap(n, x))
-taps("TapOfOneSentence", FAILS, "Attention weights are shown as [1, H, L, M].", at(".weights", lambda x: x[:1]))
+taps(
+    "TapUnknown",
+    "A tap fires that does not exist.",
+    lambda tap, n, x: tap(n.replace("weights", "w"), x),
+    expected=REFUSED,
+)
+taps("TapOverwritten", "What was shown at a tap is overwritten with NaN.", overwrite, expected=TOLERATED)
+taps("TapIgnored", "The model does not go on with what a tap returns.", lambda tap, n, x: tap(n, x), expected=TOLERATED)
+taps("TapOfOneSentence", "Attention weights are shown as [1, H, L, M].", at(".weights", lambda x: x[:1]))
 taps(
     "TapOfMergedHeads",
-    FAILS,
     "Queries are shown as [B, L, H d_k].",
     at(".query", lambda x: x.swapaxes(1, 2).reshape(len(x), x.shape[2], -1)),
 )
-taps("TapOfFloat32", FAILS, "Weights are shown in float32.", at(".weights", lambda x: x.astype(np.float32)))
+taps("TapOfFloat32", "Weights are shown in float32.", at(".weights", lambda x: x.astype(np.float32)))
 
 
 @attack(FAILS, **ONE_CASE)
@@ -150,7 +156,7 @@ class MoreGradientsThanPromised(MoreTapsThanPromised):
 
 
 # What is not offered.
-def lacks(name: str, expected: str, what: str, *missing: str, **attributes: Any) -> None:
+def lacks(name: str, what: str, *missing: str, expected: str = INCOMPLETE, **attributes: Any) -> None:
     """Plant a port that lacks some methods, or has other attributes."""
     options = {"stages": attributes.pop("stages")} if "stages" in attributes else {}
     absent = {method: getattr(Port, method) for method in missing}
@@ -173,87 +179,68 @@ def not_in_float64(self: Any, config: Any, weights: Any, dtype: str) -> Any:
 
 
 WEIGHTS_ONLY = ("gradients", "start_training", "train_step", "generate")
-lacks("NoForward", REFUSED, "There is no forward().", "forward")
-lacks("WeightsOnly", INCOMPLETE, "Nothing is offered but the weights.", *WEIGHTS_ONLY, forward=not_yet)
-lacks("EasiestOnly", INCOMPLETE, "All cases but the easiest are said not to be offered.", forward=easiest_only)
-lacks("NotInFloat64", INCOMPLETE, "float64 is declared, and said not to be offered.", load=not_in_float64)
-lacks(
-    "NoGenerate",
-    INCOMPLETE,
-    "There is no generate(), and searches are asked for.",
-    "generate",
-    stages=(*STAGES, DECODE),
-)
-lacks(
-    "NoGradients",
-    INCOMPLETE,
-    "There is no gradients(), and gradients are asked for.",
-    "gradients",
-    stages=(*STAGES, GRADIENTS),
-)
-lacks("NoSteps", INCOMPLETE, "There is no train_step().", "start_training", "train_step")
+lacks("NoForward", "There is no forward().", "forward", expected=REFUSED)
+lacks("WeightsOnly", "Nothing is offered but the weights.", *WEIGHTS_ONLY, forward=not_yet)
+lacks("EasiestOnly", "All cases but the easiest are said not to be offered.", forward=easiest_only)
+lacks("NotInFloat64", "float64 is declared, and said not to be offered.", load=not_in_float64)
+lacks("NoGenerate", "There is no generate(), and searches are asked for.", "generate", stages=(*STAGES, DECODE))
+lacks("NoGradients", "There is no gradients(), and gradients are asked for.", "gradients", stages=(*STAGES, GRADIENTS))
+lacks("NoSteps", "There is no train_step().", "start_training", "train_step")
 lacks(
     "NoExport",
-    TOLERATED,
     "There is no export_weights(), and what is asked for is compared.",
     "export_weights",
     stages=STAGES,
+    expected=TOLERATED,
 )
 
 
 # What is declared, and left out.
-lacks(
-    "LeavesOutNearlyEverything",
-    INCOMPLETE,
-    "Every case but the easiest is left out.",
-    left_out=dict.fromkeys(REST, "later"),
-)
+lacks("LeavesOutNearlyEverything", "Every case but the easiest is left out.", left_out=dict.fromkeys(REST, "later"))
 lacks(
     "LeavesOutEverything",
-    INCOMPLETE,
     "Every case is left out, and the weights come back.",
     left_out=dict.fromkeys((*REST, EASIEST), "later"),
 )
 lacks(
     "LeavesOutOneCase",
-    TOLERATED,
     "One of several full models is left out, and listed.",
     left_out={EASIEST: "it needs two tokens"},
     stages=STAGES,
+    expected=TOLERATED,
 )
 lacks(
     "LeavesOutNothing",
-    TOLERATED,
     "What is left out is a pattern, and no case has that name: everything is compared.",
     left_out={"full/*": "later"},
     stages=STAGES,
+    expected=TOLERATED,
 )
-lacks("NoDtype", INCOMPLETE, "No dtype is declared.", dtypes=())
-lacks("UnknownDtype", INCOMPLETE, "A dtype is declared that nothing is compared in.", dtypes=("float16",))
-lacks("Float32Only", INCOMPLETE, "float32 alone is declared: most stages are compared in float64.", dtypes=("float32",))
-lacks("Bfloat16Only", INCOMPLETE, "bfloat16 alone is declared, in which mistakes hide.", dtypes=("bfloat16",))
+lacks("NoDtype", "No dtype is declared.", dtypes=())
+lacks("UnknownDtype", "A dtype is declared that nothing is compared in.", dtypes=("float16",))
+lacks("Float32Only", "float32 alone is declared: most stages are compared in float64.", dtypes=("float32",))
+lacks("Bfloat16Only", "bfloat16 alone is declared, in which mistakes hide.", dtypes=("bfloat16",))
 lacks(
     "WrongInFloat32Only",
-    INCOMPLETE,
     "float32 alone is declared, and the logits are wrong: whether by precision only stays open.",
     dtypes=("float32",),
     forward=lambda self, *inputs: Sound.forward(self, *inputs) * np.float32(1.01),
 )
-lacks("UnknownPreset", INCOMPLETE, "The preset does not exist.", preset="paper_bse")
-lacks("UnknownOverride", INCOMPLETE, "A field is overridden that does not exist.", overrides={"norm_oder": "pre"})
+lacks("UnknownPreset", "The preset does not exist.", preset="paper_bse")
+lacks("UnknownOverride", "A field is overridden that does not exist.", overrides={"norm_oder": "pre"})
 lacks(
     "OtherConvention",
-    FAILS,
     "The model is pre-norm, and declared as the paper's.",
     load=lambda self, config, *rest: Sound.load(self, config.replace(norm_order="pre"), *rest),
     stages=STAGES,
+    expected=FAILS,
 )
 lacks(
     "OneHead",
-    TOLERATED,
     "One head is declared: whether several would be split rightly is not asked.",
     overrides={"num_heads": 1},
     stages=STAGES,
+    expected=TOLERATED,
 )
 
 

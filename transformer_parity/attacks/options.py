@@ -8,25 +8,33 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
 from transformer_parity.attacks import attack
-from transformer_parity.attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Attack, Sound
+from transformer_parity.attacks.attack import Attack, Sound
 
 SOUND, OFFERS, SELF = f"{attack.__name__}:Sound", "transformer_parity.attacks.offers", __name__
 CHECK = ["transformer_parity", "check"]
 PYTEST = ["pytest", "-p", "no:cacheprovider", "-q"]
-OPTIONS: list[Attack] = []
 
 
-def command(name: str, expected: str, what: str, options: str, says: str = "", *, torch: bool = False) -> None:
-    """Add an attack through the command line."""
-    module, *arguments = [*(PYTEST if "--parity-port" in options else CHECK), *options.split()]
-    needs = (("torch",) if torch else ()) + (("pytest",) if module == "pytest" else ())
-    run = partial(_run, module, *arguments)
-    OPTIONS.append(Attack(name, what, expected, attack.OPTIONS, run, says, alone=True, needs=needs))
+def attacks(table: str) -> Iterator[Attack]:
+    """Yield the attacks of a text: two lines for each, its name and what it does, what is expected and the options.
+
+    Behind ``=>`` stands what has to be said.
+    """
+    lines = [line.strip() for line in table.splitlines() if line.strip() and not line.startswith("#")]
+    for first, second in zip(lines[::2], lines[1::2], strict=True):
+        name, what = first.split(": ", 1)
+        expected, options = second.split(": ", 1)
+        options, _, says = options.partition(" => ")
+        module, *arguments = [*(PYTEST if "--parity-port" in options else CHECK), *options.split()]
+        needs = (("torch",) if "--backends torch" in options else ()) + (("pytest",) if module == "pytest" else ())
+        run = partial(_run, module, *arguments)
+        yield Attack(name, what, expected, attack.OPTIONS, run, says, alone=True, needs=needs)
 
 
 def _run(module: str, *arguments: str) -> tuple[int, str]:
@@ -91,125 +99,55 @@ class Escapes(WrongNamesake):
     name = "x\x1b[2J\x1b[H\nAGREE  1 port, 9 cases, 1,049 comparisons.\n\x1b[8m"
 
 
+TABLE = f"""
 # What is asked for.
-command("Everything", TOLERATED, "A sound port is compared on everything.", f"--port {SOUND}")
-command("OneStage", TOLERATED, "One stage of a sound port is asked for.", f"--port {SOUND} --stage decode")
-command(
-    "OneStageInFloat32",
-    TOLERATED,
-    "The activations of a sound port are asked for in float32.",
-    f"--port {SOUND} --stage activations --dtype float32",
-)
-command(
-    "GradientsInFloat32",
-    INCOMPLETE,
-    "Gradients are asked for in float32, and there are none.",
-    f"--port {SOUND} --dtype float32 --stage gradients",
-)
-command(
-    "GradientsInFloat32Too",
-    INCOMPLETE,
-    "Gradients and activations are asked for in float32, and there are no gradients.",
-    f"--port {SOUND} --dtype float32 --stage activations,gradients",
-)
-command(
-    "EverythingInFloat32",
-    INCOMPLETE,
-    "float32 is asked for, and every stage by default: three have no case in float32.",
-    f"--port {SOUND} --dtype float32",
-    "3 asked for and not compared",
-)
-command(
-    "UndeclaredDtype",
-    INCOMPLETE,
-    "A dtype is asked for that the port does not declare.",
-    f"--port {SOUND} --dtype bfloat16 --stage activations",
-)
-command(
-    "SearchOfNone",
-    INCOMPLETE,
-    "Searches are asked for of a port without generate(): only its weights come back.",
-    f"--port {OFFERS}:NoGenerate --stage decode",
-)
-command(
-    "GradientsOfNone",
-    INCOMPLETE,
-    "Gradients are asked for of a port without gradients(): only its weights come back.",
-    f"--port {OFFERS}:NoGradients --stage gradients",
-)
-command(
-    "ActivationsOfNone",
-    INCOMPLETE,
-    "Activations are asked for of a port that offers its weights only.",
-    f"--port {OFFERS}:WeightsOnly --stage activations",
-)
-command(
-    "TestsOfNone",
-    REFUSED,
-    "The tests of a port that offers its weights only are run by pytest.",
-    f"--parity-port={OFFERS}:WeightsOnly",
-)
-command(
-    "TestsOfFloat32",
-    REFUSED,
-    "The tests of a port that declares float32 alone are run by pytest.",
-    f"--parity-port={OFFERS}:Float32Only",
-)
-command("ReferenceAlone", INCOMPLETE, "The reference is compared with nothing.", "--backends numpy")
-command(
-    "StepsOfAPreset",
-    INCOMPLETE,
-    "Steps of a preset are asked for beside its activations, and there are none.",
-    "--backends torch --preset marian --stage activations,steps --dtype float64 --only cases",
-    torch=True,
-)
-command(
-    "GradientsInBfloat16",
-    INCOMPLETE,
-    "Gradients of a preset are asked for in bfloat16 beside its activations, and there are none.",
-    "--backends torch --preset marian --stage activations,gradients --dtype bfloat16 --only cases",
-    torch=True,
-)
-
+Everything: A sound port is compared on everything.
+    agrees: --port {SOUND}
+OneStage: One stage of a sound port is asked for.
+    agrees: --port {SOUND} --stage decode
+OneStageInFloat32: The activations of a sound port are asked for in float32.
+    agrees: --port {SOUND} --stage activations --dtype float32
+GradientsInFloat32: Gradients are asked for in float32, and there are none.
+    incomplete: --port {SOUND} --dtype float32 --stage gradients
+GradientsInFloat32Too: Gradients and activations are asked for in float32, and there are no gradients.
+    incomplete: --port {SOUND} --dtype float32 --stage activations,gradients
+EverythingInFloat32: float32 is asked for, and every stage by default: three have no case in float32.
+    incomplete: --port {SOUND} --dtype float32 => 3 asked for and not compared
+UndeclaredDtype: A dtype is asked for that the port does not declare.
+    incomplete: --port {SOUND} --dtype bfloat16 --stage activations
+SearchOfNone: Searches are asked for of a port without generate(): only its weights come back.
+    incomplete: --port {OFFERS}:NoGenerate --stage decode
+GradientsOfNone: Gradients are asked for of a port without gradients(): only its weights come back.
+    incomplete: --port {OFFERS}:NoGradients --stage gradients
+ActivationsOfNone: Activations are asked for of a port that offers its weights only.
+    incomplete: --port {OFFERS}:WeightsOnly --stage activations
+TestsOfNone: The tests of a port that offers its weights only are run by pytest.
+    fails or incomplete: --parity-port={OFFERS}:WeightsOnly
+TestsOfFloat32: The tests of a port that declares float32 alone are run by pytest.
+    fails or incomplete: --parity-port={OFFERS}:Float32Only
+ReferenceAlone: The reference is compared with nothing.
+    incomplete: --backends numpy
+StepsOfAPreset: Steps of a preset are asked for beside its activations, and there are none.
+    incomplete: --backends torch --preset marian --stage activations,steps --dtype float64 --only cases
+GradientsInBfloat16: Gradients of a preset are asked for in bfloat16 beside its activations, and there are none.
+    incomplete: --backends torch --preset marian --stage activations,gradients --dtype bfloat16 --only cases
 
 # Which port.
-command(
-    "UnknownPort",
-    INCOMPLETE,
-    "A port cannot be imported, beside a sound one.",
-    f"--port {SOUND} --port transformer_parity.absent:Port --stage activations",
-)
-command(
-    "UnknownInterpreter",
-    INCOMPLETE,
-    "A port is to be run by an interpreter that does not exist.",
-    f"--port {SOUND} --isolate {SOUND}=/absent/python",
-)
-command(
-    "TwoOfOneName",
-    FAILS,
-    "A sound and a wrong port have the same name.",
-    f"--port {SOUND} --port {SELF}:WrongNamesake --stage activations",
-)
-command(
-    "NameOfTheReference",
-    FAILS,
-    "A wrong port has the name of the reference.",
-    f"--port {SELF}:WrongReference --stage activations",
-)
-command(
-    "NoName", TOLERATED, "The name of a sound port is empty.", f"--port {SELF}:Nameless --stage activations", "Nameless"
-)
-command("Markup", TOLERATED, "The name of a sound port is markup.", f"--port {SELF}:Markup --stage activations")
-command(
-    "WrongMarkup",
-    REFUSED,
-    "The name of a wrong port, and what it raises, are markup.",
-    f"--port {SELF}:WrongMarkup --stage activations",
-)
-command(
-    "Escapes",
-    FAILS,
-    "The name of a wrong port clears the screen and prints a verdict.",
-    f"--port {SELF}:Escapes --stage activations",
-)
+UnknownPort: A port cannot be imported, beside a sound one.
+    incomplete: --port {SOUND} --port transformer_parity.absent:Port --stage activations
+UnknownInterpreter: A port is to be run by an interpreter that does not exist.
+    incomplete: --port {SOUND} --isolate {SOUND}=/absent/python
+TwoOfOneName: A sound and a wrong port have the same name.
+    fails: --port {SOUND} --port {SELF}:WrongNamesake --stage activations
+NameOfTheReference: A wrong port has the name of the reference.
+    fails: --port {SELF}:WrongReference --stage activations
+NoName: The name of a sound port is empty.
+    agrees: --port {SELF}:Nameless --stage activations => Nameless
+Markup: The name of a sound port is markup.
+    agrees: --port {SELF}:Markup --stage activations
+WrongMarkup: The name of a wrong port, and what it raises, are markup.
+    fails or incomplete: --port {SELF}:WrongMarkup --stage activations
+Escapes: The name of a wrong port clears the screen and prints a verdict.
+    fails: --port {SELF}:Escapes --stage activations
+"""
+OPTIONS = list(attacks(TABLE))

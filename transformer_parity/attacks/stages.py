@@ -22,7 +22,7 @@ TABLE, BIAS = "source_embedding.table", "encoder.layers.0.feed_forward.inner_pro
 
 
 # Gradients.
-def gradients(name: str, expected: str, what: str, alter: Callable[[Gradients, ndarray], Any]) -> None:
+def gradients(name: str, what: str, alter: Callable[[Gradients, ndarray], Any], expected: str = FAILS) -> None:
     """Plant a port that returns altered gradients: ``alter(gradients, is_label)``."""
 
     def method(self: Sound, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Any:
@@ -42,26 +42,26 @@ def changed(name: str, change: Callable[[ndarray], ndarray]) -> Callable[[Gradie
     return lambda found, is_label: replace(found, parameters={**found.parameters, name: change(found.parameters[name])})
 
 
-gradients("LossOfTheSum", FAILS, "The loss is a sum over the labels.", lambda g, m: replace(g, loss=g.loss * m.sum()))
-gradients("GradientsOfTheSum", FAILS, "The gradients are those of a sum.", lambda g, m: scaled(g, float(m.sum())))
+gradients("LossOfTheSum", "The loss is a sum over the labels.", lambda g, m: replace(g, loss=g.loss * m.sum()))
+gradients("GradientsOfTheSum", "The gradients are those of a sum.", lambda g, m: scaled(g, float(m.sum())))
 gradients(
     "MeanOverPadding",
-    FAILS,
     "Loss and gradients are averaged over padding too.",
     lambda g, m: replace(scaled(g, float(m.mean())), loss=g.loss * float(m.mean())),
 )
-gradients("NanLoss", FAILS, "The loss is NaN.", lambda g, m: replace(g, loss=float("nan")))
-gradients("NanGradient", FAILS, "A gradient is NaN.", changed(BIAS, lambda x: np.full_like(x, np.nan)))
-gradients("ZeroGradient", FAILS, "The gradient of the tied table is zero.", changed(TABLE, np.zeros_like))
-gradients("GradientOfAnAxisMore", FAILS, "The gradient of a bias is [1, d_ff].", changed(BIAS, lambda x: x[None]))
-gradients("GradientOfFloat32", FAILS, "A gradient is of float32.", changed(TABLE, lambda x: x.astype(np.float32)))
+gradients("NanLoss", "The loss is NaN.", lambda g, m: replace(g, loss=float("nan")))
+gradients("NanGradient", "A gradient is NaN.", changed(BIAS, lambda x: np.full_like(x, np.nan)))
+gradients("ZeroGradient", "The gradient of the tied table is zero.", changed(TABLE, np.zeros_like))
+gradients("GradientOfAnAxisMore", "The gradient of a bias is [1, d_ff].", changed(BIAS, lambda x: x[None]))
+gradients("GradientOfFloat32", "A gradient is of float32.", changed(TABLE, lambda x: x.astype(np.float32)))
 gradients(
     "GradientMissing",
-    FAILS,
     "The gradient of one parameter is missing.",
     lambda g, m: replace(g, parameters={name: x for name, x in g.parameters.items() if name != BIAS}),
 )
-gradients("NoGradient", REFUSED, "The loss comes without any gradient.", lambda g, m: Gradients(g.loss, {}, {}))
+gradients(
+    "NoGradient", "The loss comes without any gradient.", lambda g, m: Gradients(g.loss, {}, {}), expected=REFUSED
+)
 
 
 # Steps of the optimizer.
@@ -165,7 +165,7 @@ class MomentsKept(Sound):
 
 
 # Searches.
-def hypotheses(name: str, expected: str, what: str, alter: Callable[[ndarray, Any, int], Any]) -> None:
+def hypotheses(name: str, what: str, alter: Callable[[ndarray, Any, int], Any], expected: str = FAILS) -> None:
     """Plant a port that returns altered hypotheses: ``alter(ids, config, limit)``."""
 
     def generate(self: Sound, source_ids: ndarray, max_length: int, *options: Any) -> Any:
@@ -187,34 +187,33 @@ def after_the_end(ids: ndarray, config: Any, limit: int) -> ndarray:
 
 hypotheses(
     "PaddedHypotheses",
-    TOLERATED,
     "The hypotheses are padded to the limit.",
     lambda ids, config, limit: np.pad(ids, ((0, 0), (0, limit - ids.shape[1])), constant_values=config.pad_id),
+    expected=TOLERATED,
 )
-hypotheses("TokensOfUint16", TOLERATED, "The tokens are of uint16.", lambda ids, config, limit: ids.astype(np.uint16))
-hypotheses("TokensOfFloat64", FAILS, "The tokens are of float64.", lambda ids, config, limit: ids.astype(float))
-hypotheses("TokensAfterTheEnd", FAILS, "What follows the end symbol is no padding.", after_the_end)
+hypotheses(
+    "TokensOfUint16", "The tokens are of uint16.", lambda ids, config, limit: ids.astype(np.uint16), expected=TOLERATED
+)
+hypotheses("TokensOfFloat64", "The tokens are of float64.", lambda ids, config, limit: ids.astype(float))
+hypotheses("TokensAfterTheEnd", "What follows the end symbol is no padding.", after_the_end)
 hypotheses(
     "EndMissing",
-    FAILS,
     "The end symbol is not returned.",
     lambda ids, config, limit: np.where(ids == config.eos_id, config.pad_id, ids),
 )
 hypotheses(
     "StartReturned",
-    FAILS,
     "The start symbol is returned.",
     lambda ids, config, limit: np.pad(ids, ((0, 0), (1, 0)), constant_values=config.bos_id),
 )
-hypotheses("LastTokenMissing", FAILS, "The last token is missing.", lambda ids, config, limit: ids[:, :-1])
-hypotheses("NoToken", FAILS, "The hypotheses have no token.", lambda ids, config, limit: ids[:, :0])
-hypotheses("OneHypothesis", FAILS, "One hypothesis is returned for all.", lambda ids, config, limit: ids[:1])
-hypotheses("ThreeAxes", FAILS, "The hypotheses have the shape [B, 1, L].", lambda ids, config, limit: ids[:, None])
-hypotheses("OtherSentences", FAILS, "The hypotheses are those of other sentences.", lambda ids, *_: ids[::-1])
-hypotheses("NegativeTokens", FAILS, "Padding is returned as -1.", lambda ids, config, _: np.where(ids > 0, ids, -1))
+hypotheses("LastTokenMissing", "The last token is missing.", lambda ids, config, limit: ids[:, :-1])
+hypotheses("NoToken", "The hypotheses have no token.", lambda ids, config, limit: ids[:, :0])
+hypotheses("OneHypothesis", "One hypothesis is returned for all.", lambda ids, config, limit: ids[:1])
+hypotheses("ThreeAxes", "The hypotheses have the shape [B, 1, L].", lambda ids, config, limit: ids[:, None])
+hypotheses("OtherSentences", "The hypotheses are those of other sentences.", lambda ids, *_: ids[::-1])
+hypotheses("NegativeTokens", "Padding is returned as -1.", lambda ids, config, _: np.where(ids > 0, ids, -1))
 hypotheses(
     "TokensOutside",
-    FAILS,
     "The tokens lie outside of the vocabulary.",
     lambda ids, config, limit: ids + config.target_vocab_size,
 )

@@ -16,14 +16,24 @@ from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import log_softmax
-from transformer_parity.attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, padded, plant
+from transformer_parity.attacks.attack import (
+    FAILS,
+    INCOMPLETE,
+    REFUSED,
+    TOLERATED,
+    Sound,
+    attack,
+    padded,
+    plant,
+    showing,
+)
 from transformer_parity.cases.case import ACTIVATIONS, Case
 
 ONE_CASE: dict[str, Any] = {"stages": (ACTIVATIONS,), "cases": padded}
 WEIGHTS = "encoder.layers.1.self_attention.weights"  # a tap
 
 
-def logits(name: str, expected: str, what: str, alter: Callable[[ndarray], Any]) -> None:
+def logits(name: str, what: str, alter: Callable[[ndarray], Any], expected: str = FAILS) -> None:
     """Plant a port that returns altered logits."""
 
     def forward(self: Sound, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
@@ -34,14 +44,7 @@ def logits(name: str, expected: str, what: str, alter: Callable[[ndarray], Any])
 
 def taps(name: str, expected: str, what: str, alter: Callable[[str, ndarray], ndarray]) -> None:
     """Plant a port that goes on with the right values, and shows altered ones."""
-
-    def forward(self: Sound, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
-        def show(name: str, value: ndarray) -> ndarray:
-            tap(name, alter(name, value))
-            return value
-
-        return Sound.forward(self, source_ids, target_ids, show)
-
+    forward = showing(lambda tap, name, value: tap(name, alter(name, value)))
     plant(__name__, name, expected, what, {"forward": forward}, **ONE_CASE)
 
 
@@ -58,36 +61,33 @@ def of_dtype(function: Callable[[ndarray], ndarray]) -> Callable[[ndarray], ndar
 
 
 # Values.
-logits("OneNan", FAILS, "One logit is NaN.", lambda x: with_first(x, np.nan))
-logits("AllNan", FAILS, "Every logit is NaN.", lambda x: np.full_like(x, np.nan))
-logits("OneInfinity", FAILS, "One logit is infinite.", lambda x: with_first(x, np.inf))
-logits("Zeros", FAILS, "Every logit is zero.", np.zeros_like)
-logits("LogProbabilities", FAILS, "Log-probabilities are returned in place of logits.", log_softmax)
-logits("Probabilities", FAILS, "Probabilities are returned in place of logits.", lambda x: np.exp(log_softmax(x)))
+logits("OneNan", "One logit is NaN.", lambda x: with_first(x, np.nan))
+logits("AllNan", "Every logit is NaN.", lambda x: np.full_like(x, np.nan))
+logits("OneInfinity", "One logit is infinite.", lambda x: with_first(x, np.inf))
+logits("Zeros", "Every logit is zero.", np.zeros_like)
+logits("LogProbabilities", "Log-probabilities are returned in place of logits.", log_softmax)
+logits("Probabilities", "Probabilities are returned in place of logits.", lambda x: np.exp(log_softmax(x)))
 logits(
     "SameRanking",
-    FAILS,
     "Every logit is 0.1 % too large, so that each argmax and each ranking is as it should be.",
     of_dtype(lambda x: x * 1.001),
 )
 logits(
     "SameProbabilities",
-    FAILS,
     "A constant is added to all logits of a position, which changes no probability.",
     lambda x: x - x.max(-1, keepdims=True),
 )
-logits("SixDecimals", FAILS, "The logits are rounded to six decimals, as in a text file.", lambda x: x.round(6))
+logits("SixDecimals", "The logits are rounded to six decimals, as in a text file.", lambda x: x.round(6))
 logits(
     "DropoutOn",
-    FAILS,
     "Some logits are multiplied by 1.1 at random, as by a dropout that is left on.",
     of_dtype(lambda x: np.where(np.random.default_rng().random(x.shape) < 0.01, 1.1 * with_first(x, 9.0), x)),
 )
 logits(
     "DenormalsAdded",
-    TOLERATED,
     "The smallest denormal number is added to every logit.",
     lambda x: x + np.nextafter(x.dtype.type(0), x.dtype.type(1)),
+    expected=TOLERATED,
 )
 taps(
     "NanTap", FAILS, "One attention weight is shown as NaN.", lambda n, x: with_first(x, np.nan) if n == WEIGHTS else x
@@ -161,30 +161,34 @@ class GarbageBesideInfinity(Sound):
 
 
 # Shapes: a wrong one may broadcast against the right one.
-logits("FirstSentenceOnly", FAILS, "The logits have the shape [1, T, V].", lambda x: x[:1])
-logits("OneLogitPerPosition", FAILS, "The logits have the shape [B, T, 1].", lambda x: x[..., :1])
-logits("LastPositionOnly", FAILS, "The logits of the last position are returned, [B, V].", lambda x: x[:, -1])
-logits("AxisInFront", FAILS, "The logits have the shape [1, B, T, V].", lambda x: x[None])
-logits("AxisBehind", FAILS, "The logits have the shape [B, T, V, 1].", lambda x: x[..., None])
-logits("TimeFirst", FAILS, "The logits have the shape [T, B, V].", lambda x: x.swapaxes(0, 1))
-logits("Flat", FAILS, "The logits have the shape [B T, V].", lambda x: x.reshape(-1, x.shape[-1]))
-logits("SingleNumber", FAILS, "The logits are a single number, their mean.", lambda x: np.asarray(x.mean()))
-logits("NoSentence", FAILS, "The logits have the shape [0, T, V], so that none can differ.", lambda x: x[:0])
+logits("FirstSentenceOnly", "The logits have the shape [1, T, V].", lambda x: x[:1])
+logits("OneLogitPerPosition", "The logits have the shape [B, T, 1].", lambda x: x[..., :1])
+logits("LastPositionOnly", "The logits of the last position are returned, [B, V].", lambda x: x[:, -1])
+logits("AxisInFront", "The logits have the shape [1, B, T, V].", lambda x: x[None])
+logits("AxisBehind", "The logits have the shape [B, T, V, 1].", lambda x: x[..., None])
+logits("TimeFirst", "The logits have the shape [T, B, V].", lambda x: x.swapaxes(0, 1))
+logits("Flat", "The logits have the shape [B T, V].", lambda x: x.reshape(-1, x.shape[-1]))
+logits("SingleNumber", "The logits are a single number, their mean.", lambda x: np.asarray(x.mean()))
+logits("NoSentence", "The logits have the shape [0, T, V], so that none can differ.", lambda x: x[:0])
 
 
 # Dtypes.
-logits("AlwaysFloat64", FAILS, "The logits are of float64 in float32 too.", lambda x: x.astype(np.float64))
-logits("LongDoubles", FAILS, "The logits are of extended precision.", lambda x: x.astype(np.longdouble))
-logits("ComplexNumbers", FAILS, "The logits are complex numbers whose real parts are right.", lambda x: x + 7.0j)
-logits("Objects", FAILS, "The logits are Python objects with the right values.", lambda x: x.astype(object))
-logits("Strings", FAILS, "The logits are strings with the right values.", lambda x: x.astype(str))
+logits("AlwaysFloat64", "The logits are of float64 in float32 too.", lambda x: x.astype(np.float64))
+logits("LongDoubles", "The logits are of extended precision.", lambda x: x.astype(np.longdouble))
+logits("ComplexNumbers", "The logits are complex numbers whose real parts are right.", lambda x: x + 7.0j)
+logits("Objects", "The logits are Python objects with the right values.", lambda x: x.astype(object))
+logits("Strings", "The logits are strings with the right values.", lambda x: x.astype(str))
 logits(
     "Records",
-    FAILS,
     "The logits are records of one field with the right values.",
     lambda x: np.ascontiguousarray(x).view([("value", x.dtype)]),
 )
-logits("BigEndian", TOLERATED, "The logits are in the other byte order.", lambda x: x.astype(x.dtype.newbyteorder(">")))
+logits(
+    "BigEndian",
+    "The logits are in the other byte order.",
+    lambda x: x.astype(x.dtype.newbyteorder(">")),
+    expected=TOLERATED,
+)
 
 
 class OtherPrecision(Sound):
@@ -258,11 +262,11 @@ def mapped(x: ndarray) -> ndarray:
     return found
 
 
-logits("ReadOnly", TOLERATED, "The logits cannot be written to.", read_only)
-logits("FortranOrder", TOLERATED, "The logits lie in Fortran order.", np.asfortranarray)
-logits("Strided", TOLERATED, "The logits are a view of every second number, backwards.", strided)
-logits("Unaligned", TOLERATED, "The logits begin at an odd address.", unaligned)
-logits("MemoryMap", TOLERATED, "The logits are a memory map of a file.", mapped)
+logits("ReadOnly", "The logits cannot be written to.", read_only, expected=TOLERATED)
+logits("FortranOrder", "The logits lie in Fortran order.", np.asfortranarray, expected=TOLERATED)
+logits("Strided", "The logits are a view of every second number, backwards.", strided, expected=TOLERATED)
+logits("Unaligned", "The logits begin at an odd address.", unaligned, expected=TOLERATED)
+logits("MemoryMap", "The logits are a memory map of a file.", mapped, expected=TOLERATED)
 
 
 # Subclasses of arrays, and what is no array.
@@ -316,36 +320,31 @@ class Lazy:
 
 logits(
     "LyingArray",
-    FAILS,
     "The logits are zeros in a subclass of ndarray whose differences from anything are zero.",
     lambda x: np.zeros_like(x).view(Lying),
 )
 logits(
     "LyingShape",
-    FAILS,
     "The logits have the shape [1, B, T, V] in a subclass of ndarray that states [B, T, V].",
     lambda x: x[None].view(Misshapen),
 )
 logits(
     "LyingDtype",
-    FAILS,
     "In float32, the logits are of float16 in a subclass of ndarray that states float32.",
     lambda x: x if x.dtype == np.float64 else x.astype(np.float16).view(Mistyped),
 )
 logits(
     "MaskedGarbage",
-    FAILS,
     "The logits are a masked array: one is wrong, and masked.",
     lambda x: np.ma.masked_equal(with_first(x, 1e3), 1e3),
 )
 logits(
     "MaskedNan",
-    FAILS,
     "The logits are a masked array whose NaN are masked.",
     lambda x: np.ma.masked_invalid(with_first(x, np.nan)),
 )
 not_an_array = partial(logits, expected=INCOMPLETE)
-not_an_array("NestedLists", what="The logits are nested lists with the right values.", alter=ndarray.tolist)
-not_an_array("Pair", what="The logits come with a cache, as a pair.", alter=lambda x: (x, {}))
-not_an_array("Nothing", what="The forward pass returns None.", alter=lambda x: None)
-not_an_array("LazyArray", what="The logits are an object that is computed when NumPy asks for it.", alter=Lazy)
+not_an_array("NestedLists", "The logits are nested lists with the right values.", ndarray.tolist)
+not_an_array("Pair", "The logits come with a cache, as a pair.", lambda x: (x, {}))
+not_an_array("Nothing", "The forward pass returns None.", lambda x: None)
+not_an_array("LazyArray", "The logits are an object that is computed when NumPy asks for it.", Lazy)

@@ -11,12 +11,7 @@ from transformer_parity.system.child import ChildEndedError, Children
 from transformer_parity.system.environment import prepare_environment
 
 WORK = "transformer_parity.bench.import_clock:work"  # what a process runs
-FRAMEWORKS = {
-    "numpy": "numpy, safetensors.numpy",
-    "torch": "torch",
-    "jax": "jax, flax.nnx",
-    "tf": "tensorflow, keras",
-}
+FRAMEWORKS = {"numpy": "numpy, safetensors.numpy", "torch": "torch", "jax": "jax, flax.nnx", "tf": "tensorflow, keras"}
 
 
 @dataclass

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy import ndarray
 
 import reference_numpy as ref
 from reference_numpy.functional import FEW_ROWS
-from transformer_parity.ports.protocol import Decoded
+from transformer_parity.bench.rounds import Participant
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,24 @@ class HasProducts(Protocol):
         """Yield every matrix product, in order."""
 
 
-@dataclass
-class Products:
-    """The matrix products of the work through NumPy, and nothing else: what ``reference_numpy`` cannot beat."""
+class Baseline(Participant):
+    """What takes matrix products through NumPy, and has no result."""
 
-    name: str = "products"
-    has_result: ClassVar[bool] = False
-
-    def check_installed(self) -> None:
-        """NumPy is."""
+    has_result = False
 
     def prepare(self) -> dict[str, str]:
         """Return NumPy's version and its matrix library."""
         return ref.describe()
+
+    def result(self, found: Any) -> None:
+        """Return nothing: there is no result."""
+
+
+@dataclass
+class Products(Baseline):
+    """The matrix products of the work through NumPy, and nothing else: what ``reference_numpy`` cannot beat."""
+
+    name: str = "products"
 
     def load(self, work: HasProducts, weights: Path) -> None:
         """Lay out operands of random numbers: what is of one name, such as a growing cache, in one place."""
@@ -96,28 +101,13 @@ class Products:
         for left, right in self._pairs:
             left @ right
 
-    def result(self, found: None) -> None:
-        """Return nothing: there is no result."""
-
-    def show(self) -> Decoded:
-        """There is nothing to show."""
-        raise NotImplementedError("only matrix products")
-
 
 @dataclass
-class MatrixRate:
+class MatrixRate(Baseline):
     """One large matrix product through NumPy: the rate that the machine is measured by."""
 
     name: str = "matrix rate"
-    has_result: ClassVar[bool] = False
     width: int = 2048
-
-    def check_installed(self) -> None:
-        """NumPy is."""
-
-    def prepare(self) -> dict[str, str]:
-        """Return NumPy's version and its matrix library."""
-        return ref.describe()
 
     def load(self, work: HasProducts, weights: Path) -> None:
         """Lay out two matrices and room for their product."""
@@ -132,10 +122,3 @@ class MatrixRate:
     def run(self) -> None:
         """Take the product."""
         np.matmul(self._left, self._right, out=self._room)
-
-    def result(self, found: None) -> None:
-        """Return nothing: there is no result."""
-
-    def show(self) -> Decoded:
-        """There is nothing to show."""
-        raise NotImplementedError("only a matrix product")

@@ -12,6 +12,10 @@ from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
 TIMES = ("first_seconds", "seconds", "cores", "loaded_bytes", "peak_bytes")
 
 
+class DisagreementError(Exception):
+    """A result differs from that of the reference; the message has the place."""
+
+
 @dataclass
 class Entry:
     """A participant and its measurements.

@@ -1,5 +1,7 @@
 """Who takes part in ``parity bench``. Each runs in a process of its own, and imports there what it needs."""
 
+# ruff: noqa: D102  what a method does is said by Participant
+
 from __future__ import annotations
 
 import importlib.util
@@ -7,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -24,23 +26,19 @@ from transformer_parity.system.environment import prepare_environment
 
 
 @dataclass
-class Package:
+class Package(Participant):
     """One of our four packages, used the way its users use it."""
 
     name: str
-    has_result: ClassVar[bool] = True
 
     def check_installed(self) -> None:
-        """Raise MissingFrameworkError unless the framework can be found."""
         PORTS[self.name].check_installed()
 
     def prepare(self) -> dict[str, str]:
-        """Import the package and its framework."""
         self.package = PORTS[self.name].import_package()
         return self.package.describe()
 
     def load(self, work: Work, weights: Path) -> None:
-        """Load the model."""
         model = self.package.load_transformer(weights, work.weights_dtype, work.device)  # in full float32, without TF32
         self._run = self.ready(model, work)
 
@@ -48,24 +46,11 @@ class Package:
         """Return what is timed."""
         raise NotImplementedError
 
-    def run(self) -> Any:
-        """Do the work."""
-        return self._run()
-
-    def result(self, found: Any) -> Any:
-        """Return what was found."""
-        return found
-
-    def show(self) -> Any:
-        """There are no steps to look at."""
-        raise NotImplementedError("only a search has steps")
-
 
 class ForwardPackage(Package):
     """Computes logits; in JAX and TensorFlow, as a compiled function."""
 
     def ready(self, model: Any, work: ForwardWork) -> Callable[[], Any]:
-        """Return what computes the logits of the batch."""
         return partial(compiled(self.name, model), work.source_ids, work.target_ids)
 
     def result(self, found: Any) -> ndarray:
@@ -77,7 +62,6 @@ class TrainPackage(Package):
     """Takes one step after another on the same batch."""
 
     def ready(self, model: Any, work: TrainWork) -> Callable[[], Any]:
-        """Return what takes the next step."""
         trainer = self.package.Trainer(model, work.settings, SEED)
         batch = work.source_ids, work.target_ids, work.labels
         return lambda: (trainer.step + 1, float(trainer.train_step(*batch).loss))
@@ -87,11 +71,9 @@ class DecodePackage(Package):
     """Searches."""
 
     def ready(self, model: Any, work: DecodeWork) -> Callable[[], Any]:
-        """Return what searches."""
         return partial(work.search.search, self.package, model, work.source_ids)
 
     def show(self) -> Decoded:
-        """Search again, and keep every step."""
         return Decoded.by(self._run)
 
 
@@ -131,19 +113,16 @@ def compiled(name: str, model: Any) -> Callable[[ndarray, ndarray], Any]:
 
 
 @dataclass
-class Other:
+class Other(Participant):
     """Someone else's implementation, doing the same work."""
 
     peer: Peer
-    has_result: ClassVar[bool] = True
 
     @property
-    def name(self) -> str:
-        """What it is called in tables."""
+    def name(self) -> str:  # type: ignore[override]
         return self.peer.name
 
     def check_installed(self) -> None:
-        """Raise MissingFrameworkError unless everything it needs can be found."""
         for module in self.peer.modules:
             if importlib.util.find_spec(module) is None:
                 package = module.replace("_", "-")
@@ -152,12 +131,10 @@ class Other:
                 )
 
     def prepare(self) -> dict[str, str]:
-        """Import it."""
         prepare_environment()
         return self.peer.prepare()
 
     def load(self, work: Work, weights: Path) -> None:
-        """Build the model."""
         if work.device != "cpu":
             raise ValueError("peers run on the CPU")
         config, arrays = ref.load_weights(weights)
@@ -168,24 +145,11 @@ class Other:
         """Return what is timed."""
         raise NotImplementedError
 
-    def run(self) -> Any:
-        """Do the work."""
-        return self._run()
-
-    def result(self, found: Any) -> Any:
-        """Return what was found."""
-        return found
-
-    def show(self) -> Any:
-        """Its steps are its own affair."""
-        raise NotImplementedError(f"{self.name} does not show its steps, so a difference cannot be explained")
-
 
 class ForwardOther(Other):
     """Computes logits."""
 
     def ready(self, work: ForwardWork) -> Callable[[], Any]:
-        """Return what computes the logits of the batch."""
         return partial(self.peer.forward, work.source_ids, work.target_ids)
 
     def result(self, found: Any) -> ndarray:
@@ -197,7 +161,6 @@ class TrainOther(Other):
     """Takes one step after another on the same batch."""
 
     def ready(self, work: TrainWork) -> Callable[[], Any]:
-        """Return what takes the next step."""
         self._steps = 0
         return partial(self.peer.train_step, work.source_ids, work.target_ids, work.labels)
 
@@ -211,7 +174,6 @@ class DecodeOther(Other):
     """Searches greedily."""
 
     def ready(self, work: DecodeWork) -> Callable[[], Any]:
-        """Return what searches."""
         return partial(self.peer.greedy, work.source_ids, work.target)
 
 
@@ -220,7 +182,6 @@ class DecodeMarian(Other):
     """Generates, greedily or with a beam."""
 
     def load(self, work: DecodeWork, weights: Path) -> None:  # type: ignore[override]
-        """Build the model, and say what is to be generated."""
         import torch
         from transformers import GenerationConfig
 

@@ -92,11 +92,7 @@ def draw_growth(
         style = {"marker": "o", "markersize": 3, "label": name}
         if not any(entry.has_result for entry in found.values()):
             style |= {"color": GREY, "linestyle": "--"}
-        time_axes.plot(
-            list(found),
-            [1e3 * Spread.of(entry.seconds).median for entry in found.values()],
-            **style,
-        )
+        time_axes.plot(list(found), [1e3 * Spread.of(entry.seconds).median for entry in found.values()], **style)
         memory = {value: entry.work_bytes / MEBI for value, entry in found.items() if entry.work_bytes}
         for axes in others:
             axes.plot(list(memory), list(memory.values()), **style)

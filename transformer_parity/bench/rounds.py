@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from transformer_parity.bench.measurements import Entry
-from transformer_parity.bench.verify import DisagreementError
+from transformer_parity.bench.measurements import DisagreementError, Entry
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
 from transformer_parity.system.child import THREAD_SWITCHES, Child, ChildEndedError, Children
 from transformer_parity.system.machine import forget_peak, held_bytes, peak_bytes
@@ -22,34 +21,40 @@ WORK = "transformer_parity.bench.rounds:work"  # what a process runs
 PAUSE = 0.25  # seconds between two runs: threads that are out of work go on spinning for up to 0.2 (Intel's OpenMP)
 
 
-class Participant(Protocol):
-    """What runs in a process. It is sent there before it has imported anything."""
+class Participant:
+    """What runs in a process. It is sent there before it has imported anything.
 
-    @property
-    def name(self) -> str:
-        """What it is called in tables."""
+    Attributes:
+        name: What it is called in tables.
+        has_result: Whether there is a result to agree about.
+    """
 
-    @property
-    def has_result(self) -> bool:
-        """Whether there is a result to agree about."""
+    name: str
+    has_result: ClassVar[bool] = True
+    _run: Callable[[], Any]  # what ``load`` makes ready
 
     def check_installed(self) -> None:
         """Raise MissingFrameworkError, with the install line, unless everything needed can be found."""
 
     def prepare(self) -> dict[str, str]:
         """Import what is needed, and return versions, devices and switches."""
+        raise NotImplementedError
 
     def load(self, work: Any, weights: Path) -> None:
         """Get ready to do some work with a weight file."""
+        raise NotImplementedError
 
     def run(self) -> Any:
         """Do the work: what is timed."""
+        return self._run()
 
     def result(self, found: Any) -> Any:
         """Return what ``run`` found, in the form in which it is verified."""
+        return found
 
     def show(self) -> Any:
         """Do it again, and return every step: where the result alone is not enough to verify it."""
+        raise NotImplementedError(f"{self.name} does not show its steps, so a difference cannot be explained")
 
 
 Verify = Callable[[Any, Callable[[], Any]], str]  # takes a result, and what shows its steps; returns its near-ties

@@ -119,12 +119,7 @@ class Timing:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
         races = [times_for_machines(*one) for one in zip(self.works, self.races, self.rates, strict=True)]
-        return {
-            "machine": self.machine,
-            "interrupted": self.interrupted,
-            "exit_code": self.exit_code,
-            "races": races,
-        }
+        return {"machine": self.machine, "interrupted": self.interrupted, "exit_code": self.exit_code, "races": races}
 
 
 def grown(work: Work, axis: str, value: int) -> Work:

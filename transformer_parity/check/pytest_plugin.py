@@ -6,6 +6,7 @@ Loaded by every pytest of the environment, so it imports nothing until a port is
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -189,22 +190,15 @@ def _missing(facts: Iterable[Mapping[str, Any]]) -> list[str]:
     from transformer_parity.compare.findings import Finding
     from transformer_parity.compare.verdict import Asked
 
-    asked: dict[str, list[str]] = {}
-    planned: dict[str, dict[tuple[str, str], int]] = {}
-    findings: list[Finding] = []
-    for fact in facts:
-        port, key = fact["port"], (fact["stage"], fact["dtype"])
-        asked[port] = fact["asked"]
-        if fact["stage"]:
-            of_port = planned.setdefault(port, {})
-            of_port[key] = of_port.get(key, 0) + 1
-            findings += [Finding(**{**entry, "backend": port}) for entry in fact["findings"]]
-    return [
-        why
-        for port, stages in asked.items()
-        for cases in [planned.get(port, {})]
-        for why in Asked(port, stages, tuple({dtype: 0 for _, dtype in cases}), planned=cases).missing(findings)
-    ]
+    missing = []
+    facts = list(facts)
+    for port, stages in {fact["port"]: fact["asked"] for fact in facts}.items():
+        own = [fact for fact in facts if fact["port"] == port and fact["stage"]]
+        planned = Counter((fact["stage"], fact["dtype"]) for fact in own)
+        dtypes = tuple(dict.fromkeys(dtype for _, dtype in planned))
+        findings = [Finding(**{**entry, "backend": port}) for fact in own for entry in fact["findings"]]
+        missing += Asked(port, stages, dtypes, planned=planned).missing(findings)
+    return missing
 
 
 class Cases(pytest.Collector):

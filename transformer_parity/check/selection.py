@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -127,11 +128,7 @@ class Selection:
         """
         dtypes = [dtype for dtype in self.setting.dtypes if dtype in offered or dtype in (self.dtypes or ())]
         stages = self.stages or [stage for stage in STAGES if any(case.stage == stage for case in cases)]
-        planned: dict[tuple[str, str], int] = {}
-        for case in cases:
-            for dtype in dtypes:
-                if dtype in case.dtypes:
-                    planned[case.stage, dtype] = planned.get((case.stage, dtype), 0) + 1
+        planned = Counter((case.stage, dtype) for case in cases for dtype in dtypes if dtype in case.dtypes)
         pairs = self.stages is not None and self.dtypes is not None
         return Asked(port, tuple(stages), tuple(self.dtypes or ()), pairs, planned)
 

@@ -80,9 +80,7 @@ class Blame:
         """The places where a difference was introduced, in the order of computation."""
         return [mark.name for mark in self.marks if mark.verdict == INTRODUCED]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return asdict(self)
+    to_dict = asdict  # the fields as plain values
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,7 @@ class Diagnosis:
     next_error: float = math.inf
     signatures: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return asdict(self)
+    to_dict = asdict  # the fields as plain values
 
 
 def diagnose(
@@ -113,12 +111,7 @@ def reproducing_output(case: Case, actual: Arrays, known: Sequence[Mistake]) -> 
 
 
 def _search(
-    trials: Trials,
-    start: Attempt,
-    known: Sequence[Mistake],
-    progress: Callable[[str], None],
-    *,
-    together: bool = True,
+    trials: Trials, start: Attempt, known: Sequence[Mistake], progress: Callable[[str], None], *, together: bool = True
 ) -> tuple[list[Attempt], list[Attempt]]:
     """Return the hypotheses that reproduce every tensor, and all that were tried: one alone, or several together."""
     singles = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
@@ -204,8 +197,9 @@ def _closer(
     Whatever else is wrong, a hypothesis that is right mostly leaves a smaller error than one that is not. A change is
     one mistake more, or another convention, the config's own among them.
     """
-    own = [Mistake("", "", config={name: getattr(trials.case.config, name)}) for name in _fields(known)]
-    seen = {_parts_of(attempt) for attempt in singles}
+    fields = sorted({name for mistake in known if is_convention(mistake) for name in mistake.config})
+    own = [Mistake("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
+    seen = {_names(attempt.hypothesis.parts) for attempt in singles}
     beam, left = sorted(singles, key=lambda attempt: attempt.worst)[:BEAM], ATTEMPTS
     best = math.inf
     while beam and beam[0].worst < best and left > 0:
@@ -215,9 +209,9 @@ def _closer(
             progress(f"{attempt.hypothesis.name} and another")
             for mistake in (*some, *own):
                 parts = _changed(attempt.hypothesis.parts, mistake, known, trials.case.config)
-                if not parts or frozenset(part.name for part in parts) in seen or left <= 0:
+                if not parts or _names(parts) in seen or left <= 0:
                     continue
-                seen.add(frozenset(part.name for part in parts))
+                seen.add(_names(parts))
                 left -= 1
                 if found := trials.run(Hypothesis(parts)):
                     grown.append(found)
@@ -237,12 +231,8 @@ def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
     return []
 
 
-def _parts_of(attempt: Attempt) -> frozenset[str]:
-    return frozenset(part.name for part in attempt.hypothesis.parts)
-
-
-def _fields(known: Sequence[Mistake]) -> list[str]:
-    return sorted({name for mistake in known if is_convention(mistake) for name in mistake.config})
+def _names(parts: Sequence[Mistake]) -> frozenset[str]:
+    return frozenset(part.name for part in parts)
 
 
 def _changed(
@@ -285,7 +275,7 @@ def _simplest(exact: Sequence[Attempt]) -> list[Attempt]:
     found: dict[frozenset[str], Attempt] = {}
     for attempt in exact:
         if len(attempt.hypothesis.parts) == fewest:
-            found.setdefault(frozenset(part.name for part in attempt.hypothesis.parts), attempt)
+            found.setdefault(_names(attempt.hypothesis.parts), attempt)
     return list(found.values())
 
 

@@ -50,10 +50,8 @@ def signatures(
         return [f"{int(wrong.sum())} of {wrong.size} values are NaN or infinite"]
     if actual.size < ENOUGH or not _wrong(actual, wanted, far).any():
         return []
-    found = list(_masked(actual, wanted))
-    for signature in (_factor, _offset, _permuted):
-        found += signature(actual, wanted, config, weights or {}, far)
-    return [*found, *narrow]
+    found = [*_masked(actual, wanted), *_factor(actual, wanted, far, config)]
+    return [*found, *_offset(actual, wanted, far, weights or {}), *_permuted(actual, wanted, far), *narrow]
 
 
 def places(actual: ndarray, wanted: ndarray, far: float = FAR) -> list[str]:
@@ -68,7 +66,8 @@ def places(actual: ndarray, wanted: ndarray, far: float = FAR) -> list[str]:
     for what, axis in axes.items():
         of_axis = np.asarray(wrong.any(axis=tuple(other for other in range(wrong.ndim) if other != axis)))
         if of_axis.any() and not of_axis.all():
-            found.append(f"{what} {_listed(of_axis)} of {len(of_axis)} are wrong, and no others")
+            listed = _shortened(np.flatnonzero(of_axis).tolist())
+            found.append(f"{what} {listed} of {len(of_axis)} are wrong, and no others")
     return found
 
 
@@ -122,9 +121,7 @@ def _shape(actual: ndarray, wanted: ndarray) -> str:
     return f"the shape must be {list(wanted.shape)}: got {list(actual.shape)}"
 
 
-def _factor(
-    actual: ndarray, wanted: ndarray, config: TransformerConfig, weights: Mapping[str, ndarray], far: float
-) -> Iterator[str]:
+def _factor(actual: ndarray, wanted: ndarray, far: float, config: TransformerConfig) -> Iterator[str]:
     """Find a constant factor."""
     if not actual.any():
         yield "everything is zero"
@@ -155,9 +152,7 @@ def _known_number(ratio: float, config: TransformerConfig) -> str:
     return f", which is {' or '.join(equal)}" if equal else ""
 
 
-def _offset(
-    actual: ndarray, wanted: ndarray, config: TransformerConfig, weights: Mapping[str, ndarray], far: float
-) -> Iterator[str]:
+def _offset(actual: ndarray, wanted: ndarray, far: float, weights: Mapping[str, ndarray]) -> Iterator[str]:
     """Find a vector that is added everywhere, or missing."""
     difference = actual - wanted
     if difference.ndim < 2 or difference.shape[-1] == difference.size:
@@ -176,45 +171,31 @@ def _offset(
     yield "the same vector is added at every position"
 
 
-def _permuted(
-    actual: ndarray, wanted: ndarray, config: TransformerConfig, weights: Mapping[str, ndarray], far: float
-) -> Iterator[str]:
+def _permuted(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
     """Find the right values in the wrong places."""
-    if actual.ndim == 4 and actual.shape[1] > 1:
-        order = _matching(actual, wanted, 1, far)
-        if order is not None:
-            yield f"the heads are in the order {order}"
-            return
-    order = _matching(actual, wanted, actual.ndim - 1, far)
-    if order is not None:
+    if actual.ndim == 4 and actual.shape[1] > 1 and (order := _matching(actual, wanted, 1, far)):
+        yield f"the heads are in the order {order}"
+    elif order := _matching(actual, wanted, actual.ndim - 1, far):
         yield f"the last axis is permuted: {_shortened(order)}"
-        return
-    if actual.ndim >= 3:
-        order = _matching(actual, wanted, actual.ndim - 2, far)
-        if order is not None:
-            yield f"the positions are in the order {_shortened(order)}"
-            return
-    if _close(np.sort(actual, axis=None), np.sort(wanted, axis=None), far):
+    elif actual.ndim >= 3 and (order := _matching(actual, wanted, actual.ndim - 2, far)):
+        yield f"the positions are in the order {_shortened(order)}"
+    elif _close(np.sort(actual, axis=None), np.sort(wanted, axis=None), far):
         yield "the values are right, in other places: as after a reshape without a transpose"
 
 
-def _matching(actual: ndarray, wanted: ndarray, axis: int, far: float) -> list[int] | None:
-    """Return the permutation along an axis that makes both the same, if it is not the identity."""
+def _matching(actual: ndarray, wanted: ndarray, axis: int, far: float) -> list[int]:
+    """Return the permutation along an axis that makes both the same; none if that is the identity, or there is none."""
     mine, theirs = (np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1) for array in (actual, wanted))
     if len(mine) > 512:
-        return None
+        return []
     order = [int(np.abs(theirs - row).max(1).argmin()) for row in mine]
     if order == sorted(order) or len(set(order)) != len(order) or not _close(mine, theirs[order], far):
-        return None
+        return []
     return order
 
 
 def _close(first: ndarray, second: ndarray, far: float) -> bool:
     return bool(np.abs(first - second).max(initial=0.0) <= far * max(float(np.abs(second).max(initial=0.0)), 1e-300))
-
-
-def _listed(chosen: ndarray) -> str:
-    return _shortened(np.flatnonzero(chosen).tolist())
 
 
 def _shortened(numbers: list[int]) -> str:

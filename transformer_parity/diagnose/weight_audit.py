@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -56,9 +55,7 @@ class Fate:
     detail: str = ""
     instead: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return asdict(self)
+    to_dict = asdict  # the fields as plain values
 
 
 class _OverwrittenError(Exception):
@@ -66,10 +63,7 @@ class _OverwrittenError(Exception):
 
 
 def audit(
-    port: Port,
-    case: Case,
-    placement: Placement,
-    progress: Callable[[str], None] = lambda text: None,
+    port: Port, case: Case, placement: Placement, progress: Callable[[str], None] = lambda text: None
 ) -> list[Fate]:
     """Return where every weight of a port is used.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -27,9 +27,6 @@ from transformer_parity.figures.why_measurements import (
     measure_saturation,
     measure_steps,
 )
-
-if TYPE_CHECKING:
-    pass
 
 D_KS = [2**n for n in range(13)]  # 1 ... 4096
 LAYER_D_KS = [2**n for n in range(3, 10)]  # 8 ... 512: heads that divide d_model = 512 among them

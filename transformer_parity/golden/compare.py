@@ -6,6 +6,7 @@ compared with that: A is not taken on trust.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -79,11 +80,8 @@ class Pair:
     @property
     def asked(self) -> Asked:
         """What has to be compared: each stage of A, in the dtypes of B."""
-        planned: dict[tuple[str, str], int] = {}
-        for case in self.cases:
-            for dtype in self.candidate.dtypes:
-                if self.truth.holds(case, dtype):
-                    planned[case.stage, dtype] = planned.get((case.stage, dtype), 0) + 1
+        dtypes = self.candidate.dtypes
+        planned = Counter((case.stage, d) for case in self.cases for d in dtypes if self.truth.holds(case, d))
         held = tuple(dict.fromkeys(case.stage for case in self.cases))
         return Asked(self.backend, held or tuple(self.stages), planned=planned)
 
@@ -122,8 +120,7 @@ def compare_folders(pair: Pair, progress: Progress = lambda text: None) -> Itera
     """
     truth, candidate = pair.truth, pair.candidate
     if problems := vectors.differences(truth, candidate):
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise ValueError(f"{truth.path} and {candidate.path} are not about the same: {shown}")
+        raise ValueError(f"{truth.path} and {candidate.path} are not about the same: {vectors.some(problems)}")
     reference = Reference(ports=2)
     for case in pair.cases:
         for dtype in DTYPES:

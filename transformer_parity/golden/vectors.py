@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -31,12 +31,7 @@ READABLE = (1, 2)  # version 1 called a stage a rung
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 DTYPES = ("float64", "float32")
-COMPONENTS = {
-    ACTIVATIONS: "full model",
-    GRADIENTS: "gradients",
-    STEPS: "optimizer steps",
-    DECODE: "decoding",
-}
+COMPONENTS = {ACTIVATIONS: "full model", GRADIENTS: "gradients", STEPS: "optimizer steps", DECODE: "decoding"}
 KINDS: dict[type, str] = {str: "a string", dict: "an object", list: "a list"}
 Arrays = Mapping[str, ndarray]
 
@@ -236,11 +231,15 @@ def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
     if len(described) < len(record["tensors"]):
         problems.append("a tensor is named twice")
     if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise ValueError(f"{file} is not as {MANIFEST} describes it: {shown}")
+        raise ValueError(f"{file} is not as {MANIFEST} describes it: {some(problems)}")
     for array in tensors.values():
         array.setflags(write=False)
     return {name: tensors[name] for name in described}
+
+
+def some(problems: Sequence[str]) -> str:
+    """Return the first few in one line, and how many more there are."""
+    return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
 
 
 def _entry(fields: Any, name: str, kind: type) -> Any:

@@ -11,9 +11,13 @@ from transformer_parity.mistakes.mistake import (
     SELF,
     Edits,
     Mistake,
+    Table,
+    but,
+    changed,
     in_ports_alone,
     instead,
     swapped,
+    table,
     together,
 )
 
@@ -90,27 +94,19 @@ def forbidden(score: str) -> Edits:
     return {**together(ports, instead("layers", ZEROED, "weights")), "numpy": numpy}
 
 
-CATALOGUE = {
-    "attention": [
-        Mistake("scores not scaled", f"{SELF}.scores", instead("attention", "1.0 / math.sqrt(d_k)", "1.0")),
-        Mistake("scores over d_k", f"{SELF}.scores", instead("attention", "math.sqrt(d_k)", "d_k")),
-        Mistake(
-            "scores over sqrt(d_model)",
-            f"{SELF}.scores",
-            instead("attention", "math.sqrt(d_k)", "math.sqrt(query.shape[1] * d_k)"),
-        ),
-        Mistake(
-            "scores over sqrt(d_v)",
-            f"{SELF}.scores",
-            instead("attention", "d_k = query.shape[-1]", "d_k = value.shape[-1]"),
-            unseen=("preset/torch",),
-        ),
-        Mistake("softmax over the heads", f"{SELF}.weights", softmax_over(1)),
-        Mistake("softmax over the queries", f"{SELF}.weights", softmax_over(-2)),
-        Mistake(
-            "heads split as (d, h)",
-            f"{SELF}.query",
-            instead(
+ENTRIES: dict[str, Table] = {
+    "attention": {
+        f"{SELF}.scores": {
+            "scores not scaled": instead("attention", "1.0 / math.sqrt(d_k)", "1.0"),
+            "scores over d_k": instead("attention", "math.sqrt(d_k)", "d_k"),
+            "scores over sqrt(d_model)": instead("attention", "math.sqrt(d_k)", "math.sqrt(query.shape[1] * d_k)"),
+            "scores over sqrt(d_v)": but(
+                instead("attention", "d_k = query.shape[-1]", "d_k = value.shape[-1]"), unseen=("preset/torch",)
+            ),
+        },
+        f"{SELF}.weights": {"softmax over the heads": softmax_over(1), "softmax over the queries": softmax_over(-2)},
+        f"{SELF}.query": {
+            "heads split as (d, h)": instead(
                 "attention",
                 SPLIT,
                 numpy="x.reshape(batch, length, width // num_heads, num_heads).transpose(0, 3, 1, 2)",
@@ -118,11 +114,7 @@ CATALOGUE = {
                 jax="x.reshape(batch, length, width // num_heads, num_heads).transpose(0, 3, 1, 2)",
                 tf="tf.transpose(tf.reshape(x, [batch, length, width // num_heads, num_heads]), [0, 3, 1, 2])",
             ),
-        ),
-        Mistake(
-            "heads split without a transpose",
-            f"{SELF}.query",
-            instead(
+            "heads split without a transpose": instead(
                 "attention",
                 SPLIT,
                 numpy="x.reshape(batch, num_heads, length, width // num_heads)",
@@ -130,93 +122,70 @@ CATALOGUE = {
                 jax="x.reshape(batch, num_heads, length, width // num_heads)",
                 tf="tf.reshape(x, [batch, num_heads, length, width // num_heads])",
             ),
-        ),
-        Mistake(
-            "heads merged without a transpose",
-            f"{SELF}.output",
-            {
-                "numpy": [("attention", "x.transpose(0, 2, 1, 3).reshape(", "x.reshape(")],
-                "torch": [("attention", "x.transpose(1, 2).reshape(", "x.reshape(")],
-                "jax": [("attention", "x.transpose(0, 2, 1, 3).reshape(", "x.reshape(")],
-                "tf": [("attention", "tf.transpose(x, [0, 2, 1, 3])", "x")],
-            },
-        ),
-        Mistake(
-            "W_o transposed",
-            f"{SELF}.output",
-            instead(
+        },
+        f"{SELF}.output": {
+            "heads merged without a transpose": changed(
                 "attention",
-                "self.output_proj(merge_heads(context))",
-                numpy="(merge_heads(context) @ self.output_proj.kernel.T"
-                " + (0.0 if self.output_proj.bias is None else self.output_proj.bias))",
-                torch="(merge_heads(context) @ self.output_proj.weight + self.output_proj.bias)",
-                jax="(merge_heads(context) @ self.output_proj.kernel[...].T + self.output_proj.bias[...])",
-                tf="merge_heads(context) @ tf.transpose(self.output_proj.kernel) + self.output_proj.bias",
+                ("x.transpose(0, 2, 1, 3).reshape(", "x.reshape("),
+                torch=("x.transpose(1, 2).reshape(", "x.reshape("),
+                tf=("tf.transpose(x, [0, 2, 1, 3])", "x"),
             ),
-            case="preset/torch",  # d_v 8: the matrix is square
-        ),
-        Mistake("key bias missing", f"{SELF}.key", without_bias("key_proj", "memory"), case="preset/torch"),
-        Mistake("value bias missing", f"{SELF}.value", without_bias("value_proj", "memory"), case="preset/torch"),
-        Mistake(
-            "queries and memory of cross-attention swapped",
-            f"{CROSS}.query",
-            instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,"),
-            case="full/source_as_long_as_target",
-        ),
-        Mistake(
-            "W_q and W_k of cross-attention swapped",
-            f"{CROSS}.query",
-            convert=swapped(f"{CROSS}.query_proj.kernel", f"{CROSS}.key_proj.kernel"),
-        ),
-    ],
-    "mask": [
-        Mistake(
-            "no causal mask",
-            f"{CAUSAL}.weights",
-            causal("np.ones((length, length), bool)", "", "positions[:, None] >= 0 * positions[None, :]"),
-        ),
-        Mistake(
-            "causal mask negated",
-            f"{CAUSAL}.weights",
-            instead("transformer", "self_mask = causal_mask(", "self_mask = ~causal_mask("),
-        ),
-        Mistake(
-            "causal mask of the upper triangle",
-            f"{CAUSAL}.weights",
-            causal("np.tri(length, dtype=bool).T", ".triu()", "positions[:, None] <= positions[None, :]"),
-        ),
-        Mistake(
-            "a position does not attend to itself",
-            f"{CAUSAL}.weights",
-            causal("np.tri(length, k=-1, dtype=bool)", ".tril(-1)", "positions[:, None] > positions[None, :]"),
-        ),
-        Mistake(
-            "a position attends to the next one",
-            f"{CAUSAL}.weights",
-            causal("np.tri(length, k=1, dtype=bool)", ".tril(1)", "positions[:, None] + 1 >= positions[None, :]"),
-        ),
-        Mistake(
-            "encoder without padding mask",
-            f"{SELF}.weights",
-            instead("transformer", "self.encoder(x, source_mask[", "self.encoder(x, (source_mask | True)["),
-        ),
-        Mistake(
-            "cross-attention without padding mask",
-            f"{CROSS}.weights",
-            instead("transformer", "cross_mask = source_mask[:, None, None, :]", "cross_mask = None"),
-        ),
-        Mistake(
-            "decoder without padding mask",
-            f"{CAUSAL}.weights",
-            instead("transformer", " & target_mask[:, None, None, :]", "[None, None]"),
-        ),
-        Mistake(
-            "forbidden scores are zero",
-            f"{SELF}.weights",
-            forbidden("0.0"),
-        ),
-    ],
+            "W_o transposed": but(
+                instead(
+                    "attention",
+                    "self.output_proj(merge_heads(context))",
+                    numpy="(merge_heads(context) @ self.output_proj.kernel.T"
+                    " + (0.0 if self.output_proj.bias is None else self.output_proj.bias))",
+                    torch="(merge_heads(context) @ self.output_proj.weight + self.output_proj.bias)",
+                    jax="(merge_heads(context) @ self.output_proj.kernel[...].T + self.output_proj.bias[...])",
+                    tf="merge_heads(context) @ tf.transpose(self.output_proj.kernel) + self.output_proj.bias",
+                ),
+                case="preset/torch",  # d_v 8: the matrix is square
+            ),
+        },
+        (f"{SELF}.key", "preset/torch"): {"key bias missing": without_bias("key_proj", "memory")},
+        (f"{SELF}.value", "preset/torch"): {"value bias missing": without_bias("value_proj", "memory")},
+        f"{CROSS}.query": {
+            "queries and memory of cross-attention swapped": but(
+                instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,"),
+                case="full/source_as_long_as_target",
+            ),
+            "W_q and W_k of cross-attention swapped": but(
+                convert=swapped(f"{CROSS}.query_proj.kernel", f"{CROSS}.key_proj.kernel")
+            ),
+        },
+    },
+    "mask": {
+        f"{CAUSAL}.weights": {
+            "no causal mask": causal(
+                "np.ones((length, length), bool)", "", "positions[:, None] >= 0 * positions[None, :]"
+            ),
+            "causal mask negated": instead("transformer", "self_mask = causal_mask(", "self_mask = ~causal_mask("),
+            "causal mask of the upper triangle": causal(
+                "np.tri(length, dtype=bool).T", ".triu()", "positions[:, None] <= positions[None, :]"
+            ),
+            "a position does not attend to itself": causal(
+                "np.tri(length, k=-1, dtype=bool)", ".tril(-1)", "positions[:, None] > positions[None, :]"
+            ),
+            "a position attends to the next one": causal(
+                "np.tri(length, k=1, dtype=bool)", ".tril(1)", "positions[:, None] + 1 >= positions[None, :]"
+            ),
+            "decoder without padding mask": instead("transformer", " & target_mask[:, None, None, :]", "[None, None]"),
+        },
+        f"{SELF}.weights": {
+            "encoder without padding mask": instead(
+                "transformer", "self.encoder(x, source_mask[", "self.encoder(x, (source_mask | True)["
+            ),
+            "forbidden scores are zero": forbidden("0.0"),
+        },
+        f"{CROSS}.weights": {
+            "cross-attention without padding mask": instead(
+                "transformer", "cross_mask = source_mask[:, None, None, :]", "cross_mask = None"
+            )
+        },
+    },
 }
+CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
 
 FULLY_MASKED = [
     Mistake(name, at, edits, case=case, detail=detail, unseen=("full/padded",))
@@ -227,11 +196,7 @@ FULLY_MASKED = [
     )
     for name, detail, edits in (
         ("forbidden keys share the weight", "", forbidden("-1e9")),
-        (
-            "softmax of nothing but -inf",
-            "values are NaN or infinite",
-            in_ports_alone(forbidden('float("-inf")')),
-        ),
+        ("softmax of nothing but -inf", "values are NaN or infinite", in_ports_alone(forbidden('float("-inf")'))),
     )
 ]
 
@@ -239,48 +204,38 @@ FULLY_MASKED = [
 FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
 FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
 D_K = "    d_k = query.shape[-1]\n"
-FAST = [
-    # With taps on, the result is right.
-    Mistake(name, "output", {port: [("attention", old, new)]}, case=case, path="fast")
-    for port, name, case, old, new in (
-        ("torch", "fused kernel without the mask", "full/padded", FUSED, FUSED.replace("mask", "None")),
-        ("torch", "fused kernel without the scale", "full/padded", FUSED, FUSED.replace("rate", "rate, scale=1.0")),
-        (
-            "torch",
-            "fused kernel that is causal by itself",
-            "full/padded",
-            FUSED,
-            FUSED.replace("mask", "None").replace("rate", "rate, is_causal=query.shape == key.shape"),
-        ),
-        (
-            "torch",
-            "fused kernel with a mask to add",
-            "full/source_all_padding",
-            FUSED,
-            FUSED.replace("mask", "None if mask is None else (~mask).to(query.dtype) * -1e9"),
-        ),
-        ("torch", "fused kernel that always drops", FUSED_CASE.name, " and dropout.training", ""),
-        (
-            "jax",
-            "JAX's own attention",
-            FUSED_CASE.name,
-            D_K,
-            f"""    if tap is no_tap:
+JAX_OWN = f"""    if tap is no_tap:
         from jax.nn import dot_product_attention
 
         query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
         return dot_product_attention(query, key, value, mask=mask).transpose(0, 2, 1, 3)
-{D_K}""",
-        ),
-        (
-            "tf",
-            "Keras' own attention",
-            FUSED_CASE.name,
-            D_K,
-            f"""    if tap is no_tap:
+{D_K}"""
+KERAS_OWN = f"""    if tap is no_tap:
         query, key, value = (tf.transpose(x, [0, 2, 1, 3]) for x in (query, key, value))
         return tf.transpose(keras.ops.dot_product_attention(query, key, value, mask=mask), [0, 2, 1, 3])
-{D_K}""",
-        ),
-    )
-]
+{D_K}"""
+
+
+def fused(mask: str = "mask", rate: str = "rate") -> Edits:
+    """Return an edit of the call of PyTorch's fused kernel."""
+    return changed("attention", torch=(FUSED, FUSED.replace("mask", mask).replace("rate", rate)))
+
+
+FAST = table(
+    {
+        "output": {  # with taps on, the result is right
+            "fused kernel without the mask": fused("None"),
+            "fused kernel without the scale": fused(rate="rate, scale=1.0"),
+            "fused kernel that is causal by itself": fused("None", "rate, is_causal=query.shape == key.shape"),
+            "fused kernel with a mask to add": but(
+                fused("None if mask is None else (~mask).to(query.dtype) * -1e9"), case="full/source_all_padding"
+            ),
+        },
+        ("output", FUSED_CASE.name): {
+            "fused kernel that always drops": changed("attention", torch=(" and dropout.training", "")),
+            "JAX's own attention": changed("attention", jax=(D_K, JAX_OWN)),
+            "Keras' own attention": changed("attention", tf=(D_K, KERAS_OWN)),
+        },
+    },
+    path="fast",
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from transformer_parity.mistakes.mistake import (
-    ALL,
     CROSS,
     ENCODER,
     SELF,
@@ -11,7 +10,11 @@ from transformer_parity.mistakes.mistake import (
     TARGET,
     Edits,
     Mistake,
+    Table,
+    but,
+    changed,
     instead,
+    table,
     together,
 )
 
@@ -22,12 +25,6 @@ ADDED = {
     "jax": "jnp.asarray(encoding, x.dtype)",
     "tf": "tf.cast(encoding, x.dtype)",
 }
-BIASED = {
-    "numpy": "linear(x, kernel, self.bias)",
-    "torch": "else self.weight, self.bias",
-    "jax": "logits + self.bias",
-    "tf": "logits + self.bias",
-}
 GELU = {"torch": '"gelu": F.gelu', "jax": "partial(jax.nn.gelu, approximate=False)", "tf": '"gelu": gelu,'}
 POSITIONED = "self.source_position(self.source_embedding(source_ids))"
 ANSWERED = "self.target_position(self.target_embedding(target_ids))"
@@ -36,177 +33,141 @@ ATTENDED = f"{SUM}self.dropout(attended))"
 NORMED = ' x = tap("self_attention_norm.output"'
 
 
-def norm(numpy: str, torch: str, tf: str) -> Edits:
-    """Return edits that normalise ``x`` in another way, JAX's that of NumPy; ``mean(y)`` keeps the axis."""
-    lines = {
-        "numpy": ["mean = lambda y: y.mean(-1, keepdims=True)", f"return {numpy} * self.scale + self.bias"],
-        "torch": ["mean = lambda y: y.mean(-1, keepdim=True)", f"return {torch} * self.weight + self.bias"],
-        "jax": ["mean = lambda y: y.mean(-1, keepdims=True)", f"return {numpy} * self.scale[...] + self.bias[...]"],
-        "tf": ["mean = lambda y: tf.reduce_mean(y, -1, True)", f"return {tf} * self.gamma + self.beta"],
+def norm(usual: str, **others: str) -> Edits:
+    """Return edits that normalise ``x`` in another way, all packages alike but some; ``mean(y)`` keeps the axis."""
+    means = {
+        **dict.fromkeys(("numpy", "jax"), "y.mean(-1, keepdims=True)"),
+        "torch": "y.mean(-1, keepdim=True)",
+        "tf": "tf.reduce_mean(y, -1, True)",
     }
+    scaled = {
+        "numpy": " * self.scale + self.bias",
+        "torch": " * self.weight + self.bias",
+        "jax": " * self.scale[...] + self.bias[...]",
+        "tf": " * self.gamma + self.beta",
+    }
+    formulas = {**dict.fromkeys(means, usual), "torch": usual.replace("self.epsilon", "self.eps"), **others}
     start = 'if self.kind == "standard":'
-    new = {port: "\n            ".join([start, *those]) for port, those in lines.items()}
-    old = {**dict.fromkeys(ALL, start), "numpy": "normalise = "}
-    return instead("layers", old, **{**new, "numpy": f"{new['numpy']}\n        normalise = "})
+    new = {
+        port: f"{start}\n            mean = lambda y: {mean}\n            return {formulas[port]}{scaled[port]}"
+        for port, mean in means.items()
+    }
+    return changed(
+        "layers",
+        numpy=("normalise = ", f"{new.pop('numpy')}\n        normalise = "),
+        **{port: (start, text) for port, text in new.items()},
+    )
 
 
-def everywhere(new: str) -> Edits:
-    """Return edits of every residual connection of the reference; ``{norm}`` and ``{y}`` are its norm and sub-layer."""
+def everywhere(new: str, old: str = "{norm}(x + {y})") -> Edits:
+    """Return edits of every residual connection of the reference, as in ``forward``; ``{name}`` is the sub-layer's."""
     edits = []
     for stack, names in (
         ("encoder", ["self_attention", "feed_forward"]),
         ("decoder", ["self_attention", "cross_attention", "feed_forward"]),
     ):
         for name in names:
-            norm, y = f"self.{name}_norm", "transformed" if name == "feed_forward" else "attended"
-            edits.append((stack, f"{norm}(x + {y})", new.format(norm=norm, y=y)))
+            y = "transformed" if name == "feed_forward" else "attended"
+            words = {"norm": f"self.{name}_norm", "y": y, "name": name}
+            edits.append((stack, old.format(**words), new.format(**words)))
     return {"numpy": edits}
 
 
-CATALOGUE = {
-    "norm": [
-        Mistake(
-            "pre-norm",
-            f"{SELF}.query",
-            config={"norm_order": "pre"},
-            announced=f"{SELF}_norm.output fired where {SELF}.query was due",
-        ),
-        Mistake("the Annotated Transformer's norm", f"{SELF}_norm.output", config={"layer_norm_kind": "annotated"}),
-        Mistake("epsilon 1e-3", f"{SELF}_norm.output", config={"layer_norm_epsilon": 1e-3}),
-        Mistake("epsilon 1e-5", f"{SELF}_norm.output", config={"layer_norm_epsilon": 1e-5}),
-        Mistake("epsilon 1e-12", f"{SELF}_norm.output", config={"layer_norm_epsilon": 1e-12}),
-        Mistake(
-            "epsilon outside the root",
-            f"{SELF}_norm.output",
-            norm(
-                numpy="(x - mean(x)) / (mean((x - mean(x)) ** 2) ** 0.5 + self.epsilon)",
-                torch="(x - mean(x)) / (mean((x - mean(x)) ** 2).sqrt() + self.eps)",
-                tf="(x - mean(x)) / (mean((x - mean(x)) ** 2) ** 0.5 + self.epsilon)",
-            ),
-        ),
-        Mistake(
-            "unbiased variance",
-            f"{SELF}_norm.output",
-            norm(
-                numpy="(x - mean(x)) / (x.var(-1, ddof=1, keepdims=True) + self.epsilon) ** 0.5",
+ENTRIES: dict[str, Table] = {
+    "norm": {
+        f"{SELF}.query": {
+            "pre-norm": but(
+                config={"norm_order": "pre"}, announced=f"{SELF}_norm.output fired where {SELF}.query was due"
+            )
+        },
+        f"{SELF}_norm.output": {
+            "the Annotated Transformer's norm": but(config={"layer_norm_kind": "annotated"}),
+            "epsilon 1e-3": but(config={"layer_norm_epsilon": 1e-3}),
+            "epsilon 1e-5": but(config={"layer_norm_epsilon": 1e-5}),
+            "epsilon 1e-12": but(config={"layer_norm_epsilon": 1e-12}),
+            "epsilon outside the root": norm("(x - mean(x)) / (mean((x - mean(x)) ** 2) ** 0.5 + self.epsilon)"),
+            "unbiased variance": norm(
+                "(x - mean(x)) / (x.var(-1, ddof=1, keepdims=True) + self.epsilon) ** 0.5",
                 torch="(x - mean(x)) / (x.var(-1, keepdim=True) + self.eps).sqrt()",
                 tf="(x - mean(x)) / (mean((x - mean(x)) ** 2) * x.shape[-1] / (x.shape[-1] - 1) + self.epsilon) ** 0.5",
             ),
-        ),
-        Mistake(
-            "mean not subtracted",
-            f"{SELF}_norm.output",
-            norm(
-                numpy="x / (mean(x**2) + self.epsilon) ** 0.5",
-                torch="x / (mean(x**2) + self.eps).sqrt()",
-                tf="x / (mean(x**2) + self.epsilon) ** 0.5",
-            ),
-        ),
-        Mistake(
-            "a final norm that the config does not have",
-            "encoder.output",
-            instead(
+            "mean not subtracted": norm("x / (mean(x**2) + self.epsilon) ** 0.5"),
+        },
+        "encoder.output": {
+            "a final norm that the config does not have": instead(
                 "encoder",
                 "if self.final_norm is not None:\n            x = self.final_norm(x)",
                 "x = self.layers[-1].feed_forward_norm(x)",
-            ),
-        ),
-    ],
-    "residual": [
-        Mistake("no residual", f"{SELF}_norm.output", instead("encoder", SUM, "self.self_attention_norm(")),
-        Mistake(
-            "norm before the sum",
-            f"{SELF}_norm.output",
-            instead("encoder", SUM, "x + self.self_attention_norm("),
-        ),
-        Mistake(
-            "feed-forward adds the layer's input",
-            f"{ENCODER}.feed_forward_norm.output",
-            together(
+            )
+        },
+    },
+    "residual": {
+        f"{SELF}_norm.output": {
+            "no residual": instead("encoder", SUM, "self.self_attention_norm("),
+            "norm before the sum": instead("encoder", SUM, "x + self.self_attention_norm("),
+        },
+        f"{ENCODER}.feed_forward_norm.output": {
+            "feed-forward adds the layer's input": together(
                 instead("encoder", NORMED, NORMED.replace("x", "y")),
                 instead("encoder", "self.feed_forward(x", "self.feed_forward(y"),
-            ),
-        ),
-        Mistake(
-            "cross-attention adds the layer's input",
-            f"{CROSS}_norm.output",
-            together(
+            )
+        },
+        f"{CROSS}_norm.output": {
+            "cross-attention adds the layer's input": together(
                 instead("decoder", NORMED, NORMED.replace("x", "y")),
                 instead("decoder", "self.cross_attention(x, memory", "self.cross_attention(y, memory"),
-            ),
-        ),
-    ],
-    "embedding": [
-        Mistake("embedding not scaled", SOURCE, config={"scale_embedding": False}),
-        Mistake(
-            "scaled after the positions are added",
-            SOURCE,
-            together(
+            )
+        },
+    },
+    "embedding": {
+        SOURCE: {
+            "embedding not scaled": but(config={"scale_embedding": False}),
+            "scaled after the positions are added": together(
                 instead("embedding", " * self.multiplier", ""),
                 instead("transformer", POSITIONED, f"{POSITIONED} * self.source_embedding.multiplier"),
                 instead("transformer", ANSWERED, f"{ANSWERED} * self.target_embedding.multiplier"),
             ),
-        ),
-        Mistake("no positions", SOURCE, instead("embedding", {k: f"x + {v}" for k, v in ADDED.items()}, "x")),
-        Mistake("positions from 1", SOURCE, config={"position_offset": 1}),
-        Mistake("all sines before the cosines", SOURCE, config={"position_layout": "split"}),
-        Mistake(
-            "sine and cosine swapped",
-            SOURCE,
-            {
-                "numpy": [("embedding", "(np.sin(angles), np.cos(angles))", "(np.cos(angles), np.sin(angles))")],
-                "torch": [("embedding", "(angles.sin(), angles.cos())", "(angles.cos(), angles.sin())")],
-                "jax": [("embedding", "(np.sin(angles), np.cos(angles))", "(np.cos(angles), np.sin(angles))")],
-                "tf": [("embedding", "(tf.sin(angles), tf.cos(angles))", "(tf.cos(angles), tf.sin(angles))")],
-            },
-        ),
-        Mistake("tensor2tensor's wavelengths", SOURCE, config={"position_timescale": "m_minus_1"}),
-        Mistake("exponent doubled", SOURCE, instead("embedding", " / steps)", " * 2 / steps)")),
-        Mistake("exponent rounded down", SOURCE, instead("embedding", " / steps)", " // steps)")),
-        Mistake(
-            "no vector for padding",
-            SOURCE,
-            together(
+            "no positions": instead("embedding", {k: f"x + {v}" for k, v in ADDED.items()}, "x"),
+            "positions from 1": but(config={"position_offset": 1}),
+            "all sines before the cosines": but(config={"position_layout": "split"}),
+            "sine and cosine swapped": changed(
+                "embedding",
+                ("(np.sin(angles), np.cos(angles))", "(np.cos(angles), np.sin(angles))"),
+                torch=("(angles.sin(), angles.cos())", "(angles.cos(), angles.sin())"),
+                tf=("(tf.sin(angles), tf.cos(angles))", "(tf.cos(angles), tf.sin(angles))"),
+            ),
+            "tensor2tensor's wavelengths": but(config={"position_timescale": "m_minus_1"}),
+            "exponent doubled": instead("embedding", " / steps)", " * 2 / steps)"),
+            "exponent rounded down": instead("embedding", " / steps)", " // steps)"),
+            "no vector for padding": together(
                 instead("embedding", "self.multiplier = ", "self.pad_id = config.pad_id\n        self.multiplier = "),
-                instead(
+                changed(
                     "embedding",
-                    " * self.multiplier",
-                    numpy=" * (ids != self.pad_id)[..., None] * self.multiplier",
-                    torch=" * (ids != self.pad_id)[..., None] * self.multiplier",
-                    jax=" * (ids != self.pad_id)[..., None] * self.multiplier",
-                    tf=" * tf.cast(ids != self.pad_id, self.dtype)[..., None] * self.multiplier",
+                    (" * self.multiplier", " * (ids != self.pad_id)[..., None] * self.multiplier"),
+                    tf=(
+                        " * self.multiplier",
+                        " * tf.cast(ids != self.pad_id, self.dtype)[..., None] * self.multiplier",
+                    ),
                 ),
             ),
-        ),
-        Mistake(
-            "target without positions",
-            TARGET,
-            instead(
-                "transformer",
-                "self.target_position(self.target_embedding(target_ids))",
-                "self.target_embedding(target_ids)",
-            ),
-        ),
-        Mistake(
-            "output bias missing",
-            "logits",
-            instead(
-                "embedding", BIASED, numpy="linear(x, kernel)", torch="else self.weight", jax="logits", tf="logits"
-            ),
-            case="full/untied",
-        ),
-    ],
-    "feed-forward": [
-        Mistake(
-            "no activation",
-            f"{ENCODER}.feed_forward.inner",
-            instead("feed_forward", "self.activation(self.inner_proj(x))", "self.inner_proj(x)"),
-        ),
-        Mistake("GELU for ReLU", f"{ENCODER}.feed_forward.inner", config={"activation": "gelu"}),
-        Mistake(
-            "tanh-GELU for GELU",
-            "inner",
-            {
+        },
+        TARGET: {"target without positions": instead("transformer", ANSWERED, "self.target_embedding(target_ids)")},
+        ("logits", "full/untied"): {
+            "output bias missing": changed(
+                "embedding",
+                ("logits + self.bias", "logits"),
+                numpy=("linear(x, kernel, self.bias)", "linear(x, kernel)"),
+                torch=("else self.weight, self.bias", "else self.weight"),
+            )
+        },
+    },
+    "feed-forward": {
+        f"{ENCODER}.feed_forward.inner": {
+            "no activation": instead("feed_forward", "self.activation(self.inner_proj(x))", "self.inner_proj(x)"),
+            "GELU for ReLU": but(config={"activation": "gelu"}),
+        },
+        ("inner", "feed_forward/gelu"): {
+            "tanh-GELU for GELU": {
                 "numpy": [("functional", '"gelu": gelu,', '"gelu": gelu_tanh,')],
                 **instead(
                     "layers",
@@ -215,24 +176,22 @@ CATALOGUE = {
                     jax="jax.nn.gelu",  # tanh-GELU is its default
                     tf='"gelu": gelu_tanh,',
                 ),
-            },
-            case="feed_forward/gelu",
-        ),
-    ],
-    "stack": [
-        Mistake(
-            "one layer many times",
-            "encoder.layers.1.self_attention.query",
-            instead("encoder", "x = layer(", "x = self.layers[0]("),
-        ),
-        Mistake(
-            "only the first layer",
-            "encoder.output",
-            instead("encoder", "enumerate(self.layers)", "enumerate([self.layers[0]])"),
-            announced="missing encoder.layers.1.self_attention.query",
-        ),
-    ],
+            }
+        },
+    },
+    "stack": {
+        "encoder.layers.1.self_attention.query": {
+            "one layer many times": instead("encoder", "x = layer(", "x = self.layers[0](")
+        },
+        "encoder.output": {
+            "only the first layer": but(
+                instead("encoder", "enumerate(self.layers)", "enumerate([self.layers[0]])"),
+                announced="missing encoder.layers.1.self_attention.query",
+            )
+        },
+    },
 }
+CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
 
 
 EVERYWHERE = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from numpy import ndarray
@@ -25,6 +26,7 @@ SOURCE, TARGET = "source_embedding.output", "target_embedding.output"
 
 Edit = tuple[str, str, str]  # module, text that occurs there once, text in its place
 Edits = Mapping[str, list[Edit]]  # by port
+Change = tuple[str, str]  # text that occurs once, text in its place
 Weights = Mapping[str, ndarray]
 
 
@@ -45,6 +47,32 @@ class Mistake:
     unseen: tuple[str, ...] = ()  # dtypes, or other cases, in which the same mistake raises no alarm
     config: Mapping[str, Any] = field(default_factory=dict)  # fields of the config that the port assumes
     convert: Callable[[Weights], Weights] = field(default=dict, repr=False)  # its own inverse
+
+
+Entry = Edits | partial[Mistake]
+Table = Mapping[Any, Mapping[str, Entry]]  # by the tap that must fail, with the case where it is another; by name
+
+
+def but(edits: Edits | None = None, **more: Any) -> partial[Mistake]:
+    """Return an entry of a table that is more than edits, or something else."""
+    return partial(Mistake, **more) if edits is None else partial(Mistake, edits=edits, **more)
+
+
+def table(entries: Table, **common: Any) -> list[Mistake]:
+    """Return the mistakes of a table; what they have in common, an entry may replace."""
+    found = []
+    for place, named in entries.items():
+        at, case = (place, {}) if isinstance(place, str) else (place[0], {"case": place[1]})
+        for name, entry in named.items():
+            make = entry if isinstance(entry, partial) else but(entry)
+            found.append(make(name, at, **{**common, **case, **make.keywords}))
+    return found
+
+
+def changed(module: str, usual: Change | None = None, **others: Change) -> Edits:
+    """Return one edit for each port that has a line of its own, and the usual one, if there is any, for all others."""
+    changes = {**(dict.fromkeys(FOUR, usual) if usual else {}), **others}
+    return {port: [(module, *change)] for port, change in changes.items()}
 
 
 def instead(module: str, old: str | Mapping[str, str], new: str | None = None, **by_port: str) -> Edits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformer_parity.mistakes.mistake import FOUR, Edits, Mistake, instead
+from transformer_parity.mistakes.mistake import FOUR, Edits, Mistake, Table, changed, instead, table
 from transformer_parity.mistakes.training import FIRST, LOSS, NORM, SECOND, WEIGHT, Change, assumed, in_training, later
 
 
@@ -66,12 +66,10 @@ LEFT_OVER = """        before = getattr(self, "left_over", {})
 """
 
 
-CATALOGUE: dict[str, list[Mistake]] = {
-    "accumulation": [
-        Mistake(
-            "mean of the slices' means",
-            LOSS,
-            in_training(
+ENTRIES: dict[str, Table] = {
+    "accumulation": {
+        (LOSS, "steps/sliced"): {
+            "mean of the slices' means": in_training(
                 (
                     "total, _ = self._loss(self.model, part)",
                     "total, tokens = self._loss(self.model, part)\n"
@@ -94,13 +92,10 @@ CATALOGUE: dict[str, list[Mistake]] = {
                     "            of_parameters = {name: array / count for name, array in of_parameters.items()}\n"
                     "            loss = loss + part_loss / count",
                 ),
-            ),
-            case="steps/sliced",
-        ),
-        Mistake(
-            "only the last slice counts",
-            NORM,
-            in_training(
+            )
+        },
+        (NORM, "steps/sliced"): {
+            "only the last slice counts": in_training(
                 ("        loss.backward()", "        self.optimizer.zero_grad()\n        loss.backward()"),
                 (
                     "jnp.add, sums, (total, tokens, gradient))",
@@ -111,30 +106,21 @@ CATALOGUE: dict[str, list[Mistake]] = {
                     "tf.nest.map_structure(tf.add, (sums[0], zeros), self._backward(*part))",
                 ),
                 ("array += gradient[name]", "pass"),
-            ),
-            case="steps/sliced",
-        ),
-        Mistake(
-            "gradients of the step before are still there",
-            later(NORM),
-            in_training(
+            )
+        },
+        (later(NORM), "steps"): {
+            "gradients of the step before are still there": in_training(
                 ("        self.optimizer.zero_grad()\n", ""),
                 None,
                 None,  # where gradients are values, nothing is left over
-                (
-                    "        self._update(gradient, scale)\n",
-                    LEFT_OVER,
-                ),
-            ),
-            case="steps",
-        ),
-    ],
-    "clipping": [
-        Mistake("no clipping", FIRST, assumed(clip_norm=None), case="steps/clipped"),
-        Mistake(
-            "clipped by value",
-            FIRST,
-            in_training(
+                ("        self._update(gradient, scale)\n", LEFT_OVER),
+            )
+        },
+    },
+    "clipping": {
+        (FIRST, "steps/clipped"): {
+            "no clipping": assumed(clip_norm=None),
+            "clipped by value": in_training(
                 (CLIP["torch"], "torch.nn.utils.clip_grad_value_(self.model.parameters(), settings.clip_norm)"),
                 (
                     CLIPPED["jax"],
@@ -151,12 +137,7 @@ CATALOGUE: dict[str, list[Mistake]] = {
                     "            gradient = {name: np.clip(array, *limits) for name, array in gradient.items()}",
                 ),
             ),
-            case="steps/clipped",
-        ),
-        Mistake(
-            "every tensor clipped for itself",
-            FIRST,
-            in_training(
+            "every tensor clipped for itself": in_training(
                 (
                     CLIP["torch"],
                     "[g.mul_(settings.clip_norm / g.norm().clamp(min=settings.clip_norm)) for g in gradient]",
@@ -170,148 +151,95 @@ CATALOGUE: dict[str, list[Mistake]] = {
                     " for name, array in gradient.items()}",
                 ),
             ),
-            case="steps/clipped",
-        ),
-        Mistake(
-            "clipped by the norm of the sum",
-            FIRST,
-            in_training(
+            "clipped by the norm of the sum": in_training(
                 (CLIP["torch"], CLIP["torch"].replace("norm.clamp", "(norm * tokens).clamp")),
                 (CLIP["jax"], CLIP["jax"].replace("(norm", "(norm * tokens")),
                 (CLIP["tf"], CLIP["tf"].replace("(norm", "(norm * count")),
                 (CLIP["numpy"], CLIP["numpy"].replace("(norm", "(norm * int(tokens)")),
             ),
-            case="steps/clipped",
-        ),
-        Mistake(
-            "1e-6 added to the norm, as torch does",
-            FIRST,
-            in_training(
+            "1e-6 added to the norm, as torch does": in_training(
                 (CLIP["torch"], "torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)"),
                 (CLIP["jax"], CLIP["jax"].replace("(norm", "(norm + 1e-6")),
                 (CLIP["tf"], CLIP["tf"].replace("(norm", "(norm + 1e-6")),
                 (CLIP["numpy"], CLIP["numpy"].replace("(norm", "(norm + 1e-6")),
             ),
-            case="steps/clipped",
-        ),
-    ],
-    "schedule": [
-        Mistake(
-            "rate of the next step",
-            WEIGHT,
-            rate("settings.learning_rate(n + 1, self.model.config.d_model)"),
-            case="steps",
-        ),
-        Mistake(
-            "rate of the step before",
-            later(WEIGHT),  # the first step has none before it
-            rate("settings.learning_rate(max(n - 1, 1), self.model.config.d_model)"),
-            case="steps",
-        ),
-        Mistake(
-            "warm-up to the power of -1",
-            WEIGHT,
-            rate("settings.learning_rate(n, self.model.config.d_model) * settings.warmup_steps**0.5"),
-            case="steps",
-        ),
-        Mistake("not divided by sqrt(d_model)", WEIGHT, rate("settings.learning_rate(n, 1)"), case="steps"),
-        Mistake("factor forgotten", WEIGHT, assumed(learning_rate_factor=1.0), case="steps"),
-        Mistake("cool-down forgotten", later(WEIGHT), assumed(cooldown_steps=0), case="steps"),
-        Mistake(
-            "learning rate applied twice",
-            WEIGHT,
-            adam(
+        }
+    },
+    "schedule": {
+        (WEIGHT, "steps"): {
+            "rate of the next step": rate("settings.learning_rate(n + 1, self.model.config.d_model)"),
+            "warm-up to the power of -1": rate(
+                "settings.learning_rate(n, self.model.config.d_model) * settings.warmup_steps**0.5"
+            ),
+            "not divided by sqrt(d_model)": rate("settings.learning_rate(n, 1)"),
+            "factor forgotten": assumed(learning_rate_factor=1.0),
+            "learning rate applied twice": adam(
                 ('p -= group["lr"]', 'p -= group["lr"] ** 2'),
                 ('numbers["learning_rate"] *', 'numbers["learning_rate"] ** 2 *'),
                 ("assign_sub(learning_rate *", "assign_sub(learning_rate**2 *"),
                 ("-= learning_rate *", "-= learning_rate**2 *"),
             ),
-            case="steps",
-        ),
-    ],
-    "Adam": [
-        Mistake("beta2 0.999", SECOND, assumed(beta2=0.999), case="steps"),
-        Mistake("betas swapped", FIRST, assumed(beta1=0.98, beta2=0.9), case="steps"),
-        Mistake("epsilon 1e-8", WEIGHT, assumed(epsilon=1e-8), case="steps"),
-        Mistake(
-            "epsilon inside the root",
-            WEIGHT,
-            adam(
-                ("(v_hat.sqrt() + settings.epsilon)", "(v_hat + settings.epsilon).sqrt()"),
-                ("(jnp.sqrt(v_hat) + settings.epsilon)", "jnp.sqrt(v_hat + settings.epsilon)"),
-                ("(tf.sqrt(v / correction2) + settings.epsilon)", "tf.sqrt(v / correction2 + settings.epsilon)"),
-                ("(np.sqrt(v_hat) + settings.epsilon)", "np.sqrt(v_hat + settings.epsilon)"),
-            ),
-            case="steps",
-        ),
-        Mistake(
-            "epsilon added before the correction, as Keras does",
-            WEIGHT,
-            adam(
-                ("+ settings.epsilon", "+ settings.epsilon / (1.0 - settings.beta2**self.step) ** 0.5"),
-                ("+ settings.epsilon", '+ settings.epsilon / numbers["second_correction"] ** 0.5'),
-                ("+ settings.epsilon", "+ settings.epsilon / correction2**0.5"),
-                ("+ settings.epsilon", "+ settings.epsilon / (1.0 - settings.beta2**self.step) ** 0.5"),
-            ),
-            case="steps/large_epsilon",
-        ),
-        Mistake(
-            "first moment not corrected",
-            WEIGHT,
-            adam(
-                ("m / (1.0 - settings.beta1**self.step)", "m"),
-                ('m / numbers["first_correction"]', "m"),
-                ("(m / correction1)", "m"),
-                ("m / (1.0 - settings.beta1**self.step)", "m"),
-            ),
-            case="steps",
-        ),
-        Mistake(
-            "second moment not corrected",
-            WEIGHT,
-            adam(
-                ("v / (1.0 - settings.beta2**self.step)", "v"),
-                ('v / numbers["second_correction"]', "v"),
-                ("v / correction2", "v"),
-                ("v / (1.0 - settings.beta2**self.step)", "v"),
-            ),
-            case="steps",
-        ),
-        Mistake(
-            "second moment of g instead of its square",
-            SECOND,
-            adam(
-                ("(g * g - v)", "(abs(g) - v)"),
-                ("(g * g - v)", "(abs(g) - v)"),
-                ("(g * g - v)", "(abs(g) - v)"),
-                ("(g * g - v)", "(abs(g) - v)"),
-            ),
-            case="steps",
-        ),
-        Mistake(
-            "second moment never falls, as in AMSGrad",
-            later(SECOND),
-            adam(
-                ("(g * g - v)", "(g * g - v).clamp(min=0.0)"),
-                ("(g * g - v)", "jnp.maximum(g * g - v, 0.0)"),
-                ("(g * g - v)", "tf.maximum(g * g - v, 0.0)"),
-                ("(g * g - v)", "np.maximum(g * g - v, 0.0)"),
-            ),
-            case="steps",
-        ),
-        Mistake(
-            "weight decay left on",
-            FIRST,
-            in_training(
+        },
+        (later(WEIGHT), "steps"): {
+            # The first step has none before it.
+            "rate of the step before": rate("settings.learning_rate(max(n - 1, 1), self.model.config.d_model)"),
+            "cool-down forgotten": assumed(cooldown_steps=0),
+        },
+    },
+    "Adam": {
+        (SECOND, "steps"): {
+            "beta2 0.999": assumed(beta2=0.999),
+            "second moment of g instead of its square": adam(*4 * [("(g * g - v)", "(abs(g) - v)")]),
+        },
+        (FIRST, "steps"): {
+            "betas swapped": assumed(beta1=0.98, beta2=0.9),
+            "weight decay left on": in_training(
                 ("fused=True", "fused=True, weight_decay=0.01"),
                 ("scale * g, numbers)", "scale * g + 0.01 * parameters[name], numbers)"),
                 ("gradient, strict=True):\n", "gradient, strict=True):\n            g = g + 0.01 * parameter\n"),
                 ("g *= scale\n", "g = scale * g + 0.01 * theta\n"),
             ),
-            case="steps",
-        ),
-    ],
+        },
+        (WEIGHT, "steps"): {
+            "epsilon 1e-8": assumed(epsilon=1e-8),
+            "epsilon inside the root": adam(
+                ("(v_hat.sqrt() + settings.epsilon)", "(v_hat + settings.epsilon).sqrt()"),
+                ("(jnp.sqrt(v_hat) + settings.epsilon)", "jnp.sqrt(v_hat + settings.epsilon)"),
+                ("(tf.sqrt(v / correction2) + settings.epsilon)", "tf.sqrt(v / correction2 + settings.epsilon)"),
+                ("(np.sqrt(v_hat) + settings.epsilon)", "np.sqrt(v_hat + settings.epsilon)"),
+            ),
+            "first moment not corrected": adam(
+                ("m / (1.0 - settings.beta1**self.step)", "m"),
+                ('m / numbers["first_correction"]', "m"),
+                ("(m / correction1)", "m"),
+                ("m / (1.0 - settings.beta1**self.step)", "m"),
+            ),
+            "second moment not corrected": adam(
+                ("v / (1.0 - settings.beta2**self.step)", "v"),
+                ('v / numbers["second_correction"]', "v"),
+                ("v / correction2", "v"),
+                ("v / (1.0 - settings.beta2**self.step)", "v"),
+            ),
+        },
+        (WEIGHT, "steps/large_epsilon"): {
+            "epsilon added before the correction, as Keras does": adam(
+                ("+ settings.epsilon", "+ settings.epsilon / (1.0 - settings.beta2**self.step) ** 0.5"),
+                ("+ settings.epsilon", '+ settings.epsilon / numbers["second_correction"] ** 0.5'),
+                ("+ settings.epsilon", "+ settings.epsilon / correction2**0.5"),
+                ("+ settings.epsilon", "+ settings.epsilon / (1.0 - settings.beta2**self.step) ** 0.5"),
+            )
+        },
+        (later(SECOND), "steps"): {
+            "second moment never falls, as in AMSGrad": adam(
+                ("(g * g - v)", "(g * g - v).clamp(min=0.0)"),
+                ("(g * g - v)", "jnp.maximum(g * g - v, 0.0)"),
+                ("(g * g - v)", "tf.maximum(g * g - v, 0.0)"),
+                ("(g * g - v)", "np.maximum(g * g - v, 0.0)"),
+            )
+        },
+    },
 }
+CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
 
 CONTROLS = [
     # Equivalent ways to write the same: no alarm.
@@ -325,12 +253,11 @@ CONTROLS = [
     Mistake(
         "scores less their largest, which has no gradient",
         "",
-        instead(
+        changed(
             "layers",
-            {"torch": "scores.masked_fill(~mask", "jax": "jnp.where(mask, wide,", "tf": "tf.where(mask, wide,"},
-            torch="(scores - scores.amax(-1, keepdim=True).detach()).masked_fill(~mask",
-            jax="jnp.where(mask, wide - jax.lax.stop_gradient(wide.max(-1, keepdims=True)),",
-            tf="tf.where(mask, wide - tf.stop_gradient(tf.reduce_max(wide, -1, keepdims=True)),",
+            torch=("scores.masked_fill(~mask", "(scores - scores.amax(-1, keepdim=True).detach()).masked_fill(~mask"),
+            jax=("mask, wide,", "mask, wide - jax.lax.stop_gradient(wide.max(-1, keepdims=True)),"),
+            tf=("mask, wide,", "mask, wide - tf.stop_gradient(tf.reduce_max(wide, -1, keepdims=True)),"),
         ),
     ),
 ]

@@ -7,27 +7,30 @@ import numpy as np
 from transformer_parity.compare.findings import IMPRECISE
 from transformer_parity.mistakes.attention import LOWEST, WIDENED
 from transformer_parity.mistakes.layers import ADDED, GELU, norm
-from transformer_parity.mistakes.mistake import ENCODER, SELF, SOURCE, Mistake, in_ports_alone, instead, together
+from transformer_parity.mistakes.mistake import (
+    ENCODER,
+    SELF,
+    SOURCE,
+    Mistake,
+    but,
+    changed,
+    in_ports_alone,
+    instead,
+    table,
+    together,
+)
 
 PRODUCT = {"torch": "query @ key.mT", "jax": "query @ key.mT", "tf": "tf.matmul(query, key, transpose_b=True)"}
 FACTOR = "1.0 / math.sqrt(d_k)"
 SCALE = f" * ({FACTOR})"
 FREQUENCIES = "[:, None] * frequencies"
-FLOAT32_FREQUENCIES = instead(
+FLOAT32_FREQUENCIES = changed(
     "embedding",
-    FREQUENCIES,
-    numpy=f'{FREQUENCIES}.astype("float32")',
-    torch=f"{FREQUENCIES}.float().double()",
-    jax=f'{FREQUENCIES}.astype("float32")',
-    tf="[:, None] * tf.cast(tf.cast(frequencies, tf.float32), tf.float64)",
+    (FREQUENCIES, f'{FREQUENCIES}.astype("float32")'),
+    torch=(FREQUENCIES, f"{FREQUENCIES}.float().double()"),
+    tf=(FREQUENCIES, "[:, None] * tf.cast(tf.cast(frequencies, tf.float32), tf.float64)"),
 )
-FAST_VARIANCE = in_ports_alone(
-    norm(
-        numpy="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5",
-        torch="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.eps).sqrt()",
-        tf="(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5",
-    )
-)
+FAST_VARIANCE = in_ports_alone(norm("(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5"))
 TF32 = {  # rounds float32 factors as a GPU does, and no wider ones
     "torch": """def tf32(x):
     import torch
@@ -49,116 +52,87 @@ START = "def scaled_dot_product_attention("
 
 PRECISION = [
     # Right formulas, computed with too few bits.
-    Mistake(
-        "scores in TensorFloat32",
-        f"{SELF}.scores",
-        together(
-            instead("attention", START, **{port: f"{text}\n\n{START}" for port, text in TF32.items()}),
-            instead(
-                "attention",
-                PRODUCT,
-                torch="tf32(query) @ tf32(key).mT",
-                jax="tf32(query) @ tf32(key).mT",
-                tf="tf.matmul(tf32(query), tf32(key), transpose_b=True)",
-            ),
-        ),
+    *table(
+        {
+            f"{SELF}.scores": {
+                "scores in TensorFloat32": but(
+                    together(
+                        instead("attention", START, **{port: f"{text}\n\n{START}" for port, text in TF32.items()}),
+                        changed(
+                            "attention",
+                            **dict.fromkeys(("torch", "jax"), ("query @ key.mT", "tf32(query) @ tf32(key).mT")),
+                            tf=(PRODUCT["tf"], "tf.matmul(tf32(query), tf32(key), transpose_b=True)"),
+                        ),
+                    ),
+                    unseen=("float64",),
+                )
+            },
+            ("output", "layer_norm/standard"): {
+                "variance as E[x^2] - E[x]^2": but(FAST_VARIANCE, unseen=("full/padded",))
+            },
+            f"{SELF}.context": {
+                "context in bfloat16": changed(
+                    "attention", torch=("weights @ value", "(weights.bfloat16() @ value.bfloat16()).to(value.dtype)")
+                )
+            },
+            f"{SELF}_norm.output": {
+                "mean in float16": in_ports_alone(
+                    norm(
+                        "(x - mean(x.astype('float16'))) / (mean((x - mean(x)) ** 2) + self.epsilon) ** 0.5",
+                        torch="(x - mean(x.half()).to(x.dtype)) / (mean((x - mean(x)) ** 2) + self.eps).sqrt()",
+                        tf="(x - tf.cast(mean(tf.cast(x, 'float16')), x.dtype))"
+                        " / (mean((x - mean(x)) ** 2) + self.epsilon) ** 0.5",
+                    )
+                )
+            },
+            ("output", "embedding/long_positions"): {
+                "long positions from float32 frequencies": FLOAT32_FREQUENCIES,
+                "long positions from bfloat16 frequencies": but(
+                    changed("embedding", torch=(FREQUENCIES, f"{FREQUENCIES}.bfloat16()")), dtype="bfloat16"
+                ),
+            },
+        },
         dtype="float32",
-        verdict=IMPRECISE,
-        unseen=("float64",),
-    ),
-    Mistake(
-        "variance as E[x^2] - E[x]^2",
-        "output",
-        FAST_VARIANCE,
-        case="layer_norm/standard",
-        dtype="float32",
-        verdict=IMPRECISE,
-        unseen=("full/padded",),
-    ),
-    Mistake(
-        "context in bfloat16",
-        f"{SELF}.context",
-        {"torch": [("attention", "weights @ value", "(weights.bfloat16() @ value.bfloat16()).to(value.dtype)")]},
-        dtype="float32",
-        verdict=IMPRECISE,
-    ),
-    Mistake(
-        "mean in float16",
-        f"{SELF}_norm.output",
-        in_ports_alone(
-            norm(
-                numpy="(x - mean(x.astype('float16'))) / (mean((x - mean(x)) ** 2) + self.epsilon) ** 0.5",
-                torch="(x - mean(x.half()).to(x.dtype)) / (mean((x - mean(x)) ** 2) + self.eps).sqrt()",
-                tf="(x - tf.cast(mean(tf.cast(x, 'float16')), x.dtype))"
-                " / (mean((x - mean(x)) ** 2) + self.epsilon) ** 0.5",
-            )
-        ),
-        dtype="float32",
-        verdict=IMPRECISE,
-    ),
-    Mistake(
-        "long positions from float32 frequencies",
-        "output",
-        FLOAT32_FREQUENCIES,
-        case="embedding/long_positions",
-        dtype="float32",
-        verdict=IMPRECISE,
-    ),
-    Mistake(
-        "long positions from bfloat16 frequencies",
-        "output",
-        {"torch": [("embedding", FREQUENCIES, f"{FREQUENCIES}.bfloat16()")]},
-        case="embedding/long_positions",
-        dtype="bfloat16",
         verdict=IMPRECISE,
     ),
     # One part of a float64 model in float32: wrong there, and right in a float32 model.
-    Mistake("positions from float32 frequencies", SOURCE, FLOAT32_FREQUENCIES, unseen=("float32",)),
-    Mistake(
-        "a table of positions in float32",
-        SOURCE,
-        instead(
-            "embedding",
-            ADDED,
-            numpy=ADDED["numpy"].replace(".astype(x", ".astype('float32').astype(x"),
-            torch="encoding.float().to(x.dtype)",
-            jax='jnp.asarray(encoding.astype("float32"), x.dtype)',
-            tf="tf.cast(tf.cast(encoding, tf.float32), x.dtype)",
-        ),
-        unseen=("float32",),
-    ),
-    Mistake(
-        "softmax in float32",
-        f"{SELF}.weights",
-        instead("layers", WIDENED, torch="torch.float32", jax="jnp.float32", tf="tf.float32"),
-        unseen=("float32",),
-    ),
-    Mistake(
-        "scale in float32",
-        f"{SELF}.scores",
-        instead(
-            "attention",
-            FACTOR,
-            numpy=f"float(np.float32({FACTOR}))",
-            torch=f"query.new_tensor({FACTOR}).float().item()",
-            tf=f"tf.cast({FACTOR}, query.dtype)",  # TensorFlow reads a Python number as float32
-        ),
-        unseen=("float32",),
-    ),
-    Mistake(
-        "epsilon in float32",
-        f"{ENCODER}.feed_forward_norm.output",  # the first whose variance is as small as epsilon
-        config={"layer_norm_epsilon": float(np.float32(1e-6))},
-        unseen=("float32",),
-    ),
-    Mistake(
-        "TensorFlow's own GELU",
-        "inner",
+    *table(
         {
-            "numpy": [("functional", "_erf(x * math.sqrt(0.5))", "_erf(x * float(np.float32(math.sqrt(0.5))))")],
-            "tf": [("layers", GELU["tf"], '"gelu": tf.nn.gelu,')],
+            SOURCE: {
+                "positions from float32 frequencies": FLOAT32_FREQUENCIES,
+                "a table of positions in float32": instead(
+                    "embedding",
+                    ADDED,
+                    numpy=ADDED["numpy"].replace(".astype(x", ".astype('float32').astype(x"),
+                    torch="encoding.float().to(x.dtype)",
+                    jax='jnp.asarray(encoding.astype("float32"), x.dtype)',
+                    tf="tf.cast(tf.cast(encoding, tf.float32), x.dtype)",
+                ),
+            },
+            f"{SELF}.weights": {
+                "softmax in float32": instead(
+                    "layers", WIDENED, torch="torch.float32", jax="jnp.float32", tf="tf.float32"
+                )
+            },
+            f"{SELF}.scores": {
+                "scale in float32": instead(
+                    "attention",
+                    FACTOR,
+                    numpy=f"float(np.float32({FACTOR}))",
+                    torch=f"query.new_tensor({FACTOR}).float().item()",
+                    tf=f"tf.cast({FACTOR}, query.dtype)",  # TensorFlow reads a Python number as float32
+                )
+            },
+            f"{ENCODER}.feed_forward_norm.output": {  # the first whose variance is as small as epsilon
+                "epsilon in float32": but(config={"layer_norm_epsilon": float(np.float32(1e-6))})
+            },
+            ("inner", "feed_forward/gelu"): {
+                "TensorFlow's own GELU": {
+                    **changed("functional", numpy=("math.sqrt(0.5)", "float(np.float32(math.sqrt(0.5)))")),
+                    **changed("layers", tf=(GELU["tf"], '"gelu": tf.nn.gelu,')),
+                }
+            },
         },
-        case="feed_forward/gelu",
         unseen=("float32",),
     ),
 ]
@@ -188,16 +162,11 @@ CONTROLS = [
     Mistake(
         "a mask to add",
         "",
-        instead(
+        changed(
             "layers",
-            {
-                "torch": f"scores.masked_fill(~mask, {LOWEST['torch']})",
-                "jax": f"jnp.where(mask, wide, {LOWEST['jax']})",
-                "tf": f"tf.where(mask, wide, {LOWEST['tf']})",
-            },
-            torch="(scores + (~mask) * -1e9)",
-            jax="wide + (~mask) * -1e9",
-            tf="wide + tf.cast(~mask, wide.dtype) * -1e9",
+            torch=(f"scores.masked_fill(~mask, {LOWEST['torch']})", "(scores + (~mask) * -1e9)"),
+            jax=(f"jnp.where(mask, wide, {LOWEST['jax']})", "wide + (~mask) * -1e9"),
+            tf=(f"tf.where(mask, wide, {LOWEST['tf']})", "wide + tf.cast(~mask, wide.dtype) * -1e9"),
         ),
     ),
 ]

@@ -1,4 +1,4 @@
-"""Mistakes of the model that were reported in threads of published ports, by part; each with the thread it is from."""
+"""Mistakes of the model that were reported in threads of published ports (see docs/reported-mistakes.md), by part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.mistakes.attention import ZEROED, forbidden
-from transformer_parity.mistakes.layers import ANSWERED, ATTENDED, POSITIONED, SUM, norm
+from transformer_parity.mistakes.layers import ANSWERED, ATTENDED, POSITIONED, SUM, everywhere, norm
 from transformer_parity.mistakes.mistake import (
     ALL,
     CAUSAL,
@@ -19,7 +19,11 @@ from transformer_parity.mistakes.mistake import (
     TARGET,
     Edits,
     Mistake,
+    Table,
+    but,
+    changed,
     instead,
+    table,
     together,
 )
 from transformer_parity.mistakes.structure import LOGITS
@@ -47,8 +51,11 @@ WAVES = {
     "jax": "(np.sin(angles), np.cos(angles))",
     "tf": "(tf.sin(angles), tf.cos(angles))",
 }
-OUTPUT = {**dict.fromkeys(ALL, "self.output_proj(self.dropout(inner))")}
-OUTPUT["numpy"] = "self.output_proj(self.dropout(inner, rng, tap))"
+OUTPUT = {
+    **dict.fromkeys(ALL, "self.output_proj(self.dropout(inner))"),
+    "numpy": "self.output_proj(self.dropout(inner, rng, tap))",
+}
+ACTIVATED_LATE = instead("feed_forward", OUTPUT, **{port: f"self.activation({x})" for port, x in OUTPUT.items()})
 RELU = {"numpy": '"relu": relu,', "torch": '"relu": F.relu', "jax": '"relu": jax.nn.relu', "tf": '"relu": tf.nn.relu'}
 TF_LOGITS = 'tap("logits", self.output_proj(x, table=tf.convert_to_tensor(self.target_embedding.table)))'
 LOG_SOFTMAX = {"numpy": "log_softmax", "torch": "nn.functional.log_softmax", "jax": "jax.nn.log_softmax"}
@@ -126,75 +133,49 @@ ORDER = """    if mask is not None:
         mask = {taken}
     if mask is None:"""
 
-CATALOGUE = {
-    "attention": [
-        # Kyubyong/transformer#4
-        Mistake(
-            "ReLU on the projections",
-            f"{SELF}.query",
-            together(
+ENTRIES: dict[str, Table] = {
+    "attention": {
+        f"{SELF}.query": {
+            "ReLU on the projections": together(
                 rectified("query_proj", "query"), rectified("key_proj", "memory"), rectified("value_proj", "memory")
-            ),
-        ),
-        # jadore801120/attention-is-all-you-need-pytorch#7, gazelle93/Transformer-Various-Positional-Encoding#1
-        Mistake(
-            "heads and sentences taken for each other when merged",
-            f"{SELF}.output",
-            {
-                **instead(
-                    "attention",
-                    "x.transpose(0, 2, 1, 3).reshape(",
-                    **dict.fromkeys(("numpy", "jax"), "x.transpose(1, 0, 2, 3).reshape("),
-                ),
-                **instead("attention", "x.transpose(1, 2).reshape(", torch="x.transpose(0, 1).reshape("),
-                **instead("attention", "tf.transpose(x, [0, 2, 1, 3])", tf="tf.transpose(x, [1, 0, 2, 3])"),
-            },
-        ),
-        # ml-explore/mlx#3382
-        Mistake(
-            "the cross-attention's query is not normed",
-            f"{CROSS}.query",
-            instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(attended, memory,"),
-        ),
-        # keitakurita/Practical_NLP_in_PyTorch#1
-        Mistake(
-            "cross-attention reads the target",
-            f"{CROSS}.key",
-            instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(x, x,"),
-            case="full/source_as_long_as_target",
-        ),
-    ],
-    "mask": [
-        # hyunwoongko/transformer#40
-        Mistake(
-            "the target's padding mask over the queries",
-            f"{CAUSAL}.weights",
-            instead("transformer", " & target_mask[:, None, None, :]", " & target_mask[:, None, :, None]"),
-        ),
-        Mistake(
-            "the source's padding mask over the queries",
-            f"{SELF}.weights",
-            instead(
+            )
+        },
+        f"{SELF}.output": {
+            "heads and sentences taken for each other when merged": changed(
+                "attention",
+                ("x.transpose(0, 2, 1, 3).reshape(", "x.transpose(1, 0, 2, 3).reshape("),
+                torch=("x.transpose(1, 2).reshape(", "x.transpose(0, 1).reshape("),
+                tf=("tf.transpose(x, [0, 2, 1, 3])", "tf.transpose(x, [1, 0, 2, 3])"),
+            )
+        },
+        f"{CROSS}.query": {
+            "the cross-attention's query is not normed": instead(
+                "decoder", "self.cross_attention(x, memory,", "self.cross_attention(attended, memory,"
+            )
+        },
+        (f"{CROSS}.key", "full/source_as_long_as_target"): {
+            "cross-attention reads the target": instead(
+                "decoder", "self.cross_attention(x, memory,", "self.cross_attention(x, x,"
+            )
+        },
+    },
+    "mask": {
+        f"{CAUSAL}.weights": {
+            "the target's padding mask over the queries": instead(
+                "transformer", " & target_mask[:, None, None, :]", " & target_mask[:, None, :, None]"
+            )
+        },
+        f"{SELF}.weights": {
+            "the source's padding mask over the queries": instead(
                 "transformer",
                 "self.encoder(x, source_mask[:, None, None, :]",
                 "self.encoder(x, source_mask[:, None, :, None]",
             ),
-        ),
-        # mlwithme/TransformerTranslation#6, InseeFrLab/torchTextClassifiers#92
-        Mistake(
-            "padding mask negated",
-            f"{SELF}.weights",
-            instead("transformer", "self.encoder(x, source_mask[", "self.encoder(x, (~source_mask)["),
-        ),
-        # opendilab/DI-engine#333
-        Mistake(
-            "no mask has an effect", f"{SELF}.weights", instead("attention", MASKED, "masked_softmax(scores, None")
-        ),
-        # mlverse/torch#1208
-        Mistake(
-            "a boolean mask added as numbers",
-            f"{SELF}.weights",
-            {
+            "padding mask negated": instead(
+                "transformer", "self.encoder(x, source_mask[", "self.encoder(x, (~source_mask)["
+            ),
+            "no mask has an effect": instead("attention", MASKED, "masked_softmax(scores, None"),
+            "a boolean mask added as numbers": {
                 **together(
                     instead(
                         "layers",
@@ -207,12 +188,7 @@ CATALOGUE = {
                 ),
                 **instead("functional", ALLOWED, numpy="scores + mask"),
             },
-        ),
-        # huggingface/pytorch-image-models#2236, autosome-ru/vigg_ribonanza#1
-        Mistake(
-            "mask applied after the softmax",
-            f"{SELF}.weights",
-            {
+            "mask applied after the softmax": {
                 **instead("layers", {port: ALLOWED[port] for port in ALL}, torch="scores", jax="wide", tf="wide"),
                 "numpy": [
                     ("functional", ALLOWED["numpy"], "scores + 0.0"),
@@ -223,14 +199,8 @@ CATALOGUE = {
                     ),
                 ],
             },
-        ),
-        # Shujun-He/RibonanzaNet#5, awslabs/gluonts#1401
-        Mistake("forbidden scores are -1e-9", f"{SELF}.weights", forbidden("-1e-9")),
-        # lsdefine/attention-is-all-you-need-keras#36, sooftware/attentions#4
-        Mistake(
-            "masks repeated in another order than the heads",
-            f"{SELF}.weights",
-            {
+            "forbidden scores are -1e-9": forbidden("-1e-9"),
+            "masks repeated in another order than the heads": {
                 **instead(
                     "layers",
                     "    if mask is None:",
@@ -238,128 +208,88 @@ CATALOGUE = {
                     jax=ORDER.format(arange="jnp.arange", taken="mask[rows, 0]"),
                     tf=ORDER.format(arange="tf.range", taken="tf.gather(mask[:, 0], rows)"),
                 ),
-                "numpy": [
-                    (
-                        "functional",
+                **changed(
+                    "functional",
+                    numpy=(
                         "np.where(mask, inf",
                         "np.where(mask[(np.arange(len(scores))[:, None] + len(scores) * np.arange(scores.shape[1]))"
                         " // scores.shape[1], 0], inf",
-                    )
-                ],
+                    ),
+                ),
             },
-        ),
-        # keras-team/keras-io#1964, Kamichanw/SeekDeeper#3
-        Mistake(
-            "cross-attention has the target's padding mask",
-            f"{CROSS}.weights",
-            instead("transformer", CROSS_MASK, CROSS_MASK.replace("source", "target")),
-            case="full/source_as_long_as_target",
-        ),
-        # keras-team/keras-io#1046
-        Mistake(
-            "cross-attention is causal",
-            f"{CROSS}.weights",
-            instead("transformer", CROSS_MASK, f"{CROSS_MASK} & causal_mask(target_ids.shape[1])"),
-            case="full/source_as_long_as_target",
-        ),
-        # keras-team/keras-hub#137
-        Mistake(
-            "only the first layer has the mask",
-            "encoder.layers.1.self_attention.weights",
-            {
-                **instead("encoder", "layer(x, mask, within", "layer(x, None if i else mask, within"),
-                **instead("encoder", "layer(x, mask=mask, tap", tf="layer(x, mask=None if i else mask, tap"),
-            },
-        ),
-    ],
-    "norm": [
-        # Qualcomm-AI-research/geometric-algebra-transformer#8
-        Mistake(
-            "normalised over the whole sentence",
-            f"{SELF}_norm.output",
-            norm(
-                numpy="(x - x.mean((1, 2), keepdims=True)) / (x.var((1, 2), keepdims=True) + self.epsilon) ** 0.5",
+        },
+        (f"{CROSS}.weights", "full/source_as_long_as_target"): {
+            "cross-attention has the target's padding mask": instead(
+                "transformer", CROSS_MASK, CROSS_MASK.replace("source", "target")
+            ),
+            "cross-attention is causal": instead(
+                "transformer", CROSS_MASK, f"{CROSS_MASK} & causal_mask(target_ids.shape[1])"
+            ),
+        },
+        "encoder.layers.1.self_attention.weights": {
+            "only the first layer has the mask": changed(
+                "encoder",
+                ("layer(x, mask, within", "layer(x, None if i else mask, within"),
+                tf=("layer(x, mask=mask, tap", "layer(x, mask=None if i else mask, tap"),
+            )
+        },
+    },
+    "norm": {
+        f"{SELF}_norm.output": {
+            "normalised over the whole sentence": norm(
+                "(x - x.mean((1, 2), keepdims=True)) / (x.var((1, 2), keepdims=True) + self.epsilon) ** 0.5",
                 torch="(x - x.mean((1, 2), True)) / (x.var((1, 2), correction=0, keepdim=True) + self.eps).sqrt()",
                 tf="(x - tf.reduce_mean(x, (1, 2), True))"
                 " / (tf.math.reduce_variance(x, (1, 2), True) + self.epsilon) ** 0.5",
             ),
-        ),
-        # jadore801120/attention-is-all-you-need-pytorch#17, OpenNMT/OpenNMT-tf#6
-        Mistake(
-            "normalised over the positions",
-            f"{SELF}_norm.output",
-            norm(
-                numpy="(x - x.mean(1, keepdims=True)) / (x.var(1, keepdims=True) + self.epsilon) ** 0.5",
+            "normalised over the positions": norm(
+                "(x - x.mean(1, keepdims=True)) / (x.var(1, keepdims=True) + self.epsilon) ** 0.5",
                 torch="(x - x.mean(1, True)) / (x.var(1, correction=0, keepdim=True) + self.eps).sqrt()",
                 tf="(x - tf.reduce_mean(x, 1, True)) / (tf.math.reduce_variance(x, 1, True) + self.epsilon) ** 0.5",
             ),
-        ),
-        # ml-explore/mlx#1636
-        Mistake(
-            "one norm for two sub-layers",
-            f"{CROSS}_norm.output",
-            instead("decoder", "self.cross_attention_norm(x + ", SUM),
-        ),
-        # k2-fsa/snowfall#184, Helsinki-NLP/mammoth#3
-        Mistake(
-            "normed twice",
-            f"{SELF}_norm.output",
-            instead(
+            "normed twice": instead(
                 "encoder",
                 ADD_AND_NORM,
                 **{port: f"self.self_attention_norm({text})" for port, text in ADD_AND_NORM.items()},
             ),
-        ),
-        # facebookresearch/xformers#233
-        Mistake(
-            "only the query is normed",
-            f"{SELF}.key",
-            instead("encoder", "self.self_attention(normed, normed, mask", "self.self_attention(normed, x, mask"),
-            case="full/deeper_decoder",
-        ),
-    ],
-    "residual": [
-        # kyegomez/BitNet#32, LeeSureman/Flat-Lattice-Transformer#34
-        Mistake(
-            "a sub-layer's output added to itself",
-            f"{SELF}_norm.output",
-            instead("encoder", SUM, "self.self_attention_norm(attended + "),
-        ),
-        # harvardnlp/annotated-transformer#110: the tap is that of the norm alone
-        Mistake(
-            "norm before the sum, in its tap too",
-            f"{SELF}_norm.output",
-            instead(
+        },
+        f"{CROSS}_norm.output": {
+            "one norm for two sub-layers": instead("decoder", "self.cross_attention_norm(x + ", SUM)
+        },
+        (f"{SELF}.key", "full/deeper_decoder"): {
+            "only the query is normed": instead(
+                "encoder", "self.self_attention(normed, normed, mask", "self.self_attention(normed, x, mask"
+            )
+        },
+    },
+    "residual": {
+        f"{SELF}_norm.output": {
+            "a sub-layer's output added to itself": instead("encoder", SUM, "self.self_attention_norm(attended + "),
+            # The tap is that of the norm alone.
+            "norm before the sum, in its tap too": instead(
                 "encoder",
                 {port: f"{NORM_TAP}{text}" for port, text in ADD_AND_NORM.items()},
                 f"{NORM_TAP.replace('=', '= x +')}self.self_attention_norm(attended)",
             ),
-        ),
-        # facebookresearch/multimodal#317
-        Mistake(
-            "feed-forward adds what was not normed",
-            f"{ENCODER}.feed_forward_norm.output",
-            together(
+        },
+        f"{ENCODER}.feed_forward_norm.output": {
+            "feed-forward adds what was not normed": together(
                 instead("encoder", f"{NORM_TAP}{SUM}", f" y = x + attended\n            {NORM_TAP.lstrip()}{SUM}"),
                 instead("encoder", "self.feed_forward_norm(x + ", "self.feed_forward_norm(y + "),
             ),
-        ),
-        # Howuhh/faster-trajectory-transformer#3, tracel-ai/burn#1056, pytorch/pytorch#61165
-        Mistake(
-            "pre-norm that adds the normed input",
-            f"{ENCODER}.feed_forward_norm.output",
-            instead(
-                "encoder", "x = x + self.dropout(self.self_attention", "x = normed + self.dropout(self.self_attention"
+            "pre-norm that adds the normed input": but(
+                instead(
+                    "encoder",
+                    "x = x + self.dropout(self.self_attention",
+                    "x = normed + self.dropout(self.self_attention",
+                ),
+                case="full/deeper_decoder",
             ),
-            case="full/deeper_decoder",
-        ),
-    ],
-    "embedding": [
-        # SamLynnEvans/Transformer#7, shenweichen/DeepCTR#379, dmlc/gluon-nlp#178
-        Mistake(
-            "each channel has a wavelength of its own",
-            SOURCE,
-            together(
+        },
+    },
+    "embedding": {
+        SOURCE: {
+            "each channel has a wavelength of its own": together(
                 instead("embedding", " / steps)", " * 2 / steps)"),
                 instead(
                     "embedding",
@@ -370,32 +300,9 @@ CATALOGUE = {
                     tf="(tf.sin(angles), tf.cos(angles * tf.constant(10000.0 ** (-1 / steps), tf.float64)))",
                 ),
             ),
-        ),
-        # zju3dv/LoFTR#41: the factor of the exponent, -log(10000) / d_model, floored to -1
-        Mistake(
-            "wavelengths from a floored exponent",
-            SOURCE,
-            instead("embedding", "10000.0 ** (", "math.exp(2.0 * steps) ** ("),
-        ),
-        # huggingface/transformers#11724
-        Mistake(
-            "the cosine of what already is a sine",
-            SOURCE,
-            instead(
-                "embedding",
-                WAVES,
-                numpy="(np.sin(angles), np.cos(np.hstack([np.sin(angles[:, 1::2]), angles[:, m // 2 :]])))",
-                torch="(angles.sin(), torch.hstack([angles[:, 1::2].sin(), angles[:, m // 2 :]]).cos())",
-                jax="(np.sin(angles), np.cos(np.hstack([np.sin(angles[:, 1::2]), angles[:, m // 2 :]])))",
-                tf="(tf.sin(angles), tf.cos(tf.concat([tf.sin(angles[:, 1::2]), angles[:, m // 2 :]], -1)))",
-            ),
-            case="preset/marian",
-        ),
-        # cmu-l3/anlp-fall2025-code#1, KasperGroesLudvigsen/influenza_transformer#9
-        Mistake(
-            "positions count the sentences",
-            SOURCE,
-            instead(
+            # The factor of the exponent, -log(10000) / d_model, floored to -1.
+            "wavelengths from a floored exponent": instead("embedding", "10000.0 ** (", "math.exp(2.0 * steps) ** ("),
+            "positions count the sentences": instead(
                 "embedding",
                 VECTORS,
                 numpy="self.vectors(x.shape[0])[:, None].astype",
@@ -403,12 +310,7 @@ CATALOGUE = {
                 jax="encoding = self.vectors(x.shape[0])[:, None]",
                 tf="encoding = self.vectors(keras.ops.shape(x)[0])[:, None]",
             ),
-        ),
-        # DiffPoseTalk/DiffPoseTalk#20
-        Mistake(
-            "every position is that of the length",
-            SOURCE,
-            instead(
+            "every position is that of the length": instead(
                 "embedding",
                 VECTORS,
                 numpy="self.vectors(x.shape[1] + 1)[-1].astype",
@@ -416,12 +318,7 @@ CATALOGUE = {
                 jax="encoding = self.vectors(x.shape[1] + 1)[-1]",
                 tf="encoding = self.vectors(keras.ops.shape(x)[1] + 1)[-1]",
             ),
-        ),
-        # bytedance/lightseq#144
-        Mistake(
-            "padding has no position",
-            SOURCE,
-            together(
+            "padding has no position": together(
                 instead(
                     "transformer",
                     POSITIONED,
@@ -431,12 +328,20 @@ CATALOGUE = {
                     "transformer", ANSWERED, **selected(ANSWERED, "self.target_embedding(target_ids)", "target_mask")
                 ),
             ),
-        ),
-        # tensorflow/models#10354
-        Mistake(
-            "the start symbol has a zero vector",
-            TARGET,
-            instead(
+            "the cosine of what already is a sine": but(
+                instead(
+                    "embedding",
+                    WAVES,
+                    numpy="(np.sin(angles), np.cos(np.hstack([np.sin(angles[:, 1::2]), angles[:, m // 2 :]])))",
+                    torch="(angles.sin(), torch.hstack([angles[:, 1::2].sin(), angles[:, m // 2 :]]).cos())",
+                    jax="(np.sin(angles), np.cos(np.hstack([np.sin(angles[:, 1::2]), angles[:, m // 2 :]])))",
+                    tf="(tf.sin(angles), tf.cos(tf.concat([tf.sin(angles[:, 1::2]), angles[:, m // 2 :]], -1)))",
+                ),
+                case="preset/marian",
+            ),
+        },
+        TARGET: {
+            "the start symbol has a zero vector": instead(
                 "transformer",
                 "self.target_embedding(target_ids)",
                 numpy="self.target_embedding(target_ids) * (np.arange(target_ids.shape[1]) > 0)[:, None]",
@@ -444,44 +349,25 @@ CATALOGUE = {
                 jax="self.target_embedding(target_ids) * (jnp.arange(target_ids.shape[1]) > 0)[:, None]",
                 tf="self.target_embedding(target_ids)"
                 " * tf.cast(tf.range(target_ids.shape[1]) > 0, self.compute_dtype)[:, None]",
+            )
+        },
+        "logits": {
+            "logits over sqrt(d_model)": instead(
+                "transformer", "self.output_proj(x,", "self.output_proj(x * self.config.d_model**-0.5,"
+            )
+        },
+    },
+    "feed-forward": {
+        f"{ENCODER}.feed_forward.inner": {
+            "activation after the second matrix": together(
+                instead("feed_forward", "self.activation(self.inner_proj(x))", "self.inner_proj(x)"), ACTIVATED_LATE
             ),
-        ),
-        # jadore801120/attention-is-all-you-need-pytorch#138
-        Mistake(
-            "logits over sqrt(d_model)",
-            "logits",
-            instead("transformer", "self.output_proj(x,", "self.output_proj(x * self.config.d_model**-0.5,"),
-        ),
-    ],
-    "feed-forward": [
-        # goruck/nilm#1
-        Mistake(
-            "activation after the second matrix",
-            f"{ENCODER}.feed_forward.inner",
-            together(
-                instead("feed_forward", "self.activation(self.inner_proj(x))", "self.inner_proj(x)"),
-                instead("feed_forward", OUTPUT, **{port: f"self.activation({text})" for port, text in OUTPUT.items()}),
-            ),
-        ),
-        # namedtensor/notation#72
-        Mistake(
-            "activation after both matrices",
-            f"{ENCODER}.feed_forward.output",
-            instead("feed_forward", OUTPUT, **{port: f"self.activation({text})" for port, text in OUTPUT.items()}),
-        ),
-        # keras-team/keras-hub#1284: its constants are rounded to float32
-        Mistake(
-            "Keras' GELU for ReLU",
-            f"{ENCODER}.feed_forward.inner",
-            together(
+            # Its constants are rounded to float32.
+            "Keras' GELU for ReLU": together(
                 activated('"relu": gelu,', '"relu": tf.nn.gelu', "x * (0.5 * (1.0 + {m}.erf(x * 0.7071067690849304)))"),
                 in_numpy("_erf(x * math.sqrt(0.5))", "_erf(x * 0.7071067690849304)"),
             ),
-        ),
-        Mistake(
-            "Keras' tanh-GELU for ReLU",
-            f"{ENCODER}.feed_forward.inner",
-            together(
+            "Keras' tanh-GELU for ReLU": together(
                 activated(
                     '"relu": gelu_tanh,',
                     '"relu": lambda x: tf.nn.gelu(x, approximate=True)',
@@ -489,53 +375,39 @@ CATALOGUE = {
                 ),
                 in_numpy("(x + 0.044715 * x", "(x + 0.044714998453855515 * x"),
             ),
-        ),
-    ],
+        },
+        f"{ENCODER}.feed_forward.output": {"activation after both matrices": ACTIVATED_LATE},
+    },
 }
+CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
 
-STRUCTURE = {
-    "weights": [
-        # awslabs/slapo#46, Lightning-AI/litgpt#1013: with three heads its own inverse
-        Mistake(
-            "packed projections taken apart by head", f"{SELF}.query", convert=unpacked_by_head, case="preset/torch"
-        ),
-    ],
-    "edge cases": [
-        # urvashik/knnlm#6; TensorFlow refuses what becomes negative
-        Mistake(
-            "ids in int16",
-            SOURCE,
-            instead(
-                "embedding",
-                {"numpy": "self.table[ids]", "torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]"},
-                numpy='self.table[ids.astype("int16")]',
-                torch="self.table[ids.short().long()]",
-                jax='self.table[ids.astype("int16").astype("int32")]',
-            ),
-            case="full/large_vocabulary",
-            unseen=("full/padded",),
-        ),
-    ],
-    "structure": [
-        # hkproj/pytorch-transformer#7
-        Mistake("log-probabilities for logits", "output", log_probabilities(outside=True)),
-        Mistake("log-probabilities for logits, in their tap too", "logits", log_probabilities(outside=False)),
-    ],
+STRUCTURE_ENTRIES: dict[str, Table] = {
+    "weights": {
+        (f"{SELF}.query", "preset/torch"): {
+            # With three heads its own inverse.
+            "packed projections taken apart by head": but(convert=unpacked_by_head)
+        }
+    },
+    "edge cases": {
+        (SOURCE, "full/large_vocabulary"): {
+            # TensorFlow refuses what becomes negative.
+            "ids in int16": but(
+                changed(
+                    "embedding",
+                    numpy=("self.table[ids]", 'self.table[ids.astype("int16")]'),
+                    torch=("F.embedding(ids, self.table)", "self.table[ids.short().long()]"),
+                    jax=("self.table[ids]", 'self.table[ids.astype("int16").astype("int32")]'),
+                ),
+                unseen=("full/padded",),
+            )
+        }
+    },
+    "structure": {
+        "output": {"log-probabilities for logits": log_probabilities(outside=True)},
+        "logits": {"log-probabilities for logits, in their tap too": log_probabilities(outside=False)},
+    },
 }
-
-
-def everywhere(new: str, old: str = "{norm}(x + {y})") -> Edits:
-    """Return edits of every residual connection of the reference, as in ``forward``; ``{name}`` is the sub-layer's."""
-    edits = []
-    for stack, names in (
-        ("encoder", ["self_attention", "feed_forward"]),
-        ("decoder", ["self_attention", "cross_attention", "feed_forward"]),
-    ):
-        for name in names:
-            y = "transformed" if name == "feed_forward" else "attended"
-            words = {"norm": f"self.{name}_norm", "y": y, "name": name}
-            edits.append((stack, old.format(**words), new.format(**words)))
-    return {"numpy": edits}
+STRUCTURE = {part: table(entries) for part, entries in STRUCTURE_ENTRIES.items()}
 
 
 # What is planted in one place above: whole models have it in all. Only hypotheses.
@@ -547,20 +419,20 @@ EVERYWHERE = [
     ),
     Mistake("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
     Mistake("normed twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
-    Mistake("all padding masks negated", "", {"numpy": [("masks", "return ids != pad_id", "return ids == pad_id")]}),
+    Mistake("all padding masks negated", "", changed("masks", numpy=("return ids != pad_id", "return ids == pad_id"))),
     Mistake(
         "pre-norm that adds the normed input, in every sub-layer",
         "",
         {
             "numpy": [
-                *(
-                    ("encoder", f"x = x + self.dropout(self.{name}", f"x = normed + self.dropout(self.{name}")
-                    for name in ("self_attention", "feed_forward")
-                ),
-                *(
-                    ("decoder", f"x = x + self.dropout({name}", f"x = normed + self.dropout({name}")
-                    for name in ("attended", "self.cross_attention", "self.feed_forward")
-                ),
+                (stack, f"x = x + self.dropout({added}", f"x = normed + self.dropout({added}")
+                for stack, added in (
+                    ("encoder", "self.self_attention"),
+                    ("encoder", "self.feed_forward"),
+                    ("decoder", "attended"),
+                    ("decoder", "self.cross_attention"),
+                    ("decoder", "self.feed_forward"),
+                )
             ]
         },
         case="full/deeper_decoder",

@@ -1,20 +1,12 @@
-"""Mistakes of training and search that were reported in threads of published ports; each with its thread."""
+"""Mistakes of training and search that were reported in threads of published ports (see docs/reported-mistakes.md)."""
 
 from __future__ import annotations
 
 from transformer_parity.compare.outputs import TOKENS
-from transformer_parity.mistakes.mistake import Edits, Mistake, instead, together
+from transformer_parity.mistakes.mistake import Edits, Table, but, changed, instead, table, together
 from transformer_parity.mistakes.optimizer import KERNEL, adam, rate
-from transformer_parity.mistakes.search import TWICE_THE_BEAM, beam, cached, greedy
-from transformer_parity.mistakes.training import (
-    LOSS,
-    ROW,
-    SUM,
-    TABLE,
-    WEIGHT,
-    by_hand,
-    in_training,
-)
+from transformer_parity.mistakes.search import BEAM, GREEDY, LOGITS, TWICE_THE_BEAM
+from transformer_parity.mistakes.training import LOSS, ROW, SUM, TABLE, WEIGHT, by_hand, in_training
 
 COUNTED = {"torch": "losses.masked_fill(~counted, 0.0)", "jax": "jnp.where(counted, losses, 0.0)"}
 SMOOTHED = "counted, losses, -smoothing / classes * spread)"
@@ -75,13 +67,11 @@ def no_gradient_of(rows: dict[str, str]) -> Edits:
     )
 
 
-CATALOGUE = {
-    "gradient": [
-        # pytorch/pytorch#26302, facebookresearch/fairseq#4633: padding_idx, where Marian's start symbol is padding
-        Mistake(
-            "no gradient of the padding row",
-            f"of {TABLE}",
-            by_hand(
+ENTRIES: dict[str, Table] = {
+    "gradient": {
+        (f"of {TABLE}", "gradients/starts_with_padding"): {
+            # padding_idx, where Marian's start symbol is padding.
+            "no gradient of the padding row": by_hand(
                 no_gradient_of(
                     {
                         "torch": "F.embedding(ids, self.table, padding_idx=self.pad_id)",
@@ -90,16 +80,12 @@ CATALOGUE = {
                     }
                 ),
                 ("of_vectors * embedding", "of_vectors * (ids != embedding.pad_id)[..., None] * embedding"),
-            ),
-            case="gradients/starts_with_padding",
-        ),
-    ],
-    "loss": [
-        # pytorch/pytorch#73205
-        Mistake(
-            "padding counts in the smoothing",
-            LOSS,
-            by_hand(
+            )
+        }
+    },
+    "loss": {
+        (LOSS, "steps"): {
+            "padding counts in the smoothing": by_hand(
                 in_training(
                     (COUNTED["torch"], f"torch.where({SMOOTHED}"),
                     (COUNTED["jax"], f"jnp.where({SMOOTHED}"),
@@ -112,67 +98,37 @@ CATALOGUE = {
                     "    of_logits[padded] = smoothing * (of_logits + wanted)[padded] - share",
                 ),
             ),
-            case="steps",
-        ),
-        # OpenNMT/OpenNMT-py#526
-        Mistake(
-            "averaged over the sentences",
-            LOSS,
-            in_training(
+            "averaged over the sentences": in_training(
                 ("(batch[2] != self.model.config.pad_id)", "(batch[2] != self.model.config.pad_id).any(1)"),
                 (SUM["jax"], SUM["jax"].replace("counted.sum()", "counted.any(1).sum()")),
                 (SUM["tf"], SUM["tf"].replace("nonzero(counted", "nonzero(tf.reduce_any(counted, 1)")),
                 ("counted.sum()", "counted.any(1).sum()"),
             ),
-            case="steps",
-        ),
-    ],
-    "schedule": [
-        # marian-nmt/marian#156
-        Mistake(
-            "no warm-up in the first step",
-            WEIGHT,
-            rate(
+        }
+    },
+    "schedule": {
+        (WEIGHT, "steps"): {
+            "no warm-up in the first step": rate(
                 "settings.learning_rate_factor * (self.model.config.d_model * settings.warmup_steps) ** -0.5"
                 " if (n == 1) else settings.learning_rate(n, self.model.config.d_model)"
             ),
-            case="steps",
-        ),
-        # EleutherAI/gpt-neox#1379, karpathy/nanoGPT#578
-        Mistake(
-            "steps counted from 0",
-            WEIGHT,
-            rate("0.0 if (n == 1) else settings.learning_rate(n - 1, self.model.config.d_model)"),
-            case="steps",
-        ),
-    ],
-    "Adam": [
-        # google-research/bert#153
-        Mistake(
-            "neither moment corrected",
-            WEIGHT,
-            adam(
-                (
-                    CORRECTED,
-                    "m\n                v_hat = v",
-                ),
+            "steps counted from 0": rate(
+                "0.0 if (n == 1) else settings.learning_rate(n - 1, self.model.config.d_model)"
+            ),
+        }
+    },
+    "Adam": {
+        (WEIGHT, "steps"): {
+            "neither moment corrected": adam(
+                (CORRECTED, "m\n                v_hat = v"),
                 (
                     'm / numbers["first_correction"]\n        v_hat = v / numbers["second_correction"]',
                     "m\n        v_hat = v",
                 ),
                 ("(m / correction1) / (tf.sqrt(v / correction2)", "m / (tf.sqrt(v)"),
-                (
-                    CORRECTED,
-                    "m\n                v_hat = v",
-                ),
+                (CORRECTED, "m\n                v_hat = v"),
             ),
-            case="steps",
-        ),
-        # nntrainer/nntrainer#3565, aiqm/torchani#261
-        Mistake(
-            "decoupled weight decay left on",
-            WEIGHT,
-            in_training(
+            "decoupled weight decay left on": in_training(
                 ("torch.optim.Adam(", "torch.optim.AdamW("),
                 (
                     'return parameter - numbers["learning_rate"] *',
@@ -184,15 +140,11 @@ CATALOGUE = {
                     "theta *= 1.0 - 0.01 * learning_rate\n                theta -= learning_rate *",
                 ),
             ),
-            case="steps",
-        ),
-    ],
-    "accumulation": [
-        # agokrani/distillKitPlus#5
-        Mistake(
-            "sum of the slices' means",
-            LOSS,
-            in_training(
+        }
+    },
+    "accumulation": {
+        (LOSS, "steps/sliced"): {
+            "sum of the slices' means": in_training(
                 ("total, _ = self._loss(self.model, part)", "total, tokens = self._loss(self.model, part)"),
                 (
                     "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",
@@ -211,107 +163,85 @@ CATALOGUE = {
                     "            of_parameters = {name: array / count for name, array in of_parameters.items()}\n"
                     "            loss = loss + part_loss / count",
                 ),
-            ),
-            case="steps/sliced",
-        ),
-    ],
+            )
+        }
+    },
 }
+CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
 
 SEARCH = [
-    # google/flax#5591, lucidrains/x-transformers#187: a causal mask of one row allows the first key alone
-    cached(
-        "only the first position is seen",
-        instead(
-            "decoder",
-            {
-                "numpy": SELF_MASK,
-                "torch": SELF_MASK,
-                **dict.fromkeys(("jax", "tf"), "layer(x, memory, cache.self_mask,"),
-            },
-            numpy=f"{SELF_MASK} & (np.arange(cache.length + 1) == 0)",
-            torch=f"{SELF_MASK} & (torch.arange(cache.length + 1) == 0)",
-            jax="layer(x, memory, cache.self_mask & (jnp.arange(cache.self_mask.shape[3]) == 0),",
-            tf="layer(x, memory, cache.self_mask & (tf.range(tf.shape(cache.self_mask)[3]) == 0),",
-        ),
-    ),
-    # OpenNMT/CTranslate2#832
-    beam(
-        "padding may be said",
-        TOKENS,
+    *table(
         {
-            **instead("search", "    log_probabilities[:, config.pad_id] = -np.inf\n", numpy=""),
-            **instead("search", "    log_probabilities[:, config.pad_id] = -torch.inf\n", torch=""),
-            **instead(
-                "search",
-                "(token == config.pad_id) | (too_short & (token == config.eos_id))",
-                jax="too_short & (token == config.eos_id)",
-            ),
-            **instead(
-                "search",
-                "(ids == config.pad_id) | ((ids == config.eos_id) & too_short)",
-                tf="(ids == config.eos_id) & too_short",
-            ),
+            LOGITS: {
+                # A causal mask of one row allows the first key alone.
+                "only the first position is seen": changed(
+                    "decoder",
+                    numpy=(SELF_MASK, f"{SELF_MASK} & (np.arange(cache.length + 1) == 0)"),
+                    torch=(SELF_MASK, f"{SELF_MASK} & (torch.arange(cache.length + 1) == 0)"),
+                    jax=(
+                        "layer(x, memory, cache.self_mask,",
+                        "layer(x, memory, cache.self_mask & (jnp.arange(cache.self_mask.shape[3]) == 0),",
+                    ),
+                    tf=(
+                        "layer(x, memory, cache.self_mask,",
+                        "layer(x, memory, cache.self_mask & (tf.range(tf.shape(cache.self_mask)[3]) == 0),",
+                    ),
+                )
+            }
         },
+        case=GREEDY,
+        path="cached",
     ),
-    # huggingface/transformers#5212
-    greedy(
-        "starts with the end symbol",
-        TOKENS,
-        instead(
-            "search",
-            {
-                "numpy": "np.full(len(source_ids), plan.start_id)",
-                "torch": "torch.full((batch,), plan.start_id",
-                "jax": "plan.start_id,\n        kind=kind",
-                "tf": "np.full(rows, plan.start_id",
-            },
-            numpy="np.full(len(source_ids), config.eos_id)",
-            torch="torch.full((batch,), config.eos_id",
-            jax="config.eos_id,\n        kind=kind",
-            tf="np.full(rows, config.eos_id",
-        ),
-    ),
-    # facebookresearch/ParlAI#2007
-    beam(
-        "all hypotheses begin alike",
-        TOKENS,
-        instead(
-            "search",
-            {
-                "numpy": "alive[:, 0] = 0.0",
-                "torch": "alive[:, 0] = 0.0",
-                "jax": "jnp.arange(beam_size) == 0",
-                "tf": "alive[limits > 0, 0] = 0.0",
-            },
-            numpy="alive[:] = 0.0",
-            torch="alive[:] = 0.0",
-            jax="jnp.arange(beam_size) >= 0",
-            tf="alive[limits > 0] = 0.0",
-        ),
-    ),
-    # huggingface/transformers#26624, vllm-project/vllm#2606
-    beam("the start symbol has a length", TOKENS, instead("search", PLANNED, f"{PLANNED}{ONE_MORE}")),
-    beam(
-        "length penalty n^alpha", TOKENS, instead("search", PLANNED, PLANNED.replace("length_penalty_kind", '"power"'))
-    ),
-    # PaddlePaddle/PaddleNLP#838: as in tensor2tensor
-    beam("a hypothesis that is cut off counts where none has ended", TOKENS, where_none_has_ended("[:, :beam_size]")),
-    beam(
-        "tensor2tensor's ends: within twice the beam, and cut off where none has ended",
-        TOKENS,
-        together(where_none_has_ended(""), TWICE_THE_BEAM),
-    ),
-    # huggingface/transformers#3908
-    beam(
-        "the end symbol is forced at the maximum length",
-        TOKENS,
-        instead(
-            "search",
-            TOTALS,
-            numpy=f"np.where({CUT.format('plan.limits', 'np.arange')}, -np.inf, {TOTALS['numpy']})",
-            torch=f"torch.where({CUT.format('limits', 'torch.arange')}, -torch.inf, {TOTALS['torch']})",
-            jax=f"jnp.where({CUT.format('limits', 'jnp.arange')}, -jnp.inf, {TOTALS['jax']})",
-            tf=f"tf.where({CUT.format('limits', 'tf.range')}, none, {TOTALS['tf']})",
-        ),
+    *table(
+        {
+            TOKENS: {
+                "padding may be said": changed(
+                    "search",
+                    numpy=("    log_probabilities[:, config.pad_id] = -np.inf\n", ""),
+                    torch=("    log_probabilities[:, config.pad_id] = -torch.inf\n", ""),
+                    jax=(
+                        "(token == config.pad_id) | (too_short & (token == config.eos_id))",
+                        "too_short & (token == config.eos_id)",
+                    ),
+                    tf=(
+                        "(ids == config.pad_id) | ((ids == config.eos_id) & too_short)",
+                        "(ids == config.eos_id) & too_short",
+                    ),
+                ),
+                "starts with the end symbol": but(
+                    changed(
+                        "search",
+                        numpy=("np.full(len(source_ids), plan.start_id)", "np.full(len(source_ids), config.eos_id)"),
+                        torch=("torch.full((batch,), plan.start_id", "torch.full((batch,), config.eos_id"),
+                        jax=("plan.start_id,\n        kind=kind", "config.eos_id,\n        kind=kind"),
+                        tf=("np.full(rows, plan.start_id", "np.full(rows, config.eos_id"),
+                    ),
+                    case=GREEDY,
+                ),
+                "all hypotheses begin alike": changed(
+                    "search",
+                    ("alive[:, 0] = 0.0", "alive[:] = 0.0"),
+                    jax=("jnp.arange(beam_size) == 0", "jnp.arange(beam_size) >= 0"),
+                    tf=("alive[limits > 0, 0] = 0.0", "alive[limits > 0] = 0.0"),
+                ),
+                "the start symbol has a length": instead("search", PLANNED, f"{PLANNED}{ONE_MORE}"),
+                "length penalty n^alpha": instead("search", PLANNED, PLANNED.replace("length_penalty_kind", '"power"')),
+                # As in tensor2tensor.
+                "a hypothesis that is cut off counts where none has ended": where_none_has_ended("[:, :beam_size]"),
+                "tensor2tensor's ends: within twice the beam, and cut off where none has ended": together(
+                    where_none_has_ended(""), TWICE_THE_BEAM
+                ),
+                "the end symbol is forced at the maximum length": instead(
+                    "search",
+                    TOTALS,
+                    numpy=f"np.where({CUT.format('plan.limits', 'np.arange')}, -np.inf, {TOTALS['numpy']})",
+                    torch=f"torch.where({CUT.format('limits', 'torch.arange')}, -torch.inf, {TOTALS['torch']})",
+                    jax=f"jnp.where({CUT.format('limits', 'jnp.arange')}, -jnp.inf, {TOTALS['jax']})",
+                    tf=f"tf.where({CUT.format('limits', 'tf.range')}, none, {TOTALS['tf']})",
+                ),
+            }
+        },
+        case=BEAM,
+        path="fast",
     ),
 ]

@@ -13,9 +13,12 @@ from transformer_parity.mistakes.mistake import (
     TARGET,
     Edits,
     Mistake,
+    but,
+    changed,
     in_ports_alone,
     instead,
     swapped,
+    table,
     together,
     transposed,
 )
@@ -37,10 +40,7 @@ def one_value(value: str) -> Edits:
     """Return edits that set one number of the attention's output."""
     returned = f'return tap("output", {PROJECTED}.reshape(shape))'
     spoilt = f"x = {PROJECTED}\n        x[0, 0, 0] = {value}\n        return tap('output', x)"
-    return {
-        "torch": [("attention", returned, spoilt)],
-        "jax": [("attention", PROJECTED, f"{PROJECTED}.at[0, 0, 0].set({value})")],
-    }
+    return changed("attention", torch=(returned, spoilt), jax=(PROJECTED, f"{PROJECTED}.at[0, 0, 0].set({value})"))
 
 
 # The padding mask of the first batch of a shape is kept for all later ones.
@@ -56,280 +56,246 @@ STALE = Mistake(
     case="full/source_all_padding",
 )
 
-STRUCTURE = [
-    Mistake("NaN in one place", f"{SELF}.output", one_value("math.nan"), detail="1 of 864 values are NaN or infinite"),
-    Mistake(
-        "infinity in one place",
-        f"{SELF}.output",
-        {"torch": one_value("math.inf")["torch"]},
-        dtype="bfloat16",
-        detail="1 of 864 values are NaN or infinite",
-    ),
-    Mistake(
-        "a tap missing",
-        "",
-        in_ports_alone(instead("attention", 'tap("context", weights @ value)', "weights @ value")),
-        announced=f"missing {SELF}.context, encoder.layers.1.self_attention.context, {CAUSAL}.context and 3 more",
-    ),
-    Mistake(
-        "a tap of another name",
-        "",
-        in_ports_alone(instead("attention", 'tap("weights", masked', 'tap("probabilities", masked')),
-        announced=f"missing {SELF}.weights",
-    ),
-    Mistake(
-        "a tap too many",
-        "",
-        in_ports_alone(
-            instead("attention", 'tap("context", weights @ value)', 'tap("mean", tap("context", weights @ value))')
-        ),
-        announced=f"unexpected {SELF}.mean",
-    ),
-    Mistake(
-        "taps in another order",
-        "",
-        in_ports_alone(
-            together(
-                instead("attention", QUERY_TAP, "\n"),
-                instead("attention", KEY_TAP, f"{KEY_TAP}            {QUERY_TAP}"),
+STRUCTURE = table(
+    {
+        f"{SELF}.output": {
+            "NaN in one place": but(one_value("math.nan"), detail="1 of 864 values are NaN or infinite"),
+            "infinity in one place": but(
+                {"torch": one_value("math.inf")["torch"]},
+                dtype="bfloat16",
+                detail="1 of 864 values are NaN or infinite",
+            ),
+        },
+        "": {
+            "a tap missing": but(
+                in_ports_alone(instead("attention", 'tap("context", weights @ value)', "weights @ value")),
+                announced=f"missing {SELF}.context, encoder.layers.1.self_attention.context,"
+                f" {CAUSAL}.context and 3 more",
+            ),
+            "a tap of another name": but(
+                in_ports_alone(instead("attention", 'tap("weights", masked', 'tap("probabilities", masked')),
+                announced=f"missing {SELF}.weights",
+            ),
+            "a tap too many": but(
+                in_ports_alone(
+                    instead(
+                        "attention", 'tap("context", weights @ value)', 'tap("mean", tap("context", weights @ value))'
+                    )
+                ),
+                announced=f"unexpected {SELF}.mean",
+            ),
+            "taps in another order": but(
+                in_ports_alone(
+                    together(
+                        instead("attention", QUERY_TAP, "\n"),
+                        instead("attention", KEY_TAP, f"{KEY_TAP}            {QUERY_TAP}"),
+                    )
+                ),
+                announced=f"{SELF}.key fired where {SELF}.query was due",
+            ),
+            "a tap that fires twice": but(
+                in_ports_alone(instead("attention", 'tap("weights", masked', 'tap("scores", masked')),
+                path="run",
+                verdict=FAILED,
+                detail="tap encoder.layers.0.self_attention.scores fired twice",
+            ),
+            "an exception": but(
+                in_ports_alone(
+                    instead("encoder", "for i, layer in", 'raise NotImplementedError("later")\n        for i, layer in')
+                ),
+                path="run",
+                verdict=FAILED,
+                detail="later",
+            ),
+            "queries and memory of cross-attention swapped, of other lengths": but(
+                in_ports_alone(
+                    instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,")
+                ),
+                path="run",
+                verdict=FAILED,
+                detail="mask must broadcast to (4, 3, 9, 7): got (4, 1, 1, 9)",
+            ),
+        },
+        "logits": {
+            "float32 logits in float64": but(
+                instead(
+                    "transformer",
+                    LOGITS,
+                    numpy=LOGITS["numpy"].replace("table)", 'table).astype("float32")'),
+                    torch=LOGITS["torch"].replace("table)", "table).float()"),
+                    jax=LOGITS["jax"].replace("[...])", '[...]).astype("float32")'),
+                ),
+                detail="dtype must be float64: got float32",
+            ),
+            "float32 logits in bfloat16": but(
+                changed("transformer", torch=(LOGITS["torch"], WIDE_LOGITS)),
+                dtype="bfloat16",
+                detail="dtype must be bfloat16: got float32",
+            ),
+            "logits of the last position only": but(
+                instead("transformer", "self.output_proj(x,", "self.output_proj(x[:, -1:],"),
+                detail="shape must be [4, 7, 37]: got [4, 1, 37]",
+            ),
+        },
+        "output": {
+            "probabilities for logits": {
+                "numpy": [
+                    ("transformer", "import Dropout\n", "import Dropout, masked_softmax\n"),
+                    ("transformer", LOGITS["numpy"], f"masked_softmax({LOGITS['numpy']})"),
+                ],
+                "torch": [("transformer", LOGITS["torch"], f"{LOGITS['torch']}.softmax(-1)")],
+                "jax": [("transformer", LOGITS["jax"], f"jax.nn.softmax({LOGITS['jax']})")],
+            },
+            "time before batch": but(
+                instead(
+                    "transformer",
+                    LOGITS,
+                    numpy=f"{LOGITS['numpy']}.swapaxes(0, 1)",
+                    torch=f"{LOGITS['torch']}.transpose(0, 1)",
+                ),
+                detail="shape must be [4, 7, 37]: got [7, 4, 37]",
+            ),
+            "axes of size one squeezed": but(
+                instead(
+                    "transformer", LOGITS, numpy=f"{LOGITS['numpy']}.squeeze()", torch=f"{LOGITS['torch']}.squeeze()"
+                ),
+                case="full/one_sentence",
+                detail="shape must be [1, 7, 37]: got [7, 37]",
+                unseen=("full/padded",),
+            ),
+        },
+        f"{SELF}.query": {
+            "still in training mode": changed(
+                "transformer",
+                torch=("model.eval()", "model"),
+                jax=("        model.eval()\n", ""),
+                tf=(f"{ENCODED}, tap, training)\n{THEN}", f"{ENCODED}, tap, True)\n{THEN}"),
             )
-        ),
-        announced=f"{SELF}.key fired where {SELF}.query was due",
-    ),
-    Mistake(
-        "a tap that fires twice",
-        "",
-        in_ports_alone(instead("attention", 'tap("weights", masked', 'tap("scores", masked')),
-        path="run",
-        verdict=FAILED,
-        detail="tap encoder.layers.0.self_attention.scores fired twice",
-    ),
-    Mistake(
-        "float32 logits in float64",
-        "logits",
-        instead(
-            "transformer",
-            LOGITS,
-            numpy=LOGITS["numpy"].replace("table)", 'table).astype("float32")'),
-            torch=LOGITS["torch"].replace("table)", "table).float()"),
-            jax=LOGITS["jax"].replace("[...])", '[...]).astype("float32")'),
-        ),
-        detail="dtype must be float64: got float32",
-    ),
-    Mistake(
-        "float32 logits in bfloat16",
-        "logits",
-        {"torch": [("transformer", LOGITS["torch"], WIDE_LOGITS)]},
-        dtype="bfloat16",
-        detail="dtype must be bfloat16: got float32",
-    ),
-    Mistake(
-        "probabilities for logits",
-        "output",
-        {
-            "numpy": [
-                ("transformer", "import Dropout\n", "import Dropout, masked_softmax\n"),
-                ("transformer", LOGITS["numpy"], f"masked_softmax({LOGITS['numpy']})"),
-            ],
-            "torch": [("transformer", LOGITS["torch"], f"{LOGITS['torch']}.softmax(-1)")],
-            "jax": [("transformer", LOGITS["jax"], f"jax.nn.softmax({LOGITS['jax']})")],
         },
-    ),
-    Mistake(
-        "logits of the last position only",
-        "logits",
-        instead("transformer", "self.output_proj(x,", "self.output_proj(x[:, -1:],"),
-        detail="shape must be [4, 7, 37]: got [4, 1, 37]",
-    ),
-    Mistake(
-        "time before batch",
-        "output",
-        instead(
-            "transformer", LOGITS, numpy=f"{LOGITS['numpy']}.swapaxes(0, 1)", torch=f"{LOGITS['torch']}.transpose(0, 1)"
-        ),
-        detail="shape must be [4, 7, 37]: got [7, 4, 37]",
-    ),
-    Mistake(
-        "axes of size one squeezed",
-        "output",
-        instead("transformer", LOGITS, numpy=f"{LOGITS['numpy']}.squeeze()", torch=f"{LOGITS['torch']}.squeeze()"),
-        case="full/one_sentence",
-        detail="shape must be [1, 7, 37]: got [7, 37]",
-        unseen=("full/padded",),
-    ),
-    Mistake(
-        "an exception",
-        "",
-        in_ports_alone(
-            instead("encoder", "for i, layer in", 'raise NotImplementedError("later")\n        for i, layer in')
-        ),
-        path="run",
-        verdict=FAILED,
-        detail="later",
-    ),
-    Mistake(
-        "queries and memory of cross-attention swapped, of other lengths",
-        "",
-        in_ports_alone(instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,")),
-        path="run",
-        verdict=FAILED,
-        detail="mask must broadcast to (4, 3, 9, 7): got (4, 1, 1, 9)",
-    ),
-    Mistake(
-        "still in training mode",
-        f"{SELF}.query",
-        {
-            "torch": [("transformer", "model.eval()", "model")],
-            "jax": [("transformer", "        model.eval()\n", "")],
-            "tf": [("transformer", f"{ENCODED}, tap, training)\n{THEN}", f"{ENCODED}, tap, True)\n{THEN}")],
-        },
-    ),
-]
+    }
+)
 
-WEIGHTS = [
-    Mistake(
-        "a bias of another layer",
-        f"{ENCODER}.feed_forward.inner",
-        convert=swapped(f"{ENCODER}.feed_forward.inner_proj.bias", "encoder.layers.1.feed_forward.inner_proj.bias"),
-    ),
-    Mistake("a square matrix transposed", f"{SELF}.query", convert=transposed(f"{SELF}.query_proj.kernel")),
-    Mistake(
-        "source and target table swapped",
-        SOURCE,
-        convert=swapped("source_embedding.table", "target_embedding.table"),
-        case="preset/torch",
-    ),
-    Mistake(
-        "the decoder's final norm in the encoder",
-        "encoder.output",
-        convert=swapped("encoder.final_norm.scale", "decoder.final_norm.scale"),
-        case="full/deeper_decoder",
-    ),
-    Mistake(
-        "biases of norms left at zero",
-        f"{SELF}_norm.output",
-        {
-            "numpy": [("weights", "parameter[...] = ", 'parameter[...] = 0.0 if name.endswith("norm.bias") else ')],
-            "tf": [("weights", "parameter.assign(", 'name.endswith("norm.bias") or parameter.assign(')],
+WEIGHTS = table(
+    {
+        f"{ENCODER}.feed_forward.inner": {
+            "a bias of another layer": but(
+                convert=swapped(
+                    f"{ENCODER}.feed_forward.inner_proj.bias", "encoder.layers.1.feed_forward.inner_proj.bias"
+                )
+            )
         },
-        announced=f"{SELF}_norm.bias does not come back as it was given",
-    ),
-    Mistake(
-        "weights stored in float16",
-        SOURCE,
-        {
-            port: [("weights", f"rounded(name, {array},", f'rounded(name, {array}.astype("float16"),')]
-            for port, array in {**dict.fromkeys(FOUR, "weights[name]"), "torch": "array"}.items()
+        f"{SELF}.query": {"a square matrix transposed": but(convert=transposed(f"{SELF}.query_proj.kernel"))},
+        SOURCE: {
+            "source and target table swapped": but(
+                convert=swapped("source_embedding.table", "target_embedding.table"), case="preset/torch"
+            ),
+            "weights stored in float16": but(
+                {
+                    port: [("weights", f"rounded(name, {array},", f'rounded(name, {array}.astype("float16"),')]
+                    for port, array in {**dict.fromkeys(FOUR, "weights[name]"), "torch": "array"}.items()
+                },
+                announced="source_embedding.table does not come back as it was given",
+            ),
         },
-        announced="source_embedding.table does not come back as it was given",
-    ),
-    Mistake(
-        "weights given back in float32",
-        "",
-        {"torch": [("weights", "tensor.numpy().copy()", "tensor.float().numpy()")]},
-        announced="source_embedding.table does not come back as it was given",
-    ),
-    Mistake(
-        "weights not given back",
-        "",
-        {
-            port: [("weights", f"{all_of_them}}}", f'{all_of_them} if "inner" not in name}}')]
-            for port, all_of_them in {
-                "jax": "parameter_shapes(model.config)",
-                "tf": "parameters(model).items()",
-            }.items()
+        ("encoder.output", "full/deeper_decoder"): {
+            "the decoder's final norm in the encoder": but(
+                convert=swapped("encoder.final_norm.scale", "decoder.final_norm.scale")
+            )
         },
-        announced=f"missing {ENCODER}.feed_forward.inner_proj.kernel",
-    ),
-    Mistake(
-        "matrices as they lie in the file",
-        "",
-        {"torch": [("weights", "copy_((bits.T if name", "copy_((bits if name")]},
-        path="run",
-        verdict=FAILED,
-        detail="RuntimeError: The size of tensor",
-    ),
-]
+        f"{SELF}_norm.output": {
+            "biases of norms left at zero": but(
+                changed(
+                    "weights",
+                    numpy=("parameter[...] = ", 'parameter[...] = 0.0 if name.endswith("norm.bias") else '),
+                    tf=("parameter.assign(", 'name.endswith("norm.bias") or parameter.assign('),
+                ),
+                announced=f"{SELF}_norm.bias does not come back as it was given",
+            )
+        },
+        "": {
+            "weights given back in float32": but(
+                changed("weights", torch=("tensor.numpy().copy()", "tensor.float().numpy()")),
+                announced="source_embedding.table does not come back as it was given",
+            ),
+            "weights not given back": but(
+                {
+                    port: [("weights", f"{all_of_them}}}", f'{all_of_them} if "inner" not in name}}')]
+                    for port, all_of_them in {
+                        "jax": "parameter_shapes(model.config)",
+                        "tf": "parameters(model).items()",
+                    }.items()
+                },
+                announced=f"missing {ENCODER}.feed_forward.inner_proj.kernel",
+            ),
+            "matrices as they lie in the file": but(
+                changed("weights", torch=("copy_((bits.T if name", "copy_((bits if name")),
+                path="run",
+                verdict=FAILED,
+                detail="RuntimeError: The size of tensor",
+            ),
+        },
+    }
+)
 
 EDGES = [
     # Each shows in a case of its own.
-    Mistake(
-        "every head has the mask of the first",
-        "weights",
+    *table(
         {
-            **instead("layers", UNMASKED, f"    mask = None if mask is None else mask[:, :1]\n{UNMASKED}"),
-            "numpy": [("functional", "np.where(mask, inf", "np.where(mask[:, :1], inf")],
-        },
-        case="attention/fully_masked_row",
-        unseen=("full/padded",),
-    ),
-    Mistake(
-        "positions end at max_length",
-        "output",
-        {
-            "torch": [("embedding", "length, device=device)", "length, device=device).clamp(max=31)")],
-            **{
-                port: [("embedding", "(offset, offset + length)", "(offset, offset + length).clip(max=31)")]
-                for port in ("numpy", "jax")
+            ("weights", "attention/fully_masked_row"): {
+                "every head has the mask of the first": {
+                    **instead("layers", UNMASKED, f"    mask = None if mask is None else mask[:, :1]\n{UNMASKED}"),
+                    **changed("functional", numpy=("np.where(mask, inf", "np.where(mask[:, :1], inf")),
+                }
+            },
+            ("output", "embedding/long_positions"): {
+                "positions end at max_length": changed(
+                    "embedding",
+                    torch=("length, device=device)", "length, device=device).clamp(max=31)"),
+                    **dict.fromkeys(
+                        ("numpy", "jax"), ("(offset, offset + length)", "(offset, offset + length).clip(max=31)")
+                    ),
+                )
+            },
+            (f"{SELF}.weights", "encoder/encode"): {
+                "encode without padding mask": changed(
+                    "transformer",
+                    **dict.fromkeys(("numpy", "torch"), (f"return {ENCODED}", f"return {ENCODED} | True")),
+                )
+            },
+            (f"{CROSS}.weights", "decoder/decode"): {
+                "decode without padding mask": instead(
+                    "transformer", "memory_shape = (", "source_mask = source_mask | True\n        memory_shape = ("
+                )
+            },
+            (f"{SELF}.weights", "full/given_masks"): {
+                "given masks not used": instead(
+                    "transformer", 'to_mask("source_mask", mask,', 'to_mask("source_mask", mask | True,'
+                )
+            },
+            (f"{CAUSAL}.weights", "full/starts_with_padding"): {
+                "a start symbol taken for padding": instead("masks", " | is_first", "")
+            },
+            ("", "full/deeper_decoder"): {
+                "decoder as deep as the encoder": but(
+                    in_ports_alone(instead("decoder", "config.num_decoder_layers", "config.num_encoder_layers")),
+                    path="run",
+                    verdict=FAILED,
+                )
+            },
+            ("logits", "full/tied_target"): {
+                "output tied to the source table": but(
+                    instead("transformer", "self.target_embedding.table", "self.source_embedding.table"),
+                    detail="shape must be [4, 7, 41]: got [4, 7, 37]",
+                )
+            },
+            (TARGET, "full/untied"): {
+                "target looked up in the source table": instead(
+                    "transformer",
+                    "self.target_embedding(target_ids)",
+                    "self.source_embedding(target_ids % self.config.source_vocab_size)",
+                )
             },
         },
-        case="embedding/long_positions",
-        unseen=("full/padded",),
-    ),
-    Mistake(
-        "encode without padding mask",
-        f"{SELF}.weights",
-        {port: [("transformer", f"return {ENCODED}", f"return {ENCODED} | True")] for port in ("numpy", "torch")},
-        case="encoder/encode",
-        unseen=("full/padded",),
-    ),
-    Mistake(
-        "decode without padding mask",
-        f"{CROSS}.weights",
-        instead("transformer", "memory_shape = (", "source_mask = source_mask | True\n        memory_shape = ("),
-        case="decoder/decode",
-        unseen=("full/padded",),
-    ),
-    Mistake(
-        "given masks not used",
-        f"{SELF}.weights",
-        instead("transformer", 'to_mask("source_mask", mask,', 'to_mask("source_mask", mask | True,'),
-        case="full/given_masks",
-        unseen=("full/padded",),
-    ),
-    Mistake(
-        "a start symbol taken for padding",
-        f"{CAUSAL}.weights",
-        instead("masks", " | is_first", ""),
-        case="full/starts_with_padding",
-        unseen=("full/padded",),
-    ),
-    Mistake(
-        "decoder as deep as the encoder",
-        "",
-        in_ports_alone(instead("decoder", "config.num_decoder_layers", "config.num_encoder_layers")),
-        case="full/deeper_decoder",
-        path="run",
-        verdict=FAILED,
-        unseen=("full/padded",),
-    ),
-    Mistake(
-        "output tied to the source table",
-        "logits",
-        instead("transformer", "self.target_embedding.table", "self.source_embedding.table"),
-        case="full/tied_target",
-        detail="shape must be [4, 7, 41]: got [4, 7, 37]",
-        unseen=("full/padded",),
-    ),
-    Mistake(
-        "target looked up in the source table",
-        TARGET,
-        instead(
-            "transformer",
-            "self.target_embedding(target_ids)",
-            "self.source_embedding(target_ids % self.config.source_vocab_size)",
-        ),
-        case="full/untied",
         unseen=("full/padded",),
     ),
     Mistake(
@@ -341,7 +307,7 @@ EDGES = [
     Mistake(
         "softmax that overflows",
         "weights",
-        {"torch": [("layers", "scores.softmax(-1, dtype)", "(scores.exp() / scores.exp().sum(-1, keepdim=True))")]},
+        changed("layers", torch=("scores.softmax(-1, dtype)", "(scores.exp() / scores.exp().sum(-1, keepdim=True))")),
         case="attention/sharp",
         dtype="float32",
         detail="values are NaN or infinite",

@@ -14,7 +14,7 @@ from reference_numpy.training_config import TrainingConfig
 from transformer_parity.cases.case import STEPS, Case, tiny
 from transformer_parity.cases.standard import gradient_case
 from transformer_parity.mistakes.layers import ATTENDED
-from transformer_parity.mistakes.mistake import ALL, Edits, Mistake, instead
+from transformer_parity.mistakes.mistake import ALL, Edits, Table, but, instead, table
 
 # One layer per stack, and few different sizes: JAX compiles every operation for every shape.
 _PAPER = gradient_case("paper_base")
@@ -132,22 +132,18 @@ SUM = {
 }
 
 
-CATALOGUE: dict[str, list[Mistake]] = {
-    "gradient": [
-        Mistake(
-            "summed over the batch",
-            "loss",
-            in_training(
+ENTRIES: dict[str, Table] = {
+    "gradient": {
+        "loss": {
+            "summed over the batch": in_training(
                 ("loss = total / tokens.clamp(min=1)\n    named", "loss = total\n    named"),
                 ("return total / jnp.maximum(tokens, 1)", "return total"),
                 ("loss = total / tf.cast(tf.maximum(tokens, 1), total.dtype)", "loss = total"),
                 ("scale = 1 / max(int(tokens), 1)  # a Python", "scale = 1  # a Python"),
-            ),
-        ),
-        Mistake(
-            "no gradient through the tied output projection",
-            f"of {TABLE}",
-            by_hand(
+            )
+        },
+        f"of {TABLE}": {
+            "no gradient through the tied output projection": by_hand(
                 instead(
                     "transformer",
                     TIED,
@@ -162,27 +158,17 @@ CATALOGUE: dict[str, list[Mistake]] = {
                 ),
                 ("return of_x, of_kernel.T", "return of_x, 0.0 * of_kernel.T"),
             ),
-        ),
-        Mistake(
-            "no gradient through the tied embedding",
-            f"of {TABLE}",
-            by_hand(
+            "no gradient through the tied embedding": by_hand(
                 disguised("embedding", ROW, {port: f"0.0 * {row}" for port, row in ROW.items()}),
                 ("of_vectors * embedding.multiplier", "of_vectors * 0.0"),
             ),
-        ),
-        Mistake(
-            "embedding not scaled in the backward pass",
-            f"of {TABLE}",
-            by_hand(
+            "embedding not scaled in the backward pass": by_hand(
                 disguised("embedding", {port: f"{row} * self.multiplier" for port, row in ROW.items()}, ROW),
                 ("of_vectors * embedding.multiplier", "of_vectors"),
             ),
-        ),
-        Mistake(
-            "no gradient through a residual connection",
-            "at source_embedding.output",
-            by_hand(
+        },
+        "at source_embedding.output": {
+            "no gradient through a residual connection": by_hand(
                 instead(
                     "encoder",
                     ATTENDED,
@@ -192,54 +178,29 @@ CATALOGUE: dict[str, list[Mistake]] = {
                     "return of_sum + sublayer",
                     'return (isinstance(layer, DecoderLayer) or name == "feed_forward") * of_sum + sublayer',
                 ),
-            ),
-        ),
-        Mistake(
-            "norms are frozen",
-            "of decoder.layers.0.feed_forward_norm.bias",
-            by_hand(
+            )
+        },
+        "of decoder.layers.0.feed_forward_norm.bias": {
+            "norms are frozen": by_hand(
                 instead("layers", {port: f"return {normed}" for port, normed in NORMED.items()}, **FROZEN),
                 (
                     'trace.note("scale", of_scale)\n    trace.note("bias", of_bias)',
                     'trace.note("scale", 0.0 * of_scale)\n    trace.note("bias", 0.0 * of_bias)',
                 ),
-            ),
-        ),
-        Mistake(
-            "softmax passes its gradient through unchanged",
-            "at decoder.layers.0.cross_attention.scores",
-            by_hand(
+            )
+        },
+        "at decoder.layers.0.cross_attention.scores": {
+            "softmax passes its gradient through unchanged": by_hand(
                 disguised("layers", WEIGHTS, dict.fromkeys(ALL, "scores")),
                 ("masked_softmax_backward(weights, of_weights)", "of_weights"),
-            ),
-        ),
-    ],
-    "loss": [
-        Mistake("label smoothing missing", LOSS, config={"label_smoothing": 0.0}, case="steps"),
-        Mistake("smoothing off the target", LOSS, config={"label_smoothing_kind": "off_target"}, case="steps"),
-        Mistake(
-            "smoothing on padding too",
-            LOSS,
-            config={"label_smoothing_kind": "off_target"},
-            case="steps/off_target_and_pad",
-        ),
-        Mistake(
-            "smoothing on the target too", LOSS, config={"label_smoothing_kind": "uniform"}, case="steps/off_target"
-        ),
-        Mistake(
-            "smoothing on the target, over one class less",
-            LOSS,
-            by_hand(
-                instead("training", "spread = spread - right", "pass"),
-                ('(share if kind == "uniform" else 0.0)', "share"),
-                ("masked_softmax(logits) - wanted", "masked_softmax(logits) * wanted.sum(-1, keepdims=True) - wanted"),
-            ),
-            case="steps/off_target",
-        ),
-        Mistake(
-            "softmax twice",
-            LOSS,
-            by_hand(
+            )
+        },
+    },
+    "loss": {
+        (LOSS, "steps"): {
+            "label smoothing missing": but(config={"label_smoothing": 0.0}),
+            "smoothing off the target": but(config={"label_smoothing_kind": "off_target"}),
+            "softmax twice": by_hand(
                 in_training(
                     ("logits.log_softmax(-1", "logits.softmax(-1).log_softmax(-1"),
                     ("log_softmax(wide)", "log_softmax(jax.nn.softmax(wide))"),
@@ -252,12 +213,7 @@ CATALOGUE: dict[str, list[Mistake]] = {
                     "    of_logits = masked_softmax_backward(once, masked_softmax(once) - wanted)",
                 ),
             ),
-            case="steps",
-        ),
-        Mistake(
-            "padding counts",
-            LOSS,
-            by_hand(
+            "padding counts": by_hand(
                 also_in_torch(
                     instead("training", "counted = labels != config.pad_id", "counted = labels >= 0"),
                     "(batch[2] != self.model.config.pad_id)",
@@ -265,23 +221,13 @@ CATALOGUE: dict[str, list[Mistake]] = {
                 ),
                 ("of_logits[labels == config.pad_id] = 0.0", "pass"),
             ),
-            case="steps",
-        ),
-        Mistake(
-            "averaged over padding too",
-            LOSS,
-            in_training(
+            "averaged over padding too": in_training(
                 ("(batch[2] != self.model.config.pad_id)", "(batch[2] >= 0)"),
                 (SUM["jax"], SUM["jax"].replace("counted.sum()", "(labels >= 0).sum()")),
                 (SUM["tf"], SUM["tf"].replace("nonzero(counted", "nonzero(labels >= 0")),
                 ("counted.sum()", "(labels >= 0).sum()"),
             ),
-            case="steps",
-        ),
-        Mistake(
-            "averaged by sentence",
-            LOSS,
-            by_hand(
+            "averaged by sentence": by_hand(
                 also_in_torch(
                     in_training(
                         (
@@ -313,18 +259,24 @@ CATALOGUE: dict[str, list[Mistake]] = {
                     "    of_logits /= counted.sum(1)[:, None, None]",
                 ),
             ),
-            case="steps",
-        ),
-        Mistake(
-            "labels are what the decoder reads",
-            LOSS,
-            in_training(
+            "labels are what the decoder reads": in_training(
                 ("tap), labels, model.config)", "tap), target_ids, model.config)"),
                 ("tap), labels, model.config)", "tap), target_ids, model.config)"),
                 ("cross_entropy(logits, labels,", "cross_entropy(logits, target_ids,"),
                 ("    config = model.config\n    losses", "    config, labels = model.config, target_ids\n    losses"),
             ),
-            case="steps",
-        ),
-    ],
+        },
+        (LOSS, "steps/off_target_and_pad"): {
+            "smoothing on padding too": but(config={"label_smoothing_kind": "off_target"})
+        },
+        (LOSS, "steps/off_target"): {
+            "smoothing on the target too": but(config={"label_smoothing_kind": "uniform"}),
+            "smoothing on the target, over one class less": by_hand(
+                instead("training", "spread = spread - right", "pass"),
+                ('(share if kind == "uniform" else 0.0)', "share"),
+                ("masked_softmax(logits) - wanted", "masked_softmax(logits) * wanted.sum(-1, keepdims=True) - wanted"),
+            ),
+        },
+    },
 }
+CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}

@@ -1,5 +1,7 @@
 """The JAX package behind the port protocol."""
 
+# ruff: noqa: D102  what a method does is said by LoadedPackage
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -12,7 +14,14 @@ from numpy import ndarray
 
 from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.training_config import TrainingConfig
-from transformer_parity.ports.package import COMPILED_IN_FULL, LoadedPackage, call_tapped, decode_stepwise, find
+from transformer_parity.ports.package import (
+    COMPILED_IN_FULL,
+    LoadedPackage,
+    call_tapped,
+    decode_stepwise,
+    find,
+    with_first_step,
+)
 from transformer_parity.ports.protocol import SearchOptions
 
 
@@ -20,25 +29,21 @@ class LoadedJax(LoadedPackage):
     """A model of the JAX package: every block is compiled."""
 
     def to_array(self, array: ndarray) -> Any:
-        """Return the framework's own array."""
         import jax
 
         return jax.device_put(array.copy(), self.model.device)
 
     def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Run a block of the model with every tap recorded."""
         from flax import nnx
 
         return self._compiled(tapped=True)(*nnx.split(self.model), block, arrays, given)
 
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
-        """Run a block of the model the way a user runs it for speed."""
         from flax import nnx
 
         return self._compiled(tapped=False)(*nnx.split(self.model), block, arrays, {})
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
-        """Return the logits of each target position, decoded one after another with a cache."""
         import jax
         from flax import nnx
 
@@ -55,22 +60,11 @@ class LoadedJax(LoadedPackage):
         return _compile(self.package, tapped, tapped or self.dtype != COMPILED_IN_FULL)
 
     def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
-        """Return the best hypotheses of a batch."""
         with self._compiling():
             return super().search(source_ids, options, on_step)
 
-    def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
-        """Return what trains this model."""
-        trainer = super().trainer(settings, seed)
-        step = trainer.train_step
-
-        def first_step(*batch: Any, **named: Any) -> Any:
-            trainer.train_step = step
-            with self._compiling():
-                return step(*batch, **named)
-
-        trainer.train_step = first_step
-        return trainer
+    def trainer(self, settings: TrainingConfig) -> Any:
+        return with_first_step(super().trainer(settings), self._compiling)
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:

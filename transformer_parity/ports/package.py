@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,23 +66,31 @@ class LoadedPackage:
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
         """Return the logits of each target position, decoded one after another with a cache."""
-        return np.stack([self.to_numpy(logits) for logits in decode_stepwise(self.model, source_ids, target_ids)], 1)
+        with self.inference():
+            found = [self.to_numpy(logits) for logits in decode_stepwise(self.model, source_ids, target_ids)]
+        return np.stack(found, 1)
 
     def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
         """Return the best hypotheses of a batch."""
         return options.search(self.package, self.model, source_ids, on_step)
 
-    def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
+    def trainer(self, settings: TrainingConfig) -> Any:
         """Return what trains this model."""
-        return self.package.Trainer(self.model, settings, seed)
+        return self.package.Trainer(self.model, settings)
 
     def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Run a block of the model with every tap recorded."""
-        return call_tapped(find(self.package, self.model, block), arrays, given)
+        with self.inference():
+            return call_tapped(find(self.package, self.model, block), arrays, given)
 
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         """Run a block of the model the way a user runs it for speed."""
-        return find(self.package, self.model, block)(**arrays)
+        with self.inference():
+            return find(self.package, self.model, block)(**arrays)
+
+    def inference(self) -> AbstractContextManager[Any]:
+        """Return the context that a model is run in."""
+        return nullcontext()
 
     def to_array(self, array: ndarray) -> Any:
         """Return the framework's own array."""
@@ -116,6 +125,19 @@ def decode_stepwise(model: Any, source_ids: Any, target_ids: Any) -> list[Any]:
         logits, cache = model.decode_step(target_ids[:, position], cache)
         found.append(logits)
     return found
+
+
+def with_first_step(trainer: Any, compiling: Callable[[], AbstractContextManager[Any]]) -> Any:
+    """Return a trainer whose first step, which compiles all of them, runs in a context."""
+    step = trainer.train_step
+
+    def first_step(*batch: Any, **named: Any) -> Any:
+        trainer.train_step = step
+        with compiling():
+            return step(*batch, **named)
+
+    trainer.train_step = first_step
+    return trainer
 
 
 @dataclass(frozen=True)

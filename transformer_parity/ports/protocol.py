@@ -130,7 +130,7 @@ class LoadedPort(Protocol):
     def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
         """Return the best hypotheses of a batch, and show those that are unfinished after each step."""
 
-    def trainer(self, settings: TrainingConfig, seed: int = 0) -> Any:
+    def trainer(self, settings: TrainingConfig) -> Any:
         """Return what trains this model, with ``train_step``, ``evaluate``, ``export_state`` and ``load_state``."""
 
 

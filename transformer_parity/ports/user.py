@@ -171,7 +171,7 @@ class LoadedPlugin:
         ids = _array(self._ability("generate")(source_ids, limit, beam_size, options.length_penalty))
         return SearchResult(ids[:, None], None)  # type: ignore[arg-type]  # None: not asked for
 
-    def trainer(self, settings: TrainingConfig, seed: int = 0) -> _PluginTrainer:
+    def trainer(self, settings: TrainingConfig) -> _PluginTrainer:
         """Return what trains this model."""
         self._ability("train_step")
         self._ability("start_training")(settings)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
+import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import DEPTHS, SIZES, DropoutRates, TransformerConfig
@@ -16,19 +17,20 @@ FREE = (*SIZES, *DEPTHS, "dropout", "pad_id", "bos_id", "eos_id", "label_smoothi
 HANDLED = ("learning_rate_factor", "warmup_steps", "total_steps", "cooldown_steps", "beta1", "beta2", "epsilon")
 
 
-class Peer(Protocol):
-    """Someone else's Transformer with our weights in it. Nothing is imported before ``prepare``."""
+class Peer:
+    """Someone else's Transformer with our weights in it. Nothing is imported before ``prepare``.
 
-    @property
-    def name(self) -> str:
-        """What it is called in tables."""
+    Attributes:
+        name: What it is called in tables.
+        modules: What has to be installed.
+    """
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """What has to be installed."""
+    name: str
+    modules: ClassVar[tuple[str, ...]]
 
     def prepare(self) -> dict[str, str]:
         """Import what is needed, and return versions, device and threads."""
+        raise NotImplementedError
 
     def build(
         self,
@@ -48,15 +50,31 @@ class Peer(Protocol):
         Raises:
             ValueError: Something is asked for that a peer does not do, or would do in another way than the others.
         """
+        check_work(config, training)
+        self._config, self._training, self._step = config, training, 0
+        self._build(config, weights, dtype, training)
+
+    def _build(self, config: Any, weights: Mapping[str, ndarray], dtype: str, training: TrainingConfig | None) -> None:
+        raise NotImplementedError
 
     def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
         """Return the logits [B, T, V] in inference mode, computed when this returns."""
+        raise NotImplementedError
 
     def to_numpy(self, found: Any) -> ndarray:
         """Return the logits as a NumPy array."""
+        return np.asarray(found)
 
     def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
         """Take one step of Adam with dropout, and return the loss per target token before it, in nats."""
+        if self._training is None:
+            raise ValueError("training needs its settings: build(..., training=TrainingConfig())")
+        self._step += 1
+        rate = self._training.learning_rate(self._step, self._config.d_model)
+        return self._train(rate, source_ids, target_ids, labels)
+
+    def _train(self, rate: float, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
+        raise NotImplementedError
 
     def greedy(self, source_ids: ndarray, tokens: int) -> SearchResult:
         """Return the result of greedy search with a cache, at most ``tokens`` for each sentence.
@@ -64,6 +82,7 @@ class Peer(Protocol):
         Raises:
             NotImplementedError: The library has no cache.
         """
+        raise NotImplementedError
 
 
 def check_work(config: TransformerConfig, training: TrainingConfig | None) -> None:

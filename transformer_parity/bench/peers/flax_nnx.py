@@ -1,5 +1,7 @@
 """A Transformer of Flax NNX's layers, and optax: every call is one compiled function of the model's state."""
 
+# ruff: noqa: D102  what a method does is said by Peer
+
 from __future__ import annotations
 
 import os
@@ -11,22 +13,20 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import TransformerConfig
 from reference_numpy.embedding import sinusoidal_encoding
 from reference_numpy.search_plan import SearchResult, search_result
 from reference_numpy.training_config import TrainingConfig
-from transformer_parity.bench.peers.conventions import check_work
+from transformer_parity.bench.peers.conventions import Peer
 
 
 @dataclass
-class FlaxNNX:
+class FlaxNNX(Peer):
     """A model of ``nnx.MultiHeadAttention``, whose cache it decodes with."""
 
     name: str = "flax nnx"
     modules: ClassVar[tuple[str, ...]] = ("jax", "flax", "optax")
 
     def prepare(self) -> dict[str, str]:
-        """Import JAX and Flax."""
         import flax
         import jax
 
@@ -36,22 +36,13 @@ class FlaxNNX:
             "threads": os.environ.get("PJRT_NPROC", str(os.cpu_count())),
         }
 
-    def build(
-        self,
-        config: TransformerConfig,
-        weights: Mapping[str, ndarray],
-        dtype: str = "float32",
-        training: TrainingConfig | None = None,
-    ) -> None:
-        """Build the model, and its optimizer if it is to be trained."""
+    def _build(self, config: Any, weights: Mapping[str, ndarray], dtype: str, training: TrainingConfig | None) -> None:
         import jax
         import optax
         from flax import nnx
 
-        check_work(config, training)
         if dtype == "float64":
             jax.config.update("jax_enable_x64", True)
-        self._config, self._training, self._step = config, training, 0
         model = _translator(config, dtype)
         _put(model, weights)
         graph_in_training, self._state = nnx.split(model)
@@ -91,26 +82,16 @@ class FlaxNNX:
             self._moments = adam(0.0).init(nnx.state(model, nnx.Param))
 
     def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
-        """Return the logits."""
         return self._forward(self._state, *_ids(source_ids, target_ids)).block_until_ready()
 
-    def to_numpy(self, found: Any) -> ndarray:
-        """Return the logits as a NumPy array."""
-        return np.asarray(found)
-
-    def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
-        """Take one step of Adam."""
-        if self._training is None:
-            raise ValueError("training needs its settings: build(..., training=TrainingConfig())")
-        self._step += 1
-        learning_rate = self._training.learning_rate(self._step, self._config.d_model)
+    def _train(self, rate: float, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
         self._state, self._moments, loss = self._train_step(
-            self._state, self._moments, learning_rate, *_ids(source_ids, target_ids, labels)
+            self._state, self._moments, rate, *_ids(source_ids, target_ids, labels)
         )
         return float(loss)
 
     def greedy(self, source_ids: ndarray, tokens: int) -> SearchResult:
-        """Search with the cache of each self-attention; keys and values of the source are the compiler's to keep."""
+        # With the cache of each self-attention; keys and values of the source are the compiler's to keep.
         ids, scores = self._greedy(self._state, *_ids(source_ids), tokens)
         return search_result(np.array(ids, np.int64)[:, None], np.array(scores)[:, None], self._config.pad_id)
 

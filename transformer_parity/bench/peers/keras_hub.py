@@ -1,5 +1,7 @@
 """A Transformer of Keras hub's layers on TensorFlow, each call a ``tf.function``, with or without XLA."""
 
+# ruff: noqa: D102  what a method does is said by Peer
+
 from __future__ import annotations
 
 import os
@@ -10,27 +12,24 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import TransformerConfig
 from reference_numpy.embedding import sinusoidal_encoding
 from reference_numpy.search_plan import SearchResult, search_result
 from reference_numpy.training_config import TrainingConfig
-from transformer_parity.bench.peers.conventions import check_work
+from transformer_parity.bench.peers.conventions import Peer
 
 
 @dataclass
-class KerasHub:
+class KerasHub(Peer):
     """A model of ``TransformerEncoder`` and ``TransformerDecoder``, whose caches it decodes with."""
 
     xla: bool
     modules: ClassVar[tuple[str, ...]] = ("tensorflow", "keras", "keras_hub")
 
     @property
-    def name(self) -> str:
-        """What it is called in tables."""
+    def name(self) -> str:  # type: ignore[override]
         return "keras hub XLA" if self.xla else "keras hub"
 
     def prepare(self) -> dict[str, str]:
-        """Import Keras on TensorFlow, and Keras hub."""
         os.environ["KERAS_BACKEND"] = "tensorflow"
         import keras
         import keras_hub
@@ -42,19 +41,10 @@ class KerasHub:
             "threads": os.environ.get("TF_NUM_INTRAOP_THREADS", "all"),
         }
 
-    def build(
-        self,
-        config: TransformerConfig,
-        weights: Mapping[str, ndarray],
-        dtype: str = "float32",
-        training: TrainingConfig | None = None,
-    ) -> None:
-        """Build the model, and its optimizer if it is to be trained."""
+    def _build(self, config: Any, weights: Mapping[str, ndarray], dtype: str, training: TrainingConfig | None) -> None:
         import keras
         import tensorflow as tf
 
-        check_work(config, training)
-        self._config, self._training, self._step = config, training, 0
         model = _translator(config, dtype)
         _put(model, weights)
         loss_of = keras.losses.CategoricalCrossentropy(
@@ -85,23 +75,13 @@ class KerasHub:
             self._optimizer.build(model.trainable_variables)
 
     def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
-        """Return the logits."""
         return self._forward(*_ids(source_ids, target_ids))  # on a CPU, a function returns when it is done
 
-    def to_numpy(self, found: Any) -> ndarray:
-        """Return the logits as a NumPy array."""
-        return found.numpy()
-
-    def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
-        """Take one step of Adam."""
-        if self._training is None:
-            raise ValueError("training needs its settings: build(..., training=TrainingConfig())")
-        self._step += 1
-        self._optimizer.learning_rate = self._training.learning_rate(self._step, self._config.d_model)
+    def _train(self, rate: float, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
+        self._optimizer.learning_rate = rate
         return float(self._train_step(*_ids(source_ids, target_ids, labels)))
 
     def greedy(self, source_ids: ndarray, tokens: int) -> SearchResult:
-        """Search with the layers' caches."""
         ids, scores = self._greedy(*_ids(source_ids), tokens)
         return search_result(ids.numpy()[:, None].astype(np.int64), scores.numpy()[:, None], self._config.pad_id)
 
@@ -161,13 +141,7 @@ def _translator(config, dtype):
             is_target = ops.logical_or(target != config.pad_id, ops.arange(length) == 0)  # the first is <s>
             x = self.embed(target, positions[:length], training)
             for layer in self.decoder:
-                x = layer(
-                    x,
-                    memory,
-                    decoder_padding_mask=is_target,
-                    encoder_padding_mask=is_source,
-                    training=training,
-                )
+                x = layer(x, memory, decoder_padding_mask=is_target, encoder_padding_mask=is_source, training=training)
             return self.logits(x)
 
         def encode(self, source, training=False):

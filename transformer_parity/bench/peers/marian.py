@@ -1,5 +1,7 @@
 """Hugging Face's MarianMTModel in PyTorch, generating and training the way its users do."""
 
+# ruff: noqa: D102  what a method does is said by Peer
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -12,8 +14,7 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.masks import target_padding_mask
 from reference_numpy.search_plan import SearchResult, search_result
 from reference_numpy.training_config import TrainingConfig
-from transformer_parity.bench.peers.conventions import check_work
-from transformer_parity.bench.peers.torch_nn import fill_moments
+from transformer_parity.bench.peers.torch_nn import TorchPeer, adam
 
 HUGGING_FACE_NAMES = {
     "self_attention.": "self_attn.",
@@ -33,14 +34,13 @@ HUGGING_FACE_NAMES = {
 
 
 @dataclass
-class Marian:
+class Marian(TorchPeer):
     """Hugging Face's MarianMTModel."""
 
     name: str = "marian"
     modules: ClassVar[tuple[str, ...]] = ("torch", "transformers")
 
     def prepare(self) -> dict[str, str]:
-        """Import transformers."""
         import torch
         import transformers
 
@@ -50,66 +50,30 @@ class Marian:
             "threads": str(torch.get_num_threads()),
         }
 
-    def build(
-        self,
-        config: TransformerConfig,
-        weights: Mapping[str, ndarray],
-        dtype: str = "float32",
-        training: TrainingConfig | None = None,
-    ) -> None:
-        """Build the model, and its optimizer if it is to be trained."""
+    def _build(self, config: Any, weights: Mapping[str, ndarray], dtype: str, training: TrainingConfig | None) -> None:
         import torch
 
-        check_work(config, training)
         if config.dropout.embedding != config.dropout.residual:
             raise ValueError(f"Marian has one rate for embedding and residual dropout: got {config.dropout}")
-        self._config, self._training, self._step = config, training, 0
         self._model = marian_model(config, weights, dtype)
         if training is not None:
             bias = self._model.final_logits_bias
             del self._model.final_logits_bias  # a constant there; the other implementations train it
             self._model.final_logits_bias = torch.nn.Parameter(bias)
-            betas, epsilon = (training.beta1, training.beta2), training.epsilon
-            trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-            self._optimizer = torch.optim.Adam(trained, betas=betas, eps=epsilon, fused=True)
-            fill_moments(self._optimizer)
+            self._optimizer = adam([x for x in self._model.parameters() if x.requires_grad], training)
 
-    def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
-        """Return the logits."""
+    def _loss(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Any:
         import torch
 
-        self._model.train(False)
-        with torch.inference_mode():
-            return self._logits(source_ids, target_ids)
-
-    def to_numpy(self, found: Any) -> ndarray:
-        """Return the logits as a NumPy array."""
-        return found.numpy()
-
-    def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
-        """Take one step of Adam."""
-        import torch
-
-        config, training = self._config, self._training
-        if training is None:
-            raise ValueError("training needs its settings: build(..., training=TrainingConfig())")
-        self._step += 1
-        for group in self._optimizer.param_groups:
-            group["lr"] = training.learning_rate(self._step, config.d_model)
-        self._model.train()
-        loss = torch.nn.functional.cross_entropy(
+        return torch.nn.functional.cross_entropy(
             self._logits(source_ids, target_ids).flatten(0, 1),
             torch.from_numpy(labels).flatten(),
-            ignore_index=config.pad_id,
-            label_smoothing=config.label_smoothing,
+            ignore_index=self._config.pad_id,
+            label_smoothing=self._config.label_smoothing,
         )
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
-        return loss.item()
 
     def greedy(self, source_ids: ndarray, tokens: int) -> SearchResult:
-        """Generate; the scores are those of the logits that come with the tokens."""
+        # The scores are those of the logits that come with the tokens.
         import torch
         from transformers import GenerationConfig
 
@@ -134,7 +98,7 @@ class Marian:
         scores = torch.where(ids == config.pad_id, 0.0, chosen).sum(1, keepdim=True)
         return search_result(ids[:, None].numpy(), scores.numpy(), config.pad_id)
 
-    def _logits(self, source_ids, target_ids):
+    def _logits(self, source_ids: ndarray, target_ids: ndarray) -> Any:
         import torch
 
         pad_id = self._config.pad_id

@@ -1,20 +1,21 @@
 """``torch.nn.Transformer`` between a table of embeddings and a projection to it, eager or under ``torch.compile``."""
 
+# ruff: noqa: D102  what a method does is said by Peer
+
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import TransformerConfig
 from reference_numpy.embedding import sinusoidal_encoding
 from reference_numpy.masks import target_padding_mask
 from reference_numpy.search_plan import SearchResult
 from reference_numpy.training_config import TrainingConfig
-from transformer_parity.bench.peers.conventions import check_work
+from transformer_parity.bench.peers.conventions import Peer
 
 LAYER_NAMES = {
     "self_attention_norm.": "norm1.",
@@ -27,36 +28,55 @@ LAYER_NAMES = {
 LAST_NORM = {"encoder": "norm2.", "decoder": "norm3."}
 
 
+class TorchPeer(Peer):
+    """A model in PyTorch: ``_build`` sets ``_model``, and ``_optimizer`` where it is trained."""
+
+    _model: Any
+    _optimizer: Any
+
+    def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
+        import torch
+
+        self._model.train(False)
+        with torch.inference_mode():
+            return self._logits(source_ids, target_ids)
+
+    def _logits(self, source_ids: ndarray, target_ids: ndarray) -> Any:
+        raise NotImplementedError
+
+    def _loss(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Any:
+        raise NotImplementedError
+
+    def _train(self, rate: float, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._model.train()
+        loss = self._loss(source_ids, target_ids, labels)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return loss.item()
+
+
 @dataclass
-class TorchNN:
+class TorchNN(TorchPeer):
     """A model of ``torch.nn.TransformerEncoderLayer`` and ``torch.nn.TransformerDecoderLayer``."""
 
     compiled: bool
     modules: ClassVar[tuple[str, ...]] = ("torch",)
 
     @property
-    def name(self) -> str:
-        """What it is called in tables."""
+    def name(self) -> str:  # type: ignore[override]
         return "torch.nn compiled" if self.compiled else "torch.nn"
 
     def prepare(self) -> dict[str, str]:
-        """Import torch."""
         import torch
 
         return {"version": torch.__version__, "device": "cpu", "threads": str(torch.get_num_threads())}
 
-    def build(
-        self,
-        config: TransformerConfig,
-        weights: Mapping[str, ndarray],
-        dtype: str = "float32",
-        training: TrainingConfig | None = None,
-    ) -> None:
-        """Build the model, and its optimizer if it is to be trained."""
+    def _build(self, config: Any, weights: Mapping[str, ndarray], dtype: str, training: TrainingConfig | None) -> None:
         import torch
 
-        check_work(config, training)
-        self._config, self._training, self._step = config, training, 0
         self._model = model = _translator(config).to(getattr(torch, dtype))
         model.load_state_dict({name: torch.tensor(array) for name, array in torch_state(weights).items()})
 
@@ -72,41 +92,17 @@ class TorchNN:
         if self.compiled:  # with the loss, which goes through a whole vocabulary for each token
             self._compute, self._loss_of = torch.compile(model), torch.compile(loss_of)
         if training is not None:
-            betas, epsilon = (training.beta1, training.beta2), training.epsilon
-            self._optimizer = torch.optim.Adam(self._model.parameters(), betas=betas, eps=epsilon, fused=True)
-            fill_moments(self._optimizer)
+            self._optimizer = adam(model.parameters(), training)
 
-    def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
-        """Return the logits."""
+    def _logits(self, source_ids: ndarray, target_ids: ndarray) -> Any:
+        return self._compute(*self._inputs(source_ids, target_ids))
+
+    def _loss(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Any:
         import torch
 
-        self._model.train(False)
-        with torch.inference_mode():
-            return self._compute(*self._inputs(source_ids, target_ids))
-
-    def to_numpy(self, found: Any) -> ndarray:
-        """Return the logits as a NumPy array."""
-        return found.numpy()
-
-    def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
-        """Take one step of Adam."""
-        import torch
-
-        config, training = self._config, self._training
-        if training is None:
-            raise ValueError("training needs its settings: build(..., training=TrainingConfig())")
-        self._step += 1
-        for group in self._optimizer.param_groups:
-            group["lr"] = training.learning_rate(self._step, config.d_model)
-        self._model.train()
-        loss = self._loss_of(torch.from_numpy(labels), *self._inputs(source_ids, target_ids))
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
-        return loss.item()
+        return self._loss_of(torch.from_numpy(labels), *self._inputs(source_ids, target_ids))
 
     def greedy(self, source_ids: ndarray, tokens: int) -> SearchResult:
-        """There is nothing to search with."""
         raise NotImplementedError("torch.nn.Transformer has no cache")
 
     def _inputs(self, source_ids, target_ids):
@@ -117,14 +113,17 @@ class TorchNN:
         return tuple(map(torch.from_numpy, (source_ids, target_ids, *is_padding)))
 
 
-def fill_moments(optimizer: Any) -> None:
-    """Allocate Adam's moments at the start, as the other implementations do: memory is compared from there on."""
+def adam(parameters: Iterable[Any], training: TrainingConfig) -> Any:
+    """Return Adam with its moments allocated, as in the other implementations: memory is compared from there on."""
     import torch
 
+    betas = training.beta1, training.beta2
+    optimizer = torch.optim.Adam(parameters, betas=betas, eps=training.epsilon, fused=True)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+    return optimizer
 
 
 def torch_state(weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
