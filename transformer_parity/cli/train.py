@@ -9,16 +9,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-
 import reference_numpy as ref
 from reference_numpy.config import PRESETS
 from transformer_parity.cli.options import add_backends, positive
-from transformer_parity.cli.progress import Progress
+from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, refusals
+from transformer_parity.system.errors import UsageError, printable, refusals
 from transformer_parity.system.interrupts import stop_on_signal
 from transformer_parity.train import corpora, curves
 from transformer_parity.train.corpora import RECIPES
@@ -249,7 +247,7 @@ def _describe(training: Run) -> str:
     lines = [
         f"{training.corpus.task}: {len(training.corpus.training):,} pairs, {len(training.corpus.held_out):,} held out, "
         f"vocabulary {config.target_vocab_size:,}; {parameters / 1e6:.2f} M parameters; "
-        f"{batches.per_epoch:,} batches an epoch in {len(batches.shapes)} shapes; to {training.folder}",
+        f"{batches.per_epoch:,} batches an epoch in {len(batches.shapes)} shapes; to {printable(str(training.folder))}",
     ]
     if batches.dropped:
         lines.append(f"{batches.dropped:,} pairs are longer than the model's positions and are left out")
@@ -275,7 +273,7 @@ def _how_to_go_on(training: Run, placement: Placement) -> str:
 
 def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
     """Draw the curve, and print losses, scores and files."""
-    console = Console()
+    console = PlainConsole()
     backends = [learner.backend for learner in training.learners]
     metric, folder = training.corpus.metric, training.folder
     events = read_log(folder)
@@ -286,7 +284,7 @@ def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
         console.print(curves.parting(events))
     unit = " %" if metric == "exact match" else ""
     for who, found in reached.items():
-        console.print(f"{who}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}", highlight=False)
+        console.print(f"{who}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}")
     files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]
     took = f"{training.seconds:.0f} s of training, {time.process_time():.0f} s of processor time in this process."
-    console.print(f"{took} In {folder}: {', '.join(files)}.", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{took} In {folder}: {', '.join(files)}.", soft_wrap=True)

@@ -19,7 +19,8 @@ from transformer_parity.figures.style import FORMATS
 from transformer_parity.ports.protocol import LoadedPort, Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, refusals
+from transformer_parity.system.errors import UsageError, printable, refusals
+from transformer_parity.system.files import check_writable
 from transformer_parity.system.interrupts import ctrl_c_waits
 from transformer_parity.text.pairs import read_lines
 from transformer_parity.translate.agreement import Comparison, scorers
@@ -95,6 +96,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Translate or compare, and return the exit code."""
     _check_options(options)
+    check_writable(options.attention)
     backends = options.backends or (list(PORTS) if options.compare else ["torch"])
     for name in backends:
         PORTS[name].check_installed()
@@ -175,7 +177,9 @@ class _Output:
         self.answered = 0  # lines of the input
 
     def write(self, lines: Sequence[str]) -> None:
-        """Write the lines that answer one line of the input."""
+        """Write the lines that answer one line of the input; to a terminal, without control characters."""
+        if sys.stdout.isatty():
+            lines = ["\t".join(map(printable, line.split("\t"))) for line in lines]
         with ctrl_c_waits():
             sys.stdout.buffer.write("".join(f"{line}\n" for line in lines).encode())
             sys.stdout.buffer.flush()
