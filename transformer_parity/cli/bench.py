@@ -45,7 +45,7 @@ def run_one(options: argparse.Namespace, task: str) -> int:
     work, setting = _work(options, task), _setting(options)
     axis, values = getattr(options, "scale", None) or (None, ())
     works = [grown(work, axis, value) for value in values] if axis else [work]
-    _check(options, setting, [work])
+    _check(options, setting, works)
     console = make_console()
     timing = Timing.begin(setting)
     for work in works:

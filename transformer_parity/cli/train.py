@@ -250,7 +250,7 @@ def _describe(training: Run) -> str:
         f"{batches.per_epoch:,} batches an epoch in {len(batches.shapes)} shapes; to {printable(str(training.folder))}",
     ]
     if batches.dropped:
-        lines.append(f"{batches.dropped:,} pairs are longer than the model's positions and are left out")
+        lines.append(f"{batches.dropped:,} pairs are too long for the model, or for any, and are left out")
     if len(training.learners) > 1:
         lines.append("in lockstep: same weights, same batches, no dropout; nothing is saved but log and curve")
     if training.step:

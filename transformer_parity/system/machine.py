@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from transformer_parity.system.errors import UsageError
+
 DISTRIBUTION = "transformer-parity"
 
 
@@ -50,6 +52,21 @@ def describe_machine() -> dict[str, Any]:
 def held_bytes() -> int:
     """Return the memory that this process holds."""
     return psutil.Process().memory_info().rss
+
+
+def check_memory(needed: int, what: str) -> None:
+    """Refuse, before it is begun, what cannot be done in the memory that is free.
+
+    Args:
+        needed: The least bytes that it takes.
+        what: What takes them.
+
+    Raises:
+        UsageError: More memory is needed than is free.
+    """
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UsageError(f"{what} takes {needed / 2**30:,.0f} GiB of memory or more: {free / 2**30:,.1f} GiB are free")
 
 
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")  # Linux alone lets a peak be forgotten,
