@@ -48,9 +48,9 @@ def print_failure_report(console: Console, report: FailureReport) -> None:
         console.print(between)
     diagnosis = report.diagnosis
     sentence = Text(printable(diagnosis.sentence), STYLES.get(diagnosis.confidence, "default"))
-    console.print(Text("DIAGNOSIS ", "bold") + sentence)
+    console.print(Text("DIAGNOSIS ", "bold") + sentence, soft_wrap=True)
     for statement in diagnosis.signatures:
-        console.print(Text(f"          {printable(statement)}", "dim"))
+        console.print(Text(f"          {printable(statement)}", "dim"), soft_wrap=True)
     if report.folder is not None:
         console.print(Text("To run this block alone:", "bold"))
         console.print(Syntax(snippet(_relative(report.folder)), "python", background_color="default"))
