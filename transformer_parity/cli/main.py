@@ -72,36 +72,40 @@ def make_parser(chosen: str | None) -> Parser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code, which is about the command and not about who reads what it prints."""
-    with lasting_streams():
-        try:
-            return _run(_renamed(sys.argv[1:] if arguments is None else arguments))
-        finally:
-            sys.stdout.flush()
-            if error := getattr(sys.stdout, "error", None):
-                print(f"parity: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
-                sys.exit(INCOMPLETE)
+    try:
+        with sigterm_is_ctrl_c(), lasting_streams():
+            try:
+                return _run(_renamed(sys.argv[1:] if arguments is None else arguments))
+            finally:
+                sys.stdout.flush()
+                if error := getattr(sys.stdout, "error", None):
+                    print(f"parity: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+                    sys.exit(INCOMPLETE)
+    except KeyboardInterrupt:  # before there was a command, or behind it
+        return INCOMPLETE
 
 
 def _run(given: Sequence[str]) -> int:
     """Choose the command, run it, and turn what it raises into a message and an exit code."""
     command = "parity"
     try:
-        with sigterm_is_ctrl_c():
-            parser = make_parser(given[0] if given else None)
-            options = parser.parse_args(given)
-            command = options.command
-            if options.version:
-                from transformer_parity.system.machine import release
+        parser = make_parser(given[0] if given else None)
+        options = parser.parse_args(given)
+        command = options.command
+        if options.version:
+            from transformer_parity.system.machine import release
 
-                print(f"parity {release()}")
-                return 0
-            if "run" not in options:
-                parser.print_help()
-                return 0
-            return options.run(options)
+            print(f"parity {release()}")
+            return 0
+        if "run" not in options:
+            parser.print_help()
+            return 0
+        return options.run(options)
     except UsageError as error:
         message, *below = error.args
         print(f"{command}: error: {printable(message)}", *below, sep="\n", file=sys.stderr)
+    except PermissionError as error:  # which may come of the mere question whether a file is there
+        print(f"{command}: error: {printable(str(error))}", file=sys.stderr)
     except BrokenPipeError:  # the reader of translations, such as `head`, has left: the rest is not made
         pass
     except KeyboardInterrupt:
