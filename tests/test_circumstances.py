@@ -155,9 +155,10 @@ class Case:
         while (left := [*self._processes(), *self.temporary.iterdir()]) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert left == []
-        for path in filter(Path.is_file, self.out.rglob("*")):
+        for path in self.out.rglob("*"):
             assert not path.name.startswith("."), path
-            whole(path)
+            if path.is_file():
+                whole(path)
 
     def _processes(self) -> list[str]:
         found = []

@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 import numpy as np
 import psutil
 import pytest
-from matplotlib.figure import Figure
 from rich.text import Text
 
 import reference_numpy as ref
@@ -251,12 +250,12 @@ def test_show_writes_png_and_svg(capsys, tmp_path):
 
 
 def test_a_failed_write_leaves_the_old_picture(capsys, tmp_path, monkeypatch):
-    def fail(figure, path, **options):
-        Path(path).write_text("half a pic")
+    def fail(path, content):
+        path.write_text("half a pic")
         raise OSError("no space left")
 
     (tmp_path / "masks.png").write_text("old")
-    monkeypatch.setattr(Figure, "savefig", fail)
+    monkeypatch.setattr(Path, "write_bytes", fail)
     assert parity(capsys, "show", "masks", "--out", tmp_path) == (3, "", "parity show masks: error: no space left\n")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("masks.png", "old")]
 
