@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -222,6 +223,32 @@ def test_a_usage_error_is_one_line_whatever_it_quotes(capsys):
     assert capsys.readouterr().err == (
         "parity evaluate: error: there is no weight file a\N{REPLACEMENT CHARACTER}[31m AGREE  3 ports  .\n"
     )
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_the_import_of_a_command(number, capsys, monkeypatch):
+    """Where a dataclass is being made, say, it would end the process with an exit code of its own."""
+    imported = []
+
+    def interrupted(name):
+        os.kill(os.getpid(), number)
+        imported.append(name)
+        return info
+
+    monkeypatch.setattr("transformer_parity.cli.main.import_module", interrupted)
+    assert main(["info"]) == 3
+    assert imported == ["transformer_parity.cli.info"]
+    assert capsys.readouterr().err == "parity: interrupted\n"
+
+
+def test_a_path_that_may_not_be_looked_at_is_a_usage_error(capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert main(["evaluate", "a", "--task", "dates", "--json", "x/y"]) == 3
+    assert capsys.readouterr().err == "parity evaluate: error: [Errno 13] Permission denied: 'x'\n"
 
 
 def test_too_little_memory_is_a_usage_error(capsys, monkeypatch):

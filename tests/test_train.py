@@ -283,7 +283,7 @@ def test_lines_longer_than_the_model_has_positions_are_cut_off(tmp_path, capfd, 
     monkeypatch.setitem(corpora.RECIPES["dates"].model, "max_length", 16)
     options = ("--backend", "numpy", "--steps", 2, "--preset", "paper_learned")
     assert train(tmp_path / "run", *options) == 0
-    assert "longer than the model's positions and are left out" in capfd.readouterr().err
+    assert "\n24 pairs are longer than 16 tokens and are left out\n" in capfd.readouterr().err
 
 
 def test_which_sentences_are_held_out_does_not_depend_on_hashing(tmp_path):

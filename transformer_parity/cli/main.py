@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from transformer_parity.system.environment import lasting_streams
 from transformer_parity.system.errors import UsageError, printable
-from transformer_parity.system.interrupts import sigterm_is_ctrl_c
+from transformer_parity.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
 
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
 
@@ -63,7 +63,9 @@ def make_parser(chosen: str | None) -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     if chosen in COMMANDS:
         module, describe, _ = COMMANDS[chosen]
-        getattr(import_module(f"transformer_parity.cli.{module}"), describe)(commands)
+        with ctrl_c_waits():  # an interrupted import may end the process otherwise than we do
+            imported = import_module(f"transformer_parity.cli.{module}")
+        getattr(imported, describe)(commands)
     else:
         for name, (_, _, line) in COMMANDS.items():
             commands.add_parser(name, help=line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import time
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError, printable, refusals
 from transformer_parity.system.interrupts import stop_on_signal
+from transformer_parity.text.vocabulary import LONGEST
 from transformer_parity.train import corpora, curves
 from transformer_parity.train.corpora import RECIPES
 from transformer_parity.train.log import CURVE, LOG, MODEL, checkpoints, read_log
@@ -156,7 +158,8 @@ def run(options: argparse.Namespace) -> int:
             show.say(_how_to_go_on(training, placement))
             return 128 + stop.signal if stop.signal else 0
         reached = training.finish()  # here Ctrl-C interrupts at once: all steps are taken, and saved
-    _report(training, reached)
+    with refusals(OSError):
+        _report(training, reached)
     return 0
 
 
@@ -250,7 +253,8 @@ def _describe(training: Run) -> str:
         f"{batches.per_epoch:,} batches an epoch in {len(batches.shapes)} shapes; to {printable(str(training.folder))}",
     ]
     if batches.dropped:
-        lines.append(f"{batches.dropped:,} pairs are too long for the model, or for any, and are left out")
+        most = min(config.max_positions or math.inf, max(batches.tokens_per_batch, LONGEST))
+        lines.append(f"{batches.dropped:,} pairs are longer than {most:,} tokens and are left out")
     if len(training.learners) > 1:
         lines.append("in lockstep: same weights, same batches, no dropout; nothing is saved but log and curve")
     if training.step:
@@ -277,14 +281,14 @@ def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
     backends = [learner.backend for learner in training.learners]
     metric, folder = training.corpus.metric, training.folder
     events = read_log(folder)
-    if any(event["event"] == "step" for event in events):  # none where a run was only finished here
-        curves.draw(events, folder / CURVE)
     if len(backends) > 1:
         console.print(curves.lockstep_table(events))
         console.print(curves.parting(events))
     unit = " %" if metric == "exact match" else ""
     for who, found in reached.items():
         console.print(f"{who}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}")
+    if any(event["event"] == "step" for event in events):  # none where a run was only finished here
+        curves.draw(events, folder / CURVE)
     files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]
     took = f"{training.seconds:.0f} s of training, {time.process_time():.0f} s of processor time in this process."
     console.print(f"{took} In {folder}: {', '.join(files)}.", soft_wrap=True)
