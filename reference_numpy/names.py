@@ -44,7 +44,12 @@ def tap_shapes(
 
 def count_parameters(config: TransformerConfig) -> int:
     """Return how many numbers the model learns; a tied matrix counts once."""
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
+    shapes = parameter_shapes(config.replace(num_encoder_layers=1, num_decoder_layers=1))  # all layers are alike
+    return sum(
+        math.prod(shape) * (depths[name.partition(".")[0]] if ".layers." in name else 1)
+        for name, shape in shapes.items()
+    )
 
 
 def check_weights(config: TransformerConfig, weights: Mapping[str, np.ndarray], what: str = "weights") -> None:

@@ -7,14 +7,16 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
+import psutil
 import pytest
-from matplotlib.figure import Figure
 from rich.text import Text
 
 import reference_numpy as ref
@@ -29,6 +31,7 @@ from transformer_parity.report import presets
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.text.pairs import read_pairs
 from transformer_parity.text.vocabulary import Vocabulary, batch
+from transformer_parity.train import corpora
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = [port.package for port in PORTS.values()]
@@ -247,12 +250,12 @@ def test_show_writes_png_and_svg(capsys, tmp_path):
 
 
 def test_a_failed_write_leaves_the_old_picture(capsys, tmp_path, monkeypatch):
-    def fail(figure, path, **options):
-        Path(path).write_text("half a pic")
+    def fail(path, content):
+        path.write_text("half a pic")
         raise OSError("no space left")
 
     (tmp_path / "masks.png").write_text("old")
-    monkeypatch.setattr(Figure, "savefig", fail)
+    monkeypatch.setattr(Path, "write_bytes", fail)
     assert parity(capsys, "show", "masks", "--out", tmp_path) == (3, "", "parity show masks: error: no space left\n")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("masks.png", "old")]
 
@@ -355,3 +358,30 @@ def test_wrong_usage_exits_with_3(capsys, tmp_path, monkeypatch, command, messag
     assert err.splitlines()[-1].startswith(f"parity {command.split()[0]}")
     assert message in err.splitlines()[-1].partition("error: ")[2]
     assert os.listdir() == ["some_file"]
+
+
+ABSURD = {
+    "bench forward --layers 100000": "100000+100000 layers",
+    "bench train --batch 1000000000": "1000000000 sentences",
+    "bench decode --target 1000000000000 --backends numpy": "1000000000000 tokens",
+    "bench forward --scale depth=1,1000000000 --backends numpy": "1000000000+1000000000 layers",
+    "show positions --length 1000000000000": "a picture of 1,000,000,000,000 by 64",
+    "show positions --d-model 1000000000000": "a picture of 50 by 1,000,000,000,000",
+    "train --task dates --layers 1000000000 --backends numpy": "training 329,",
+    "train --task dates --d-ff 1000000000000 --backends numpy": "training ",
+    "train --task dates --tokens 1000000000000 --backends numpy": "a batch of 1,000,000,000,000 tokens",
+}
+
+
+@pytest.mark.parametrize("command", ABSURD)
+def test_an_absurd_size_is_refused_at_once(command, capsys, tmp_path, monkeypatch):
+    """Before memory is taken: what is free is all that counts."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**29))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(corpora, "DATES_TRAINED", 2000)
+    monkeypatch.setattr(corpora, "DATES_HELD_OUT", 9)
+    code, out, err = parity(capsys, *command.split())
+    assert (code, out) == (3, "")
+    assert re.search(r" takes [\d,]+ GiB of memory or more: [\d,.]+ GiB are free$", err)
+    assert ABSURD[command] in err
+    assert os.listdir() == []

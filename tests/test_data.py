@@ -1,5 +1,6 @@
 """What a model is trained on: vocabularies and their inverse, generated dates, batches and their order."""
 
+import gzip
 import itertools
 import json
 import os
@@ -15,7 +16,7 @@ from conftest import tiny_config
 
 from transformer_parity.text.dates import FIRST, FORMATS, LANGUAGES, LAST, date_lines, date_pairs, is_held_out, write
 from transformer_parity.text.pairs import read_pairs
-from transformer_parity.text.vocabulary import Vocabulary
+from transformer_parity.text.vocabulary import LONGEST, Vocabulary, pad
 from transformer_parity.train import batches
 from transformer_parity.train.batches import Batches, number
 
@@ -498,7 +499,8 @@ def test_long_pairs_are_dropped_and_counted():
         ({"tokens_per_batch": 0}, ValueError, "tokens_per_batch must be at least 1: got 0"),
         ({"tokens_per_batch": 10.0}, TypeError, "tokens_per_batch must be an integer"),
         ({"multiple": 0}, ValueError, "multiple must be at least 1"),
-        ({"multiple": 21}, ValueError, "a batch of 21 slices needs as many pairs: got 20"),
+        ({"multiple": 21}, ValueError, "a batch in 21 slices takes as many pairs or more: got 20"),
+        ({"multiple": 10**9}, ValueError, "a batch in 1,000,000,000 slices takes as many pairs or more: got 20"),
         ({"seed": -1}, ValueError, "seed must be at least 0"),
         ({"max_length": True}, TypeError, "max_length must be an integer"),
     ],
@@ -518,6 +520,34 @@ def test_no_such_position(position, error):
     with pytest.raises(error):
         batches.seek(position)
     assert batches.position == (0, 1)
+
+
+def test_lines_end_at_a_newline_and_nowhere_else(tmp_path):
+    """In training, evaluation and comparison as in translation: a lone carriage return would shift all later pairs."""
+    text = "a\rb\x0bc\u2028d\x85e\r\nf\n"
+    (tmp_path / "a").write_bytes(text.encode())
+    (tmp_path / "b.gz").write_bytes(gzip.compress(text.encode()))
+    assert read_pairs(tmp_path / "a", tmp_path / "b.gz") == [("a\rb\x0bc\u2028d\x85e",) * 2, ("f", "f")]
+
+
+def test_an_encoding_error_names_file_and_line(tmp_path):
+    (tmp_path / "a").write_bytes(b"a\rb\nc\n\xe4\n")
+    with pytest.raises(ValueError, match=r"a is not UTF-8 text: line 3: .* byte 0xe4"):
+        read_pairs(tmp_path / "a", tmp_path / "a")
+
+
+def test_a_file_in_one_line_is_refused_or_left_out_at_once(vocabulary):
+    config = config_for(vocabulary)
+    numbered = number([("a b " * 250_000, "a"), ("a", "b")], vocabulary, config)
+    assert len(numbered[0][0]) > 100_000
+    assert Batches(numbered, config, 100, max_length=LONGEST).dropped == 1
+    with pytest.raises(ValueError, match=r"a sentence is [\d,]+ tokens long, and may have at most 4,096"):
+        pad([ids for ids, _ in numbered], config)
+
+
+def test_an_absurd_vocabulary_is_refused_at_once():
+    with pytest.raises(ValueError, match="at most 1,114,112 entries: got 1,000,000,000,000"):
+        Vocabulary.train(["a b"], 10**12)
 
 
 def test_numbered_text(sentences):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from reference_numpy.files import replacing
 from transformer_parity.cli import info
 from transformer_parity.cli.main import COMMANDS, main
-from transformer_parity.cli.progress import Progress
-from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.cli.progress import PlainConsole, Progress
+from transformer_parity.system.environment import Stream, quiet_frameworks
 from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import check_writable, write_json, write_text
+from transformer_parity.system.files import check_writable, replacing, write_json, write_results, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
+posix = pytest.mark.skipif(os.name == "nt", reason="has pipes and devices by name")
 HEAVY = ("numpy", "rich", "matplotlib", "jinja2", "PIL", "sentencepiece", "torch", "jax", "tensorflow")
 
 
@@ -131,6 +135,126 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path):
         check_writable(tmp_path)
     with pytest.raises(UsageError, match="there is no folder"):
         check_writable(tmp_path / "none" / "a")
+
+
+@posix
+@pytest.mark.parametrize("place", ["pipe", "/dev/full"])
+def test_a_stream_that_cannot_be_written_is_no_end(place):
+    """Whatever is printed, by whomever: `| head` is no error, a full disk is one."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing if place == "pipe" else place, "wb") as file, Stream(file) as stream:
+        console = PlainConsole(file=stream)
+        for _ in range(3):
+            console.print("x" * 10_000)  # rich would leave with exit code 1
+            print("y" * 100_000, file=stream)
+        stream.flush()
+        assert (stream.error is None) == (place == "pipe")
+
+
+def test_what_an_encoding_lacks_is_spelled_out():
+    with open(os.devnull, "wb") as file, Stream(file, "ascii") as stream:
+        stream.write("\u2500 \udcff")
+    assert stream.error is None
+
+
+@posix
+def test_a_result_is_written_into_what_is_no_file(tmp_path):
+    def write(path):
+        write_results({"a": 1}, (path, write_json))
+        return text
+
+    text = '{\n "a": 1\n}\n'
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit((tmp_path / "pipe").read_text)
+        write(tmp_path / "pipe")
+        assert found.result(10) == text
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "to").write_text("old")
+    (tmp_path / "link").symlink_to("to")
+    write(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "to").read_text() == text
+    write(Path(os.devnull))
+    assert Path(os.devnull).is_char_device()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "to"]
+
+
+WRITER = """
+from pathlib import Path
+from transformer_parity.system.files import check_writable, write_json, write_results
+check_writable(Path("/dev/stdout"))
+print("a table", flush=True)
+write_results([1], *2 * [(Path("/dev/stdout"), write_json)])
+"""
+
+
+@posix
+def test_standard_output_is_added_to(tmp_path):
+    """A pipe, a pipe that nobody reads, and a file, which must not be replaced below the table that it holds."""
+    command = [sys.executable, "-c", WRITER]
+    expected = "a table\n[\n 1\n]\n[\n 1\n]\n"
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout == expected
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run(command, stdout=out, check=True, cwd=ROOT)
+    assert (tmp_path / "out").read_text() == expected
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+    assert Path("/dev/stdout").is_symlink()
+
+
+@posix
+def test_a_result_that_cannot_be_written_costs_no_other(tmp_path):
+    with pytest.raises(UsageError, match="/dev/full cannot be written: No space left on device; the result is printed"):
+        write_results([1], (Path("/dev/full"), write_json), (None, write_json), (tmp_path / "a", write_json))
+    assert (tmp_path / "a").read_text() == "[\n 1\n]\n"
+    gone = tmp_path / "gone" / "a"
+    with pytest.raises(UsageError, match=f"{gone} cannot be written: No such file"):  # by its own name
+        write_results([1], (gone, write_json))
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_a_usage_error_is_one_line_whatever_it_quotes(capsys):
+    assert main(["evaluate", "a\x1b[31m\nAGREE  3 ports\r\u2028.", "--task", "dates", "--backend", "numpy"]) == 3
+    assert capsys.readouterr().err == (
+        "parity evaluate: error: there is no weight file a\N{REPLACEMENT CHARACTER}[31m AGREE  3 ports  .\n"
+    )
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_the_import_of_a_command(number, capsys, monkeypatch):
+    """Where a dataclass is being made, say, it would end the process with an exit code of its own."""
+    imported = []
+
+    def interrupted(name):
+        os.kill(os.getpid(), number)
+        imported.append(name)
+        return info
+
+    monkeypatch.setattr("transformer_parity.cli.main.import_module", interrupted)
+    assert main(["info"]) == 3
+    assert imported == ["transformer_parity.cli.info"]
+    assert capsys.readouterr().err == "parity: interrupted\n"
+
+
+def test_a_path_that_may_not_be_looked_at_is_a_usage_error(capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert main(["evaluate", "a", "--task", "dates", "--json", "x/y"]) == 3
+    assert capsys.readouterr().err == "parity evaluate: error: [Errno 13] Permission denied: 'x'\n"
+
+
+def test_too_little_memory_is_a_usage_error(capsys, monkeypatch):
+    monkeypatch.setattr(info, "describe_backend", lambda port: np.empty(2**47))
+    assert main(["info"]) == 3
+    assert capsys.readouterr().err.startswith("parity info: error: out of memory: Unable to allocate 1.00 PiB")
 
 
 def test_progress_shows_no_bars_where_there_is_no_terminal(capsys):

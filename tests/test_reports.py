@@ -22,16 +22,20 @@ from rich.console import Console
 from reference_numpy.names import parameter_shapes, tap_shapes
 from transformer_parity.cases.case import tiny
 from transformer_parity.cases.standard import standard_cases
+from transformer_parity.cli.progress import PlainConsole
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding, Setting
-from transformer_parity.compare.outputs import OUTPUT
+from transformer_parity.compare.outputs import OUTPUT, TOKENS
+from transformer_parity.compare.verdict import Asked, Verdict
 from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
 from transformer_parity.diagnose.diagnosis import Diagnosis
 from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.weight_audit import Fate
+from transformer_parity.report.diagnoses import print_audit, print_failure_report
 from transformer_parity.report.html import html, write_html
 from transformer_parity.report.junit import junit, write_junit
 from transformer_parity.report.maps import picture
 from transformer_parity.report.result import Run, build
+from transformer_parity.report.tables import print_coverage, print_near_ties, print_problems, print_skips, print_summary
 from transformer_parity.report.tree import LINES, print_blame
 from transformer_parity.system.files import write_json
 
@@ -445,6 +449,62 @@ def test_junit_names_a_port_that_died():
     (case,) = suites["torch"].iter("testcase")
     assert case.get("name") == "the port as a whole"
     assert case.find("failure").get("message") == "died"
+
+
+def test_junit_is_xml_whatever_ports_say():
+    nasty = "\x00\x1b[31m\ud800\ufffe]]>&<\x85"
+    findings = [
+        replace(SIMPLE, backend=f"b{nasty}", case=f"c{nasty}", stage=f"s{nasty}", verdict=FAILED, detail=f"d{nasty}")
+    ]
+    environment = {f"b{nasty}": {f"n{nasty}": nasty}}
+    run = Run(SETTING, findings, [f"b{nasty}"], environment=environment, machine=MACHINE, not_tested=[nasty])
+    found = build(run)
+    (suite,) = ElementTree.fromstring(junit(found).encode())
+    assert suite.get("name") == "b[31m]]>&<\x85"
+    assert suite.find("testcase/failure").get("message") == "logits: d[31m]]>&<\x85"
+
+
+@pytest.mark.parametrize("write", [write_html, write_json, write_junit])
+def test_what_utf_8_cannot_hold_is_written_all_the_same(write, tmp_path):
+    write(tmp_path / "report", result_of([replace(SIMPLE, verdict=FAILED, detail="a \ud800 b")]))
+    assert "a " in (tmp_path / "report").read_text("utf-8")
+
+
+# What a terminal is told
+
+
+FORGED = "[bold]x[/] :smile: \x1b[2J\x9b31m\r\nAGREE  3 ports\x85\u2028AGREE" + 200 * " " + "AGREE"
+
+
+def test_nothing_from_outside_is_markup_or_a_line_of_its_own():
+    """Names, reasons and what is missing, in every line that quotes them."""
+    file = io.StringIO()
+    console = PlainConsole(file=file, width=140, force_terminal=True, color_system="standard")
+    wrong = replace(SIMPLE, backend=FORGED, verdict=FAILED, detail=FORGED, error=math.inf)
+    findings = [wrong, replace(wrong, verdict=SKIPPED), replace(wrong, verdict=AGREES, tap=TOKENS, error=0.0)]
+    verdict = Verdict.of(findings, [Asked(FORGED, ("steps",), ("float64",), True, {})])
+    print_problems(console, findings, verdict)
+    print_skips(console, findings)
+    print_near_ties(console, findings)
+    print_coverage(console, verdict, [FORGED])
+    print_audit(console, "torch", [Fate(FORGED, "unused", FORGED)])
+    print_failure_report(
+        console, FailureReport("torch", "float64", "a", "activations", None, Diagnosis(FORGED, "likely", (), (FORGED,)))
+    )
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue()).splitlines()
+    assert len([line for line in lines if "[bold]x[/] :smile: \N{REPLACEMENT CHARACTER}[2J" in line]) >= 6
+    assert not [line for line in lines if line.lstrip().startswith("AGREE")]
+    assert "\x1b[2J" not in file.getvalue()
+    assert "\x9b" not in file.getvalue()
+
+
+def test_a_table_keeps_its_colours_and_no_others():
+    file = io.StringIO()
+    console = PlainConsole(file=file, width=140, force_terminal=True, color_system="standard")
+    print_summary(console, [replace(SIMPLE, tap="\x1b[31mred")], ["torch"])
+    assert "\x1b[32m" in file.getvalue()
+    assert "\x1b[31m" not in file.getvalue()
+    assert "\N{REPLACEMENT CHARACTER}[31mre" in file.getvalue()
 
 
 # The tree in a terminal

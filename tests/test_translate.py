@@ -31,6 +31,7 @@ from transformer_parity.translate import picture as pictures
 from transformer_parity.translate import translator
 from transformer_parity.translate.agreement import Comparison
 from transformer_parity.translate.lines import Hypothesis, Line
+from transformer_parity.translate.report import differences
 from transformer_parity.translate.trained import read_trained
 from transformer_parity.translate.translator import Translator
 
@@ -226,10 +227,47 @@ def test_a_line_that_is_too_long_is_left_empty_and_named(short, capfd):
     first, third, last = one_by_one(short, [lines[0], lines[2], lines[5]])
     assert found == [first, "", third, "", "", last]
     assert said.splitlines() == [
-        f"parity translate: line {number} is left empty: it is {length} tokens long, and the model has 6 positions"
+        f"parity translate: line {number} is left empty: it is {length} tokens long, and may have at most 6"
         for number, length in ((2, 7), (4, 10))
     ]
     assert parity(capfd, short, lines[:1], "--backend", "numpy") == (0, [first], "")
+
+
+def test_a_line_of_a_million_characters_is_left_empty_at_once(model, capfd):
+    """Though this model has positions without an end."""
+    code, found, said = parity(capfd, model, ["abc", 1_000_000 * "a", "de"], "--backend", "numpy")
+    assert (code, found) == (3, [*one_by_one(model, ["abc"]), "", *one_by_one(model, ["de"])])
+    assert said == "parity translate: line 2 is left empty: it is 1,000,001 tokens long, and may have at most 4,096\n"
+    code, found, said = parity(capfd, model, ["abc"], "--backend", "numpy", "--max-length", 10**9)
+    assert (code, found) == (3, [])
+    assert said.endswith("--max-length must be at most 4,096 with this model: got 1,000,000,000\n")
+
+
+def test_a_closed_standard_input_is_refused(model, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["translate", "--weights", str(model), "--backend", "numpy"]) == 3
+    assert capfd.readouterr().err == "parity translate: error: standard input is closed: name the file to translate\n"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_is_sent_no_control_characters(is_terminal, monkeypatch):
+    """Those of a vocabulary or a text reach a file as they are."""
+    stream = io.TextIOWrapper(io.BytesIO())
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdout", stream)
+    translate._Output().write(["-1.5\ta\x1b[2J\rb\x9b"])
+    shown = "-1.5\ta\N{REPLACEMENT CHARACTER}[2J b\N{REPLACEMENT CHARACTER}\n"
+    assert stream.buffer.getvalue().decode() == (shown if is_terminal else "-1.5\ta\x1b[2J\rb\x9b\n")
+
+
+def test_a_text_forges_no_line_of_a_comparison():
+    hypothesis = Hypothesis("a\x1b[2J\rAGREE", -1.0, (1,), ("a",))
+    found = Comparison(Line(1, "b\rAGREE", (1,), 4), {"numpy": hypothesis}, {"numpy": ()})
+    assert differences(found, as_json=False) == [
+        "line 1: near-tie",
+        "  source  b AGREE",
+        "  numpy   a\N{REPLACEMENT CHARACTER}[2J AGREE",
+    ]
 
 
 def start(model, *options, **streams):
@@ -470,7 +508,7 @@ REFUSED = {
     "nothing to draw": (["--backend", "numpy", "--attention", "{folder}/x.png", "{folder}/empty"], "nothing to draw"),
     "more than the positions": (
         ["--weights", "{short}", "--max-length", "7"],
-        "--max-length must be at most 6, the model's positions: got 7",
+        "--max-length must be at most 6 with this model: got 7",
     ),
 }
 

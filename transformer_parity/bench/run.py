@@ -18,7 +18,7 @@ from transformer_parity.bench.workload import Work
 from transformer_parity.compare.findings import AGREES, FAILED
 from transformer_parity.compare.verdict import EXIT_CODES
 from transformer_parity.system.errors import UsageError
-from transformer_parity.system.machine import processors
+from transformer_parity.system.machine import check_memory, processors
 
 Progress = Callable[[list[Entry], int], AbstractContextManager[Tell]]
 
@@ -56,6 +56,9 @@ class Setting:
         participants = self.participants(work)
         for participant in participants:
             participant.check_installed()
+        numbers = ref.count_parameters(work.config) * len(participants)
+        numbers += work.batch * max(work.source, work.target) * work.config.d_model
+        check_memory(4 * numbers, f"{work.title}, {work.details},")
         names = [participant.name for participant in participants if participant.has_result]
         if self.against is not None and self.against not in names:
             raise UsageError(f"--against must be one of {', '.join(names)}: got {self.against}")

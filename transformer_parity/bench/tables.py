@@ -17,7 +17,7 @@ from transformer_parity.bench.imports import Pair
 from transformer_parity.bench.measurements import Entry, Spread, ratio, verdict
 from transformer_parity.bench.workload import Work
 from transformer_parity.compare.verdict import WORDS
-from transformer_parity.report.tables import STYLES
+from transformer_parity.report.tables import STYLES, print_line
 from transformer_parity.system.machine import describe_machine, processor
 
 BUSY = 0.5  # processes: a higher load average before anything is started is worth a word
@@ -31,7 +31,8 @@ def print_times(
     console: Console, work: Work, entries: Sequence[Entry], against: Entry | None, machine: Machine
 ) -> None:
     """Print the times, the fastest first, and the verdict of those without a time."""
-    console.print(f"[bold]{work.title}[/]\n{work.details}; threads: {machine['threads']}")
+    console.print(work.title, style="bold")
+    console.print(f"{work.details}; threads: {machine['threads']}")
     name = against.name if against else ""
     times = table("median\nms", "lowest to\nhighest", "tokens\nper s", f"times\n{name}", "lowest to\nhighest")
     process = table(
@@ -92,11 +93,11 @@ def print_remarks(console: Console, work: Work, entries: Sequence[Entry], thread
     """Print reasons, near-ties, and the basis of agreement."""
     for entry in entries:
         if not entry.is_timed:
-            console.print(f"{WORDS[entry.verdict]:9} {entry.name}: {entry.problem}", markup=False)
+            print_line(console, f"{WORDS[entry.verdict]:9}", "", f" {entry.name}: {entry.problem}")
         elif entry.near_ties:
-            console.print(f"NEAR-TIE  {entry.name}: {entry.near_ties}", markup=False)
+            print_line(console, "NEAR-TIE ", "", f" {entry.name}: {entry.near_ties}")
         if entry.is_timed and max(entry.cores) > threads + SPARE:
-            console.print(f"NOTE      {entry.name} kept {max(entry.cores):.1f} cores busy, not {threads}", markup=False)
+            console.print(f"NOTE      {entry.name} kept {max(entry.cores):.1f} cores busy, not {threads}")
     timed = [entry for entry in entries if entry.is_timed]
     agreeing = [entry.name for entry in timed if entry.has_result]
     if agreeing:
@@ -139,7 +140,7 @@ def print_first_calls(
     console: Console, works: Sequence[Work], results: Sequence[Sequence[Entry]], machine: Machine
 ) -> None:
     """Print the first call of each task, and a later one."""
-    console.print(f"[bold]first calls[/], seconds; {works[0].details}; threads: {machine['threads']}")
+    console.print(f"first calls, seconds; {works[0].details}; threads: {machine['threads']}", style="bold")
     rows = table(*(f"{work.task}\n{when}" for work in works[: len(results)] for when in ("first", "later")))
     by_name = [{entry.name: entry for entry in entries} for entries in results]
     for name in dict.fromkeys(entry.name for entries in results for entry in entries):
@@ -153,7 +154,7 @@ def print_first_calls(
         rows.add_row(name, *cells)
     console.print(rows)
     for entry in (entry for entries in results for entry in entries if not entry.is_timed):
-        console.print(f"{WORDS[entry.verdict]:9} {entry.name}: {entry.problem}", markup=False)
+        print_line(console, f"{WORDS[entry.verdict]:9}", "", f" {entry.name}: {entry.problem}")
 
 
 def print_imports(console: Console, pairs: Sequence[Pair]) -> None:
@@ -174,9 +175,9 @@ def print_environment(console: Console, entries: Sequence[Entry], machine: Machi
     rate = (
         f"; one large product, by NumPy: {machine['matrix_rate'] / 1e9:,.0f} GFLOP/s" if machine["matrix_rate"] else ""
     )
-    console.print(f"{machine['processor']}, processors: {machine['cpus']}{rate}", markup=False)
+    console.print(f"{machine['processor']}, processors: {machine['cpus']}{rate}")
     versions = [f"{entry.name} {entry.environment['version']}" for entry in entries if entry.environment]
-    console.print("; ".join([f"Python {machine['python']}, {machine['platform']}", *versions]), markup=False)
+    console.print("; ".join([f"Python {machine['python']}, {machine['platform']}", *versions]))
     if (machine["load_average"] or 0.0) > BUSY:
         console.print(
             f"NOTE      the machine was busy with something else: load average {machine['load_average']:.1f} before. "

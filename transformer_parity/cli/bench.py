@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer_parity.bench import tables
@@ -25,7 +26,7 @@ from transformer_parity.compare.verdict import EXIT_CODES
 from transformer_parity.figures.style import FORMATS, OPEN_STYLE, write
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import check_writable, write_json
+from transformer_parity.system.files import check_writable, write_json, write_results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +45,7 @@ def run_one(options: argparse.Namespace, task: str) -> int:
     work, setting = _work(options, task), _setting(options)
     axis, values = getattr(options, "scale", None) or (None, ())
     works = [grown(work, axis, value) for value in values] if axis else [work]
-    _check(options, setting, [work])
+    _check(options, setting, works)
     console = make_console()
     timing = Timing.begin(setting)
     for work in works:
@@ -68,9 +69,8 @@ def run_one(options: argparse.Namespace, task: str) -> int:
         against = next((entry for entry in timed if entry.name == setting.against), fastest(timed))
         return draw_times(works[0].title, works[0].details, timed, against, place)
 
-    _write_numbers(options, {"task": task, "rounds": setting.rounds, "scale": axis, **timing.to_dict()})
-    if any(entry.is_timed for entry in timing.entries):
-        _write_picture(options, draw)
+    found = {"task": task, "rounds": setting.rounds, "scale": axis, **timing.to_dict()}
+    _write(options, found, draw if any(entry.is_timed for entry in timing.entries) else None)
     return timing.exit_code
 
 
@@ -87,7 +87,7 @@ def run_compile(options: argparse.Namespace) -> int:
             break
     tables.print_first_calls(console, works, timing.races, timing.machine)
     tables.print_environment(console, timing.races[0], timing.machine)
-    _write_numbers(options, {"task": "compile", **timing.to_dict()})
+    _write(options, {"task": "compile", **timing.to_dict()})
     return timing.exit_code
 
 
@@ -124,10 +124,9 @@ def run_import(options: argparse.Namespace) -> int:
         "imports": [entry.to_dict() for entry in entries],
         "ratios": {pair.name: asdict(ratio(pair.package, pair.alone)) for pair in pairs},
     }
-    _write_numbers(options, found)
-    if entries:
-        details = "each in a fresh process; grey: the framework alone"
-        _write_picture(options, lambda: draw_times("import", details, entries, None, place_of(machine)))
+    details = "each in a fresh process; grey: the framework alone"
+    draw = partial(draw_times, "import", details, entries, None, place_of(machine))
+    _write(options, found, draw if entries else None)
     return code
 
 
@@ -158,8 +157,7 @@ def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work])
 
 def _check_files(options: argparse.Namespace) -> None:
     plot = getattr(options, "plot", None)
-    for path in (options.json, plot):
-        check_writable(path)
+    check_writable(options.json, plot)
     if plot is not None and plot.suffix.lower()[1:] not in FORMATS:
         raise UsageError(f"--plot must end in {' or '.join(FORMATS)}: got {plot.name}")
 
@@ -179,18 +177,16 @@ def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
         yield tell
 
 
-def _write_numbers(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Write the file that was asked for."""
-    head = {"format": 2, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    if options.json is not None:
-        with refusals(OSError):
-            write_json(options.json, {**head, **found})
+def _write(options: argparse.Namespace, found: dict[str, Any], draw: Callable[[], Figure] | None = None) -> None:
+    """Write the numbers, and draw the picture, that were asked for; None is no picture."""
 
-
-def _write_picture(options: argparse.Namespace, draw: Callable[[], Figure]) -> None:
-    """Draw the picture that was asked for."""
-    if getattr(options, "plot", None) is not None:
+    def write_picture(path: Path, _: object) -> None:
         import matplotlib
 
-        with refusals(OSError), matplotlib.rc_context(OPEN_STYLE):
-            write(draw(), options.plot)
+        if draw is not None:
+            with matplotlib.rc_context(OPEN_STYLE):
+                write(draw(), path)
+
+    head = {"format": 2, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    plot = getattr(options, "plot", None)
+    write_results({**head, **found}, (options.json, write_json), (plot, write_picture))

@@ -35,7 +35,7 @@ from transformer_parity.report.tables import (
     verdict_line,
 )
 from transformer_parity.system.errors import refusals
-from transformer_parity.system.files import check_writable, write_json
+from transformer_parity.system.files import check_writable, write_json, write_results
 from transformer_parity.system.machine import describe_machine
 
 EXAMPLES = """
@@ -127,8 +127,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit code."""
     console = make_console()
-    for path in (options.json, options.junit, options.html):
-        check_writable(path)
+    check_writable(options.json, options.junit, options.html)
     with refusals(MissingFrameworkError, OSError, ValueError):
         selection = _selection(options)
         for name in selection.backends:
@@ -164,9 +163,9 @@ def run(options: argparse.Namespace) -> int:
     for name, fates in outcome.audits.items():
         print_audit(console, name, fates)
     _print(console, result)
-    for path, write in ((options.json, write_json), (options.junit, write_junit), (options.html, write_html)):
-        if path is not None:
-            write(path, build(result))
+    if options.json or options.junit or options.html:
+        files = ((options.json, write_json), (options.junit, write_junit), (options.html, write_html))
+        write_results(build(result), *files)
     return result.verdict.exit_code
 
 

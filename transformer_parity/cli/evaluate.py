@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from transformer_parity.cli.options import add_backends, add_search, positive, search_options
-from transformer_parity.cli.progress import make_console
+from transformer_parity.cli.progress import PlainConsole, make_console
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import check_writable, write_json
+from transformer_parity.system.errors import UsageError, printable, refusals
+from transformer_parity.system.files import check_writable, write_json, write_results
 from transformer_parity.train import curves
 from transformer_parity.train.evaluate import evaluate, held_out
 from transformer_parity.train.log import CURVE, LOG, read_log
@@ -61,16 +61,15 @@ def run(options: argparse.Namespace) -> int:
         PORTS[name].check_installed()
     results = []
     with quiet_frameworks() as terminal, refusals(OSError, RuntimeError, TypeError, ValueError):
-        console = Console(file=terminal)
+        console = PlainConsole(file=terminal)
         for path in options.weights:
             trained = read_trained(path)
             corpus = held_out(trained.vocabulary, options.text, options.sentences)
             for backend in options.backends:
-                with console.status(f"{backend}: {path}"):
+                with console.status(Text(printable(f"{backend}: {path}"))):
                     results.append(evaluate(trained, corpus, backend, options.device, search))
-        if options.json:
-            write_json(options.json, results)
     _print(results)
+    write_results(results, (options.json, write_json))
     return 0
 
 
@@ -84,7 +83,7 @@ def _print(results: list[dict[str, Any]]) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
-            result["file"],
+            printable(result["file"]),
             "-" if result["step"] is None else f"{result['step']:,}",
             result["backend"],
             f"{result['sentences']:,}",
@@ -114,6 +113,7 @@ def run_curve(options: argparse.Namespace) -> int:
         raise UsageError(f"no {LOG} in {', '.join(missing)}")
     if options.out.suffix not in (".png", ".svg"):
         raise UsageError(f"--out must end in .png or .svg: got {options.out}")
+    check_writable(options.out)
     with refusals(OSError):
         logs = [read_log(folder) for folder in options.runs]
         backends = [name for log in logs for name in curves.losses(log)[1]]

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.text import Text
+
 from reference_numpy.config import TransformerConfig
 from transformer_parity.cases.case import STAGES, tiny
 from transformer_parity.cases.for_ports import port_config
@@ -39,7 +41,7 @@ from transformer_parity.report.tables import (
 )
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import check_writable, write_json
+from transformer_parity.system.files import check_writable, write_json, write_results
 from transformer_parity.system.machine import describe_machine
 
 EXAMPLES = """
@@ -187,7 +189,7 @@ def run_compare(options: argparse.Namespace) -> int:
         pairs = read_pairs(options.truth, options.candidate, options.stage)
         with console.status("computing the reference again") as status:
             for pair in pairs:
-                of_model = list(compare_folders(pair, status.update))
+                of_model = list(compare_folders(pair, lambda what: status.update(Text(what))))
                 findings += of_model
                 reports += investigate(pair, of_model)
     backends = [pair.backend for pair in pairs]
@@ -206,7 +208,7 @@ def run_compare(options: argparse.Namespace) -> int:
         result["not_tested"] = not_tested
         result["blames"] = [report.blame.to_dict() for report in reports if report.blame]
         result["diagnoses"] = [to_row(report) for report in reports]
-        write_json(options.json, plain(result))
+        write_results(plain(result), (options.json, write_json))
     return verdict.exit_code
 
 

@@ -21,12 +21,13 @@ from reference_numpy.names import parameter_shapes, tap_shapes
 from transformer_parity.cases.case import tiny
 from transformer_parity.cases.inputs import BATCH, SOURCE, TARGET
 from transformer_parity.cli.options import add_backends
+from transformer_parity.cli.progress import PlainConsole
 from transformer_parity.ports.package import PackagePort
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.source_code import Package, Piece, list_names, not_found
 from transformer_parity.report.presets import PAPER_VOCABULARY, describe_presets, print_presets
 from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError
+from transformer_parity.system.errors import UsageError, printable
 from transformer_parity.system.machine import describe_machine
 
 DESCRIPTION = """\
@@ -88,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         report = {**machine, "backends": backends, "vocab_size": options.vocab, "presets": presets}
         print(json.dumps(report, indent=2))
         return 0
-    console = Console(highlight=False)
+    console = PlainConsole()
     _print_machine(console, machine)
     _print_backends(console, backends)
     print_presets(console, presets, options.vocab)
@@ -102,7 +103,7 @@ def print_names(preset: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({kind: {name: list(shape) for name, shape in of.items()} for kind, of in names.items()}))
         return
-    console = Console(highlight=False)
+    console = PlainConsole()
     for kind, shapes in names.items():
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column(kind, no_wrap=True)
@@ -132,7 +133,7 @@ def describe_backend(port: PackagePort) -> dict[str, Any]:
 def _print_machine(console: Console, machine: dict[str, Any]) -> None:
     grid = Table.grid(padding=(0, 2))
     for name, value in machine.items():
-        grid.add_row(f"[bold]{name}[/]", str(value))
+        grid.add_row(Text(name, "bold"), str(value))
     console.print(grid)
 
 
@@ -150,18 +151,15 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]]) -> No
         table.add_row(row, *cells)
     if not_working := [name for name in backends if name not in working]:
         marks = {name: "fails" if backends[name]["installed"] else "not installed" for name in not_working}
-        table.add_row("", *(f"[red]{marks.get(name, '')}[/]" for name in backends))
+        table.add_row("", *(Text(marks.get(name, ""), "red") for name in backends))
     console.print(table)
-    console.print(
-        "[dim]Switches stand as each framework sets them on import; loading a model sets them to its precision.[/]"
-    )
+    said = "Switches stand as each framework sets them on import; loading a model sets them to its precision."
+    console.print(said, style="dim")
     for name, found in backends.items():
         if not found["installed"]:
-            console.print(
-                f"{name}: {found['missing']} is not installed. {found['install']}", markup=False, soft_wrap=True
-            )
+            console.print(f"{name}: {found['missing']} is not installed. {found['install']}", soft_wrap=True)
         elif "error" in found:
-            console.print(f"{name}: installed, but it fails: {found['error']}", style="red", markup=False)
+            console.print(f"{name}: installed, but it fails: {printable(found['error'])}", style="red")
 
 
 def _cell(value: Any) -> str:
@@ -224,9 +222,9 @@ def run_source(options: argparse.Namespace) -> int:
     pieces = [package.find(options.name, options.docstrings) for package in asked_for]
     found = [piece for piece in pieces if piece is not None]
     if not found:
-        raise UsageError(not_found(options.name, packages, asked_for))
+        raise UsageError(*not_found(options.name, packages, asked_for).split("\n"))
     absent = [package.name for package, piece in zip(asked_for, pieces, strict=True) if piece is None]
-    console = Console(width=options.width, no_color=options.no_color or None, highlight=False)
+    console = PlainConsole(width=options.width, no_color=options.no_color or None)
     summary = "" if options.docstrings else found[0].summary
     if console.is_terminal or options.width is not None:
         _print_panels(console, options.name, summary, found, absent)

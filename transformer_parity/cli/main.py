@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from transformer_parity.system.errors import UsageError
+from transformer_parity.system.environment import lasting_streams
+from transformer_parity.system.errors import UsageError, printable
+from transformer_parity.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
 from transformer_parity.system.machine import needs, release
 
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
@@ -49,7 +50,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print usage and message, and exit."""
         self.print_usage(sys.stderr)
-        self.exit(INCOMPLETE, f"{self.prog}: error: {message}\n")
+        self.exit(INCOMPLETE, f"{self.prog}: error: {printable(message)}\n")
 
 
 def make_parser(chosen: str | None) -> Parser:
@@ -63,7 +64,9 @@ def make_parser(chosen: str | None) -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     if chosen in COMMANDS:
         module, describe, _ = COMMANDS[chosen]
-        getattr(import_module(f"transformer_parity.cli.{module}"), describe)(commands)
+        with ctrl_c_waits():  # an interrupted import may end the process otherwise than we do
+            imported = import_module(f"transformer_parity.cli.{module}")
+        getattr(imported, describe)(commands)
     else:
         for name, (_, _, line) in COMMANDS.items():
             commands.add_parser(name, help=line)
@@ -71,30 +74,47 @@ def make_parser(chosen: str | None) -> Parser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    if unmet := needs():
-        print(f"parity: error: the command line {unmet}", file=sys.stderr)
-        return INCOMPLETE
-    given = _renamed(sys.argv[1:] if arguments is None else arguments)
-    parser = make_parser(given[0] if given else None)
-    options = parser.parse_args(given)
-    if options.version:
-        print(f"parity {release()}")
-        return 0
-    if "run" not in options:
-        parser.print_help()
-        return 0
+    """Run one command and return its exit code, which is about the command and not about who reads what it prints."""
     try:
-        from transformer_parity.system.interrupts import sigterm_is_ctrl_c
+        with sigterm_is_ctrl_c(), lasting_streams():
+            try:
+                return _run(_renamed(sys.argv[1:] if arguments is None else arguments))
+            finally:
+                sys.stdout.flush()
+                if error := getattr(sys.stdout, "error", None):
+                    print(f"parity: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+                    sys.exit(INCOMPLETE)
+    except KeyboardInterrupt:  # before there was a command, or behind it
+        return INCOMPLETE
 
-        with sigterm_is_ctrl_c():
-            return options.run(options)
+
+def _run(given: Sequence[str]) -> int:
+    """Choose the command, run it, and turn what it raises into a message and an exit code."""
+    command = "parity"
+    try:
+        if unmet := needs():
+            raise UsageError(f"the command line {unmet}")
+        parser = make_parser(given[0] if given else None)
+        options = parser.parse_args(given)
+        command = options.command
+        if options.version:
+            print(f"parity {release()}")
+            return 0
+        if "run" not in options:
+            parser.print_help()
+            return 0
+        return options.run(options)
     except UsageError as error:
-        print(f"{options.command}: error: {error}", file=sys.stderr)
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        message, *below = error.args
+        print(f"{command}: error: {printable(message)}", *below, sep="\n", file=sys.stderr)
+    except PermissionError as error:  # which may come of the mere question whether a file is there
+        print(f"{command}: error: {printable(str(error))}", file=sys.stderr)
+    except BrokenPipeError:  # the reader of translations, such as `head`, has left: the rest is not made
+        pass
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        print("parity: interrupted", file=sys.stderr)
+    except MemoryError as error:
+        print(f"{command}: error: out of memory: {error}", file=sys.stderr)
     except Exception:  # whose exit code of 1 would read as a semantic divergence
         traceback.print_exc()
     return INCOMPLETE

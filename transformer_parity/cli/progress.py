@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import TextIO
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,16 +16,28 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
+from rich.segment import Segment
+
+from transformer_parity.system.errors import printable
 
 PIPE_WIDTH = 140  # columns of a table that is not printed on a terminal
 
 
-def make_console(pipe_width: int = PIPE_WIDTH, *, markup: bool = False) -> Console:
-    """Return standard output for tables: as wide as the terminal, or as ``pipe_width`` where there is none.
+class PlainConsole(Console):
+    """Prints names and paths from outside as they are: no markup, and no control characters but its own."""
 
-    Without markup, names and paths from outside are printed as they are.
-    """
-    return Console(highlight=False, markup=markup, width=None if sys.stdout.isatty() else pipe_width)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Render an object into segments; everything that is printed comes through here."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else "\n".join(map(printable, text.split("\n"))), style, control)
+
+
+def make_console(pipe_width: int = PIPE_WIDTH) -> PlainConsole:
+    """Return standard output for tables: as wide as the terminal, or as ``pipe_width`` where there is none."""
+    return PlainConsole(width=None if sys.stdout.isatty() else pipe_width)
 
 
 class Progress:
@@ -48,14 +60,14 @@ class Progress:
         hidden: bool = False,
         is_still: bool = False,
     ) -> None:
-        console = Console(file=file)
+        console = PlainConsole(file=file)
         self.is_terminal = console.is_terminal
         self._is_still = is_still
         self._logged: set[str] = set()
         titles = {name: name.rpartition(":")[2] for name in names}
         columns = (
             SpinnerColumn(),
-            f"{{task.fields[title]:{max(map(len, titles.values()), default=0)}}}",
+            TextColumn(f"{{task.fields[title]:{max(map(len, titles.values()), default=0)}}}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -104,10 +116,10 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line, above the bars where there are any."""
-        self._bars.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._bars.console.print(line, soft_wrap=True)
 
     def log(self, line: str) -> None:
         """Print a line on standard error where there are no bars, each line once."""
         if not self.is_terminal and line not in self._logged:
             self._logged.add(line)
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)

@@ -23,8 +23,9 @@ from transformer_parity.mistakes.catalogue import parts
 from transformer_parity.mistakes.mistake import ALL
 from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
+from transformer_parity.report.tables import print_line
 from transformer_parity.system.errors import refusals
-from transformer_parity.system.files import check_writable, write_json
+from transformer_parity.system.files import check_writable, write_json, write_results
 
 NAMED = 0.9  # of those that have a name
 ATTACKS = "attacks"
@@ -120,9 +121,8 @@ def run(options: argparse.Namespace) -> int:
     word = {0: "PASS", 1: "FAIL", 3: "INCOMPLETE"}[code]
     said = f"  {'; '.join(counts)}; {time.monotonic() - started:.0f} s."
     console.print(Text(word, "bold green" if code == 0 else "bold red") + Text(said, "default"))
-    if options.json is not None:
-        rows = {"trials": [trial.to_dict() for trial in found], "attacks": [one.to_dict() for one in outcomes]}
-        write_json(options.json, {"format": 2, "exit_code": code, **rows})
+    rows = {"trials": [trial.to_dict() for trial in found], "attacks": [one.to_dict() for one in outcomes]}
+    write_results({"format": 2, "exit_code": code, **rows}, (options.json, write_json))
     return code
 
 
@@ -141,7 +141,7 @@ def print_attacks(console: Console, outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         if not outcome.is_as_expected:
             said = f" {outcome.family}, {outcome.name}: expected {outcome.expected}, got {outcome.got}: {outcome.said}"
-            console.print(Text("unexpected", "bold red") + Text(said, "default"))
+            print_line(console, "unexpected", "bold red", said)
 
 
 def _exit_code(found: Sequence[Trial], outcomes: Sequence[Outcome]) -> int:
@@ -170,4 +170,4 @@ def _print(console: Console, found: Sequence[Trial], backends: Sequence[str], ch
     for trial in found:
         if not (trial.caught and trial.located and trial.named is not False):
             what = "not caught" if not trial.caught else "not located" if not trial.located else "not named"
-            console.print(Text(f"{what:11}", "bold red") + Text(f" {trial.backend}, {trial.mistake}: {trial.said}"))
+            print_line(console, f"{what:11}", "bold red", f" {trial.backend}, {trial.mistake}: {trial.said}")

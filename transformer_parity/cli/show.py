@@ -8,10 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from reference_numpy.config import PRESETS
 from transformer_parity.cli.options import add_backends, one_or_more
+from transformer_parity.cli.progress import PlainConsole
 from transformer_parity.figures import why_tables
 from transformer_parity.figures.attention import SOURCE, TAPS, TARGET, Asked, draw_attention
 from transformer_parity.figures.positions import draw_masks, draw_positions
@@ -25,7 +24,7 @@ from transformer_parity.figures.why_tables import (
     threads,
 )
 from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import check_writable, write_json
+from transformer_parity.system.files import check_writable, write_json, write_results
 from transformer_parity.system.machine import describe_machine
 
 if TYPE_CHECKING:
@@ -113,6 +112,8 @@ def run(options: argparse.Namespace) -> int:
     import matplotlib
 
     path = destination(options.out, options.format, options.picture)
+    if path.parent.is_dir():  # any other is made
+        check_writable(path)
     with refusals(ImportError, OSError, RuntimeError, ValueError), matplotlib.rc_context(STYLE):
         write(options.draw(options), path)
     print(path)
@@ -161,7 +162,7 @@ def add_parser_why(commands: Any) -> None:
 def run_why(options: argparse.Namespace) -> int:
     """Measure, print, draw, and return the exit code."""
     check_writable(options.json)
-    console = Console(highlight=False)
+    console = PlainConsole()
     chosen = [options.question] if options.question else list(QUESTIONS)
     report: dict[str, Any] = {**describe_machine(), "threads": threads()}
     with refusals(OSError):
@@ -177,9 +178,8 @@ def run_why(options: argparse.Namespace) -> int:
             if options.out is not None:
                 path = options.out / f"why-{question}.{options.format}"
                 _write_picture(draw, found, path)
-                console.print(f"{path}\n", markup=False, soft_wrap=True)
-        if options.json is not None:
-            write_json(options.json, report)
+                console.print(f"{path}\n", soft_wrap=True)
+    write_results(report, (options.json, write_json))
     return 0
 
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-
 import reference_numpy as ref
 from reference_numpy.config import PRESETS
 from transformer_parity.cli.options import add_backends, positive
-from transformer_parity.cli.progress import Progress
+from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, refusals
+from transformer_parity.system.errors import UsageError, printable, refusals
 from transformer_parity.system.interrupts import stop_on_signal
+from transformer_parity.text.vocabulary import LONGEST
 from transformer_parity.train import corpora, curves
 from transformer_parity.train.corpora import RECIPES
 from transformer_parity.train.log import CURVE, LOG, MODEL, checkpoints, locked, read_log
@@ -166,7 +166,8 @@ def _train(options: argparse.Namespace, folder: Path) -> int:
             show.say(_how_to_go_on(training, placement))
             return 128 + stop.signal if stop.signal else 0
         reached = training.finish()  # here Ctrl-C interrupts at once: all steps are taken, and saved
-    _report(training, reached)
+    with refusals(OSError):
+        _report(training, reached)
     return 0
 
 
@@ -271,10 +272,11 @@ def _describe(training: Run) -> str:
     lines = [
         f"{training.corpus.task}: {len(training.corpus.training):,} pairs, {len(training.corpus.held_out):,} held out, "
         f"vocabulary {config.target_vocab_size:,}; {parameters / 1e6:.2f} M parameters; "
-        f"{batches.per_epoch:,} batches an epoch in {len(batches.shapes)} shapes; to {training.folder}",
+        f"{batches.per_epoch:,} batches an epoch in {len(batches.shapes)} shapes; to {printable(str(training.folder))}",
     ]
     if batches.dropped:
-        lines.append(f"{batches.dropped:,} pairs are longer than the model's positions and are left out")
+        most = min(config.max_positions or math.inf, max(batches.tokens_per_batch, LONGEST))
+        lines.append(f"{batches.dropped:,} pairs are longer than {most:,} tokens and are left out")
     if len(training.learners) > 1:
         lines.append("in lockstep: same weights, same batches, no dropout; nothing is saved but log and curve")
     if training.step:
@@ -297,18 +299,18 @@ def _how_to_go_on(training: Run, placement: Placement) -> str:
 
 def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
     """Draw the curve, and print losses, scores and files."""
-    console = Console()
+    console = PlainConsole()
     backends = [learner.backend for learner in training.learners]
     metric, folder = training.corpus.metric, training.folder
     events = read_log(folder)
-    if any(event["event"] == "step" for event in events):  # none where a run was only finished here
-        curves.draw(events, folder / CURVE)
     if len(backends) > 1:
         console.print(curves.lockstep_table(events))
         console.print(curves.parting(events))
     unit = " %" if metric == "exact match" else ""
     for who, found in reached.items():
-        console.print(f"{who}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}", highlight=False)
+        console.print(f"{who}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}")
+    if any(event["event"] == "step" for event in events):  # none where a run was only finished here
+        curves.draw(events, folder / CURVE)
     files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]
     took = f"{training.seconds:.0f} s of training, {time.process_time():.0f} s of processor time in this process."
-    console.print(f"{took} In {folder}: {', '.join(files)}.", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{took} In {folder}: {', '.join(files)}.", soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from reference_numpy.checks import check_positions
 from transformer_parity.cli.options import add_backends, add_search, positive, search_options
 from transformer_parity.cli.progress import Progress
 from transformer_parity.compare.tolerances import EPS
@@ -19,9 +17,11 @@ from transformer_parity.figures.style import FORMATS
 from transformer_parity.ports.protocol import LoadedPort, Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, refusals
+from transformer_parity.system.errors import UsageError, printable, refusals
+from transformer_parity.system.files import check_writable
 from transformer_parity.system.interrupts import ctrl_c_waits
-from transformer_parity.text.pairs import read_lines
+from transformer_parity.text.pairs import open_text, read_lines
+from transformer_parity.text.vocabulary import most_tokens
 from transformer_parity.translate.agreement import Comparison, scorers
 from transformer_parity.translate.lines import Line, Translation
 from transformer_parity.translate.picture import draw_translation
@@ -47,9 +47,10 @@ input: one sentence a line, UTF-8 (a file may be gzipped). As many lines come ou
   --nbest N    line number<TAB>score<TAB>translation, N lines for each line of the input, best first
   --json       one object a line: line, source, hypotheses (each with text, score, pieces, ids)
 A score is the log-probability in nats; with --beam, over the length penalty. It is -inf where there is no hypothesis.
-A blank line yields an empty line. So does a line that is longer than the model's learned positions; a warning on
-standard error says which, and the exit code is 3. After Ctrl-C, what has been written is complete lines from the first
-on, and standard error says how many lines of the input they answer.
+A blank line yields an empty line. So does a line that is too long (for the model's learned positions, or over 4,096
+tokens); a warning on standard error says which, and the exit code is 3. After Ctrl-C, what has been written is complete
+lines from the first on, and standard error says how many lines of the input they answer. If the reader of the output
+leaves, as `head` does, the rest is not translated, and the exit code is 3 too.
 
 --compare prints no translations, but each line that the backends translate differently, with the verdict by the
 float64 reference: a near-tie, where rounding may turn the decision, or a divergence. The last line counts them.
@@ -95,14 +96,15 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Translate or compare, and return the exit code."""
     _check_options(options)
+    check_writable(options.attention)
     backends = options.backends or (list(PORTS) if options.compare else ["torch"])
     for name in backends:
         PORTS[name].check_installed()
     search = search_options(options, options.max_length, options.nbest or 1)
     with refusals(OSError, TypeError, ValueError):
         trained = read_trained(options.weights)
-        if options.max_length:
-            check_positions("--max-length", options.max_length, trained.config.max_positions)
+        if options.max_length and options.max_length > (most := most_tokens(trained.config)):
+            raise UsageError(f"--max-length must be at most {most:,} with this model: got {options.max_length:,}")
         total = _count_lines(options.file)
     output = _Output()
     try:
@@ -152,10 +154,12 @@ def _check_options(options: argparse.Namespace) -> None:
 def _open(path: Path | None) -> Iterator[BinaryIO]:
     """Yield the bytes of a file, unpacked if it is gzipped, or of standard input."""
     if path is None:
+        if sys.stdin is None:
+            raise UsageError("standard input is closed: name the file to translate")
         yield sys.stdin.buffer
         return
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        yield file  # type: ignore[misc]  # gzip's is one but for its class
+    with open_text(path) as file:
+        yield file
 
 
 @contextmanager
@@ -175,7 +179,9 @@ class _Output:
         self.answered = 0  # lines of the input
 
     def write(self, lines: Sequence[str]) -> None:
-        """Write the lines that answer one line of the input."""
+        """Write the lines that answer one line of the input; to a terminal, without control characters."""
+        if sys.stdout.isatty():
+            lines = ["\t".join(map(printable, line.split("\t"))) for line in lines]
         with ctrl_c_waits():
             sys.stdout.buffer.write("".join(f"{line}\n" for line in lines).encode())
             sys.stdout.buffer.flush()
@@ -211,7 +217,7 @@ class _Show:
             self.advance(backend, 1)
         if line.is_too_long:
             self.left_empty += 1
-            lengths = f"{len(line.ids)} tokens long, and the model has {line.positions} positions"
+            lengths = f"{len(line.ids):,} tokens long, and may have at most {line.most:,}"
             self.say(f"{COMMAND}: line {line.number} is left empty: it is {lengths}")
 
 

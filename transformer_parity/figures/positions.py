@@ -11,6 +11,7 @@ import reference_numpy as ref
 from reference_numpy.config import TransformerConfig
 from transformer_parity.figures.style import ALLOWED, FORBIDDEN, label
 from transformer_parity.system.errors import UsageError
+from transformer_parity.system.machine import check_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +28,7 @@ def draw_positions(presets: Sequence[str], length: int, d_model: int) -> Figure:
 
     if length < 1:
         raise UsageError(f"--length must be at least 1: got {length}")
+    check_memory(8 * length * d_model, f"a picture of {length:,} by {d_model:,}")
     sizes = {"source_vocab_size": 8, "target_vocab_size": 8, "d_model": d_model, "d_k": 1, "d_v": 1}
     configs = {name: TransformerConfig.preset(name, **sizes) for name in presets}
     if learned := [name for name, config in configs.items() if config.position_encoding == "learned"]:

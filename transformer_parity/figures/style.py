@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -9,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reference_numpy.files import replacing
 from transformer_parity.system.errors import UsageError
+from transformer_parity.system.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,9 +60,12 @@ def write(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = path.suffix.lower().removeprefix(".")
     metadata = {"Date": None} if kind == "svg" else None  # no date: the same picture is the same file
-    with replacing(path) as temporary, warnings.catch_warnings(record=True) as caught:
+    picture = io.BytesIO()  # drawing takes its time, in which a kill would leave half a file
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        figure.savefig(temporary, format=kind, dpi=DPI, metadata=metadata)
+        figure.savefig(picture, format=kind, dpi=DPI, metadata=metadata)
+    with replacing(path) as temporary:
+        temporary.write_bytes(picture.getvalue())
     if any("missing from font" in str(warning.message) for warning in caught):
         print("note: the font lacks some of the characters; boxes stand for them", file=sys.stderr)
 

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from transformer_parity.figures.why_measurements import (
     CARRIED,
@@ -82,8 +83,9 @@ def show_sqrt_dk(console: Console, softmax: list[Saturation], layer: list[LayerG
         table.add_row(f"{raw.d_k:,}", *left, f"{raw.gradient.low:.1g}", *right)
     console.print(table)
     console.print(
-        f"[dim]Of {SEQUENCES * POSITIONS:,} queries. Gradient: how much gets through, as the norm of the softmax's "
-        f"Jacobian; {uniform_gain():.2f} where all keys weigh the same.[/]\n"
+        f"Of {SEQUENCES * POSITIONS:,} queries. Gradient: how much gets through, as the norm of the softmax's "
+        f"Jacobian; {uniform_gain():.2f} where all keys weigh the same.\n",
+        style="dim",
     )
     measures = "share of\nqueries", "query\nkernel", "key\nkernel"
     table = _table(
@@ -98,8 +100,9 @@ def show_sqrt_dk(console: Console, softmax: list[Saturation], layer: list[LayerG
         table.add_row(f"{pair[0].d_k:,}", f"{pair[0].num_heads}", *cells[0], *cells[1])
     console.print(table)
     console.print(
-        f"[dim]Share: of the queries that together carry {CARRIED:.0%} of the squared gradient. Kernels: the norm "
-        f"of the gradient that arrives there. Medians of {LAYERS} layers.[/]\n"
+        f"Share: of the queries that together carry {CARRIED:.0%} of the squared gradient. Kernels: the norm "
+        f"of the gradient that arrives there. Medians of {LAYERS} layers.\n",
+        style="dim",
     )
     console.print(conclude_sqrt_dk(softmax, layer) + "\n")
 
@@ -156,15 +159,16 @@ def show_additive(console: Console, costs: list[Cost], steps: list[Step]) -> Non
             f"x {operations_ratio(cost):.2f}",
             f"{1e3 * cost.dot_seconds.median:.3g}",
             f"{1e3 * cost.additive_seconds.median:.3g}",
-            f"[bold]{cost.ratio.median:.1f}[/] ({cost.ratio.low:.2g}, {cost.ratio.high:.2g})",
+            Text.assemble((f"{cost.ratio.median:.1f}", "bold"), f" ({cost.ratio.low:.2g}, {cost.ratio.high:.2g})"),
             f"{cost.additive_bytes / 2**20:.3g} (x {cost.additive_bytes / cost.dot_bytes:.0f})",
         )
     console.print(table)
     console.print(
-        "[dim]Mult-adds: multiply-adds, the same for both, 2 L d_model d_k + L^2 (d_k + d_v). Operations: additive "
+        "Mult-adds: multiply-adds, the same for both, 2 L d_model d_k + L^2 (d_k + d_v). Operations: additive "
         "attention's as a multiple, with its L^2 d_k additions and as many tanh. Times as long: the median round, and "
         "where the lowest and highest tenth begin. Memory: additive attention's at its peak, and as a multiple. Times "
-        "are the calling thread's processor time, so that other programs do not count.[/]\n"
+        "are the calling thread's processor time, so that other programs do not count.\n",
+        style="dim",
     )
     table = _table(
         f"The steps at length {COST_LENGTH} and d_k {PAPER_D_K}",

@@ -178,7 +178,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, weights_file: Path) -> Case:
-    name = _entry(fields, "name", str)
+    name = printable(_entry(fields, "name", str))
     stage = _entry({"stage": fields.get("rung"), **fields}, "stage", str)  # as version 1 calls it
     if stage not in STAGES:
         raise ValueError(f"case {name} must have a stage of {', '.join(STAGES)}: got {stage!r}")
@@ -203,7 +203,8 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
 def _read_left_out(fields: dict[str, Any]) -> LeftOut:
     tensors = _entry({"tensors": ["*"], **fields}, "tensors", list)
     dtype = _entry({"dtype": "*", **fields}, "dtype", str)
-    return LeftOut(_entry(fields, "case", str), _entry(fields, "reason", str), tuple(map(str, tensors)), dtype)
+    case, reason = (printable(_entry(fields, name, str)) for name in ("case", "reason"))
+    return LeftOut(case, reason, tuple(printable(str(tensor)) for tensor in tensors), dtype)
 
 
 def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:

@@ -22,6 +22,7 @@ from reference_numpy.files import save_weights
 from transformer_parity.cases.case import Case
 from transformer_parity.compare.training_outputs import SNAPSHOTS
 from transformer_parity.golden.vectors import FORMAT, MANIFEST, VERSION, WEIGHTS, Arrays, LeftOut, sha256
+from transformer_parity.system.child import removed_afterwards
 
 
 def write(
@@ -116,11 +117,9 @@ def replaced(path: str | Path, *, force: bool = False) -> Iterator[Path]:
             raise FileExistsError(f"{path} holds golden vectors already: --force replaces them")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
-    try:
+    with removed_afterwards(temporary):
         yield temporary
         _swap(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _is_ours(path: Path) -> bool:

@@ -16,7 +16,9 @@ from transformer_parity.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.reproduce import snippet
 from transformer_parity.diagnose.weight_audit import WRONG, Fate, summary
+from transformer_parity.report.tables import print_line
 from transformer_parity.report.tree import print_blame
+from transformer_parity.system.errors import printable
 
 STYLES = {EXACT: "bold", LIKELY: "default"}
 SHOWN = 12  # weights
@@ -27,7 +29,7 @@ def print_audit(console: Console, backend: str, fates: Sequence[Fate]) -> None:
     wrong = [fate for fate in fates if fate.verdict in WRONG]
     console.print(Text(f"{backend}, {summary(fates)}", "bold red" if wrong else "bold"))
     for fate in wrong[:SHOWN]:
-        console.print(Text(f"  {fate.verdict:10}", "bold red") + Text(f" {fate.name}: {fate.detail}", "default"))
+        print_line(console, f"  {fate.verdict:10}", "bold red", f" {fate.name}: {fate.detail}")
     if len(wrong) > SHOWN:
         console.print(f"  ... and {len(wrong) - SHOWN} more")
     console.print()
@@ -45,9 +47,10 @@ def print_failure_report(console: Console, report: FailureReport) -> None:
     if between := gap(report.blame):
         console.print(between)
     diagnosis = report.diagnosis
-    console.print(Text("DIAGNOSIS ", "bold") + Text(diagnosis.sentence, STYLES.get(diagnosis.confidence, "default")))
+    sentence = Text(printable(diagnosis.sentence), STYLES.get(diagnosis.confidence, "default"))
+    console.print(Text("DIAGNOSIS ", "bold") + sentence, soft_wrap=True)
     for statement in diagnosis.signatures:
-        console.print(Text(f"          {statement}", "dim"))
+        console.print(Text(f"          {printable(statement)}", "dim"), soft_wrap=True)
     if report.folder is not None:
         console.print(Text("To run this block alone:", "bold"))
         console.print(Syntax(snippet(_relative(report.folder)), "python", background_color="default"))

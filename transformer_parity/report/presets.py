@@ -103,6 +103,6 @@ def print_presets(console: Console, presets: dict[str, dict[str, Any]], vocab_si
     tried = dict.fromkeys((vocab_size, PAPER_VOCABULARY, BEST_VOCABULARY))
     hits = "; ".join(f"{size:,} yields {reproduced(size)}" for size in tried)
     console.print(
-        f"[dim]paper: as printed in Table 3. No single vocabulary reproduces all {len(PRINTED_MILLIONS)} numbers: "
-        f"{hits}.[/]"
+        f"paper: as printed in Table 3. No single vocabulary reproduces all {len(PRINTED_MILLIONS)} numbers: {hits}.",
+        style="dim",
     )

@@ -16,6 +16,7 @@ from transformer_parity.compare.outputs import OUTPUT
 from transformer_parity.compare.tolerances import POLICY
 from transformer_parity.compare.verdict import WORDS, Verdict, worst
 from transformer_parity.ports.compile_clock import Spent
+from transformer_parity.system.errors import printable
 
 STYLES = {SKIPPED: "dim", AGREES: "green", IMPRECISE: "yellow", DIVERGES: "bold red", FAILED: "bold magenta"}
 
@@ -30,6 +31,11 @@ TITLES = {
     f"{POLICY['steps']['float32']['loss']:.0e}.",
     "bfloat16": f"bfloat16: a smoke test. Within {POLICY['bfloat16']['tap']:.0e}; real mistakes can hide in it.",
 }
+
+
+def print_line(console: Console, word: str, style: str, said: str) -> None:
+    """Print a word and what a port or a file has said: one line, however long, so that it can forge no other."""
+    console.print(Text(word, style) + Text(printable(said), "default"), soft_wrap=True)
 
 
 def print_summary(console: Console, findings: Sequence[Finding], backends: Sequence[str]) -> None:
@@ -82,7 +88,7 @@ def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdi
         )
         where = " ".join(part for part in (finding.backend, finding.dtype, _place(finding)) if part)
         detail += f" (and in {len(others)} other cases)" if others else ""
-        console.print(Text(f"{WORDS[finding.verdict]:9}", STYLES[finding.verdict]) + Text(f" {where}: {detail}"))
+        print_line(console, f"{WORDS[finding.verdict]:9}", STYLES[finding.verdict], f" {where}: {detail}")
     if verdict.undecided:
         names = ", ".join(verdict.undecided)
         console.print(f"Whether {names} lost only precision stays open: compare in float64 too.")
@@ -93,7 +99,7 @@ def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdi
 def print_near_ties(console: Console, findings: Sequence[Finding]) -> None:
     """Print where a search said something else than the reference, and may: no failure, and not nothing either."""
     for finding in filter(is_near_tie, findings):
-        console.print(f"NEAR-TIE  {finding.backend} {finding.dtype} {finding.case}: {finding.detail}")
+        print_line(console, "NEAR-TIE ", "", f" {finding.backend} {finding.dtype} {finding.case}: {finding.detail}")
 
 
 def print_skips(console: Console, findings: Sequence[Finding]) -> None:
@@ -104,15 +110,15 @@ def print_skips(console: Console, findings: Sequence[Finding]) -> None:
             why.setdefault((finding.backend, finding.detail), []).append(finding)
     for (backend, detail), group in why.items():
         where = ", ".join(dict.fromkeys(finding.case for finding in group))
-        console.print(Text("SKIPPED  ", STYLES[SKIPPED]) + Text(f" {backend}: {detail} ({where})", "default"))
+        print_line(console, "SKIPPED  ", STYLES[SKIPPED], f" {backend}: {detail} ({where})")
 
 
 def print_coverage(console: Console, verdict: Verdict, not_tested: Iterable[str]) -> None:
     """Print what was asked for and not compared, and what was not asked for."""
     for what in verdict.missing:
-        console.print(Text("MISSING  ", STYLES[FAILED]) + Text(f" {what}", "default"))
+        print_line(console, "MISSING  ", STYLES[FAILED], f" {what}")
     for what in not_tested:
-        console.print(Text(f"NOT TESTED: {what}", "default"))
+        print_line(console, "NOT TESTED:", "", f" {what}")
 
 
 def verdict_line(

@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -165,6 +165,22 @@ class Child:
             self._news.notify_all()
 
 
+@contextmanager
+def removed_afterwards(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Remove a folder after the block, or when this process ends, also if that is killed; yield what waits for that."""
+    watch = subprocess.Popen(
+        [sys.executable, "-P", orphans.__file__, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield watch
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        watch.communicate()
+
+
 class Children:
     """The child processes of a block, and a folder for them; all are gone after it.
 
@@ -181,12 +197,8 @@ class Children:
         self.folder = Path(tempfile.mkdtemp(prefix="parity-"))
         self._logs = self.folder / "logs"
         self._logs.mkdir()
-        self._watch = subprocess.Popen(
-            [sys.executable, "-P", orphans.__file__, str(self.folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._block = ExitStack()
+        self._watch = self._block.enter_context(removed_afterwards(self.folder))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -196,8 +208,7 @@ class Children:
             for child in self._children:
                 self.stop(child)
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self._watch.communicate()
+            self._block.close()
 
     def start(self, function: str, python: str = sys.executable) -> Child:
         """Start a process.

@@ -1,13 +1,14 @@
-"""The process environment that the frameworks read when they are imported."""
+"""What a process has around it: the variables that frameworks read when they are imported, and standard streams."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import IO, TextIO
 
 from transformer_parity.system.errors import UsageError
 
@@ -28,7 +29,7 @@ def quiet_frameworks() -> Iterator[TextIO]:
     because the reason may be in it; not after Ctrl-C, and not for a UsageError, which has its reason.
     """
     sys.stderr.flush()
-    with os.fdopen(os.dup(2), "w") as terminal, tempfile.TemporaryFile("w+", errors="replace") as held_back:
+    with Stream(os.fdopen(os.dup(2), "wb")) as terminal, tempfile.TemporaryFile("w+", errors="replace") as held_back:
         os.dup2(held_back.fileno(), 2)
         try:
             yield terminal
@@ -42,3 +43,68 @@ def quiet_frameworks() -> Iterator[TextIO]:
             sys.stderr.flush()
             terminal.flush()
             os.dup2(terminal.fileno(), 2)
+
+
+class Stream(io.TextIOWrapper):
+    """A stream for text. Once it cannot be written, the rest is dropped, so that a command goes on to its end.
+
+    Args:
+        stream: Where the bytes go.
+        encoding: What it lacks is spelled out, and so are the bytes of a path that are no UTF-8.
+
+    Attributes:
+        error: Why it cannot be written, unless its reader has left, as `head` does: that is no error.
+    """
+
+    error: OSError | None = None
+
+    def __init__(self, stream: IO[bytes], encoding: str = "utf-8") -> None:
+        is_read_at_once = stream.isatty() or stream.fileno() != 1
+        super().__init__(stream, encoding, "backslashreplace", line_buffering=is_read_at_once)
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        try:
+            return super().write(text)
+        except OSError as error:
+            self._drop(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Hand what was written to the system."""
+        try:
+            super().flush()
+        except OSError as error:
+            self._drop(error)
+            super().flush()
+
+    def _drop(self, error: OSError) -> None:
+        """Let this text, and what else is written, go nowhere."""
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self.fileno())
+        os.close(nothing)
+        if not isinstance(error, BrokenPipeError):
+            self.error = error
+
+
+@contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Let standard output and error take everything, also where they are closed; one that was replaced stays."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed: the next file that is opened would take its place
+            os.open(os.devnull, os.O_RDWR)
+    before = {"stdout": sys.stdout, "stderr": sys.stderr}
+    for descriptor, (name, stream) in enumerate(before.items(), 1):
+        if stream is getattr(sys, f"__{name}__"):
+            if stream is not None:
+                stream.flush()
+            lasting = os.fdopen(descriptor, "wb", closefd=False)
+            setattr(sys, name, Stream(lasting, getattr(stream, "encoding", "utf-8")))
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before["stdout"], before["stderr"]

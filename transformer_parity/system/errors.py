@@ -7,12 +7,18 @@ from contextlib import contextmanager
 
 
 class UsageError(Exception):
-    """Input that cannot be used. The message says what, got, needed; ``parity`` prints it and exits with 3."""
+    """Input that cannot be used. The message says what, got, needed; ``parity`` prints it and exits with 3.
+
+    The message is printed as one line, whatever it quotes; what else is given is printed below it as it is.
+    """
 
 
 def printable(text: str) -> str:
     """Return text from outside as one line without control characters, so that it forges no line and no colour."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+    if text.isprintable():
+        return text
+    other = {True: " ", False: "\N{REPLACEMENT CHARACTER}"}
+    return "".join(one if one.isprintable() else other[one.isspace()] for one in text)
 
 
 @contextmanager

@@ -12,26 +12,27 @@ from typing import Any
 
 @contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """Let Ctrl-C wait until what has begun is whole; a second one does not wait."""
+    """Let Ctrl-C and SIGTERM wait until what has begun is whole; a second Ctrl-C does not wait."""
     came: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
-        if came:
+        if came and number == signal.SIGINT:
             raise KeyboardInterrupt
         came.append(number)
 
-    before = signal.getsignal(signal.SIGINT)
-    is_main_thread = threading.current_thread() is threading.main_thread()  # no other is sent signals
-    if before is not signal.default_int_handler or not is_main_thread:  # in the background, shells have it ignored
-        yield
-        return
-    signal.signal(signal.SIGINT, handle)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}  # others wait for nothing
+    if threading.current_thread() is not threading.main_thread():  # only the main thread is sent signals
+        handlers = {}
+    for number in handlers:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for one in came:
+        handlers[signal.Signals(one)](one, None)
 
 
 @contextmanager

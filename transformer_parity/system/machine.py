@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from transformer_parity.system.errors import UsageError
+
 DISTRIBUTION = "transformer-parity"
 LIBRARIES = ("jinja2", "matplotlib", "PIL", "psutil", "rich", "sacrebleu", "sentencepiece")  # the modules of [cli]
 
@@ -58,6 +60,23 @@ def held_bytes() -> int:
     import psutil
 
     return psutil.Process().memory_info().rss
+
+
+def check_memory(needed: int, what: str) -> None:
+    """Refuse, before it is begun, what cannot be done in the memory that is free.
+
+    Args:
+        needed: The least bytes that it takes.
+        what: What takes them.
+
+    Raises:
+        UsageError: More memory is needed than is free.
+    """
+    import psutil
+
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UsageError(f"{what} takes {needed / 2**30:,.0f} GiB of memory or more: {free / 2**30:,.1f} GiB are free")
 
 
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")  # Linux alone lets a peak be forgotten,

@@ -33,12 +33,17 @@ def read_pairs(source: str | Path | None = None, target: str | Path | None = Non
 
 
 def _read_lines(path: Path) -> list[str]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            return [line.strip() for line in file]
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not {'gzipped ' * (path.suffix == '.gz')}UTF-8 text: {error}") from error
+    with open_text(path) as file:
+        return [line.strip() for line in read_lines(file, str(path))]
+
+
+def open_text(path: Path) -> BinaryIO:
+    """Open a file, gzipped or not, for ``read_lines``.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]  # in name
 
 
 def read_lines(file: BinaryIO, name: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ from transformer_parity.text.pairs import Pairs
 
 VOCAB_SIZE = 1000
 UNLIMITED = 0x110000  # characters in Unicode
+LONGEST = 4096  # tokens of a sentence; what is longer, such as a file in one line, would take hours and all memory
 SPECIAL = 3  # ids a model may keep for itself: padding, start and end
 
 
@@ -57,6 +58,8 @@ class Vocabulary:
         check_choice("kind", kind, ("unigram", "char"))
         if size < 2:
             raise ValueError(f"a subword vocabulary needs at least 2 entries: got {size}")
+        if size > UNLIMITED:
+            raise ValueError(f"a subword vocabulary has at most {UNLIMITED:,} entries: got {size:,}")
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(
@@ -150,15 +153,20 @@ def batch(pairs: Pairs, vocabulary: Vocabulary, config: TransformerConfig) -> di
     }
 
 
+def most_tokens(config: TransformerConfig) -> int:
+    """Return how long a sentence may be: as the model's positions, where it has so few."""
+    return min(config.max_positions or LONGEST, LONGEST)
+
+
 def pad(sentences: Sequence[Sequence[int]], config: TransformerConfig) -> ndarray:
     """Return a batch of numbered sentences, padded to the longest of them.
 
     Raises:
-        ValueError: A sentence is longer than the model's positions.
+        ValueError: A sentence is longer than the model's positions, or than any may be.
     """
     width = max(map(len, sentences))
-    if config.max_positions is not None and width > config.max_positions:
-        raise ValueError(f"a sentence is {width} tokens long, and the model has {config.max_positions} positions")
+    if width > (most := most_tokens(config)):
+        raise ValueError(f"a sentence is {width:,} tokens long, and may have at most {most:,}")
     ids = np.full((len(sentences), width), config.pad_id)
     for row, sentence in enumerate(sentences):
         ids[row, : len(sentence)] = sentence

@@ -83,7 +83,7 @@ class Batches:
 
     Raises:
         TypeError: A number is not an integer.
-        ValueError: A number is too small, a sentence is empty or contains ``pad_id``, or no pair is left.
+        ValueError: A number is too small or too large, a sentence is empty or contains ``pad_id``, or no pair is left.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Batches:
         if not kept:
             raise ValueError(f"no pair is left to train on: got {len(pairs)}, {len(pairs)} of them too long")
         if multiple > len(kept):  # the rest of every batch would be padding
-            raise ValueError(f"a batch of {multiple} slices needs as many pairs: got {len(kept)}")
+            raise ValueError(f"a batch in {multiple:,} slices takes as many pairs or more: got {len(kept):,}")
         self.tokens_per_batch = tokens_per_batch
         self.dropped = len(pairs) - len(kept)
         self._config = config

@@ -10,7 +10,7 @@ from typing import Any
 
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.ports.protocol import Placement, SearchOptions
-from transformer_parity.text.vocabulary import Vocabulary
+from transformer_parity.text.vocabulary import LONGEST, Vocabulary
 from transformer_parity.train import corpora
 from transformer_parity.train.batches import Batches, number
 from transformer_parity.train.corpora import Corpus
@@ -44,7 +44,7 @@ def evaluate(trained: Trained, corpus: Corpus, backend: str, device: str, search
     """Return loss, perplexity, score and time of one model in one backend, in plain values."""
     config = trained.config
     learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, Placement("float32", device))
-    batches = Batches(number(corpus.held_out, corpus.vocabulary, config), config, TOKENS)
+    batches = Batches(number(corpus.held_out, corpus.vocabulary, config), config, TOKENS, max_length=LONGEST)
     loss = learner.validate(batches.once())
     sources = [source for source, _ in corpus.held_out]
     start = time.perf_counter()

@@ -13,7 +13,8 @@ from reference_numpy.checks import check_integer, check_number
 from reference_numpy.config import TransformerConfig
 from reference_numpy.training_config import TrainingConfig, TrainingState
 from transformer_parity.ports.protocol import Placement
-from transformer_parity.text.vocabulary import SPECIAL, Vocabulary
+from transformer_parity.system.machine import check_memory
+from transformer_parity.text.vocabulary import LONGEST, SPECIAL, Vocabulary
 from transformer_parity.train import corpora
 from transformer_parity.train.batches import Batches, number
 from transformer_parity.train.corpora import Corpus, Recipe
@@ -53,8 +54,13 @@ class Setup:
         training, held_out = (
             number(pairs, self.corpus.vocabulary, self.config) for pairs in (self.corpus.training, self.corpus.held_out)
         )
-        batches = Batches(training, self.config, self.tokens_per_batch, self.seed, self.settings.accumulation_steps)
-        validation = Batches(held_out, self.config, self.tokens_per_batch)
+        slices, most = self.settings.accumulation_steps, max(self.tokens_per_batch, LONGEST)
+        batches = Batches(training, self.config, self.tokens_per_batch, self.seed, slices, most)
+        validation = Batches(held_out, self.config, self.tokens_per_batch, max_length=most)
+        positions = max(rows * max(widths) for rows, *widths in batches.shapes) // slices
+        layers = self.config.num_encoder_layers + self.config.num_decoder_layers
+        kept = self.config.d_model * layers * (1 if self.settings.activation_checkpointing else 8)  # for the gradient
+        check_memory(4 * positions * kept, f"a batch of {self.tokens_per_batch:,} tokens")
         batches.seek(self.position)
         config = self.config
         if len(backends) > 1:  # no two frameworks draw the same random numbers
@@ -101,6 +107,8 @@ def begin(corpus: Corpus, recipe: Recipe, changes: Changes) -> Setup:
     """
     check_integer("seed", changes.seed, minimum=0)
     config = _model_config(recipe, corpus.vocabulary, changes)
+    parameters = ref.count_parameters(config)
+    check_memory(16 * parameters, f"training {parameters:,} parameters")  # with their gradients and both moments
     steps, plan = changes.steps or recipe.steps, changes.plan
     changed = {name: value for name, value in changes.settings.items() if value is not None}
     # A run of another length cools down over the same share of it.

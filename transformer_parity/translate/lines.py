@@ -16,18 +16,18 @@ class Line:
         number: Counted from 1.
         text: The text, as read.
         ids: Its subwords, and the end symbol.
-        positions: How many the model has; None where there is no limit.
+        most: How many of them it may have.
     """
 
     number: int
     text: str
     ids: Sequence[int]
-    positions: int | None
+    most: int
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the model cannot read it."""
-        return self.positions is not None and len(self.ids) > self.positions
+        """Whether it is longer than what can be translated."""
+        return len(self.ids) > self.most
 
     @property
     def can_be_translated(self) -> bool:

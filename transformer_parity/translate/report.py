@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
 from transformer_parity.compare.near_ties import Tokens, summary
 from transformer_parity.compare.verdict import EXIT_CODES
+from transformer_parity.system.errors import printable
 from transformer_parity.translate.agreement import DIVERGENCE, NEAR_TIE, SAME, Comparison
 from transformer_parity.translate.lines import Translation
 
@@ -62,7 +63,7 @@ def differences(found: Comparison, *, as_json: bool) -> list[str]:
     width = max(map(len, texts))
     return [
         f"line {found.line.number}: {found.verdict}",
-        *(f"  {name:{width}}  {text}" for name, text in texts.items()),
+        *(f"  {name:{width}}  {printable(text)}" for name, text in texts.items()),
         *(f"  {backend} in {summary(doubts)}" for backend, doubts in found.doubts.items() if doubts),
     ]
 

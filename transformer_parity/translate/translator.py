@@ -13,7 +13,7 @@ from numpy import ndarray
 from reference_numpy.config import TransformerConfig
 from transformer_parity.compare.near_ties import Doubt, PrefixScorer, differing, follow, tokens_of
 from transformer_parity.ports.protocol import Decoded, LoadedPort, SearchOptions
-from transformer_parity.text.vocabulary import Vocabulary, pad
+from transformer_parity.text.vocabulary import Vocabulary, most_tokens, pad
 from transformer_parity.translate.agreement import Comparison
 from transformer_parity.translate.lines import Hypothesis, Line, Translation
 
@@ -28,7 +28,7 @@ Found = TypeVar("Found")
 class Translator:
     """Searches sentences of similar length together, and yields the lines in their order.
 
-    A line without subwords is left empty, and so is one that is longer than the model's positions.
+    A line without subwords is left empty, and so is one that is too long.
 
     Args:
         config: That of the model.
@@ -103,7 +103,7 @@ class Translator:
     ) -> Iterator[tuple[Line, Found | None]]:
         """Search batches in the order in which their first lines are due; yield None for what is left empty."""
         numbered = (
-            Line(number, text, self.vocabulary.ids(text, self.config), self.config.max_positions)
+            Line(number, text, self.vocabulary.ids(text, self.config), most_tokens(self.config))
             for number, text in enumerate(lines, 1)
         )
         while window := list(islice(numbered, self.window)):

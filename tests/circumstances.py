@@ -1,0 +1,117 @@
+"""A process that has imported every command, and runs one after another, each in a fork of itself.
+
+A fork starts in a millisecond, and what happens to it happens to nothing else. Requests come as lines of JSON on
+standard input, and answers leave the same way. Started with a command as its arguments, it runs that alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+
+from transformer_parity.cli.main import COMMANDS, main
+
+STRANGER = 12345  # a user without a name, a home, or a file
+SMALL = {  # the least that shows how a command ends
+    "cases.for_ports:SEEDS": lambda real: 1,
+    "cli.golden:golden_cases": lambda real: lambda config: real(config)[:1],
+    "cli.selftest:possible": lambda real: lambda: [attack for attack in real() if not attack.alone][:1],
+    "figures.style:DPI": lambda real: 20,
+    "figures.why_measurements:LAYERS": lambda real: 1,
+    "figures.why_tables:D_KS": lambda real: [1, 64],
+    "figures.why_tables:LAYER_D_KS": lambda real: [64],
+    "train.corpora:DATES_TRAINED": lambda real: 64,
+    "train.corpora:DATES_HELD_OUT": lambda real: 4,
+}
+
+
+def prepare(command: str | None = None) -> None:
+    """Import the module of a command, or of all; and make its work small."""
+    for module in {module for name, (module, _, _) in COMMANDS.items() if command in (None, name)}:
+        import_module(f"transformer_parity.cli.{module}")
+    for place, change in SMALL.items():
+        name, _, attribute = place.partition(":")
+        if (module := sys.modules.get(f"transformer_parity.{name}")) is not None:
+            setattr(module, attribute, change(getattr(module, attribute)))
+
+
+class Moment:
+    """Counts what the interpreter does (imports, opened files, processes), and sends a signal at one of them."""
+
+    def __init__(self, number: int = 0, at: int = 0) -> None:
+        self.number, self.at, self.passed = number, at, 0
+
+    def __call__(self, event: str, arguments: object) -> None:
+        self.passed += 1
+        if self.passed == self.at:
+            os.kill(os.getpid(), self.number)
+
+
+def ended(arguments: list[str]) -> int:
+    """Run a command as the interpreter does, and return its exit code."""
+    try:
+        return main(arguments)
+    except SystemExit as leaving:
+        return leaving.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def run(request: dict, stderr: int) -> None:
+    """Bring the circumstance about, run the command, and leave the number of moments behind."""
+    os.setsid()  # no terminal
+    os.chdir(request["folder"])
+    os.environ |= {"CIRCUMSTANCE": request["mark"], "TMPDIR": request["temporary"]}
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(os.open(request["stdout"], os.O_WRONLY), 1)
+    os.dup2(stderr, 2)
+    circumstance = request["circumstance"]
+    if circumstance == "head":
+        reading, writing = os.pipe()
+        os.dup2(writing, 1)
+        os.close(reading)
+    if circumstance == "a full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    if circumstance == "another user" and os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(STRANGER)
+        os.setuid(STRANGER)
+    number = getattr(signal, circumstance, 0)
+    moment = Moment(number, request["at"])
+    sys.addaudithook(moment)
+    code = ended(request["arguments"])
+    if circumstance == "plain":
+        Path(request["passed"]).write_text(str(moment.passed))
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def serve() -> None:
+    """Answer requests with exit codes, or the negative number of a signal."""
+    for line in sys.stdin:
+        reading, writing = os.pipe()  # of which there is enough also where the disk is full
+        if (pid := os.fork()) == 0:
+            run(json.loads(line), writing)
+        _, status = os.waitpid(pid, 0)
+        os.write(writing, b".")
+        os.close(writing)
+        said = os.read(reading, 100_000).decode()[:-1]
+        os.close(reading)
+        print(json.dumps([os.waitstatus_to_exitcode(status), said]), flush=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    if len(sys.argv) > 1:
+        prepare(sys.argv[1])
+        sys.exit(ended(sys.argv[1:]))
+    prepare()
+    serve()

@@ -1,0 +1,284 @@
+"""Every command in every circumstance: its exit code, no traceback, nothing half-written, no process left.
+
+No command here has a terminal. A full disk is a limit on the size of files, which ends in the same error; a read-only
+folder is one of the kernel's, in which not even root can write. A user who is not root meets, as another user, a folder
+that is not writable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from xml.etree import ElementTree
+
+import circumstances
+import psutil
+import pytest
+from test_search import lively
+from test_translate import save
+
+from reference_numpy.files import load_weights
+from transformer_parity.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVER = Path(circumstances.__file__)
+READ_ONLY = "/sys/kernel"
+PORT = """
+import reference_numpy
+from transformer_parity.cases import for_ports
+from transformer_parity.plugin import Port
+
+for_ports.SEEDS = 1  # in the port's process too
+
+class One(Port):
+    overrides = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+    dtypes = ("float64",)
+
+    def load(self, config, weights, dtype):
+        self.model = reference_numpy.Transformer.from_weights(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        return self.model(source_ids, target_ids) * (1 + 1e-15)
+"""
+MODEL = "--d-model 8 --heads 1 --d-ff 8 --layers 1 --tokens 200"
+# What is cheap to run, and the exit code. {out} is where results go, {have} what there is to read.
+RUNS = {
+    "check": (
+        "check --port one:One --stage activations --dtype float64 --failures {out}/f "
+        "--json {out}/a.json --junit {out}/a.xml --html {out}/a.html",
+        0,
+    ),
+    "init-port": ("init-port --framework other --out {out}/mine.py", 0),
+    "golden": ("golden --dtype float64 --out {out}/golden", 0),
+    "compare": ("compare {have}/truth {have}/mine --stage activations --json {out}/a.json", 0),
+    "selftest": ("selftest --part attacks --json {out}/a.json", 0),
+    "train": (f"train --task dates --backend numpy --steps 2 {MODEL} --out {{out}}/run", 0),
+    "curve": ("curve {have}/run --out {out}/a.png", 0),
+    "evaluate": ("evaluate {have}/model --text {have}/text {have}/text --backend numpy --json {out}/a.json", 0),
+    "translate": ("translate --weights {have}/model --backend numpy --max-length 9 {have}/text", 0),
+    "bench": ("bench import --backends numpy --rounds 1 --json {out}/a.json", 0),
+    "info": ("info --names", 0),
+    "source": ("source attention", 0),
+    "show": ("show masks --out {out}/a.png", 0),
+    "why": ("why sqrt-dk --json {out}/a.json", 0),
+}
+WRITES = {name for name, (arguments, _) in RUNS.items() if "{out}" in arguments}
+STREAMS = {"translate"}  # what its reader does not take is not made
+STOPPED = {"SIGINT": 130, "SIGTERM": 143}  # exit codes of a training run, which saves before it stops
+LATE = 0.6  # of a command's moments: when a signal comes
+
+
+def test_every_command_is_here():
+    assert set(RUNS) == set(COMMANDS)
+
+
+class Server:
+    """Runs commands; see ``circumstances``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.have = folder, folder / "have"
+        self.have.mkdir()
+        (self.have / "one.py").write_text(PORT)
+        (self.have / "text").write_text("abc\nde\n" * 9)
+        save(self.have / "model", *lively())
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(self.have)]),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+        )
+        self.passed: dict[str, int] = {}
+        self.have.chmod(0o755)
+        for command, name in (("golden --for one:One", "truth"), ("golden --port one:One", "mine"), ("train", "run")):
+            command, *options = command.split()
+            case = Case(self, command)
+            case.arguments = [*RUNS[command][0].format(out=case.out, have=self.have).split(), *options]
+            assert case.end("plain") == 0, case.said
+            made = case.out / {"golden": "golden", "train": "run"}[command]
+            shutil.move(made, self.have / name)
+
+    def moments(self, command: str) -> int:
+        """Return how much the interpreter does for a command."""
+        if command not in self.passed:
+            case = Case(self, command)
+            assert case.end("plain") == RUNS[command][1], case.said
+            case.check()
+            self.passed[command] = int(case.passed.read_text())
+        return self.passed[command]
+
+
+class Case:
+    """One command in one circumstance."""
+
+    def __init__(self, server: Server, command: str, out: str = "") -> None:
+        self.server, self.command, self.mark = server, command, str(uuid.uuid4())
+        folder = server.folder / self.mark
+        folder.mkdir()
+        self.out, self.temporary, self.passed = folder / "out", folder / "temporary", folder / "passed"
+        self.said = ""
+        self.out.mkdir()
+        self.temporary.mkdir()
+        self.temporary.chmod(0o777)
+        self.arguments = RUNS[command][0].format(out=out or self.out, have=server.have).split()
+
+    def end(self, circumstance: str, at: int = 0) -> int:
+        """Run it, keep what it said on standard error, and return how it ended."""
+        request = {"circumstance": circumstance, "at": at, "arguments": self.arguments, "mark": self.mark}
+        request["stdout"] = "/dev/full" if circumstance == "a full output" else os.devnull
+        request |= {"folder": str(self.out), "temporary": str(self.temporary), "passed": str(self.passed)}
+        self.server.process.stdin.write(json.dumps(request) + "\n")
+        self.server.process.stdin.flush()
+        code, self.said = json.loads(self.server.process.stdout.readline())
+        return code
+
+    def check(self) -> None:
+        """Fail if there is a traceback, half a file, or a process or a temporary file a moment later."""
+        assert "Traceback" not in self.said
+        assert "Exception ignored" not in self.said
+        deadline = time.monotonic() + 5.0
+        while (left := [*self._processes(), *self.temporary.iterdir()]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert left == []
+        for path in self.out.rglob("*"):
+            assert not path.name.startswith("."), path
+            if path.is_file():
+                whole(path)
+
+    def _processes(self) -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("CIRCUMSTANCE") == self.mark:
+                    found.append(" ".join(process.cmdline()))
+        return found
+
+
+def whole(path: Path) -> None:
+    """Fail unless a file is as it was meant to be."""
+    content = path.read_bytes()
+    if path.suffix == ".json":
+        json.loads(content)
+    elif path.suffix == ".xml":
+        ElementTree.fromstring(content)
+    elif path.suffix == ".html":
+        assert content.rstrip().endswith(b"</html>")
+    elif path.suffix == ".png":
+        assert content.endswith(b"IEND\xaeB`\x82")
+    elif path.suffix == ".py":
+        compile(content, path, "exec")
+    elif path.name in ("model.safetensors", "weights.safetensors") or path.name.startswith("checkpoint"):
+        load_weights(path)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # pytest's own folders let no other user through
+        server = Server(Path(folder))
+        yield server
+        server.process.stdin.close()
+        assert server.process.wait(10) == 0
+        server.process.stdout.close()
+
+
+@pytest.fixture
+def case(server, command):
+    return Case(server, command)
+
+
+every = pytest.mark.parametrize("command", RUNS)
+
+
+@every
+def test_a_reader_that_has_left_changes_nothing(case, command):
+    expected = 3 if command in STREAMS else RUNS[command][1]
+    assert case.end("head") == expected
+    assert case.said.count("error") == 0
+    assert bool(list(case.out.iterdir())) == (command in WRITES)
+    case.check()
+
+
+@every
+def test_a_full_output_is_an_error_and_results_are_kept(case, command):
+    assert case.end("a full output") == 3
+    assert "No space left on device" in case.said
+    assert bool(list(case.out.iterdir())) == (command in WRITES)
+    case.check()
+
+
+@every
+def test_a_full_disk(case, command):
+    assert case.end("a full disk") == (3 if command in WRITES else RUNS[command][1])
+    assert ("File too large" in case.said) == (command in WRITES)
+    case.check()
+
+
+@pytest.mark.parametrize("command", sorted(WRITES))
+def test_a_read_only_folder(server, command):
+    case = Case(server, command, READ_ONLY)
+    assert case.end("") == 3
+    assert READ_ONLY in case.said
+    case.check()
+
+
+@every
+def test_another_user(case, command):
+    case.out.chmod(0o555)
+    assert case.end("another user") == (3 if command in WRITES else RUNS[command][1])
+    assert ("Permission denied" in case.said) == (command in WRITES)
+    assert list(case.out.iterdir()) == []
+    case.check()
+
+
+@pytest.mark.parametrize("command", sorted(WRITES))
+def test_a_folder_that_may_not_be_entered(case, command):
+    case.out.chmod(0)
+    case.arguments = [argument.replace("/out/", "/out/inner/") for argument in case.arguments]
+    assert case.end("another user") == 3
+    assert "Permission denied" in case.said
+    case.out.chmod(0o755)
+    case.check()
+
+
+@every
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_a_command(case, command, number):
+    code = case.end(number, at=round(LATE * case.server.moments(command)))
+    assert code in (3, STOPPED[number] if command == "train" else 3)
+    case.check()
+
+
+@every
+def test_kill_leaves_nothing(case, command):
+    assert case.end("SIGKILL", at=round(LATE * case.server.moments(command))) == -9
+    case.check()
+
+
+@every
+def test_a_bare_environment(server, case, command):
+    """``python -O``, a system that knows ASCII only, no home and no terminal."""
+    kept = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS")
+    bare = {name: value for name, value in server.environment.items() if name in kept}
+    bare |= {"LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "TMPDIR": str(case.temporary)}
+    asked = [sys.executable, "-O", str(SERVER), *case.arguments]
+    done = subprocess.run(asked, cwd=case.out, env=bare, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    case.said = done.stderr.decode("ascii")
+    assert done.returncode == RUNS[command][1], shlex.join(asked) + case.said
+    assert done.stdout.isascii()
+    case.check()
