@@ -314,6 +314,7 @@ def test_times_of_two_that_agree(capsys, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.png"]
 
 
+@pytest.mark.extended("peers")
 def test_peers_do_the_same_work(capsys, tmp_path):
     code, printed, _ = parity(capsys, "--backends", "numpy", "--peers", "--json", tmp_path / "a.json")
     assert code == 0, printed
@@ -562,7 +563,7 @@ def test_dropout_is_the_papers():
     expected.verify((1, verifier._losses[0] * 1.05), no_steps)
 
 
-@pytest.mark.parametrize("task", ["forward", "train"])
+@pytest.mark.parametrize("task", ["forward", pytest.param("train", marks=pytest.mark.extended("timed steps"))])
 def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
     code, printed, errors = parity(
         *(capsys, "--backends", "numpy,torch,jax,tf", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.svg"),

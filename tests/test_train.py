@@ -528,7 +528,7 @@ def test_more_slices_than_pairs_are_refused_at_once(checkpoint, tmp_path, capfd)
     assert resume(path, "--backend", "numpy") == 3
     assert f"a batch in {10**30:,} slices takes as many pairs or more: got {PAIRS}" in capfd.readouterr().err
     assert train(tmp_path / "run", "--backend", "numpy", "--steps", 1, "--accumulate", PAIRS + 1) == 3
-    assert f"a batch of {PAIRS + 1} slices needs as many pairs: got {PAIRS}" in capfd.readouterr().err
+    assert f"a batch in {PAIRS + 1} slices takes as many pairs or more: got {PAIRS}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["files", "held_out"])
