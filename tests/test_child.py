@@ -181,6 +181,7 @@ def test_children_and_their_folder_go_with_their_parent(function, number, tmp_pa
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": paths},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # which nohup, around the tests, ignores
     )
     started = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
     assert len(list(temporary.glob("*/weights"))) == 1

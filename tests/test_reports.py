@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+import os
 import re
 import subprocess
 from dataclasses import replace
@@ -220,9 +221,9 @@ def test_fingerprint_is_of_what_matters(tmp_path):
     assert len({usual, *changed}) == 1 + len(changed)
 
 
-@pytest.mark.parametrize("step", ["write_text", "replace"])
+@pytest.mark.parametrize(("place", "step"), [(Path, "write_text"), (os, "replace")], ids=["write", "replace"])
 @pytest.mark.parametrize("write", [write_json, write_html, write_junit])
-def test_a_report_is_written_whole_or_not_at_all(write, step, result, tmp_path, monkeypatch):
+def test_a_report_is_written_whole_or_not_at_all(write, place, step, result, tmp_path, monkeypatch):
     path = tmp_path / "report"
     write(path, result)
     old = path.read_bytes()
@@ -231,7 +232,7 @@ def test_a_report_is_written_whole_or_not_at_all(write, step, result, tmp_path, 
         open(self, "wb").close()  # what a full disk leaves
         raise OSError("no space left")
 
-    monkeypatch.setattr(Path, step, full)
+    monkeypatch.setattr(place, step, full)
     with pytest.raises(OSError, match="no space left"):
         write(path, result)
     assert path.read_bytes() == old
