@@ -10,7 +10,7 @@ import pytest
 from transformer_parity.attacks import table
 from transformer_parity.attacks.attack import FAILS, TOLERATED, Attack
 
-FEW = 5
+FEW = 2
 DOCUMENT = Path(__file__).parent.parent / "docs" / "agreement.md"
 
 

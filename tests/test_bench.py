@@ -329,6 +329,7 @@ def test_peers_do_the_same_work(capsys, tmp_path):
     }
 
 
+@pytest.mark.extended("peers")
 def test_peers_search_with_the_same_beam(capsys):
     code, printed, _ = parity(capsys, "--backends", "numpy", "--peers", "--beam", 3, "--against", "numpy")
     assert code == 0, printed
@@ -612,6 +613,7 @@ def test_who_computes_something_else_gets_no_time(task, participant, reason, cap
     assert "of numpy agree" in printed
 
 
+@pytest.mark.extended("timed growth")
 def test_growth_is_measured_and_drawn(capsys, tmp_path):
     code, printed, errors = parity(
         *(capsys, "--backends", "numpy,torch", "--scale", "source=8,32", "--batch", 2),

@@ -270,7 +270,10 @@ def test_kill_leaves_nothing(case, command):
     case.check()
 
 
-@every
+EXTENDED = [pytest.param(command, marks=pytest.mark.extended("commands")) for command in RUNS if command != "check"]
+
+
+@pytest.mark.parametrize("command", ["check", *EXTENDED])
 def test_a_bare_environment(server, case, command):
     """``python -O``, a system that knows ASCII only, no home and no terminal."""
     kept = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS")

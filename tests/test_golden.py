@@ -501,7 +501,9 @@ def negated(tensors):
         (GREEDY, "float64", zeros, "tokens: "),
     ],
 )
-@pytest.mark.parametrize("both", [False, True], ids=["A alone", "A and B"])
+@pytest.mark.parametrize(
+    "both", [False, pytest.param(True, marks=pytest.mark.extended("golden vectors"))], ids=["A alone", "A and B"]
+)
 def test_a_truth_that_the_reference_does_not_compute_proves_nothing(
     truth, copy, tmp_path, capsys, case, dtype, change, says, both
 ):

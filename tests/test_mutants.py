@@ -103,6 +103,7 @@ def test_equivalent_mathematics_raises_no_alarm(name, control):
         for seed in range(1, 1 + seeds)
     ],
 )
+@pytest.mark.extended("equivalent mathematics", "tf")
 def test_correct_port_raises_no_alarm(name, seed, monkeypatch):
     monkeypatch.setattr(case_module, "hard_weights", lambda config, _: hard_weights(config, seed))
     findings = list(compare([CASES_BY_NAME["full/padded"]], PORTS[name], Setting(("float64", "float32"))))

@@ -56,6 +56,7 @@ def run(name: str, mistake: Mistake) -> list[Finding]:
 
 
 @pytest.mark.parametrize(("name", "control"), in_every_port(CONTROLS))
+@pytest.mark.extended("equivalent mathematics", "jax", "tf")
 def test_equivalent_mathematics_raises_no_alarm(name, control):
     assert run(name, control) == []
 

@@ -94,6 +94,7 @@ def test_conventions_of_torch_and_hugging_face(kind, conventions):
     ],
 )
 @pytest.mark.only("tf")
+@pytest.mark.extended("ports of others", "tf")
 def test_conventions_of_keras_hub(kind, conventions):
     assert_recognised(diagnosis_of(kind), conventions)
 

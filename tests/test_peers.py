@@ -123,6 +123,7 @@ def test_float64_is_as_exact_as_the_library(name, most):
 
 
 @peers("torch.nn", "marian", "flax nnx", "keras hub")
+@pytest.mark.extended("peers")
 def test_it_learns_as_the_reference_does(name):
     # Keras adds epsilon to the root of a second moment that is not corrected for its bias: unless small, that shows.
     settings = replace(TRAINING, epsilon=1e-9) if name == "keras hub" else TRAINING
@@ -136,6 +137,7 @@ def test_it_learns_as_the_reference_does(name):
 
 
 @peers("torch.nn", "marian", "flax nnx", "keras hub")
+@pytest.mark.extended("peers")
 def test_dropout_is_for_training(name):
     peer = usual(name)
     before = logits_of(peer)
@@ -182,6 +184,7 @@ def test_keras_hub_drops_what_the_others_drop():
 
 
 @peers("marian", "flax nnx", "keras hub", "keras hub XLA")
+@pytest.mark.extended("peers")
 def test_it_says_what_the_reference_says(name):
     expected = ref.greedy_search(reference(), SOURCE, TOKENS)
     lengths = (expected.ids != PAD).sum(1)

@@ -319,7 +319,7 @@ def test_stages_that_are_wrong(options, message, pytester):
         ),
     ],
 )
-@pytest.mark.parametrize("when", ["import", "load"])
+@pytest.mark.parametrize("when", ["import", pytest.param("load", marks=pytest.mark.extended("known answers"))])
 def test_a_port_that_changes_the_reference_fails_the_known_answer(patch, what, when, write, run, pytester):
     write(more=EXPORT if when == "load" else f"{EXPORT}\n{patch}\n")
     if when == "load":
@@ -340,7 +340,7 @@ def test_the_known_answer_comes_last_and_is_right_where_nothing_is_changed(write
     assert outcomes(run("-k", "known_answer"))["passed"] == 1  # in all stages
 
 
-@pytest.mark.parametrize("forward", ["pass", ROUNDED])
+@pytest.mark.parametrize("forward", [pytest.param("pass", marks=pytest.mark.extended("processes of pytest")), ROUNDED])
 def test_several_processes(forward, write, run, pytester):
     write(forward)
     pytester.makepyfile(test_own="def test_own(): pass")
@@ -356,6 +356,7 @@ def test_several_processes(forward, write, run, pytester):
         assert "No module named 'absent'" in broken.stdout.str()
 
 
+@pytest.mark.extended("processes of pytest")
 def test_the_known_answer_is_asked_for_in_every_process(write, run):
     patch = "        np.exp = lambda x, f=np.exp, **more: f(x, **more) * 1.01\n"
     write(

@@ -334,9 +334,10 @@ VARIANTS = {
     "pre-norm, final norm, offset": {"norm_order": "pre", "final_norm": True, "position_offset": 2},
     "starts with padding": {"bos_id": 0},
 }
+FIRST, *OTHERS = VARIANTS
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [FIRST, *(pytest.param(variant, marks=REPEATED) for variant in OTHERS)])
 def test_cached_equals_uncached_where_conventions_differ(backend, variant):
     config = tiny_config(**VARIANTS[variant])
     source_ids, target_ids = sources(config), sources(config, 5, (7, 1, 6, 3, 4))
@@ -408,6 +409,7 @@ def test_a_sentence_does_not_depend_on_its_batch(backend, search):
         assert alone.scores[0] == pytest.approx(together.scores[row], rel=TOLERANCE)
 
 
+@pytest.mark.extended("searches", "tf")
 def test_the_maximum_length_follows_each_source(backend):
     config, weights = lively()
     weights["output_proj.bias"][config.eos_id] = -1e3  # it never ends by itself
@@ -421,6 +423,7 @@ def test_the_maximum_length_follows_each_source(backend):
 
 
 @pytest.mark.parametrize("search", EITHER)
+@pytest.mark.extended("searches", "tf")
 def test_lengths_and_start_symbol(backend, search):
     config, weights = lively()
     weights["output_proj.bias"][config.eos_id] += 1e3
@@ -470,6 +473,7 @@ def test_ties_go_to_the_lower_id(backend):
 
 
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=REPEATED)])
+@pytest.mark.extended("searches", "jax", "tf")
 def test_ties_go_to_the_lower_id_in_a_large_vocabulary(backend, dtype):
     """Of a few logits, each many times over, where the best may not be looked for in one part only."""
     config, weights = lively(size=300)

@@ -118,6 +118,7 @@ def test_training_lowers_the_loss(tmp_path):
     assert found[40] < 0.8 * found[1]
 
 
+@pytest.mark.extended("training runs", "jax", "tf")
 def test_stopped_and_resumed_is_uninterrupted_bit_by_bit(backend, tmp_path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert train(whole, "--backend", backend.name, "--steps", 6) == 0

@@ -482,6 +482,7 @@ def test_a_batch_of_padding_is_no_step_in_any_direction(backend, trainers):
     assert not any(array.any() for array in trainer.export_state().first_moment.values())
 
 
+@pytest.mark.extended("training", "jax", "tf")
 def test_between_two_steps_the_model_is_in_inference_mode(backend, trainers):
     """It holds the current weights, and computes what another model of these weights computes."""
     trainer = trainers(backend, "dropout")
@@ -825,6 +826,7 @@ def test_mixed_precision(port, trainers):
 # --- Activation checkpointing ---
 
 
+@pytest.mark.extended("training", "jax", "tf")
 def test_activation_checkpointing_changes_no_number(backend, trainers):
     """Losses, norms, weights and moments of three steps; so dropout falls both times on the same elements."""
     found = {}
@@ -863,6 +865,7 @@ def test_torch_keeps_less(port, trainers):
 
 
 @pytest.mark.only("jax")
+@pytest.mark.extended("training", "jax")
 def test_jax_keeps_less(port):
     """XLA says how much room a step takes beside what goes in and comes out."""
     import jax

@@ -361,6 +361,7 @@ def test_backends_agree(asked, model, capfd, backends):
 
 
 @pytest.mark.parametrize(("asked", "mistake"), [((), {"max_length": 2}), (("--beam", 3), {"length_penalty": 6.0})])
+@pytest.mark.extended("translations", "jax", "tf")
 def test_a_backend_that_diverges_is_told(asked, mistake, model, capfd, monkeypatch, port):
     right = PORTS[port.name].loaded.search
 
@@ -390,6 +391,7 @@ def test_a_backend_that_diverges_is_told(asked, mistake, model, capfd, monkeypat
     assert {doubt["backend"] for answer in found for doubt in answer["doubts"]} == {port.name}
 
 
+@pytest.mark.extended("translations", "jax", "tf")
 def test_a_near_tie_is_no_divergence(tmp_path, capfd, monkeypatch, port):
     """Token 7 is what token 5 is, but likelier by a billionth of a nat, which float32 cannot see."""
     model = save(tmp_path / "model.safetensors", *twins(1e-9))
@@ -432,6 +434,7 @@ def test_what_near_ties_do_not_explain_is_a_divergence():
     assert Comparison(line, {}, {}).verdict == "same"
 
 
+@pytest.mark.extended("translations", "jax", "tf")
 def test_what_was_not_compared_is_no_agreement(model, short, capfd, port):
     options = ("--compare", "--backends", f"numpy,{port.name}")
     code, report, _ = parity(capfd, model, ["", " "], *options)
