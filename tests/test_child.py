@@ -155,10 +155,12 @@ def test_a_block_ends_what_was_started_in_it(tmp_path, monkeypatch):
 
 
 PARENT = """
+import signal
 import time
 from transformer_parity.system.child import Children
 from transformer_parity.system.interrupts import sigterm_is_ctrl_c
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup, around the tests, ignores
 with sigterm_is_ctrl_c(), Children() as children:
     child = children.start("functions:{function}")
     (children.folder / "weights").write_text("many")
@@ -181,7 +183,6 @@ def test_children_and_their_folder_go_with_their_parent(function, number, tmp_pa
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": paths},
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # which nohup, around the tests, ignores
     )
     started = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
     assert len(list(temporary.glob("*/weights"))) == 1

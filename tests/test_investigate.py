@@ -28,9 +28,10 @@ from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Subje
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
 from transformer_parity.diagnose.hypotheses import Hypothesis, content, hypotheses
 from transformer_parity.diagnose.investigate import Investigation
+from transformer_parity.diagnose.properties import is_random
 from transformer_parity.mistakes.catalogue import FORWARD, TRAINING
 from transformer_parity.mistakes.mistake import Mistake, instead, together
-from transformer_parity.ports.protocol import Placement
+from transformer_parity.ports.protocol import Placement, Result
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort, Port
 
@@ -133,6 +134,30 @@ def test_gradients_are_blamed_backwards():
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
     assert found.introduced[0] == "at decoder.layers.1.cross_attention.scores"
     assert any(mark.verdict == INHERITED for mark in found.marks)
+
+
+def test_without_taps_wrong_gradients_are_said_to_be_wrong_and_not_where_they_come_from():
+    """A mistake of the loss makes all of them wrong; one alone is its own place."""
+    right = {name: value for name, value in tensors(numpy(GRADIENTS), GRADIENTS).items() if not name.startswith("at ")}
+    name = "of decoder.layers.1.feed_forward_norm.scale"
+    one = {**right, name: 1.5 * right[name]}
+    every = {name: 1.5 * value for name, value in right.items()}
+    for actual, introduced in ((right, []), (one, [name]), (every, [])):
+        found = blame_files(GRADIENTS, actual, numpy(GRADIENTS), "it").blame
+        assert (found.replayed, found.introduced) == ("nothing", introduced)
+    assert {mark.verdict for mark in found.marks} == {INHERITED}
+
+
+def test_what_differs_in_few_calls_is_random():
+    class Seldom:
+        calls = 0
+
+        def run(self, block, inputs, taps):
+            self.calls += 1
+            return Result(np.full(3, float(self.calls == 8)), {})
+
+    assert "two calls on the same input differ" in is_random(Seldom(), CASE)
+    assert is_random(numpy(), CASE) == ""
 
 
 def test_what_was_written_down_is_blamed_likewise():
@@ -338,6 +363,10 @@ def test_a_hypothesis_has_to_hold_in_every_case():
     other = replace(one, config=one.config.replace(position_offset=1))
     actual = tensors(numpy(other), one)
     assert diagnose(one, actual, "it", others=[(two, None)]).confidence == LIKELY
+    both = replace(one, config=one.config.replace(position_offset=1, layer_norm_epsilon=1e-3))
+    assert diagnose(one, tensors(numpy(both), one), "it").confidence == EXACT
+    alone = diagnose(one, tensors(numpy(both), one), "it", others=[(two, None)])
+    assert (alone.confidence, alone.hypotheses) == (UNKNOWN, ())  # of one case, several together explain little
     there = tensors(numpy(replace(two, config=other.config)), two)
     assert diagnose(one, actual, "it", others=[(two, there)]).confidence == EXACT
 

@@ -20,7 +20,7 @@ from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import Comparator, compare
 from transformer_parity.compare.expected import Reference
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Setting
-from transformer_parity.compare.outputs import FAST, OUTPUT, TAPS, Outputs, run_case, run_cases
+from transformer_parity.compare.outputs import FAST, OUTPUT, TAPS, Outputs, digest, run_case, run_cases
 from transformer_parity.compare.tolerances import relative_error
 from transformer_parity.compare.verdict import Asked, Author, Verdict, decide
 from transformer_parity.ports.protocol import MissingAbilityError, Placement, Result
@@ -300,3 +300,11 @@ def test_a_changed_input_is_named():
     assert [(finding.verdict, finding.detail) for finding in named] == [
         (DIVERGES, "the port changes the array that it is given")
     ]
+
+
+def test_weights_in_bfloat16_may_come_back_as_float32_that_holds_them():
+    values = np.array([1.5, -(2.0**-7), 2.0**100], np.float32)
+    assert digest(values, "bfloat16") == digest(values.astype("bfloat16"), "bfloat16")
+    assert digest(values, "float32") != digest(values.astype("bfloat16"), "float32")
+    between = np.array([1.5, 0.1, 0.0], np.float32)
+    assert digest(between, "bfloat16") == digest(between, "float32")

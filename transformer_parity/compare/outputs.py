@@ -155,13 +155,16 @@ def _run_group(
 
 def _export(loaded: LoadedPort, outputs: Outputs) -> None:
     try:
-        outputs.weights = {str(name): digest(_plain(array)) for name, array in loaded.export().items()}
+        back = {str(name): _plain(array) for name, array in loaded.export().items()}
+        outputs.weights = {name: digest(array, outputs.dtype) for name, array in back.items()}
     except MissingAbilityError as missing:
         outputs.skipped.append((LOAD, str(missing)))
 
 
-def digest(array: ndarray) -> Digest:
+def digest(array: ndarray, dtype: str = "") -> Digest:
     """Return what two arrays have in common if they are equal bit by bit."""
+    if _holds_bfloat16(array, dtype):
+        array = array.astype("bfloat16")
     return array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).hexdigest()
 
 

@@ -286,6 +286,8 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     replayed = "reference" if given else "nothing"
     evidence = Evidence(subject.found(replayed, ()), actual, expected, actual, wanted)
     marks = _marks(names, evidence, lambda name: POLICY["gradients"]["float64"]["tensor"])
+    if not given and sum(mark.verdict == INTRODUCED for mark in marks) > 1:  # all may follow from one, or from the loss
+        marks = tuple(replace(mark, verdict=INHERITED) if mark.verdict == INTRODUCED else mark for mark in marks)
     return replace(evidence, blame=subject.found(replayed, marks))
 
 

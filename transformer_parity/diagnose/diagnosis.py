@@ -96,11 +96,11 @@ def diagnose(
         return _exact(port, confirmed, tried)
     if not exact and case.stage == ACTIVATIONS and (found := _by_fewer_tensors(trials, start, known, port, progress)):
         return found
-    if exact:
+    if exact and len(exact[0].hypothesis.parts) == 1:  # several together fit one case by chance
         name = exact[0].hypothesis.name
         sentence = f"in {case.name}, but not in every case, {port} behaves like the reference with {name}"
         return Diagnosis(sentence, LIKELY, error=exact[0].worst)
-    return _unknown(tried, start)
+    return _unknown([attempt for attempt in tried if attempt not in exact], start)
 
 
 def reproducing_output(case: Case, actual: Arrays, known: Sequence[Mistake]) -> list[Hypothesis]:

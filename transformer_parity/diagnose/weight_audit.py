@@ -16,6 +16,7 @@ from transformer_parity.cases.case import Case
 from transformer_parity.compare.outputs import OUTPUT, given
 from transformer_parity.diagnose.blame import distance
 from transformer_parity.diagnose.hypotheses import Hypothesis
+from transformer_parity.diagnose.properties import CALLS
 from transformer_parity.mistakes.mistake import Mistake
 from transformer_parity.ports.protocol import LoadedPort, Placement, Port
 
@@ -92,7 +93,8 @@ def _audit(port: Port, case: Case, placement: Placement, progress: Callable[[str
 
     loaded = port.load(case.config, weights, placement)
     usual = _shown(loaded, case)
-    if first := first_change(usual, _shown(loaded, case), CHANGED[placement.dtype]):
+    changes = (first_change(usual, _shown(loaded, case), CHANGED[placement.dtype]) for _ in range(CALLS))
+    if first := next(filter(None, changes), ""):
         found = f"differ on the same input, first at {first}: dropout is on, or something else is random"
         return [Fate("two calls", RANDOM, found)]
     taps = {name: np.asarray(value, np.float64) for name, value in usual.items() if name != OUTPUT}

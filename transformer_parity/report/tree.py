@@ -18,7 +18,7 @@ TITLES = {"at": "gradients at the taps, from the logits backwards", "of": "gradi
 WAYS = {
     "port": "each block of the port was run again on the reference's inputs",
     "reference": "each block of the reference was run again on the port's inputs",
-    "nothing": "no tap is shown, so that nothing could be run again",
+    "nothing": "no tap is shown: nothing could be run again, and each that is wrong may follow from another",
 }
 
 
