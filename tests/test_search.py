@@ -34,7 +34,8 @@ COMPILED = (  # what takes many steps; as users have it compiled
 @pytest.fixture(autouse=True)
 def _quick(request):
     """Compile as users have it in few tests only: it takes longer than all else."""
-    backend = request.getfixturevalue("backend").name if "backend" in request.fixturenames else "numpy"
+    fixture = next((name for name in ("backend", "port") if name in request.fixturenames), None)
+    backend = request.getfixturevalue(fixture).name if fixture else "numpy"
     with optimized_search(backend) if request.node.originalname in COMPILED else quick_search(backend):
         yield
 
