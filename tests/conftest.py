@@ -7,7 +7,7 @@ in the summary. A skipped test fails the run: a test that did not run has not pa
 
 Without ``--all``, tests marked ``@pytest.mark.extended(kind, *backends)`` are left out, for these backends or for all:
 they repeat for another framework, mistake or preset what other tests show for one. How many of each kind is printed.
-``--all --shard 2/7`` runs a seventh of them, and all other tests. JAX compiles as users have it with ``--all`` alone.
+``--shard 2/7`` runs a seventh of them, and no others. Without either, JAX optimizes little.
 
 Fixtures for every test file:
     backend   each requested backend in turn, a ``Backend``
@@ -197,6 +197,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "only(name, ...): for these backends; left out where none is asked for")
     tiers.configure(config)
+    config.addinivalue_line("markers", "needs(whether, what): of the system; left out where it is not there")
     config.browser = _find_browser(config.getoption("--browser"))
     names = _choices(config, "--backends", tuple(PACKAGES))
     config.requested_devices = _choices(config, "--devices", DEVICES)
@@ -210,6 +211,10 @@ def pytest_configure(config):
     config.not_tested += [
         f"NOT TESTED: {device} (left out of --devices)" for device in DEVICES if device not in config.requested_devices
     ]
+    if os.name == "nt":
+        config.not_tested.append("NOT TESTED: signals, pipes and devices by name (Windows has others)")
+    if not hasattr(os, "sched_setaffinity"):
+        config.not_tested.append("NOT TESTED: processes that are bound to one processor (this system has none)")
     if config.browser is None:
         config.not_tested.append(f"NOT TESTED: reports in a browser (ask with --browser; known: {', '.join(BROWSERS)})")
 
@@ -276,12 +281,15 @@ def pytest_collection_modifyitems(config, items):
     def is_wanted(item):
         if "browser" in item.fixturenames and config.browser is None:
             return False
+        if not all(marker.args[0] for marker in item.iter_markers("needs")):
+            return False
         marker = item.get_closest_marker("only")
         needed = set(marker.args) if marker else set(PACKAGES) - {"numpy"} if "port" in item.fixturenames else requested
         return bool(needed & requested)
 
     chosen = tiers.choose(config, [item for item in items if is_wanted(item)])
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
 
 

@@ -395,7 +395,7 @@ def test_who_is_wrong_or_fails_gets_no_time(participant, code, reason, capsys, t
     assert everything["exit_code"] == code
 
 
-@pytest.mark.skipif(os.name == "nt", reason="sends signals")
+@pytest.mark.needs(os.name != "nt", "signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_an_interruption_prints_what_is_there_and_leaves_no_process_and_no_file(number, tmp_path):
     arguments = ["bench", "decode", *QUICK, "--backends", "numpy", "--rounds", "100000", "--json", tmp_path / "a.json"]

@@ -16,7 +16,7 @@ from transformer_parity.system import orphans
 from transformer_parity.system.child import ChildEndedError, Children
 from transformer_parity.system.silence import Silence
 
-posix = pytest.mark.skipif(os.name == "nt", reason="sends signals")
+posix = pytest.mark.needs(os.name != "nt", "signals")
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time

@@ -112,25 +112,26 @@ def test_good(): pass
 def test_extended_tests_are_left_out_and_counted_by_kind(run):
     code, output = run(EXTENDED, "--backends", "numpy", "-q")
     assert (code, "2 passed, 21 deselected" in output) == (0, True)
-    assert output.count("NOT TESTED: 21 extended tests (add --all): 20 mistakes, 1 presets") == 1
+    assert output.count("NOT TESTED: 21 tests (ask for them with --all): 20 mistakes, 1 presets") == 1
     code, output = run(EXTENDED, "--backends", "numpy", "-q", "--all")
-    assert (code, "23 passed" in output, "extended" in output) == (0, True, False)
+    assert (code, "23 passed" in output, "with --all" in output) == (0, True, False)
 
 
 def test_processes_tell_what_was_left_out(run):
     code, output = run(EXTENDED, "--backends", "numpy", "-q", "-n", "2")
     assert (code, "2 passed" in output) == (0, True)
-    assert output.count("NOT TESTED: 21 extended tests (add --all): 20 mistakes, 1 presets") == 1
+    assert output.count("NOT TESTED: 21 tests (ask for them with --all): 20 mistakes, 1 presets") == 1
     assert "largest size of each process: " in output
 
 
 def test_every_extended_test_is_in_one_shard(run):
     ran = []
     for shard in ("1/2", "2/2"):
-        code, output = run(EXTENDED, "--backends", "numpy", "-v", "--all", "--shard", shard)
+        code, output = run(EXTENDED, "--backends", "numpy", "-v", "--shard", shard)
         assert code == 0
         ran += [line.split()[0] for line in output.splitlines() if " PASSED " in line and "test_many" in line]
-        assert "extended tests" in output
+        assert "1 of the default tier" in output or "2 of the default tier" in output
+        assert "test_good PASSED" not in output
     assert len(ran) == len(set(ran)) == 20
 
 
@@ -148,3 +149,10 @@ def test_a_framework_that_compiles_has_one_process(run):
     assert code == 0
     workers = {line.split()[0] for line in output.splitlines() if "PASSED" in line and "[tf-" in line}
     assert len(workers) == 1, output
+
+
+def test_what_the_system_lacks_is_left_out_without_a_skip(run):
+    test = "@pytest.mark.needs(False, 'what no system has')\ndef test_lacks(): assert 0\ndef test_good(): pass"
+    code, output = run(test, "--backends", "numpy")
+    assert code == 0
+    assert "1 passed, 1 deselected" in output

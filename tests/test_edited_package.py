@@ -144,13 +144,13 @@ def test_tensorflow_compiles_the_source_of_each_copy(jit_compile):
 
 
 @pytest.mark.only("tf")
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_tensorflow_compiles_each_copy_of_a_model(dtype):
+@pytest.mark.parametrize(("dtype", "most"), [("float64", 1e-13), ("float32", 1e-5)])  # measured: 2e-14, 3.5e-6
+def test_tensorflow_compiles_each_copy_of_a_model(dtype, most):
     """In float32 by XLA."""
     found = [output(planted(mistake, "tf"), dtype) for mistake in (UNSCALED, SQUARED)]
     for actual, mistake in zip(found, (UNSCALED, SQUARED), strict=True):
         truth = output(planted(mistake, "numpy"))
-        np.testing.assert_allclose(actual, truth, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(actual, truth, rtol=0.0, atol=most)
     assert np.abs(found[0] - found[1]).max() > 1e-3
 
 

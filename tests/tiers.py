@@ -24,21 +24,23 @@ from reference_numpy import PRESETS, TransformerConfig
 
 COMPILES = re.compile(r"[\[-](jax|tf)[]-]")  # in the name of a test: each of the two compiles in one process
 
+QUICK = "--xla_cpu_use_fusion_emitters=false"  # compiles in half the time
+
 
 def add_options(parser):
     parser.addoption("--all", action="store_true", help="also the tests marked as extended")
-    parser.addoption(
-        "--shard", default="1/1", metavar="K/N", help="with --all, the K-th of N parts of the extended tests"
-    )
+    parser.addoption("--shard", metavar="K/N", help="of the extended tests, the K-th of N parts, and nothing else")
 
 
 def configure(config):
     """Read the options. A shard of another form than K/N, with K from 1 to N, stops the run."""
     config.addinivalue_line("markers", "extended(kind, backend, ...): left out unless --all is given")
-    shard = re.fullmatch(r"(\d+)/(\d+)", config.getoption("--shard"))
-    config.shard = tuple(map(int, shard.groups())) if shard else (0, 0)
-    if not 1 <= config.shard[0] <= config.shard[1]:
-        raise pytest.UsageError(f"--shard takes K/N, with K from 1 to N: got {config.getoption('--shard')}")
+    config.shard = None
+    if (asked := config.getoption("--shard")) is not None:
+        shard = re.fullmatch(r"(\d+)/(\d+)", asked)
+        config.shard = tuple(map(int, shard.groups())) if shard else (0, 0)
+        if not 1 <= config.shard[0] <= config.shard[1]:
+            raise pytest.UsageError(f"--shard takes K/N, with K from 1 to N: got {asked}")
     config.left_out, config.peaks = Counter(), []
 
 
@@ -76,15 +78,14 @@ def presets() -> list:
 def keep_what_is_compiled(config):
     """Let JAX keep executables on disk, for all processes of this run and of later ones on the same processor.
 
-    Without ``--all``, JAX also optimizes little, which is a quarter of the time of compiling.
+    In the default tier JAX also optimizes little, and compiles in a fraction of the time.
     """
-    if not config.getoption("--all"):
+    if not config.getoption("--all") and not config.shard:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-        with suppress(PackageNotFoundError):
-            if version("jaxlib").startswith("0.10."):  # XLA ends a process for a switch that it does not know
-                os.environ["XLA_FLAGS"] = (
-                    f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
-                )
+        flags = os.environ.get("XLA_FLAGS", "")
+        with suppress(PackageNotFoundError):  # XLA ends a process for a switch that it does not know
+            if version("jaxlib").startswith("0.10.") and QUICK not in flags:
+                os.environ["XLA_FLAGS"] = f"{flags} {QUICK}".strip()
     try:
         features = re.search(r"^flags.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0]
     except (OSError, TypeError):  # not Linux, or not x86
@@ -112,18 +113,22 @@ def choose(config, items) -> list:
     for item in items:
         name = framework(item)
         kinds = [mark.args[0] for mark in item.iter_markers("extended") if name in mark.args[1:] or not mark.args[1:]]
-        part, parts = config.shard
-        if not kinds or (config.getoption("--all") and zlib.crc32(item.nodeid.encode()) % parts == part - 1):
+        if config.shard:
+            part, parts = config.shard
+            wanted = kinds and zlib.crc32(item.nodeid.encode()) % parts == part - 1
+        else:
+            wanted = not kinds or config.getoption("--all")
+        if wanted:
             chosen.append(item)
         else:
-            config.left_out[kinds[0]] += 1
+            config.left_out[kinds[0] if kinds else "of the default tier"] += 1
     return chosen
 
 
 def summary(left_out) -> list[str]:
     """Return the lines that say what was left out; none if nothing was."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(left_out.items()))
-    return [f"NOT TESTED: {sum(left_out.values())} extended tests (add --all): {kinds}"] * bool(left_out)
+    return [f"NOT TESTED: {sum(left_out.values())} tests (ask for them with --all): {kinds}"] * bool(left_out)
 
 
 def forget():

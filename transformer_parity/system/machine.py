@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,8 @@ def processors() -> int:
 
 def release() -> str:
     """Return the version of this distribution."""
+    from importlib.metadata import PackageNotFoundError, version  # half of the time that `parity --help` takes
+
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:
