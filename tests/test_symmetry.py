@@ -1,5 +1,7 @@
 """The four packages are one text: same files, names, order, parameters, docstrings and shape comments.
 
+A long docstring may refer to the reference's instead of repeating it.
+
 They are compared as text, by syntax tree and tokens; no framework is imported. Whatever differs from the reference
 stands in one table with its reason; what stands there and no longer differs fails too.
 """
@@ -181,6 +183,14 @@ def without(docstring: str | None, parameters: set[str]) -> str | None:
     return docstring and docstring.strip()
 
 
+def referring(docstring: str | None, place: str) -> str | None:
+    """Return the docstring of a port that refers to the reference's, where that is long."""
+    if docstring is None or docstring.count("\n") < 10:
+        return docstring
+    name = place.rpartition(".")[2]
+    return f"{docstring.splitlines()[0]}\n\nArguments, result and errors as in ``reference_numpy.{name}``."
+
+
 def differences(reference: dict[str, str], port: dict[str, str]):
     """Yield where and how a port differs from the reference, given the text of both by module."""
     yield from compare_names("", "module", list(reference), list(port))
@@ -212,7 +222,8 @@ def compare(place: str, ours: dict, theirs: dict):
         if mine[name] != other[name]:
             yield place, f"parameter {name}: {other[name]} for {mine[name]}"
     one_sided = mine.keys() ^ other.keys()
-    if without(ours.get("docstring"), one_sided) != without(theirs.get("docstring"), one_sided):
+    ours_said, theirs_said = (without(side.get("docstring"), one_sided) for side in (ours, theirs))
+    if theirs_said not in (ours_said, referring(ours_said, place)):
         yield place, "docstring"
     for aspect in ("result", "shapes"):
         if ours.get(aspect) != theirs.get(aspect):
