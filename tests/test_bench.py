@@ -564,7 +564,8 @@ def test_dropout_is_the_papers():
     expected.verify((1, verifier._losses[0] * 1.05), no_steps)
 
 
-@pytest.mark.parametrize("task", ["forward", pytest.param("train", marks=pytest.mark.extended("timed steps"))])
+@pytest.mark.extended("timed steps")
+@pytest.mark.parametrize("task", ["forward", "train"])
 def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
     code, printed, errors = parity(
         *(capsys, "--backends", "numpy,torch,jax,tf", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.svg"),

@@ -32,7 +32,12 @@ def run(tmp_path):
             str(tmp_path),
             *options,
         ]
-        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{HERE.parent}"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{HERE.parent}",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # to import them takes longer than such a suite
+            "PYTEST_PLUGINS": "xdist.plugin" if "-n" in options else "",
+        }
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
         return done.returncode, done.stdout + done.stderr
 

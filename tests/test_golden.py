@@ -323,7 +323,7 @@ def put(name, make):
     ],
 )
 def test_a_changed_tensor_is_named(truth, copy, capsys, tmp_path, monkeypatch, case, dtype, name, change, code, says):
-    monkeypatch.setattr(diagnosis, "ATTEMPTS", 30)  # of several mistakes at once, of which there is none
+    monkeypatch.setattr(diagnosis, "_search", lambda *args, **options: ([], []))  # no mistake is in the catalogue
     edit(copy, case, dtype, change)
     result = tmp_path / "result.json"
     assert compare(truth, copy, "--json", result) == code

@@ -11,7 +11,7 @@ import pytest
 WORKER = Path(__file__).with_name("shapes_worker.py")
 
 
-@pytest.mark.extended("shapes", "jax", "tf")  # half a minute; the annotations are the same in all packages
+@pytest.mark.extended("shapes", "torch", "jax", "tf")  # the annotations are the same in all packages
 def test_annotations_hold(backend):
     command = [sys.executable, str(WORKER), backend.name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

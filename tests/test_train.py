@@ -130,6 +130,7 @@ def test_stopped_and_resumed_is_uninterrupted_bit_by_bit(backend, tmp_path):
         assert array.tobytes() == saved_weights(halves / "model.safetensors")[name].tobytes(), name
 
 
+@pytest.mark.extended("training runs")
 def test_a_run_goes_on_in_another_framework(backends, tmp_path):
     """In float64 without dropout, the curve is the uninterrupted one to 1e-10, whoever takes the steps."""
     exact = ("--dtype", "float64", "--dropout", 0, "--steps", 2 * len(backends))
@@ -143,6 +144,7 @@ def test_a_run_goes_on_in_another_framework(backends, tmp_path):
     np.testing.assert_allclose([ours[step] for step in theirs], list(theirs.values()), rtol=1e-10)
 
 
+@pytest.mark.extended("training runs")
 @pytest.mark.only("torch", "jax", "tf")
 def test_lockstep_shows_where_the_curves_part(backends, tmp_path, capfd):
     names = [backend.name for backend in backends]
@@ -190,6 +192,7 @@ def test_text_is_learned_in_subwords(tmp_path, capfd):
     assert "are not the text that this run began with" in capfd.readouterr().err
 
 
+@pytest.mark.extended("translations")
 def test_all_backends_translate_the_same(finished, backends, tmp_path):
     names = ",".join(backend.name for backend in backends)
     files = [str(finished / "model.safetensors"), str(finished / "checkpoint-0000012.safetensors")]

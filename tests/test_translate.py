@@ -450,6 +450,7 @@ def test_what_was_not_compared_is_no_agreement(model, short, capfd, port):
 # --- The picture ---
 
 
+@pytest.mark.extended("pictures", "jax", "tf")
 def test_the_picture_shows_what_each_token_attends_to(model, tmp_path, capfd, monkeypatch, backend):
     drawn = []
     draw = pictures.draw_heads

@@ -185,6 +185,7 @@ def test_one_with_an_answer_in_time_is_not_ended(write):
     assert compare(write(), timeout=None) == findings
 
 
+@pytest.mark.extended("timed processes")
 @pytest.mark.needs(hasattr(os, "sched_setaffinity"), "processes that are bound to one processor")
 def test_one_that_waits_for_a_processor_is_not_ended(write, tmp_path):
     one = {min(os.sched_getaffinity(0))}

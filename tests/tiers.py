@@ -6,6 +6,7 @@ mistake or preset. XLA's compiling is most of the time of all tests, so what was
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import os
@@ -136,6 +137,8 @@ def forget():
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     gc.collect()
+    with suppress(OSError, AttributeError):  # of glibc, which keeps hundreds of megabytes of what XLA has freed
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def peak() -> float:
