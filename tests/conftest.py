@@ -32,10 +32,12 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in models this small, threads mostly wait for each other
 
 import importlib
+import importlib.util
 import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -50,7 +52,6 @@ from reference_numpy import PRESETS, TransformerConfig, init_weights
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup: what the tests start could not be interrupted
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# In the order of import: TensorFlow before torch crashes in some builds.
 PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}
 DEVICES = ("cpu", "gpu")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -62,7 +63,12 @@ class Backend:
     """One of the four packages, and the way of arrays in and out of its framework."""
 
     name: str  # numpy, torch, jax or tf
-    package: ModuleType
+    copy: ModuleType | None = None  # in place of the package
+
+    @property
+    def package(self) -> ModuleType:
+        """The package; a process in which no test needs it never imports it."""
+        return self.copy or _import(self.name)
 
     def to_numpy(self, array: Any) -> ndarray:
         """Return a copy of a framework's array, bfloat16 as ml_dtypes' bfloat16."""
@@ -180,6 +186,15 @@ def browser(pytestconfig):
     return pytestconfig.browser
 
 
+@pytest.fixture(autouse=True)
+def _imported(request):
+    """Import the package that a test is about, which sets its framework up, before the test imports the framework."""
+    for name in {"backend", "port"} & set(request.fixturenames):
+        _ = request.getfixturevalue(name).package
+    yield
+    tiers.forget_if_grown()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget():
     yield
@@ -202,7 +217,10 @@ def pytest_configure(config):
     names = _choices(config, "--backends", tuple(PACKAGES))
     config.requested_devices = _choices(config, "--devices", DEVICES)
     tiers.keep_what_is_compiled(config)  # before JAX is imported
-    config.requested_backends = [_import(name) for name in names]
+    config.requested_backends = [Backend(name) for name in names]
+    if not hasattr(config, "workerinput"):  # whether they are there is asked once, and not in pytest-xdist's processes
+        for backend in config.requested_backends:
+            _ = backend.package
     if "gpu" in config.requested_devices:
         for backend in config.requested_backends:
             if backend.name != "numpy":
@@ -233,7 +251,10 @@ def _find_browser(name):
     return path
 
 
+@cache
 def _import(name):
+    if name == "tf" and importlib.util.find_spec("torch"):  # before TensorFlow, which else crashes in some builds
+        import torch  # noqa: F401
     try:
         package = importlib.import_module(PACKAGES[name])
     except ImportError as error:
@@ -246,7 +267,7 @@ def _import(name):
         import jax
 
         jax.config.update("jax_enable_x64", True)
-    return Backend(name, package)
+    return package
 
 
 def _need_gpu(backend):

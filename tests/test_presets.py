@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import jax
 import numpy as np
 import pytest
 import third_party
@@ -17,12 +16,6 @@ from conftest import random_weights, tiny_config
 from third_party import assign_keras, relative_error, tensor, under
 
 import reference_numpy as ref
-
-import keras  # isort: skip  after torch: the other way round crashes in some builds
-import keras_hub  # isort: skip
-from flax import nnx  # isort: skip
-
-jax.config.update("jax_enable_x64", True)
 
 AGREES = 1e-12
 DIFFERS = 1e-7  # the nearest neighbours, two values of epsilon, are 3e-7 apart
@@ -180,7 +173,11 @@ def test_hugging_face(preset, logits_of):
     assert_only_we_agree(logits_of(config, weights, *sentences(config)), config, weights)
 
 
-def test_keras_hub():
+@pytest.mark.only("tf")
+def test_keras_hub(port):
+    import keras
+    import keras_hub
+
     # Keras rounds 1 / sqrt(d_k) to float32: only a power of four, here d_k = 4, lets it reach float64.
     config = tiny_config("keras_hub", d_model=12)
     weights = random_weights(config)
@@ -215,7 +212,10 @@ def test_keras_hub():
     assert_only_we_agree(dense(y).numpy(), config, weights)
 
 
-def test_keras_multi_head_attention():
+@pytest.mark.only("tf")
+def test_keras_multi_head_attention(port):
+    import keras
+
     config = tiny_config("keras_hub", d_k=4, d_v=5)  # d_k: see test_keras_hub
     block, weights, path, query, memory, mask = attention_case(config)
     theirs = keras.layers.MultiHeadAttention(config.num_heads, config.d_k, config.d_v, dtype="float64")
@@ -226,7 +226,11 @@ def test_keras_multi_head_attention():
     assert relative_error(block(query, memory), output) > DIFFERS
 
 
-def test_flax_nnx_multi_head_attention():
+@pytest.mark.only("jax")
+def test_flax_nnx_multi_head_attention(port):
+    import jax
+    from flax import nnx
+
     config = tiny_config("flax_wmt", attention_bias=True)
     block, weights, path, query, memory, mask = attention_case(config)
     theirs = nnx.MultiHeadAttention(
@@ -246,12 +250,16 @@ def test_flax_nnx_multi_head_attention():
     assert relative_error(block(query, memory), output) > DIFFERS
 
 
-def test_flax_wmt():
+@pytest.mark.only("jax")
+def test_flax_wmt(port):
+    import jax
+    import third_party_flax
+
     config = tiny_config("flax_wmt")
     weights = random_weights(config)
     source, target = sentences(config)
-    model = third_party.WmtTransformer(config)
-    parameters = third_party.wmt_parameters(config, weights)
+    model = third_party_flax.WmtTransformer(config)
+    parameters = third_party_flax.wmt_parameters(config, weights)
     expected = jax.eval_shape(model.init, jax.random.key(0), source, target)["params"]
     assert jax.tree.map(np.shape, parameters) == jax.tree.map(np.shape, expected)
     logits = model.apply({"params": parameters}, source, third_party.labels_of(target, config.pad_id, config.eos_id))

@@ -19,11 +19,15 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 import pytest
 
 from reference_numpy import PRESETS, TransformerConfig
 
 COMPILES = re.compile(r"[\[-](jax|tf)[]-]")  # in the name of a test: each of the two compiles in one process
+
+GROWTH = 400 * 2**20  # bytes, between two tests of which what they compiled is forgotten
+_size = 0  # in bytes, of this process, when it last forgot
 
 QUICK = "--xla_cpu_use_fusion_emitters=false"  # compiles in half the time
 
@@ -139,6 +143,14 @@ def forget():
     gc.collect()
     with suppress(OSError, AttributeError):  # of glibc, which keeps hundreds of megabytes of what XLA has freed
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def forget_if_grown():
+    """Free it between two tests too, where the process has grown by as much as it may."""
+    global _size
+    if psutil.Process().memory_info().rss > _size + GROWTH:
+        forget()
+        _size = psutil.Process().memory_info().rss
 
 
 def peak() -> float:
