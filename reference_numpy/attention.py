@@ -175,7 +175,7 @@ class MultiHeadAttention:
         self.key_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)
-        self.dropout = Dropout(config.dropout.attention, "weights")
+        self.dropout = Dropout(config.dropout.attention)
 
     def __call__(
         self,
@@ -208,7 +208,8 @@ class MultiHeadAttention:
             v = tap("value", v)  # [B, H, M, d_v]
         if past is not None:
             k, v = past.append(k, v)
-        context = scaled_dot_product_attention(q, k, v, mask, partial(self.dropout, rng=rng, tap=tap), tap)
+        dropout = partial(self.dropout, rng=rng, tap=tap, name="weights")
+        context = scaled_dot_product_attention(q, k, v, mask, dropout, tap)
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def project(self, memory: Float[ndarray, "B M d_model"]) -> KeyValues:

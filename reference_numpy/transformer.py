@@ -205,12 +205,12 @@ class Transformer:
 
     def _encode(self, source_ids, source_mask, tap, rng):
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
-        x = self.dropout(tap("source_embedding.output", x), rng, within(tap, "source_embedding"))
+        x = self.dropout(tap("source_embedding.output", x), rng, tap, "source_embedding.output")
         return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"), rng)
 
     def _decode(self, target_ids, memory, source_mask, target_mask, tap, rng):
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
-        x = self.dropout(tap("target_embedding.output", x), rng, within(tap, "target_embedding"))
+        x = self.dropout(tap("target_embedding.output", x), rng, tap, "target_embedding.output")
         self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"), rng)

@@ -53,7 +53,7 @@ WAVES = {
 }
 OUTPUT = {
     **dict.fromkeys(ALL, "self.output_proj(self.dropout(inner))"),
-    "numpy": "self.output_proj(self.dropout(inner, rng, tap))",
+    "numpy": 'self.output_proj(self.dropout(inner, rng, tap, "inner"))',
 }
 ACTIVATED_LATE = instead("feed_forward", OUTPUT, **{port: f"self.activation({x})" for port, x in OUTPUT.items()})
 RELU = {"numpy": '"relu": relu,', "torch": '"relu": F.relu', "jax": '"relu": jax.nn.relu', "tf": '"relu": tf.nn.relu'}
@@ -278,10 +278,10 @@ ENTRIES: dict[str, Table] = {
                 instead("encoder", "self.feed_forward_norm(x + ", "self.feed_forward_norm(y + "),
             ),
             "pre-norm that adds the normed input": but(
-                instead(
+                changed(
                     "encoder",
-                    "x = x + self.dropout(self.self_attention",
-                    "x = normed + self.dropout(self.self_attention",
+                    ("x = x + self.dropout(self.self_attention", "x = normed + self.dropout(self.self_attention"),
+                    numpy=("x = x + self.dropout(attended", "x = normed + self.dropout(attended"),
                 ),
                 case="full/deeper_decoder",
             ),
@@ -425,13 +425,13 @@ EVERYWHERE = [
         "",
         {
             "numpy": [
-                (stack, f"x = x + self.dropout({added}", f"x = normed + self.dropout({added}")
-                for stack, added in (
-                    ("encoder", "self.self_attention"),
-                    ("encoder", "self.feed_forward"),
-                    ("decoder", "attended"),
-                    ("decoder", "self.cross_attention"),
-                    ("decoder", "self.feed_forward"),
+                (stack, f'x + self.dropout({y}, rng, tap, "{name}', f'normed + self.dropout({y}, rng, tap, "{name}')
+                for stack, y, name in (
+                    ("encoder", "attended", "self_attention"),
+                    ("encoder", "transformed", "feed_forward"),
+                    ("decoder", "attended", "self_attention"),
+                    ("decoder", "attended", "cross_attention"),
+                    ("decoder", "transformed", "feed_forward"),
                 )
             ]
         },
