@@ -33,7 +33,7 @@ from reference_numpy.decoder import Decoder, DecoderLayer
 from reference_numpy.embedding import LearnedPosition, OutputProjection, TokenEmbedding
 from reference_numpy.encoder import Encoder, EncoderLayer
 from reference_numpy.feed_forward import PositionwiseFeedForward
-from reference_numpy.functional import dropout, masked_softmax, relu
+from reference_numpy.functional import ACTIVATIONS, dropout, masked_softmax, relu
 from reference_numpy.layers import LayerNorm, Linear
 from reference_numpy.names import parameter_shapes, tap_shapes
 from reference_numpy.taps import Recorder, Tap, no_tap, within
@@ -231,7 +231,7 @@ def feed_forward_backward(
     of_output = trace.note("output", of_output)
     of_thinned = _through_linear(feed_forward.output_proj, thinned, of_output, trace.within("output_proj"))
     of_inner = trace.note("inner", trace.dropout("inner", of_thinned, rate))
-    activation = feed_forward.activation
+    activation = ACTIVATIONS[feed_forward.activation]
     activated = inner if activation is relu else inner_proj(x)  # the sign is all that a ReLU's gradient needs
     of_activated = ACTIVATIONS_BACKWARD[activation](activated, of_inner)
     return _through_linear(inner_proj, x, of_activated, trace.within("inner_proj"))
@@ -261,12 +261,11 @@ def learned_position_backward(
 def output_projection_backward(
     projection: OutputProjection,
     x: Float[ndarray, "B L d_model"],
-    table: Float[ndarray, "V d_model"],
     of_logits: Float[ndarray, "B L V"],
     trace: Trace,
 ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
     """Return the gradients of ``x`` and of the table, None where the projection has a matrix of its own."""
-    kernel = table.T if projection.kernel is None else projection.kernel
+    kernel = projection.table.T if projection.kernel is None else projection.kernel
     of_x, of_kernel, of_bias = linear_backward(x, kernel, of_logits)
     if projection.bias is not None:
         trace.note("bias", of_bias)
@@ -383,12 +382,9 @@ def transformer_backward(
     source, target = (
         trace.dropout(name, seen[name], rate) for name in ("source_embedding.output", "target_embedding.output")
     )
+    of_logits = trace.note("logits", of_logits)
     of_states, of_output_table = output_projection_backward(
-        model.output_proj,
-        seen["decoder.output"],
-        model.target_embedding.table,
-        trace.note("logits", of_logits),
-        trace.within("output_proj"),
+        model.output_proj, seen["decoder.output"], of_logits, trace.within("output_proj")
     )
     of_target, of_memory = decoder_backward(
         model.decoder, target, seen["encoder.output"], of_states, trace.within("decoder")

@@ -97,12 +97,12 @@ class LearnedPosition:
 class OutputProjection:
     """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32") -> None:
         tied = config.tie_embeddings != "none"
+        self.table = embedding.table if tied else None
         self.kernel = None if tied else np.zeros((config.d_model, config.target_vocab_size), dtype)
         self.bias = np.zeros(config.target_vocab_size, dtype) if config.output_bias else None
 
-    def __call__(self, x: Float[ndarray, "B L d_model"], table: Float[ndarray, "V d_model"]) -> Float[ndarray, "B L V"]:
-        """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
-        kernel = table.T if self.kernel is None else self.kernel
-        return linear(x, kernel, self.bias)
+    def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L V"]:
+        """Return the logits of each position."""
+        return linear(x, self.table.T if self.kernel is None else self.kernel, self.bias)

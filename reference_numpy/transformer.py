@@ -50,7 +50,7 @@ class Transformer:
         self.target_position = position(config, dtype)
         self.encoder = Encoder(config, dtype)
         self.decoder = Decoder(config, dtype)
-        self.output_proj = OutputProjection(config, dtype)
+        self.output_proj = OutputProjection(config, self.target_embedding, dtype)
         self.dropout = Dropout(config.dropout.embedding)
 
     @classmethod
@@ -229,7 +229,7 @@ class Transformer:
         return self._logits(x, tap)[:, 0], cache
 
     def _logits(self, x, tap):
-        return tap("logits", self.output_proj(x, self.target_embedding.table))
+        return tap("logits", self.output_proj(x))
 
 
 def load_transformer(

@@ -95,16 +95,19 @@ class LearnedPosition(nnx.Module):
 class OutputProjection(nnx.Module):
     """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32", *, rngs: nnx.Rngs
+    ) -> None:
         shape, xavier = (config.d_model, config.target_vocab_size), nnx.initializers.xavier_uniform()
         tied = config.tie_embeddings != "none"
+        self.table = embedding.table if tied else None
         self.kernel = None if tied else nnx.Param(xavier(rngs.params(), shape, dtype))
         self.bias = nnx.Param(jnp.zeros(shape[1], dtype)) if config.output_bias else None
         self.dtype = dtype  # of the computation, as in nnx.Linear
 
-    def __call__(self, x: Float[Array, "B L d_model"], table: Float[Array, "V d_model"]) -> Float[Array, "B L V"]:
-        """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
-        kernel = table.T if self.kernel is None else self.kernel[...]
+    def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L V"]:
+        """Return the logits of each position."""
+        kernel = self.table.T if self.kernel is None else self.kernel[...]
         logits = x.astype(self.dtype) @ kernel.astype(self.dtype)
         return logits if self.bias is None else logits + self.bias.astype(self.dtype)
 

@@ -55,7 +55,7 @@ class Transformer(nnx.Module):
         self.target_position = position(config, dtype, rngs=rngs)
         self.encoder = Encoder(config, dtype, rngs=rngs)
         self.decoder = Decoder(config, dtype, rngs=rngs)
-        self.output_proj = OutputProjection(config, dtype, rngs=rngs)
+        self.output_proj = OutputProjection(config, self.target_embedding, dtype, rngs=rngs)
         self.dropout = Dropout(config.dropout.embedding, rngs=rngs)
 
     @classmethod
@@ -242,7 +242,7 @@ class Transformer(nnx.Module):
         return self._logits(x, tap)[:, 0], cache
 
     def _logits(self, x, tap):
-        return tap("logits", self.output_proj(x, self.target_embedding.table[...]))
+        return tap("logits", self.output_proj(x))
 
 
 class _OneKey(nnx.RngStream):

@@ -99,18 +99,24 @@ class LearnedPosition(Block):
 class OutputProjection(Block):
     """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32", **kwargs: Any
+    ) -> None:
         super().__init__(dtype=dtype, **kwargs)
         shape = (config.d_model, config.target_vocab_size)
         tied = config.tie_embeddings != "none"
+        self.embedding = embedding if tied else None  # the layer, as Keras saves it once
         self.kernel = None if tied else self.add_weight(shape=shape, initializer="glorot_uniform", name="kernel")
         self.bias = self.add_weight(shape=shape[1:], initializer="zeros", name="bias") if config.output_bias else None
 
-    def call(self, x: Float[Tensor, "B L d_model"], table: Float[Tensor, "V d_model"]) -> Float[Tensor, "B L V"]:
-        """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
+    def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L V"]:
+        """Return the logits of each position."""
         # tensordot folds batch and length into one axis; matmul would multiply sentence by sentence, and its gradient
         # would hold one table per sentence.
-        logits = tf.tensordot(x, table, [2, 1]) if self.kernel is None else tf.tensordot(x, self.kernel, 1)
+        if self.embedding is not None:
+            logits = tf.tensordot(x, self.embedding.table, [2, 1])
+        else:
+            logits = tf.tensordot(x, self.kernel, 1)
         return logits if self.bias is None else logits + self.bias
 
 

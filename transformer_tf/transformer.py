@@ -56,7 +56,7 @@ class Transformer(keras.Model):
         self.target_position = position(config, dtype=dtype)
         self.encoder = Encoder(config, dtype=dtype)
         self.decoder = Decoder(config, dtype=dtype)
-        self.output_proj = OutputProjection(config, dtype=dtype)
+        self.output_proj = OutputProjection(config, self.target_embedding, dtype=dtype)
         self.dropout = Dropout(config.dropout.embedding, dtype=dtype)
         self.built = True
 
@@ -272,7 +272,7 @@ class Transformer(keras.Model):
         return self._logits(x, tap)[:, 0], cache
 
     def _logits(self, x, tap):
-        return tap("logits", self.output_proj(x, table=tf.convert_to_tensor(self.target_embedding.table)))
+        return tap("logits", self.output_proj(x))
 
 
 def load_transformer(

@@ -113,20 +113,19 @@ class OutputProjection(nn.Module):
 
     relaid: Tensor | None = None  # the matrix in another layout, while ``laid_out_for_few_rows`` lasts
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32") -> None:
         super().__init__()
-        vocab_size, of_dtype = config.target_vocab_size, {"dtype": getattr(torch, dtype)}
         tied = config.tie_embeddings != "none"
-        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, config.d_model, **of_dtype))
-        self.bias = nn.Parameter(torch.zeros(vocab_size, **of_dtype)) if config.output_bias else None
-        if self.weight is not None:
+        shape, torch_dtype = embedding.table.shape, getattr(torch, dtype)
+        self.weight = embedding.table if tied else nn.Parameter(torch.empty(shape, dtype=torch_dtype))
+        self.bias = nn.Parameter(torch.zeros(shape[0], dtype=torch_dtype)) if config.output_bias else None
+        if not tied:
             nn.init.xavier_uniform_(self.weight)
 
-    def forward(self, x: Float[Tensor, "B L d_model"], table: Float[Tensor, "V d_model"]) -> Float[Tensor, "B L V"]:
-        """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
-        if (relaid := self.relaid) is not None:
-            return linear(x, relaid, self.bias)
-        return linear(x, table if self.weight is None else self.weight, self.bias)
+    def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L V"]:
+        """Return the logits of each position."""
+        relaid = self.relaid
+        return linear(x, self.weight if relaid is None else relaid, self.bias)
 
 
 def _normal_table(rows: int, d_model: int, dtype: str) -> nn.Parameter:

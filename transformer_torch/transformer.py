@@ -53,7 +53,7 @@ class Transformer(nn.Module):
         self.target_position = position(config, dtype)
         self.encoder = Encoder(config, dtype)
         self.decoder = Decoder(config, dtype)
-        self.output_proj = OutputProjection(config, dtype)
+        self.output_proj = OutputProjection(config, self.target_embedding, dtype)
         self.dropout = Dropout(config.dropout.embedding)
 
     @classmethod
@@ -193,6 +193,13 @@ class Transformer(nn.Module):
         check_next_ids(ids.shape, cache.length, cache.self_mask.shape)
         return self._decode_step(ids, cache, tap)
 
+    def _apply(self, fn, recurse=True):
+        """Let a tied table stay one parameter also where new parameters are made, as by ``to_empty``."""
+        super()._apply(fn, recurse)
+        if self.config.tie_embeddings != "none":
+            self.output_proj.weight = self.target_embedding.table
+        return self
+
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
@@ -238,7 +245,7 @@ class Transformer(nn.Module):
         return self._logits(x, tap)[:, 0], cache
 
     def _logits(self, x, tap):
-        return tap("logits", self.output_proj(x, self.target_embedding.table))
+        return tap("logits", self.output_proj(x))
 
 
 def load_transformer(

@@ -156,14 +156,16 @@ ENTRIES: dict[str, Table] = {
             "output bias missing": changed(
                 "embedding",
                 ("logits + self.bias", "logits"),
-                numpy=("linear(x, kernel, self.bias)", "linear(x, kernel)"),
-                torch=("else self.weight, self.bias", "else self.weight"),
+                numpy=("else self.kernel, self.bias", "else self.kernel"),
+                torch=("if relaid is None else relaid, self.bias", "if relaid is None else relaid"),
             )
         },
     },
     "feed-forward": {
         f"{ENCODER}.feed_forward.inner": {
-            "no activation": instead("feed_forward", "self.activation(self.inner_proj(x))", "self.inner_proj(x)"),
+            "no activation": instead(
+                "feed_forward", "ACTIVATIONS[self.activation](self.inner_proj(x))", "self.inner_proj(x)"
+            ),
             "GELU for ReLU": but(config={"activation": "gelu"}),
         },
         ("inner", "feed_forward/gelu"): {

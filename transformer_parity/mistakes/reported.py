@@ -55,10 +55,16 @@ OUTPUT = {
     **dict.fromkeys(ALL, "self.output_proj(self.dropout(inner))"),
     "numpy": 'self.output_proj(self.dropout(inner, rng, tap, "inner"))',
 }
-ACTIVATED_LATE = instead("feed_forward", OUTPUT, **{port: f"self.activation({x})" for port, x in OUTPUT.items()})
+ACTIVATED_LATE = instead(
+    "feed_forward", OUTPUT, **{port: f"ACTIVATIONS[self.activation]({x})" for port, x in OUTPUT.items()}
+)
 RELU = {"numpy": '"relu": relu,', "torch": '"relu": F.relu', "jax": '"relu": jax.nn.relu', "tf": '"relu": tf.nn.relu'}
-TF_LOGITS = 'tap("logits", self.output_proj(x, table=tf.convert_to_tensor(self.target_embedding.table)))'
-LOG_SOFTMAX = {"numpy": "log_softmax", "torch": "nn.functional.log_softmax", "jax": "jax.nn.log_softmax"}
+LOG_SOFTMAX = {
+    "numpy": "log_softmax",
+    "torch": "nn.functional.log_softmax",
+    "jax": "jax.nn.log_softmax",
+    "tf": "tf.nn.log_softmax",
+}
 
 
 def selected(yes: str, no: str, mask: str) -> dict[str, str]:
@@ -102,12 +108,10 @@ def in_numpy(old: str, new: str) -> Edits:
 def log_probabilities(outside: bool) -> Edits:
     """Return edits that return log-probabilities, outside or inside of the tap of the logits."""
     edits: dict[str, list[tuple[str, str, str]]] = {}
-    for port, function in (*LOG_SOFTMAX.items(), ("tf", "tf.nn.log_softmax")):
-        old = TF_LOGITS if port == "tf" else LOGITS[port]
+    for port, function in LOG_SOFTMAX.items():
         axis = ", -1" if port == "torch" else ""
-        inner = old.removeprefix('tap("logits", ').removesuffix(")")
-        new = f"{function}({old}{axis})" if outside else f'tap("logits", {function}({inner}{axis}))'
-        edits[port] = [("transformer", old, new)]
+        new = f"{function}({LOGITS}{axis})" if outside else f'tap("logits", {function}(self.output_proj(x){axis}))'
+        edits[port] = [("transformer", LOGITS, new)]
     imported = "import Dropout\nfrom reference_numpy.functional import log_softmax\n"
     edits["numpy"].insert(0, ("transformer", "import Dropout\n", imported))
     return edits
@@ -353,14 +357,15 @@ ENTRIES: dict[str, Table] = {
         },
         "logits": {
             "logits over sqrt(d_model)": instead(
-                "transformer", "self.output_proj(x,", "self.output_proj(x * self.config.d_model**-0.5,"
+                "transformer", "self.output_proj(x)", "self.output_proj(x * self.config.d_model**-0.5)"
             )
         },
     },
     "feed-forward": {
         f"{ENCODER}.feed_forward.inner": {
             "activation after the second matrix": together(
-                instead("feed_forward", "self.activation(self.inner_proj(x))", "self.inner_proj(x)"), ACTIVATED_LATE
+                instead("feed_forward", "ACTIVATIONS[self.activation](self.inner_proj(x))", "self.inner_proj(x)"),
+                ACTIVATED_LATE,
             ),
             # Its constants are rounded to float32.
             "Keras' GELU for ReLU": together(
