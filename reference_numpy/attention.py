@@ -75,12 +75,12 @@ def _attend_in_blocks(query, key, value, mask, dropout):
     """Attend with some queries of one head at a time, in the order in which a dropout draws for all of them."""
     batch, heads, length, _ = query.shape
     context = np.empty((batch, heads, length, value.shape[3]), value.dtype)
+    allowed, by_head = None, None if mask is None else np.broadcast_to(mask, (batch, heads, *mask.shape[-2:]))
     for b, h, start in itertools.product(range(batch), range(heads), range(0, length, QUERY_BLOCK)):
         head = slice(b, b + 1), slice(h, h + 1)
         rows = *head, slice(start, start + QUERY_BLOCK)
-        allowed = mask
-        if mask is not None:
-            allowed = mask[tuple(at if size > 1 else slice(1) for at, size in zip(rows, mask.shape, strict=False))]
+        if by_head is not None:
+            allowed = by_head[rows if by_head.shape[2] > 1 else head]  # one row for all queries stays one
         context[rows] = scaled_dot_product_attention(query[rows], key[head], value[head], allowed, dropout)
     return context
 

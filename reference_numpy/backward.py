@@ -93,6 +93,8 @@ class Activations(Recorder):
 class LayerInputs(Recorder):
     """A tap that keeps what each layer reads, from which the rest of a layer is computed again (Chen et al., 2016).
 
+    Of the generator that draws a layer's dropout, it keeps the copy that was made as the layer began.
+
     Args:
         masks: What the layers of each stack are called with.
         rng: What draws the dropout of the forward pass; None without dropout.
@@ -102,14 +104,14 @@ class LayerInputs(Recorder):
         super().__init__("*_embedding.*", "*coder.layers.*.output", "*coder.output")
         self.masks = masks
         self.rng = rng
-        self.states: dict[str, Any] = {}  # of the generator, by the tap after which it was in that state
+        self.generators: dict[str, np.random.Generator] = {}  # by the path of the layer
 
     def __call__(self, name: str, value: Any) -> Any:
         """Keep the value if a layer reads it, and return it."""
-        value = super().__call__(name, value)
-        if self.rng is not None and name in self:
-            self.states[name.removesuffix("_keep")] = self.rng.bit_generator.state
-        return value
+        layer = ".".join(name.split(".")[:3])  # a layer shows something before it drops anything
+        if self.rng is not None and layer not in self.generators:
+            self.generators[layer] = copy.deepcopy(self.rng)
+        return super().__call__(name, value)
 
     def reads(self, name: str) -> bool:
         """Return whether the backward pass reads what a tap showed, before it runs a layer again."""
@@ -117,14 +119,9 @@ class LayerInputs(Recorder):
 
     def run_again(self, path: str, layer: Callable[..., ndarray], *inputs: ndarray) -> Recorder:
         """Return what the taps of a layer showed, dropout included."""
-        stack, _, i = path.split(".")
-        side = {"encoder": "source", "decoder": "target"}[stack]
-        rng = copy.deepcopy(self.rng)
-        if rng is not None:
-            before = f"{stack}.layers.{int(i) - 1}.output" if int(i) else f"{side}_embedding.output"
-            rng.bit_generator.state = self.states[before]
+        masks, rng = self.masks[path.partition(".")[0]], copy.deepcopy(self.generators.get(path))
         seen = Activations()
-        layer(*inputs, *self.masks[stack], tap=within(seen, path), rng=rng)
+        layer(*inputs, *masks, tap=within(seen, path), rng=rng)
         return seen
 
 

@@ -69,13 +69,14 @@ class SinusoidalPosition:
 
     def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
         """Return what is added at each of the first positions."""
-        config = self.config
-        if length > len(self._known):
-            self._known = sinusoidal_encoding(
+        config, known = self.config, self._known  # looked at once: another thread may put more rows there
+        if length > len(known):
+            known = sinusoidal_encoding(
                 length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
             )
-            self._known.flags.writeable = False
-        return self._known[:length]
+            known.flags.writeable = False
+            self._known = known
+        return known[:length]
 
 
 class LearnedPosition:

@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
         """Return the decoder's state for each target position; True in a mask = may attend."""
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
-                x = nnx.remat(DecoderLayer.__call__, static_argnums=5)(layer, x, memory, self_mask, cross_mask)
+                x = nnx.remat(lambda layer, *inputs: layer(*inputs))(layer, x, memory, self_mask, cross_mask)
             else:
                 x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"))
         if self.final_norm is not None:

@@ -79,7 +79,7 @@ class Encoder(nnx.Module):
         """Return the memory; True in ``mask`` = may attend."""
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
-                x = nnx.remat(EncoderLayer.__call__, static_argnums=3)(layer, x, mask)
+                x = nnx.remat(lambda layer, *inputs: layer(*inputs))(layer, x, mask)
             else:
                 x = layer(x, mask, within(tap, f"layers.{i}"))
         if self.final_norm is not None:

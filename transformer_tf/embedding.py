@@ -25,16 +25,7 @@ def sinusoidal_encoding(
 ) -> Float[Tensor, "L d_model"]:
     """Return one row of sines and cosines of the position per position, in float64.
 
-    Section 3.5: ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(...)``. The angles need
-    float64 whatever the model's dtype: in float32 they are wrong by 4e-5 at position 500.
-
-    Args:
-        length: How many positions.
-        d_model: How many channels; even.
-        layout: ``interleaved`` alternates sine and cosine (the paper), ``split`` puts all sines first.
-        timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the
-            paper), ``m_minus_1`` includes it (tensor2tensor).
-        offset: The number of the first position.
+    Arguments, result and errors as in ``reference_numpy.sinusoidal_encoding``.
     """
     m = d_model // 2
     steps = m if timescale == "m" else m - 1

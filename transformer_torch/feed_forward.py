@@ -38,3 +38,7 @@ class PositionwiseFeedForward(nn.Module):
         """Transform each position of ``x``."""
         inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner)))
+
+    def extra_repr(self) -> str:
+        """Return what the layers do not show, as torch prints it."""
+        return f"activation={self.activation!r}"

@@ -234,7 +234,7 @@ class Transformer(nn.Module):
 
     def _init_cache(self, source_ids, source_mask, capacity, beam_size):
         memory = self._encode(source_ids, source_mask, no_tap)
-        positions = self.target_position.vectors(capacity, memory.device).to(memory.dtype)  # [capacity, d_model]
+        positions = self.target_position.vectors(capacity).to(memory.dtype)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
     def _decode_step(self, target_ids, cache, tap=no_tap):

@@ -41,7 +41,7 @@ ADD_AND_NORM = {**dict.fromkeys(ALL, ATTENDED), "numpy": f"{SUM}attended)"}
 NORM_TAP = ' x = tap("self_attention_norm.output", '
 VECTORS = {
     "numpy": "self.vectors(x.shape[1]).astype",
-    "torch": "encoding = self.vectors(x.shape[1], x.device)",
+    "torch": "encoding = self.vectors(x.shape[1])",
     "jax": "encoding = self.vectors(x.shape[1])",
     "tf": "encoding = self.vectors(keras.ops.shape(x)[1])",
 }
@@ -310,7 +310,7 @@ ENTRIES: dict[str, Table] = {
                 "embedding",
                 VECTORS,
                 numpy="self.vectors(x.shape[0])[:, None].astype",
-                torch="encoding = self.vectors(x.shape[0], x.device)[:, None]",
+                torch="encoding = self.vectors(x.shape[0])[:, None]",
                 jax="encoding = self.vectors(x.shape[0])[:, None]",
                 tf="encoding = self.vectors(keras.ops.shape(x)[0])[:, None]",
             ),
@@ -318,7 +318,7 @@ ENTRIES: dict[str, Table] = {
                 "embedding",
                 VECTORS,
                 numpy="self.vectors(x.shape[1] + 1)[-1].astype",
-                torch="encoding = self.vectors(x.shape[1] + 1, x.device)[-1]",
+                torch="encoding = self.vectors(x.shape[1] + 1)[-1]",
                 jax="encoding = self.vectors(x.shape[1] + 1)[-1]",
                 tf="encoding = self.vectors(keras.ops.shape(x)[1] + 1)[-1]",
             ),

@@ -244,7 +244,7 @@ EDGES = [
             ("output", "embedding/long_positions"): {
                 "positions end at max_length": changed(
                     "embedding",
-                    torch=("length, device=device)", "length, device=device).clamp(max=31)"),
+                    torch=('offset + length, device="cpu")', 'offset + length, device="cpu").clamp(max=31)'),
                     **dict.fromkeys(
                         ("numpy", "jax"), ("(offset, offset + length)", "(offset, offset + length).clip(max=31)")
                     ),
