@@ -387,11 +387,8 @@ def transformer_backward(
         model.decoder, target, seen["encoder.output"], of_states, trace.within("decoder")
     )
     of_source = encoder_backward(model.encoder, source, of_memory, trace.within("encoder"))
-    of_target = trace.note("target_embedding.output", trace.dropout("target_embedding.output", of_target, rate))
-    of_source = trace.note("source_embedding.output", trace.dropout("source_embedding.output", of_source, rate))
-    if isinstance(model.source_position, LearnedPosition) and isinstance(model.target_position, LearnedPosition):
-        trace.note("source_position.table", learned_position_backward(model.source_position, of_source))
-        trace.note("target_position.table", learned_position_backward(model.target_position, of_target))
+    of_target = _through_embedding_sum(model, "target", target_ids, of_target, trace)
+    of_source = _through_embedding_sum(model, "source", source_ids, of_source, trace)
     # A tied table sums up all that it is used for.
     of_target_table = token_embedding_backward(model.target_embedding, target_ids, of_target, of_output_table)
     tied = model.target_embedding is model.source_embedding
@@ -409,6 +406,21 @@ def transformer_backward(
 def _is_left_out(seen: Mapping[str, ndarray], name: str) -> bool:
     """Return whether a tap is one that is left out on purpose."""
     return isinstance(seen, Activations | LayerInputs) and not seen.reads(name)
+
+
+def _through_embedding_sum(
+    model: Transformer, side: str, ids: Int[ndarray, "B L"], of_x: Float[ndarray, "B L d_model"], trace: Trace
+) -> Float[ndarray, "B L d_model"]:
+    """Return the gradient of the embedded tokens, to which positions were added; dropout and norm came after."""
+    of_x = trace.note(f"{side}_embedding.output", trace.dropout(f"{side}_embedding.output", of_x, model.dropout.rate))
+    embedding, position, norm = (
+        getattr(model, f"{side}_{part}") for part in ("embedding", "position", "embedding_norm")
+    )
+    if norm is not None:
+        of_x = _through_norm(norm, position(embedding(ids)), of_x, trace.within(f"{side}_embedding_norm"))
+    if isinstance(position, LearnedPosition):
+        trace.note(f"{side}_position.table", learned_position_backward(position, of_x))
+    return of_x
 
 
 def _residual(layer: EncoderLayer | DecoderLayer, name: str, x: ndarray, trace: Trace) -> ndarray:

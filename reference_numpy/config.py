@@ -26,7 +26,8 @@ CHOICES = {
 }
 SIZES = ("source_vocab_size", "target_vocab_size", "d_model", "num_heads", "d_k", "d_v", "d_ff", "max_length")
 DEPTHS = ("num_encoder_layers", "num_decoder_layers")
-SWITCHES = ("final_norm", "scale_embedding", "attention_bias", "feed_forward_bias", "output_bias")
+SWITCHES = ("final_norm", "scale_embedding", "attention_bias", "feed_forward_bias", "output_bias", "embedding_norm")
+LATER = ("embedding_norm",)  # fields that older files do not have: their defaults say what was meant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ class TransformerConfig:
     eos_id: int = 2
     label_smoothing: float = 0.1
     label_smoothing_kind: str = "uniform"  # the paper cites Szegedy et al., who spread it over all classes
+
+    embedding_norm: bool = False  # one more LayerNorm on each sum of embedding and position, before dropout (BART)
 
     def __post_init__(self) -> None:
         if isinstance(self.dropout, Mapping):
@@ -197,7 +200,7 @@ class TransformerConfig:
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"a config must be a mapping of field names: got {type(fields).__name__}")
-        check_fields("config fields", fields, (entry.name for entry in dataclasses.fields(cls)))
+        check_fields("config fields", {*LATER, *fields}, (entry.name for entry in dataclasses.fields(cls)))
         return cls(**fields)
 
 
@@ -303,6 +306,24 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "position_offset": 2,
         "tie_embeddings": "none",
         "attention_bias": True,
+        "pad_id": 1,
+        "bos_id": 2,
+        "eos_id": 2,
+        "label_smoothing_kind": "off_target",
+    },
+    # BART (Lewis et al., 2020), as Hugging Face's BartModel has it: a norm on the embeddings, positions behind two rows
+    # that nobody reads; decoding starts with EOS.
+    "bart": {
+        "layer_norm_epsilon": 1e-5,
+        "position_encoding": "learned",
+        "position_offset": 2,
+        "max_length": 1026,
+        "scale_embedding": False,
+        "embedding_norm": True,
+        "attention_bias": True,
+        "output_bias": True,
+        "activation": "gelu",
+        "dropout": _ALL_SITES,
         "pad_id": 1,
         "bos_id": 2,
         "eos_id": 2,

@@ -121,6 +121,9 @@ def _parameters(config: TransformerConfig) -> Shapes:
     if config.position_encoding == "learned":
         yield "source_position.table", (config.max_length, d_model)
         yield "target_position.table", (config.max_length, d_model)
+    if config.embedding_norm:
+        yield from _norm("source_embedding_norm", config)
+        yield from _norm("target_embedding_norm", config)
     for stack, depth, sublayers in _stacks(config):
         for i in range(depth):
             for sublayer in sublayers:

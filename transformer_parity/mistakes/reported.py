@@ -112,8 +112,8 @@ def log_probabilities(outside: bool) -> Edits:
         axis = ", -1" if port == "torch" else ""
         new = f"{function}({LOGITS}{axis})" if outside else f'tap("logits", {function}(self.output_proj(x){axis}))'
         edits[port] = [("transformer", LOGITS, new)]
-    imported = "import Dropout\nfrom reference_numpy.functional import log_softmax\n"
-    edits["numpy"].insert(0, ("transformer", "import Dropout\n", imported))
+    imported = "from reference_numpy.functional import log_softmax\nfrom reference_numpy.layers import"
+    edits["numpy"].insert(0, ("transformer", "from reference_numpy.layers import", imported))
     return edits
 
 

@@ -136,7 +136,7 @@ STRUCTURE = table(
         "output": {
             "probabilities for logits": {
                 "numpy": [
-                    ("transformer", "import Dropout\n", "import Dropout, masked_softmax\n"),
+                    ("transformer", "import Dropout,", "import masked_softmax, Dropout,"),
                     ("transformer", LOGITS, f"masked_softmax({LOGITS})"),
                 ],
                 "torch": [("transformer", LOGITS, f"{LOGITS}.softmax(-1)")],
