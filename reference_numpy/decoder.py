@@ -33,6 +33,7 @@ class DecoderLayer:
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        config = config.in_decoder
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype)
         self.self_attention_norm = LayerNorm(config, dtype)

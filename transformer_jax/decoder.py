@@ -35,6 +35,7 @@ class DecoderLayer(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        config = config.in_decoder
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype, rngs=rngs)
         self.self_attention_norm = LayerNorm(config, dtype, rngs=rngs)

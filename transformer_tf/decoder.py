@@ -35,6 +35,7 @@ class DecoderLayer(Block):
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
+        config = config.in_decoder
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype=dtype)
         self.self_attention_norm = LayerNorm(config, dtype=dtype)

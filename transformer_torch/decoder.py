@@ -35,6 +35,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         super().__init__()
+        config = config.in_decoder
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype)
         self.self_attention_norm = LayerNorm(config, dtype)

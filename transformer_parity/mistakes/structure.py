@@ -276,6 +276,30 @@ EDGES = [
                     verdict=FAILED,
                 )
             },
+            (f"{CAUSAL}.query", "full/other_decoder"): {
+                "decoder with the encoder's heads": but(
+                    instead(
+                        "decoder",
+                        "config = config.in_decoder",
+                        "own = config.in_decoder\n"
+                        "        config = own.replace(num_heads=config.num_heads, d_k=config.d_k, d_v=config.d_v)",
+                    ),
+                    detail="shape must be [4, 2, 7, 12]: got [4, 3, 7, 8]",
+                )
+            },
+            ("", "full/other_decoder"): {
+                "decoder's feed-forward as wide as the encoder's": but(
+                    in_ports_alone(
+                        instead(
+                            "decoder",
+                            "config = config.in_decoder",
+                            "config = config.in_decoder.replace(d_ff=config.d_ff)",
+                        )
+                    ),
+                    path="run",
+                    verdict=FAILED,
+                )
+            },
             ("logits", "full/tied_target"): {
                 "output tied to the source table": but(
                     {
