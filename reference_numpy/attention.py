@@ -75,12 +75,12 @@ def _attend_in_blocks(query, key, value, mask, dropout):
     """Attend with some queries of one head at a time, in the order in which a dropout draws for all of them."""
     batch, heads, length, _ = query.shape
     context = np.empty((batch, heads, length, value.shape[3]), value.dtype)
+    allowed, by_head = None, None if mask is None else np.broadcast_to(mask, (batch, heads, *mask.shape[-2:]))
     for b, h, start in itertools.product(range(batch), range(heads), range(0, length, QUERY_BLOCK)):
         head = slice(b, b + 1), slice(h, h + 1)
         rows = *head, slice(start, start + QUERY_BLOCK)
-        allowed = mask
-        if mask is not None:
-            allowed = mask[tuple(at if size > 1 else slice(1) for at, size in zip(rows, mask.shape, strict=False))]
+        if by_head is not None:
+            allowed = by_head[rows if by_head.shape[2] > 1 else head]  # one row for all queries stays one
         context[rows] = scaled_dot_product_attention(query[rows], key[head], value[head], allowed, dropout)
     return context
 
@@ -175,7 +175,7 @@ class MultiHeadAttention:
         self.key_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)
-        self.dropout = Dropout(config.dropout.attention, "weights")
+        self.dropout = Dropout(config.dropout.attention)
 
     def __call__(
         self,
@@ -208,7 +208,8 @@ class MultiHeadAttention:
             v = tap("value", v)  # [B, H, M, d_v]
         if past is not None:
             k, v = past.append(k, v)
-        context = scaled_dot_product_attention(q, k, v, mask, partial(self.dropout, rng=rng, tap=tap), tap)
+        dropout = partial(self.dropout, rng=rng, tap=tap, name="weights")
+        context = scaled_dot_product_attention(q, k, v, mask, dropout, tap)
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def project(self, memory: Float[ndarray, "B M d_model"]) -> KeyValues:

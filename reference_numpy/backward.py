@@ -33,7 +33,7 @@ from reference_numpy.decoder import Decoder, DecoderLayer
 from reference_numpy.embedding import LearnedPosition, OutputProjection, TokenEmbedding
 from reference_numpy.encoder import Encoder, EncoderLayer
 from reference_numpy.feed_forward import PositionwiseFeedForward
-from reference_numpy.functional import dropout, masked_softmax, relu
+from reference_numpy.functional import ACTIVATIONS, dropout, masked_softmax, relu
 from reference_numpy.layers import LayerNorm, Linear
 from reference_numpy.names import parameter_shapes, tap_shapes
 from reference_numpy.taps import Recorder, Tap, no_tap, within
@@ -93,6 +93,8 @@ class Activations(Recorder):
 class LayerInputs(Recorder):
     """A tap that keeps what each layer reads, from which the rest of a layer is computed again (Chen et al., 2016).
 
+    Of the generator that draws a layer's dropout, it keeps the copy that was made as the layer began.
+
     Args:
         masks: What the layers of each stack are called with.
         rng: What draws the dropout of the forward pass; None without dropout.
@@ -102,14 +104,14 @@ class LayerInputs(Recorder):
         super().__init__("*_embedding.*", "*coder.layers.*.output", "*coder.output")
         self.masks = masks
         self.rng = rng
-        self.states: dict[str, Any] = {}  # of the generator, by the tap after which it was in that state
+        self.generators: dict[str, np.random.Generator] = {}  # by the path of the layer
 
     def __call__(self, name: str, value: Any) -> Any:
         """Keep the value if a layer reads it, and return it."""
-        value = super().__call__(name, value)
-        if self.rng is not None and name in self:
-            self.states[name.removesuffix("_keep")] = self.rng.bit_generator.state
-        return value
+        layer = ".".join(name.split(".")[:3])  # a layer shows something before it drops anything
+        if self.rng is not None and layer not in self.generators:
+            self.generators[layer] = copy.deepcopy(self.rng)
+        return super().__call__(name, value)
 
     def reads(self, name: str) -> bool:
         """Return whether the backward pass reads what a tap showed, before it runs a layer again."""
@@ -117,14 +119,9 @@ class LayerInputs(Recorder):
 
     def run_again(self, path: str, layer: Callable[..., ndarray], *inputs: ndarray) -> Recorder:
         """Return what the taps of a layer showed, dropout included."""
-        stack, _, i = path.split(".")
-        side = {"encoder": "source", "decoder": "target"}[stack]
-        rng = copy.deepcopy(self.rng)
-        if rng is not None:
-            before = f"{stack}.layers.{int(i) - 1}.output" if int(i) else f"{side}_embedding.output"
-            rng.bit_generator.state = self.states[before]
+        masks, rng = self.masks[path.partition(".")[0]], copy.deepcopy(self.generators.get(path))
         seen = Activations()
-        layer(*inputs, *self.masks[stack], tap=within(seen, path), rng=rng)
+        layer(*inputs, *masks, tap=within(seen, path), rng=rng)
         return seen
 
 
@@ -231,7 +228,7 @@ def feed_forward_backward(
     of_output = trace.note("output", of_output)
     of_thinned = _through_linear(feed_forward.output_proj, thinned, of_output, trace.within("output_proj"))
     of_inner = trace.note("inner", trace.dropout("inner", of_thinned, rate))
-    activation = feed_forward.activation
+    activation = ACTIVATIONS[feed_forward.activation]
     activated = inner if activation is relu else inner_proj(x)  # the sign is all that a ReLU's gradient needs
     of_activated = ACTIVATIONS_BACKWARD[activation](activated, of_inner)
     return _through_linear(inner_proj, x, of_activated, trace.within("inner_proj"))
@@ -261,12 +258,11 @@ def learned_position_backward(
 def output_projection_backward(
     projection: OutputProjection,
     x: Float[ndarray, "B L d_model"],
-    table: Float[ndarray, "V d_model"],
     of_logits: Float[ndarray, "B L V"],
     trace: Trace,
 ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
     """Return the gradients of ``x`` and of the table, None where the projection has a matrix of its own."""
-    kernel = table.T if projection.kernel is None else projection.kernel
+    kernel = projection.table.T if projection.kernel is None else projection.kernel
     of_x, of_kernel, of_bias = linear_backward(x, kernel, of_logits)
     if projection.bias is not None:
         trace.note("bias", of_bias)
@@ -383,22 +379,16 @@ def transformer_backward(
     source, target = (
         trace.dropout(name, seen[name], rate) for name in ("source_embedding.output", "target_embedding.output")
     )
+    of_logits = trace.note("logits", of_logits)
     of_states, of_output_table = output_projection_backward(
-        model.output_proj,
-        seen["decoder.output"],
-        model.target_embedding.table,
-        trace.note("logits", of_logits),
-        trace.within("output_proj"),
+        model.output_proj, seen["decoder.output"], of_logits, trace.within("output_proj")
     )
     of_target, of_memory = decoder_backward(
         model.decoder, target, seen["encoder.output"], of_states, trace.within("decoder")
     )
     of_source = encoder_backward(model.encoder, source, of_memory, trace.within("encoder"))
-    of_target = trace.note("target_embedding.output", trace.dropout("target_embedding.output", of_target, rate))
-    of_source = trace.note("source_embedding.output", trace.dropout("source_embedding.output", of_source, rate))
-    if isinstance(model.source_position, LearnedPosition) and isinstance(model.target_position, LearnedPosition):
-        trace.note("source_position.table", learned_position_backward(model.source_position, of_source))
-        trace.note("target_position.table", learned_position_backward(model.target_position, of_target))
+    of_target = _through_embedding_sum(model, "target", target_ids, of_target, trace)
+    of_source = _through_embedding_sum(model, "source", source_ids, of_source, trace)
     # A tied table sums up all that it is used for.
     of_target_table = token_embedding_backward(model.target_embedding, target_ids, of_target, of_output_table)
     tied = model.target_embedding is model.source_embedding
@@ -416,6 +406,21 @@ def transformer_backward(
 def _is_left_out(seen: Mapping[str, ndarray], name: str) -> bool:
     """Return whether a tap is one that is left out on purpose."""
     return isinstance(seen, Activations | LayerInputs) and not seen.reads(name)
+
+
+def _through_embedding_sum(
+    model: Transformer, side: str, ids: Int[ndarray, "B L"], of_x: Float[ndarray, "B L d_model"], trace: Trace
+) -> Float[ndarray, "B L d_model"]:
+    """Return the gradient of the embedded tokens, to which positions were added; dropout and norm came after."""
+    of_x = trace.note(f"{side}_embedding.output", trace.dropout(f"{side}_embedding.output", of_x, model.dropout.rate))
+    embedding, position, norm = (
+        getattr(model, f"{side}_{part}") for part in ("embedding", "position", "embedding_norm")
+    )
+    if norm is not None:
+        of_x = _through_norm(norm, position(embedding(ids)), of_x, trace.within(f"{side}_embedding_norm"))
+    if isinstance(position, LearnedPosition):
+        trace.note(f"{side}_position.table", learned_position_backward(position, of_x))
+    return of_x
 
 
 def _residual(layer: EncoderLayer | DecoderLayer, name: str, x: ndarray, trace: Trace) -> ndarray:

@@ -26,7 +26,12 @@ CHOICES = {
 }
 SIZES = ("source_vocab_size", "target_vocab_size", "d_model", "num_heads", "d_k", "d_v", "d_ff", "max_length")
 DEPTHS = ("num_encoder_layers", "num_decoder_layers")
-SWITCHES = ("final_norm", "scale_embedding", "attention_bias", "feed_forward_bias", "output_bias")
+SWITCHES = ("final_norm", "scale_embedding", "attention_bias", "feed_forward_bias", "output_bias", "embedding_norm")
+DECODER_SIZES = ("num_heads", "d_k", "d_v", "d_ff")  # of which the decoder may have its own
+LATER = (
+    "embedding_norm",
+    *(f"decoder_{name}" for name in DECODER_SIZES),
+)  # fields that older files do not have: their defaults say what was meant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,12 @@ class TransformerConfig:
     label_smoothing: float = 0.1
     label_smoothing_kind: str = "uniform"  # the paper cites Szegedy et al., who spread it over all classes
 
+    embedding_norm: bool = False  # one more LayerNorm on each sum of embedding and position, before dropout (BART)
+    decoder_num_heads: int | None = None  # None: as many as in the encoder
+    decoder_d_k: int | None = None  # None: as in the encoder, or d_model / decoder_num_heads where that is given
+    decoder_d_v: int | None = None  # likewise
+    decoder_d_ff: int | None = None  # None: as in the encoder
+
     def __post_init__(self) -> None:
         if isinstance(self.dropout, Mapping):
             sites = {site.name for site in dataclasses.fields(DropoutRates)}
@@ -100,6 +111,10 @@ class TransformerConfig:
         self._resolve_head_sizes()
         for name in SIZES:
             check_integer(name, getattr(self, name), minimum=1)
+        for name in DECODER_SIZES:
+            if (size := getattr(self, f"decoder_{name}")) is not None:
+                check_integer(f"decoder_{name}", size, minimum=1)
+        self._check_decoder_heads()
         for name in DEPTHS:
             check_integer(name, getattr(self, name), minimum=1)
         for name in SWITCHES:
@@ -138,6 +153,14 @@ class TransformerConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self.d_model // self.num_heads)
 
+    def _check_decoder_heads(self) -> None:
+        heads = self.decoder_num_heads
+        if heads is not None and None in (self.decoder_d_k, self.decoder_d_v) and self.d_model % heads:
+            raise ValueError(
+                "decoder_num_heads must divide d_model unless decoder_d_k and decoder_d_v are given: "
+                f"got {heads} and {self.d_model}"
+            )
+
     def _check_ids(self) -> None:
         for name, vocab_size in (
             ("pad_id", min(self.source_vocab_size, self.target_vocab_size)),
@@ -159,6 +182,18 @@ class TransformerConfig:
             raise ValueError(f"sinusoidal positions need an even d_model: got {self.d_model}")
         elif self.position_timescale == "m_minus_1" and self.d_model < 4:
             raise ValueError(f"position_timescale='m_minus_1' needs d_model of at least 4: got {self.d_model}")
+
+    @property
+    def in_decoder(self) -> TransformerConfig:
+        """The same config with the decoder's sizes as those of every layer: what a layer of the decoder is built from.
+
+        Its own ``in_decoder`` is itself.
+        """
+        heads, d_k, d_v, d_ff = (getattr(self, f"decoder_{name}") for name in DECODER_SIZES)
+        width = None if heads is None else self.d_model // heads
+        own = {"num_heads": heads, "d_k": d_k or width, "d_v": d_v or width, "d_ff": d_ff}
+        changes = {name: size for name, size in own.items() if size is not None}
+        return self.replace(**changes, **dict.fromkeys(f"decoder_{name}" for name in DECODER_SIZES))
 
     @property
     def max_positions(self) -> int | None:
@@ -197,7 +232,7 @@ class TransformerConfig:
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"a config must be a mapping of field names: got {type(fields).__name__}")
-        check_fields("config fields", fields, (entry.name for entry in dataclasses.fields(cls)))
+        check_fields("config fields", {*LATER, *fields}, (entry.name for entry in dataclasses.fields(cls)))
         return cls(**fields)
 
 
@@ -303,6 +338,24 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "position_offset": 2,
         "tie_embeddings": "none",
         "attention_bias": True,
+        "pad_id": 1,
+        "bos_id": 2,
+        "eos_id": 2,
+        "label_smoothing_kind": "off_target",
+    },
+    # BART (Lewis et al., 2020), as Hugging Face's BartModel has it: a norm on the embeddings, positions behind two rows
+    # that nobody reads; decoding starts with EOS.
+    "bart": {
+        "layer_norm_epsilon": 1e-5,
+        "position_encoding": "learned",
+        "position_offset": 2,
+        "max_length": 1026,
+        "scale_embedding": False,
+        "embedding_norm": True,
+        "attention_bias": True,
+        "output_bias": True,
+        "activation": "gelu",
+        "dropout": _ALL_SITES,
         "pad_id": 1,
         "bos_id": 2,
         "eos_id": 2,

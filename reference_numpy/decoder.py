@@ -33,6 +33,7 @@ class DecoderLayer:
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        config = config.in_decoder
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype)
         self.self_attention_norm = LayerNorm(config, dtype)
@@ -56,23 +57,26 @@ class DecoderLayer:
 
         While decoding, ``memory`` is its keys and values, and ``past`` has those of earlier target positions.
         """
-        self_tap, cross_tap = within(tap, "self_attention"), within(tap, "cross_attention")
-        feed_forward_tap = within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.dropout(self.self_attention(x, x, self_mask, self_tap, rng, past), rng, self_tap)
+            attended = self.self_attention(x, x, self_mask, within(tap, "self_attention"), rng, past)
+            attended = self.dropout(attended, rng, tap, "self_attention.output")
             x = tap("self_attention_norm.output", self.self_attention_norm(x + attended))
-            attended = self.dropout(self.cross_attention(x, memory, cross_mask, cross_tap, rng), rng, cross_tap)
+            attended = self.cross_attention(x, memory, cross_mask, within(tap, "cross_attention"), rng)
+            attended = self.dropout(attended, rng, tap, "cross_attention.output")
             x = tap("cross_attention_norm.output", self.cross_attention_norm(x + attended))
-            transformed = self.dropout(self.feed_forward(x, feed_forward_tap, rng), rng, feed_forward_tap)
+            transformed = self.feed_forward(x, within(tap, "feed_forward"), rng)
+            transformed = self.dropout(transformed, rng, tap, "feed_forward.output")
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + transformed))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            attended = self.self_attention(normed, normed, self_mask, self_tap, rng, past)
-            x = x + self.dropout(attended, rng, self_tap)
+            attended = self.self_attention(normed, normed, self_mask, within(tap, "self_attention"), rng, past)
+            x = x + self.dropout(attended, rng, tap, "self_attention.output")
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
-            x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, cross_tap, rng), rng, cross_tap)
+            attended = self.cross_attention(normed, memory, cross_mask, within(tap, "cross_attention"), rng)
+            x = x + self.dropout(attended, rng, tap, "cross_attention.output")
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
-            x = x + self.dropout(self.feed_forward(normed, feed_forward_tap, rng), rng, feed_forward_tap)
+            transformed = self.feed_forward(normed, within(tap, "feed_forward"), rng)
+            x = x + self.dropout(transformed, rng, tap, "feed_forward.output")
         return tap("output", x)
 
 

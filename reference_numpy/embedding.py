@@ -69,13 +69,14 @@ class SinusoidalPosition:
 
     def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
         """Return what is added at each of the first positions."""
-        config = self.config
-        if length > len(self._known):
-            self._known = sinusoidal_encoding(
+        config, known = self.config, self._known  # looked at once: another thread may put more rows there
+        if length > len(known):
+            known = sinusoidal_encoding(
                 length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
             )
-            self._known.flags.writeable = False
-        return self._known[:length]
+            known.flags.writeable = False
+            self._known = known
+        return known[:length]
 
 
 class LearnedPosition:
@@ -97,12 +98,12 @@ class LearnedPosition:
 class OutputProjection:
     """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32") -> None:
         tied = config.tie_embeddings != "none"
+        self.table = embedding.table if tied else None
         self.kernel = None if tied else np.zeros((config.d_model, config.target_vocab_size), dtype)
         self.bias = np.zeros(config.target_vocab_size, dtype) if config.output_bias else None
 
-    def __call__(self, x: Float[ndarray, "B L d_model"], table: Float[ndarray, "V d_model"]) -> Float[ndarray, "B L V"]:
-        """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
-        kernel = table.T if self.kernel is None else self.kernel
-        return linear(x, kernel, self.bias)
+    def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L V"]:
+        """Return the logits of each position."""
+        return linear(x, self.table.T if self.kernel is None else self.kernel, self.bias)

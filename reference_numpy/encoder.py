@@ -46,17 +46,20 @@ class EncoderLayer:
         rng: np.random.Generator | None = None,
     ) -> Float[ndarray, "B S d_model"]:
         """Return the layer's output for each source position; True in ``mask`` = may attend."""
-        attention_tap, feed_forward_tap = within(tap, "self_attention"), within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.dropout(self.self_attention(x, x, mask, attention_tap, rng), rng, attention_tap)
+            attended = self.self_attention(x, x, mask, within(tap, "self_attention"), rng)
+            attended = self.dropout(attended, rng, tap, "self_attention.output")
             x = tap("self_attention_norm.output", self.self_attention_norm(x + attended))
-            transformed = self.dropout(self.feed_forward(x, feed_forward_tap, rng), rng, feed_forward_tap)
+            transformed = self.feed_forward(x, within(tap, "feed_forward"), rng)
+            transformed = self.dropout(transformed, rng, tap, "feed_forward.output")
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + transformed))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            x = x + self.dropout(self.self_attention(normed, normed, mask, attention_tap, rng), rng, attention_tap)
+            attended = self.self_attention(normed, normed, mask, within(tap, "self_attention"), rng)
+            x = x + self.dropout(attended, rng, tap, "self_attention.output")
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
-            x = x + self.dropout(self.feed_forward(normed, feed_forward_tap, rng), rng, feed_forward_tap)
+            transformed = self.feed_forward(normed, within(tap, "feed_forward"), rng)
+            x = x + self.dropout(transformed, rng, tap, "feed_forward.output")
         return tap("output", x)
 
 

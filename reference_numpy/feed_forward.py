@@ -31,12 +31,12 @@ class PositionwiseFeedForward:
         bias = config.feed_forward_bias
         self.inner_proj = Linear(config.d_model, config.d_ff, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.d_ff, config.d_model, bias=bias, dtype=dtype)
-        self.activation = ACTIVATIONS[config.activation]
-        self.dropout = Dropout(config.dropout.feed_forward, "inner")
+        self.activation = config.activation
+        self.dropout = Dropout(config.dropout.feed_forward)
 
     def __call__(
         self, x: Float[ndarray, "B L d_model"], tap: Tap = no_tap, rng: np.random.Generator | None = None
     ) -> Float[ndarray, "B L d_model"]:
         """Transform each position of ``x``."""
-        inner = tap("inner", self.activation(self.inner_proj(x)))  # [B, L, d_ff]
-        return tap("output", self.output_proj(self.dropout(inner, rng, tap)))
+        inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
+        return tap("output", self.output_proj(self.dropout(inner, rng, tap, "inner")))

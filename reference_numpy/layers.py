@@ -60,17 +60,20 @@ class Dropout:
     """Set elements to zero at random and scale the rest, in training only (section 5.4).
 
     Taps:
-        ``{site}_keep`` True where an element stays; in training only.
+        ``{name}_keep`` True where an element stays; in training only.
     """
 
-    def __init__(self, rate: float, site: str = "output") -> None:
+    def __init__(self, rate: float) -> None:
         self.rate = rate
-        self.site = site
 
     def __call__(
-        self, x: Float[ndarray, "*axes"], rng: np.random.Generator | None = None, tap: Tap = no_tap
+        self,
+        x: Float[ndarray, "*axes"],
+        rng: np.random.Generator | None = None,
+        tap: Tap = no_tap,
+        name: str = "output",
     ) -> Float[ndarray, "*axes"]:
-        """Return ``x``, or in training a thinned-out copy of it."""
+        """Return ``x``, or in training a thinned-out copy of it; ``name`` is that of the tap that showed ``x``."""
         if rng is None or self.rate == 0.0:
             return x
-        return dropout(x, tap(f"{self.site}_keep", draw_keep(x.shape, self.rate, rng)), self.rate)
+        return dropout(x, tap(f"{name}_keep", draw_keep(x.shape, self.rate, rng)), self.rate)

@@ -121,11 +121,14 @@ def _parameters(config: TransformerConfig) -> Shapes:
     if config.position_encoding == "learned":
         yield "source_position.table", (config.max_length, d_model)
         yield "target_position.table", (config.max_length, d_model)
-    for stack, depth, sublayers in _stacks(config):
+    if config.embedding_norm:
+        yield from _norm("source_embedding_norm", config)
+        yield from _norm("target_embedding_norm", config)
+    for stack, depth, sizes, sublayers in _stacks(config):
         for i in range(depth):
             for sublayer in sublayers:
                 path = f"{stack}.layers.{i}.{sublayer}"
-                yield from _feed_forward(path, config) if sublayer == "feed_forward" else _attention(path, config)
+                yield from _feed_forward(path, sizes) if sublayer == "feed_forward" else _attention(path, sizes)
                 yield from _norm(f"{path}_norm", config)
         if config.final_norm:
             yield from _norm(f"{stack}.final_norm", config)
@@ -135,10 +138,11 @@ def _parameters(config: TransformerConfig) -> Shapes:
         yield "output_proj.bias", (config.target_vocab_size,)
 
 
-def _stacks(config: TransformerConfig) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
+def _stacks(config: TransformerConfig) -> tuple[tuple[str, int, TransformerConfig, tuple[str, ...]], ...]:
+    decoder = ("self_attention", "cross_attention", "feed_forward")
     return (
-        ("encoder", config.num_encoder_layers, ("self_attention", "feed_forward")),
-        ("decoder", config.num_decoder_layers, ("self_attention", "cross_attention", "feed_forward")),
+        ("encoder", config.num_encoder_layers, config, ("self_attention", "feed_forward")),
+        ("decoder", config.num_decoder_layers, config.in_decoder, decoder),
     )
 
 
@@ -168,7 +172,7 @@ def _norm(path: str, config: TransformerConfig) -> Shapes:
 
 def _taps(config: TransformerConfig, batch: int, source_length: int, target_length: int) -> Shapes:
     lengths = {"encoder": source_length, "decoder": target_length}
-    for (stack, depth, sublayers), side in zip(_stacks(config), ("source", "target"), strict=True):
+    for (stack, depth, sizes, sublayers), side in zip(_stacks(config), ("source", "target"), strict=True):
         length = lengths[stack]
         yield f"{side}_embedding.output", (batch, length, config.d_model)
         for i in range(depth):
@@ -178,11 +182,11 @@ def _taps(config: TransformerConfig, batch: int, source_length: int, target_leng
                 if config.norm_order == "pre":
                     yield norm
                 if sublayer == "feed_forward":
-                    yield f"{path}.inner", (batch, length, config.d_ff)
+                    yield f"{path}.inner", (batch, length, sizes.d_ff)
                     yield f"{path}.output", (batch, length, config.d_model)
                 else:
                     memory_length = source_length if sublayer == "cross_attention" else length
-                    yield from _attention_taps(path, config, batch, length, memory_length)
+                    yield from _attention_taps(path, sizes, batch, length, memory_length)
                 if config.norm_order == "post":
                     yield norm
             yield f"{stack}.layers.{i}.output", (batch, length, config.d_model)

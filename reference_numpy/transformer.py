@@ -18,7 +18,7 @@ from reference_numpy.decoder import Decoder, DecoderCache
 from reference_numpy.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from reference_numpy.encoder import Encoder
 from reference_numpy.files import load_weights
-from reference_numpy.layers import Dropout
+from reference_numpy.layers import Dropout, LayerNorm
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.runtime import check_placement, set_precision, to_ids, to_mask, to_memory
 from reference_numpy.taps import Tap, no_tap, within
@@ -32,9 +32,10 @@ class Transformer:
     """Map source tokens and the target tokens so far to the logits of each next target token.
 
     Taps:
-        ``source_embedding.output``, those of the encoder, ``target_embedding.output``, those of the decoder,
-        ``logits``. A Recorder passed as ``tap`` returns any of them beside the logits: every decoder layer's output
-        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``**.weights``).
+        ``source_embedding.output`` (what enters the stack, before dropout), those of the encoder,
+        ``target_embedding.output``, those of the decoder, ``logits``. A Recorder passed as ``tap`` returns any of
+        them beside the logits: every decoder layer's output for auxiliary losses (``decoder.layers.*.output``), or
+        the attention weights (``**.weights``).
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
@@ -48,9 +49,11 @@ class Transformer:
         )
         self.source_position = position(config, dtype)
         self.target_position = position(config, dtype)
+        self.source_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
+        self.target_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
         self.encoder = Encoder(config, dtype)
         self.decoder = Decoder(config, dtype)
-        self.output_proj = OutputProjection(config, dtype)
+        self.output_proj = OutputProjection(config, self.target_embedding, dtype)
         self.dropout = Dropout(config.dropout.embedding)
 
     @classmethod
@@ -205,12 +208,16 @@ class Transformer:
 
     def _encode(self, source_ids, source_mask, tap, rng):
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
-        x = self.dropout(tap("source_embedding.output", x), rng, within(tap, "source_embedding"))
+        if self.source_embedding_norm is not None:
+            x = self.source_embedding_norm(x)
+        x = self.dropout(tap("source_embedding.output", x), rng, tap, "source_embedding.output")
         return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"), rng)
 
     def _decode(self, target_ids, memory, source_mask, target_mask, tap, rng):
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
-        x = self.dropout(tap("target_embedding.output", x), rng, within(tap, "target_embedding"))
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.dropout(tap("target_embedding.output", x), rng, tap, "target_embedding.output")
         self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"), rng)
@@ -225,11 +232,13 @@ class Transformer:
         n = cache.length
         cache.self_mask[:, 0, 0, n] = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
         x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
         return self._logits(x, tap)[:, 0], cache
 
     def _logits(self, x, tap):
-        return tap("logits", self.output_proj(x, self.target_embedding.table))
+        return tap("logits", self.output_proj(x))
 
 
 def load_transformer(

@@ -28,6 +28,10 @@ CORNERS = {  # what no preset has
         {"norm_order": "post", "tie_embeddings": "target_output", "activation": "swish"},
     ),
     "pre-norm without final norm": ("keras_hub", {"norm_order": "pre", "tie_embeddings": "all", "activation": "swish"}),
+    "a narrower decoder": (
+        "torch",
+        {"decoder_num_heads": 2, "decoder_d_v": 5, "decoder_d_ff": 11, "activation": "gelu"},
+    ),
     "two head sizes": ("paper_base", {"d_k": 5, "d_v": 7, "feed_forward_bias": False, "activation": "gelu_tanh"}),
 }
 

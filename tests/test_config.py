@@ -10,7 +10,7 @@ import pytest
 from conftest import tiny_config
 
 from reference_numpy import PRESETS, DropoutRates, TransformerConfig
-from reference_numpy.config import CHOICES, DEPTHS, SIZES, SWITCHES
+from reference_numpy.config import CHOICES, DECODER_SIZES, DEPTHS, LATER, SIZES, SWITCHES
 
 RATES = [field.name for field in dataclasses.fields(DropoutRates)]
 IDS = ("pad_id", "bos_id", "eos_id")
@@ -23,6 +23,14 @@ def bad_fields():
             yield {name: value}, ValueError, f"{name} must be at least 1: got {value}"
         for value in (2.0, True, "8", math.nan, [8]):
             yield {name: value}, TypeError, f"{name} must be an integer: got {value!r}"
+    for name in (f"decoder_{name}" for name in DECODER_SIZES):
+        yield {name: 0}, ValueError, f"{name} must be at least 1: got 0"
+        yield {name: 2.0}, TypeError, f"{name} must be an integer: got 2.0"
+    yield (
+        {"decoder_num_heads": 5, "decoder_d_k": 4},
+        ValueError,
+        "decoder_num_heads must divide d_model unless decoder_d_k and decoder_d_v are given: got 5 and 24",
+    )
     for name in (*IDS, "position_offset"):
         yield {name: -1}, ValueError, f"{name} must be at least 0: got -1"
         for value in (1.0, False, None):
@@ -118,3 +126,29 @@ def test_survives_json(preset):
     assert TransformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.replace() == config
     assert config.replace(d_ff=7).d_ff == 7
+
+
+@pytest.mark.parametrize("field", LATER)
+def test_a_file_from_before_a_field_was_there_means_its_default(field):
+    config = TransformerConfig(source_vocab_size=11, target_vocab_size=11)
+    older = {name: value for name, value in config.to_dict().items() if name != field}
+    assert TransformerConfig.from_dict(older) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (3, 8, 8, 40)),
+        ({"decoder_num_heads": 2}, (2, 12, 12, 40)),
+        ({"decoder_num_heads": 2, "decoder_d_k": 5, "decoder_d_ff": 7}, (2, 5, 12, 7)),
+        ({"decoder_num_heads": 5, "decoder_d_k": 5, "decoder_d_v": 6}, (5, 5, 6, 40)),
+        ({"decoder_d_v": 9}, (3, 8, 9, 40)),
+        ({"d_k": 4}, (3, 4, 8, 40)),
+    ],
+    ids=str,
+)
+def test_sizes_of_the_decoder(given, expected):
+    config = tiny_config(**given)
+    assert tuple(getattr(config.in_decoder, name) for name in DECODER_SIZES) == expected
+    assert config.in_decoder.in_decoder == config.in_decoder
+    assert (config.num_heads, config.d_ff) == (3, 40)

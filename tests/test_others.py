@@ -30,7 +30,11 @@ SEEDS = range(20)
 UNHEARD_OF: dict[str, Edits] = {
     "ELU for ReLU": {
         "torch": [
-            ("feed_forward", "self.activation(self.inner_proj(x))", "nn.functional.elu(self.inner_proj(x))"),
+            (
+                "feed_forward",
+                "ACTIVATIONS[self.activation](self.inner_proj(x))",
+                "nn.functional.elu(self.inner_proj(x))",
+            ),
         ]
     },
     "the first head subtracts": {

@@ -25,6 +25,7 @@ DIFFERS = 1e-7  # the nearest neighbours, two values of epsilon, are 3e-7 apart
 AXES = {
     "norm_order": ("post", "pre"),
     "final_norm": (True, False),
+    "embedding_norm": (True, False),
     "layer_norm_epsilon": (1e-9, 1e-6, 1e-5, 1e-3),
     "layer_norm_kind": ("standard", "annotated"),
     "position_encoding": ("sinusoidal", "learned"),
@@ -165,7 +166,12 @@ def test_feed_forward_is_two_convolutions_with_kernel_size_one():
 
 
 @pytest.mark.parametrize(
-    ("preset", "logits_of"), [("marian", third_party.marian_logits), ("fairseq", third_party.fairseq_logits)]
+    ("preset", "logits_of"),
+    [
+        ("marian", third_party.marian_logits),
+        ("fairseq", third_party.fairseq_logits),
+        ("bart", third_party.bart_logits),
+    ],
 )
 def test_hugging_face(preset, logits_of):
     config = tiny_config(preset)

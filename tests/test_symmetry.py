@@ -79,7 +79,7 @@ ALLOWED = [
     ("tf", "transformer.Transformer.__call__", "parameter target_ids: *", "fit hands over both in one structure"),
     ("tf", "transformer", "adds definition Transformer.call", "the arguments are checked before Keras sees them"),
     ("tf", "transformer", "adds definition Transformer.*_config", KERAS),
-    ("torch", "embedding.*", "adds parameter device", DEVICE),
+    ("torch", "*", "adds definition *.extra_repr", "how torch prints a module"),
     ("torch", "masks.causal_mask", "adds parameter device", DEVICE),
     ("torch", "runtime.to_*", "adds parameter device", DEVICE),
     ("torch", "transformer", "adds definition Transformer.device", DEVICE),

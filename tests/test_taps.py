@@ -1,6 +1,10 @@
 """Taps pass their value through: what a tap returns is what the model goes on with, in every backend."""
 
+import re
+from pathlib import Path
+
 import numpy as np
+from conftest import PACKAGES
 
 import reference_numpy as ref
 from transformer_parity.cases.case import tiny
@@ -37,3 +41,11 @@ def test_recording_changes_nothing(backend):
     layers = [f"decoder.layers.{i}.output" for i in range(2)]
     assert list(some) == [name for name in seen if name.endswith(".weights") or name in layers]
     assert len(some) == 2 + 3 * 2
+
+
+def test_no_layer_binds_a_tap():
+    """The name of a sub-module stands where it is called; a preamble of taps would say it twice."""
+    root = Path(ref.__file__).parent.parent
+    layers = [path for package in PACKAGES.values() for path in (root / package).glob("*.py")]
+    assert len(layers) > 40
+    assert [path for path in layers if re.search(r"(?<!=)= within\(", path.read_text(encoding="utf-8"))] == []

@@ -12,7 +12,15 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import FSMTConfig, FSMTForConditionalGeneration, GenerationConfig, MarianConfig, MarianMTModel
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    GenerationConfig,
+    MarianConfig,
+    MarianMTModel,
+)
 
 from reference_numpy import sinusoidal_encoding, target_padding_mask
 from transformer_parity.bench.peers.marian import HUGGING_FACE_NAMES
@@ -60,7 +68,7 @@ def _renamed(weights, *tables):
 
 
 def hugging_face_sizes(config):
-    """Return our sizes as the configs of MarianMTModel and FSMTForConditionalGeneration call them."""
+    """Return our sizes as the configs of MarianMTModel, FSMTForConditionalGeneration and BartModel call them."""
     return {
         "d_model": config.d_model,
         "encoder_layers": config.num_encoder_layers,
@@ -76,7 +84,7 @@ def hugging_face_sizes(config):
 
 
 def hugging_face_layers(weights):
-    """Return encoder and decoder layers as MarianMTModel and FSMTForConditionalGeneration call them."""
+    """Return encoder and decoder layers as MarianMTModel, FSMTForConditionalGeneration and BartModel call them."""
     layers = {name: value for name, value in weights.items() if ".layers." in name}
     return {f"model.{name}": value for name, value in _renamed(layers, HUGGING_FACE_NAMES).items()}
 
@@ -141,6 +149,30 @@ def marian_search(config, weights, source, max_length, **options):
     ids = found.sequences[:, 1:].reshape(len(source), -1, found.sequences.shape[1] - 1)
     scores = found.sequences_scores.reshape(ids.shape[:2]).numpy() if options["num_beams"] > 1 else None
     return ids.numpy(), scores
+
+
+@torch.no_grad()
+def bart_logits(config, weights, source, target):
+    """Run Hugging Face's BartForConditionalGeneration."""
+    sizes = {**hugging_face_sizes(config), "max_position_embeddings": config.max_length - config.position_offset}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=config.target_vocab_size, **sizes)).eval()
+    tables = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head")
+    state = {
+        **hugging_face_layers(weights),
+        **{f"{name}.weight": tensor(weights["source_embedding.table"]) for name in tables},
+        "final_logits_bias": tensor(weights["output_proj.bias"])[None],
+    }
+    for side, stack in (("source", "encoder"), ("target", "decoder")):
+        state[f"model.{stack}.embed_positions.weight"] = tensor(weights[f"{side}_position.table"])
+        for theirs, ours in (("weight", "scale"), ("bias", "bias")):
+            state[f"model.{stack}.layernorm_embedding.{theirs}"] = tensor(weights[f"{side}_embedding_norm.{ours}"])
+    model.double().load_state_dict(state)
+    return model(
+        input_ids=torch.tensor(source),
+        attention_mask=torch.tensor(source != config.pad_id),
+        decoder_input_ids=torch.tensor(target),
+        decoder_attention_mask=torch.tensor(target_padding_mask(target, config.pad_id)),
+    ).logits
 
 
 @torch.no_grad()

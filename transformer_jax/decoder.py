@@ -35,6 +35,7 @@ class DecoderLayer(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        config = config.in_decoder
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype, rngs=rngs)
         self.self_attention_norm = LayerNorm(config, dtype, rngs=rngs)
@@ -57,22 +58,21 @@ class DecoderLayer(nnx.Module):
 
         While decoding, ``memory`` is its keys and values, and ``past`` has those of earlier target positions.
         """
-        self_tap, cross_tap = within(tap, "self_attention"), within(tap, "cross_attention")
-        feed_forward_tap = within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, self_mask, self_tap, past)
+            attended = self.self_attention(x, x, self_mask, within(tap, "self_attention"), past)
             x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
-            attended = self.cross_attention(x, memory, cross_mask, cross_tap)
+            attended = self.cross_attention(x, memory, cross_mask, within(tap, "cross_attention"))
             x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended)))
-            transformed = self.feed_forward(x, feed_forward_tap)
+            transformed = self.feed_forward(x, within(tap, "feed_forward"))
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed)))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            x = x + self.dropout(self.self_attention(normed, normed, self_mask, self_tap, past))
+            attended = self.self_attention(normed, normed, self_mask, within(tap, "self_attention"), past)
+            x = x + self.dropout(attended)
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
-            x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, cross_tap))
+            x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, within(tap, "cross_attention")))
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
-            x = x + self.dropout(self.feed_forward(normed, feed_forward_tap))
+            x = x + self.dropout(self.feed_forward(normed, within(tap, "feed_forward")))
         return tap("output", x)
 
 
@@ -132,7 +132,7 @@ class Decoder(nnx.Module):
         """Return the decoder's state for each target position; True in a mask = may attend."""
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
-                x = nnx.remat(DecoderLayer.__call__, static_argnums=5)(layer, x, memory, self_mask, cross_mask)
+                x = nnx.remat(lambda layer, *inputs: layer(*inputs))(layer, x, memory, self_mask, cross_mask)
             else:
                 x = layer(x, memory, self_mask, cross_mask, within(tap, f"layers.{i}"))
         if self.final_norm is not None:

@@ -24,16 +24,7 @@ def sinusoidal_encoding(
 ) -> Float[np.ndarray, "L d_model"]:
     """Return one row of sines and cosines of the position per position, in float64.
 
-    Section 3.5: ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(...)``. The angles need
-    float64 whatever the model's dtype: in float32 they are wrong by 4e-5 at position 500.
-
-    Args:
-        length: How many positions.
-        d_model: How many channels; even.
-        layout: ``interleaved`` alternates sine and cosine (the paper), ``split`` puts all sines first.
-        timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the
-            paper), ``m_minus_1`` includes it (tensor2tensor).
-        offset: The number of the first position.
+    Arguments, result and errors as in ``reference_numpy.sinusoidal_encoding``.
     """
     m = d_model // 2
     steps = m if timescale == "m" else m - 1
@@ -95,16 +86,19 @@ class LearnedPosition(nnx.Module):
 class OutputProjection(nnx.Module):
     """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32", *, rngs: nnx.Rngs
+    ) -> None:
         shape, xavier = (config.d_model, config.target_vocab_size), nnx.initializers.xavier_uniform()
         tied = config.tie_embeddings != "none"
+        self.table = embedding.table if tied else None
         self.kernel = None if tied else nnx.Param(xavier(rngs.params(), shape, dtype))
         self.bias = nnx.Param(jnp.zeros(shape[1], dtype)) if config.output_bias else None
         self.dtype = dtype  # of the computation, as in nnx.Linear
 
-    def __call__(self, x: Float[Array, "B L d_model"], table: Float[Array, "V d_model"]) -> Float[Array, "B L V"]:
-        """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
-        kernel = table.T if self.kernel is None else self.kernel[...]
+    def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L V"]:
+        """Return the logits of each position."""
+        kernel = self.table.T if self.kernel is None else self.kernel[...]
         logits = x.astype(self.dtype) @ kernel.astype(self.dtype)
         return logits if self.bias is None else logits + self.bias.astype(self.dtype)
 

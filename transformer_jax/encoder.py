@@ -45,17 +45,16 @@ class EncoderLayer(nnx.Module):
         tap: Tap = no_tap,
     ) -> Float[Array, "B S d_model"]:
         """Return the layer's output for each source position; True in ``mask`` = may attend."""
-        attention_tap, feed_forward_tap = within(tap, "self_attention"), within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, mask, attention_tap)
+            attended = self.self_attention(x, x, mask, within(tap, "self_attention"))
             x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
-            transformed = self.feed_forward(x, feed_forward_tap)
+            transformed = self.feed_forward(x, within(tap, "feed_forward"))
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed)))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            x = x + self.dropout(self.self_attention(normed, normed, mask, attention_tap))
+            x = x + self.dropout(self.self_attention(normed, normed, mask, within(tap, "self_attention")))
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
-            x = x + self.dropout(self.feed_forward(normed, feed_forward_tap))
+            x = x + self.dropout(self.feed_forward(normed, within(tap, "feed_forward")))
         return tap("output", x)
 
 
@@ -80,7 +79,7 @@ class Encoder(nnx.Module):
         """Return the memory; True in ``mask`` = may attend."""
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
-                x = nnx.remat(EncoderLayer.__call__, static_argnums=3)(layer, x, mask)
+                x = nnx.remat(lambda layer, *inputs: layer(*inputs))(layer, x, mask)
             else:
                 x = layer(x, mask, within(tap, f"layers.{i}"))
         if self.final_norm is not None:

@@ -31,10 +31,10 @@ class PositionwiseFeedForward(nnx.Module):
         bias = config.feed_forward_bias
         self.inner_proj = Linear(config.d_model, config.d_ff, bias=bias, dtype=dtype, rngs=rngs)
         self.output_proj = Linear(config.d_ff, config.d_model, bias=bias, dtype=dtype, rngs=rngs)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
         self.dropout = Dropout(config.dropout.feed_forward, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B L d_model"], tap: Tap = no_tap) -> Float[Array, "B L d_model"]:
         """Transform each position of ``x``."""
-        inner = tap("inner", self.activation(self.inner_proj(x)))  # [B, L, d_ff]
+        inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner)))

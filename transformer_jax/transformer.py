@@ -23,7 +23,7 @@ from reference_numpy.taps import Tap, no_tap, within
 from transformer_jax.decoder import Decoder, DecoderCache
 from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_jax.encoder import Encoder
-from transformer_jax.layers import Dropout
+from transformer_jax.layers import Dropout, LayerNorm
 from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_jax.runtime import check_placement, set_precision, to_device, to_ids, to_mask, to_memory
 from transformer_jax.weights import get_weights, set_weights
@@ -36,9 +36,10 @@ class Transformer(nnx.Module):
     """Map source tokens and the target tokens so far to the logits of each next target token.
 
     Taps:
-        ``source_embedding.output``, those of the encoder, ``target_embedding.output``, those of the decoder,
-        ``logits``. A Recorder passed as ``tap`` returns any of them beside the logits: every decoder layer's output
-        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``**.weights``).
+        ``source_embedding.output`` (what enters the stack, before dropout), those of the encoder,
+        ``target_embedding.output``, those of the decoder, ``logits``. A Recorder passed as ``tap`` returns any of
+        them beside the logits: every decoder layer's output for auxiliary losses (``decoder.layers.*.output``), or
+        the attention weights (``**.weights``).
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
@@ -53,9 +54,11 @@ class Transformer(nnx.Module):
         )
         self.source_position = position(config, dtype, rngs=rngs)
         self.target_position = position(config, dtype, rngs=rngs)
+        self.source_embedding_norm = LayerNorm(config, dtype, rngs=rngs) if config.embedding_norm else None
+        self.target_embedding_norm = LayerNorm(config, dtype, rngs=rngs) if config.embedding_norm else None
         self.encoder = Encoder(config, dtype, rngs=rngs)
         self.decoder = Decoder(config, dtype, rngs=rngs)
-        self.output_proj = OutputProjection(config, dtype, rngs=rngs)
+        self.output_proj = OutputProjection(config, self.target_embedding, dtype, rngs=rngs)
         self.dropout = Dropout(config.dropout.embedding, rngs=rngs)
 
     @classmethod
@@ -217,11 +220,15 @@ class Transformer(nnx.Module):
 
     def _encode(self, source_ids, source_mask, tap):
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+        if self.source_embedding_norm is not None:
+            x = self.source_embedding_norm(x)
         x = self.dropout(tap("source_embedding.output", x))
         return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"))
 
     def _decode(self, target_ids, memory, source_mask, target_mask, tap):
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
         x = self.dropout(tap("target_embedding.output", x))
         self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
@@ -238,11 +245,13 @@ class Transformer(nnx.Module):
         holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
         cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token[:, None, None, None], n, 3)
         x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
         return self._logits(x, tap)[:, 0], cache
 
     def _logits(self, x, tap):
-        return tap("logits", self.output_proj(x, self.target_embedding.table[...]))
+        return tap("logits", self.output_proj(x))
 
 
 class _OneKey(nnx.RngStream):

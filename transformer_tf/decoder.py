@@ -35,6 +35,7 @@ class DecoderLayer(Block):
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
+        config = config.in_decoder
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype=dtype)
         self.self_attention_norm = LayerNorm(config, dtype=dtype)
@@ -57,22 +58,21 @@ class DecoderLayer(Block):
 
         While decoding, ``memory`` is its keys and values, and ``past`` has those of earlier target positions.
         """
-        self_tap, cross_tap = within(tap, "self_attention"), within(tap, "cross_attention")
-        feed_forward_tap = within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, self_mask, tap=self_tap, past=past)
+            attended = self.self_attention(x, x, self_mask, tap=within(tap, "self_attention"), past=past)
             x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
-            attended = self.cross_attention(x, memory, cross_mask, tap=cross_tap)
+            attended = self.cross_attention(x, memory, cross_mask, tap=within(tap, "cross_attention"))
             x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended)))
-            transformed = self.feed_forward(x, tap=feed_forward_tap)
+            transformed = self.feed_forward(x, tap=within(tap, "feed_forward"))
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed)))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            x = x + self.dropout(self.self_attention(normed, normed, self_mask, tap=self_tap, past=past))
+            attended = self.self_attention(normed, normed, self_mask, tap=within(tap, "self_attention"), past=past)
+            x = x + self.dropout(attended)
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
-            x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, tap=cross_tap))
+            x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, tap=within(tap, "cross_attention")))
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
-            x = x + self.dropout(self.feed_forward(normed, tap=feed_forward_tap))
+            x = x + self.dropout(self.feed_forward(normed, tap=within(tap, "feed_forward")))
         return tap("output", x)
 
 

@@ -25,16 +25,7 @@ def sinusoidal_encoding(
 ) -> Float[Tensor, "L d_model"]:
     """Return one row of sines and cosines of the position per position, in float64.
 
-    Section 3.5: ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(...)``. The angles need
-    float64 whatever the model's dtype: in float32 they are wrong by 4e-5 at position 500.
-
-    Args:
-        length: How many positions.
-        d_model: How many channels; even.
-        layout: ``interleaved`` alternates sine and cosine (the paper), ``split`` puts all sines first.
-        timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the
-            paper), ``m_minus_1`` includes it (tensor2tensor).
-        offset: The number of the first position.
+    Arguments, result and errors as in ``reference_numpy.sinusoidal_encoding``.
     """
     m = d_model // 2
     steps = m if timescale == "m" else m - 1
@@ -99,18 +90,24 @@ class LearnedPosition(Block):
 class OutputProjection(Block):
     """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32", **kwargs: Any
+    ) -> None:
         super().__init__(dtype=dtype, **kwargs)
         shape = (config.d_model, config.target_vocab_size)
         tied = config.tie_embeddings != "none"
+        self.embedding = embedding if tied else None  # the layer, as Keras saves it once
         self.kernel = None if tied else self.add_weight(shape=shape, initializer="glorot_uniform", name="kernel")
         self.bias = self.add_weight(shape=shape[1:], initializer="zeros", name="bias") if config.output_bias else None
 
-    def call(self, x: Float[Tensor, "B L d_model"], table: Float[Tensor, "V d_model"]) -> Float[Tensor, "B L V"]:
-        """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
+    def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L V"]:
+        """Return the logits of each position."""
         # tensordot folds batch and length into one axis; matmul would multiply sentence by sentence, and its gradient
         # would hold one table per sentence.
-        logits = tf.tensordot(x, table, [2, 1]) if self.kernel is None else tf.tensordot(x, self.kernel, 1)
+        if self.embedding is not None:
+            logits = tf.tensordot(x, self.embedding.table, [2, 1])
+        else:
+            logits = tf.tensordot(x, self.kernel, 1)
         return logits if self.bias is None else logits + self.bias
 
 

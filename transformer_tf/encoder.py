@@ -45,17 +45,16 @@ class EncoderLayer(Block):
         tap: Tap = no_tap,
     ) -> Float[Tensor, "B S d_model"]:
         """Return the layer's output for each source position; True in ``mask`` = may attend."""
-        attention_tap, feed_forward_tap = within(tap, "self_attention"), within(tap, "feed_forward")
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, mask, tap=attention_tap)
+            attended = self.self_attention(x, x, mask, tap=within(tap, "self_attention"))
             x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
-            transformed = self.feed_forward(x, tap=feed_forward_tap)
+            transformed = self.feed_forward(x, tap=within(tap, "feed_forward"))
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed)))
         else:
             normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            x = x + self.dropout(self.self_attention(normed, normed, mask, tap=attention_tap))
+            x = x + self.dropout(self.self_attention(normed, normed, mask, tap=within(tap, "self_attention")))
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
-            x = x + self.dropout(self.feed_forward(normed, tap=feed_forward_tap))
+            x = x + self.dropout(self.feed_forward(normed, tap=within(tap, "feed_forward")))
         return tap("output", x)
 
 

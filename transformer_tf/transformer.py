@@ -22,7 +22,7 @@ from reference_numpy.taps import Tap, no_tap, within
 from transformer_tf.decoder import Decoder, DecoderCache
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_tf.encoder import Encoder
-from transformer_tf.layers import Dropout
+from transformer_tf.layers import Dropout, LayerNorm
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_tf.runtime import check_placement, set_precision, to_device, to_ids, to_mask, to_memory
 from transformer_tf.weights import get_weights, set_weights
@@ -36,9 +36,10 @@ class Transformer(keras.Model):
     """Map source tokens and the target tokens so far to the logits of each next target token.
 
     Taps:
-        ``source_embedding.output``, those of the encoder, ``target_embedding.output``, those of the decoder,
-        ``logits``. A Recorder passed as ``tap`` returns any of them beside the logits: every decoder layer's output
-        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``**.weights``).
+        ``source_embedding.output`` (what enters the stack, before dropout), those of the encoder,
+        ``target_embedding.output``, those of the decoder, ``logits``. A Recorder passed as ``tap`` returns any of
+        them beside the logits: every decoder layer's output for auxiliary losses (``decoder.layers.*.output``), or
+        the attention weights (``**.weights``).
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
@@ -54,9 +55,11 @@ class Transformer(keras.Model):
         )
         self.source_position = position(config, dtype=dtype)
         self.target_position = position(config, dtype=dtype)
+        self.source_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
+        self.target_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
         self.encoder = Encoder(config, dtype=dtype)
         self.decoder = Decoder(config, dtype=dtype)
-        self.output_proj = OutputProjection(config, dtype=dtype)
+        self.output_proj = OutputProjection(config, self.target_embedding, dtype=dtype)
         self.dropout = Dropout(config.dropout.embedding, dtype=dtype)
         self.built = True
 
@@ -246,11 +249,15 @@ class Transformer(keras.Model):
 
     def _encode(self, source_ids, source_mask, tap, training):
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+        if self.source_embedding_norm is not None:
+            x = self.source_embedding_norm(x)
         x = self.dropout(tap("source_embedding.output", x), training=training)
         return self.encoder(x, source_mask[:, None, None, :], tap=within(tap, "encoder"), training=training)
 
     def _decode(self, target_ids, memory, source_mask, target_mask, tap, training):
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
         x = self.dropout(tap("target_embedding.output", x), training=training)
         self_mask = causal_mask(keras.ops.shape(x)[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
@@ -268,11 +275,13 @@ class Transformer(keras.Model):
         holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
         cache.self_mask = keras.ops.slice_update(cache.self_mask, [0, 0, 0, n], holds_token[:, None, None, None])
         x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
         return self._logits(x, tap)[:, 0], cache
 
     def _logits(self, x, tap):
-        return tap("logits", self.output_proj(x, table=tf.convert_to_tensor(self.target_embedding.table)))
+        return tap("logits", self.output_proj(x))
 
 
 def load_transformer(

@@ -160,6 +160,10 @@ class MultiHeadAttention(nn.Module):
         context = scaled_dot_product_attention(q, k, v, mask, self.dropout, tap)
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
+    def extra_repr(self) -> str:
+        """Return what the projections do not show, as torch prints it."""
+        return f"num_heads={self.num_heads}"
+
     def project(self, memory: Float[Tensor, "B M d_model"]) -> KeyValues:
         """Return the keys and values of memory positions, to be attended to again and again."""
         return KeyValues(

@@ -19,34 +19,20 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
+KEPT = 1024  # positions: the rows of sines and cosines that are not computed anew for each batch
+
+
 def sinusoidal_encoding(
-    length: int,
-    d_model: int,
-    layout: str = "interleaved",
-    timescale: str = "m",
-    offset: int = 0,
-    *,
-    device: torch.device | None = None,
+    length: int, d_model: int, layout: str = "interleaved", timescale: str = "m", offset: int = 0
 ) -> Float[Tensor, "L d_model"]:
     """Return one row of sines and cosines of the position per position, in float64.
 
-    Section 3.5: ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(...)``. The angles need
-    float64 whatever the model's dtype: in float32 they are wrong by 4e-5 at position 500.
-
-    Args:
-        length: How many positions.
-        d_model: How many channels; even.
-        layout: ``interleaved`` alternates sine and cosine (the paper), ``split`` puts all sines first.
-        timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the
-            paper), ``m_minus_1`` includes it (tensor2tensor).
-        offset: The number of the first position.
-        device: Where to compute; None is torch's default.
+    Arguments, result and errors as in ``reference_numpy.sinusoidal_encoding``.
     """
     m = d_model // 2
     steps = m if timescale == "m" else m - 1
-    frequencies = 10000.0 ** (-torch.arange(m, dtype=torch.float64, device=device) / steps)
-    positions = torch.arange(offset, offset + length, device=device)
-    angles = positions[:, None] * frequencies  # [L, m]
+    frequencies = 10000.0 ** (-torch.arange(m, dtype=torch.float64, device="cpu") / steps)
+    angles = torch.arange(offset, offset + length, device="cpu")[:, None] * frequencies  # [L, m]
     waves = (angles.sin(), angles.cos())
     if layout == "split":
         return torch.cat(waves, dim=-1)
@@ -65,6 +51,10 @@ class TokenEmbedding(nn.Module):
         """Return the vectors of the tokens."""
         return F.embedding(ids, self.table) * self.multiplier
 
+    def extra_repr(self) -> str:
+        """Return its sizes, as torch prints them."""
+        return f"{', '.join(map(str, self.table.shape))}, multiplier={self.multiplier:g}"
+
 
 class SinusoidalPosition(nn.Module):
     """Add to each vector the sines and cosines of its position (section 3.5)."""
@@ -72,22 +62,41 @@ class SinusoidalPosition(nn.Module):
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         super().__init__()
         self.config = config
+        table = torch.empty(KEPT, config.d_model, dtype=getattr(torch, dtype))
+        self.register_buffer("table", table, persistent=False)
+        self._fill()
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
         """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
-        encoding = self.vectors(x.shape[1], x.device)
+        encoding = self.vectors(x.shape[1])
         return x + encoding.to(x.dtype)
 
-    def vectors(self, length: int, device: torch.device | None = None) -> Float[Tensor, "L d_model"]:
+    def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
         """Return what is added at each of the first positions."""
+        if torch.compiler.is_exporting() or length > KEPT:  # what is exported is for any length
+            return self._encoding(length).to(self.table)
+        return self.table[:length]
+
+    def extra_repr(self) -> str:
+        """Return its conventions, as torch prints them."""
+        config = self.config
+        conventions = config.position_layout, config.position_timescale
+        return f"{config.d_model}, {', '.join(map(repr, conventions))}, offset={config.position_offset}"
+
+    def _apply(self, fn, recurse=True):
+        """Fill the table again where the module gets another dtype or device: what was rounded is not exact."""
+        super()._apply(fn, recurse)
+        self._fill()
+        return self
+
+    def _fill(self):
+        if type(self.table) is Tensor and not self.table.is_meta:  # a fake tensor has no values either
+            self.table.copy_(self._encoding(KEPT))
+
+    def _encoding(self, length):
         config = self.config
         return sinusoidal_encoding(
-            length,
-            config.d_model,
-            config.position_layout,
-            config.position_timescale,
-            config.position_offset,
-            device=device,
+            length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
         )
 
 
@@ -103,9 +112,13 @@ class LearnedPosition(nn.Module):
         """Return ``x`` with its positions."""
         return x + self.vectors(x.shape[1])
 
-    def vectors(self, length: int, device: torch.device | None = None) -> Float[Tensor, "L d_model"]:
+    def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
         """Return what is added at each of the first positions."""
         return self.table[self.offset : self.offset + length]
+
+    def extra_repr(self) -> str:
+        """Return its sizes, as torch prints them."""
+        return f"{', '.join(map(str, self.table.shape))}, offset={self.offset}"
 
 
 class OutputProjection(nn.Module):
@@ -113,20 +126,24 @@ class OutputProjection(nn.Module):
 
     relaid: Tensor | None = None  # the matrix in another layout, while ``laid_out_for_few_rows`` lasts
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32") -> None:
         super().__init__()
-        vocab_size, of_dtype = config.target_vocab_size, {"dtype": getattr(torch, dtype)}
         tied = config.tie_embeddings != "none"
-        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, config.d_model, **of_dtype))
-        self.bias = nn.Parameter(torch.zeros(vocab_size, **of_dtype)) if config.output_bias else None
-        if self.weight is not None:
+        shape, torch_dtype = embedding.table.shape, getattr(torch, dtype)
+        self.weight = embedding.table if tied else nn.Parameter(torch.empty(shape, dtype=torch_dtype))
+        self.bias = nn.Parameter(torch.zeros(shape[0], dtype=torch_dtype)) if config.output_bias else None
+        if not tied:
             nn.init.xavier_uniform_(self.weight)
 
-    def forward(self, x: Float[Tensor, "B L d_model"], table: Float[Tensor, "V d_model"]) -> Float[Tensor, "B L V"]:
-        """Return the logits of each position; ``table`` is the target embedding's, used where tied."""
-        if (relaid := self.relaid) is not None:
-            return linear(x, relaid, self.bias)
-        return linear(x, table if self.weight is None else self.weight, self.bias)
+    def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L V"]:
+        """Return the logits of each position."""
+        relaid = self.relaid
+        return linear(x, self.weight if relaid is None else relaid, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return its sizes, as torch prints them."""
+        out_features, in_features = self.weight.shape
+        return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}"
 
 
 def _normal_table(rows: int, d_model: int, dtype: str) -> nn.Parameter:

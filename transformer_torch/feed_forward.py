@@ -31,10 +31,14 @@ class PositionwiseFeedForward(nn.Module):
         bias = config.feed_forward_bias
         self.inner_proj = Linear(config.d_model, config.d_ff, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.d_ff, config.d_model, bias=bias, dtype=dtype)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
         self.dropout = Dropout(config.dropout.feed_forward)
 
     def forward(self, x: Float[Tensor, "B L d_model"], tap: Tap = no_tap) -> Float[Tensor, "B L d_model"]:
         """Transform each position of ``x``."""
-        inner = tap("inner", self.activation(self.inner_proj(x)))  # [B, L, d_ff]
+        inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner)))
+
+    def extra_repr(self) -> str:
+        """Return what the layers do not show, as torch prints it."""
+        return f"activation={self.activation!r}"

@@ -186,10 +186,9 @@ def _inference(model: Transformer) -> Iterator[None]:
 def _step_weights(model):
     """Return the weight of every module that multiplies in each step: not those that project the memory."""
     modules = (module for layer in model.decoder.layers for module in _step_modules(layer))
-    table = model.output_proj.weight
     return {
         **{module: module.weight for module in modules if isinstance(module, Linear)},  # and not quantised, say
-        model.output_proj: model.target_embedding.table if table is None else table,
+        model.output_proj: model.output_proj.weight,
     }
 
 

@@ -21,7 +21,7 @@ from reference_numpy.taps import Tap, no_tap, within
 from transformer_torch.decoder import Decoder, DecoderCache
 from transformer_torch.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_torch.encoder import Encoder
-from transformer_torch.layers import Dropout
+from transformer_torch.layers import Dropout, LayerNorm
 from transformer_torch.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_torch.runtime import check_placement, dtype_name, set_precision, to_device, to_ids, to_mask, to_memory
 from transformer_torch.weights import get_weights, set_weights
@@ -34,9 +34,10 @@ class Transformer(nn.Module):
     """Map source tokens and the target tokens so far to the logits of each next target token.
 
     Taps:
-        ``source_embedding.output``, those of the encoder, ``target_embedding.output``, those of the decoder,
-        ``logits``. A Recorder passed as ``tap`` returns any of them beside the logits: every decoder layer's output
-        for auxiliary losses (``decoder.layers.*.output``), or the attention weights (``**.weights``).
+        ``source_embedding.output`` (what enters the stack, before dropout), those of the encoder,
+        ``target_embedding.output``, those of the decoder, ``logits``. A Recorder passed as ``tap`` returns any of
+        them beside the logits: every decoder layer's output for auxiliary losses (``decoder.layers.*.output``), or
+        the attention weights (``**.weights``).
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
@@ -51,9 +52,11 @@ class Transformer(nn.Module):
         )
         self.source_position = position(config, dtype)
         self.target_position = position(config, dtype)
+        self.source_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
+        self.target_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
         self.encoder = Encoder(config, dtype)
         self.decoder = Decoder(config, dtype)
-        self.output_proj = OutputProjection(config, dtype)
+        self.output_proj = OutputProjection(config, self.target_embedding, dtype)
         self.dropout = Dropout(config.dropout.embedding)
 
     @classmethod
@@ -193,6 +196,13 @@ class Transformer(nn.Module):
         check_next_ids(ids.shape, cache.length, cache.self_mask.shape)
         return self._decode_step(ids, cache, tap)
 
+    def _apply(self, fn, recurse=True):
+        """Let a tied table stay one parameter also where new parameters are made, as by ``to_empty``."""
+        super()._apply(fn, recurse)
+        if self.config.tie_embeddings != "none":
+            self.output_proj.weight = self.target_embedding.table
+        return self
+
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
@@ -214,11 +224,15 @@ class Transformer(nn.Module):
 
     def _encode(self, source_ids, source_mask, tap):
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+        if self.source_embedding_norm is not None:
+            x = self.source_embedding_norm(x)
         x = self.dropout(tap("source_embedding.output", x))
         return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"))
 
     def _decode(self, target_ids, memory, source_mask, target_mask, tap):
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
         x = self.dropout(tap("target_embedding.output", x))
         self_mask = causal_mask(x.shape[1], x.device) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
@@ -227,18 +241,20 @@ class Transformer(nn.Module):
 
     def _init_cache(self, source_ids, source_mask, capacity, beam_size):
         memory = self._encode(source_ids, source_mask, no_tap)
-        positions = self.target_position.vectors(capacity, memory.device).to(memory.dtype)  # [capacity, d_model]
+        positions = self.target_position.vectors(capacity).to(memory.dtype)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
     def _decode_step(self, target_ids, cache, tap=no_tap):
         n = cache.length
         cache.self_mask[:, 0, 0, n] = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
         x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
         return self._logits(x, tap)[:, 0], cache
 
     def _logits(self, x, tap):
-        return tap("logits", self.output_proj(x, self.target_embedding.table))
+        return tap("logits", self.output_proj(x))
 
 
 def load_transformer(

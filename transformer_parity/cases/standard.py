@@ -33,6 +33,12 @@ EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forwa
 LONGEST = 12  # tokens of a hypothesis
 STEPWISE = 4  # positions that are decoded one after another
 LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
+OTHER_DECODER: dict[str, Any] = {  # of which no shape of a parameter of attention tells
+    "decoder_num_heads": 2,
+    "decoder_d_k": 12,
+    "decoder_d_v": 15,
+    "decoder_d_ff": 56,
+}
 VOCABULARY = 33_000  # tokens, of which int16 holds 32,768
 
 
@@ -133,6 +139,7 @@ def _full_models() -> Iterator[Case]:
         "untied": tiny(tie_embeddings="none", target_vocab_size=41, output_bias=True, feed_forward_bias=False),
         "tied_target": tiny(tie_embeddings="target_output", target_vocab_size=41),
         "deeper_decoder": tiny(num_encoder_layers=1, num_decoder_layers=3, norm_order="pre", final_norm=True),
+        "other_decoder": tiny(**OTHER_DECODER),
     }.items():
         yield Case(f"full/{name}", "full model", changed, "", token_ids(changed), fast=name == "deeper_decoder")
     sizes: dict[str, Any] = {"d_model": 8, "num_heads": 2, "d_k": 3, "d_v": 5, "d_ff": 6}

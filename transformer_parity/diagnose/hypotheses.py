@@ -27,6 +27,7 @@ EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-12)  # defaults of published 
 MATHEMATICS = (
     "norm_order",
     "final_norm",
+    "embedding_norm",
     "layer_norm_epsilon",
     "layer_norm_kind",
     "position_layout",
@@ -101,7 +102,7 @@ def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
         if name in LOSS_FIELDS and stage not in ("gradients", "steps"):
             continue
         fields += [{name: choice} for choice in choices if choice != getattr(config, name)]
-    fields += [{name: not getattr(config, name)} for name in ("final_norm", "scale_embedding")]
+    fields += [{name: not getattr(config, name)} for name in ("final_norm", "embedding_norm", "scale_embedding")]
     fields += [{"layer_norm_epsilon": value} for value in EPSILONS if value != config.layer_norm_epsilon]
     offsets = sorted({0, 1, 2, config.pad_id + 1} - {config.position_offset})
     fields += [{"position_offset": offset} for offset in offsets]

@@ -275,7 +275,8 @@ def _of_error(evidence: Evidence, case: Case) -> list[str]:
     if name not in evidence.alone or name not in evidence.wanted:
         return []
     weights = given(case.load_weights(), dtype)
-    found = signatures(evidence.alone[name], evidence.wanted[name], case.config, weights, FAR[dtype])
+    config = case.config.in_decoder if name.startswith("decoder.") else case.config
+    found = signatures(evidence.alone[name], evidence.wanted[name], config, weights, FAR[dtype])
     return [f"at {name}, {statement}" for statement in found]
 
 

@@ -152,18 +152,47 @@ ENTRIES: dict[str, Table] = {
             ),
         },
         TARGET: {"target without positions": instead("transformer", ANSWERED, "self.target_embedding(target_ids)")},
+        (SOURCE, "preset/bart"): {
+            "no norm on the embeddings": together(
+                *(
+                    instead(
+                        "transformer",
+                        f"({ids}))  # [B, {length}, d_model]\n        if self.{side}_embedding_norm is not None:",
+                        f"({ids}))\n        if False:",
+                    )
+                    for side, ids, length in (("source", "source_ids", "S"), ("target", "target_ids", "T"))
+                )
+            ),
+            "positions added behind the norm on the embeddings": instead(
+                "transformer",
+                "self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]\n"
+                "        if self.source_embedding_norm is not None:\n"
+                "            x = self.source_embedding_norm(x)",
+                "self.source_position(self.source_embedding_norm(self.source_embedding(source_ids)))",
+            ),
+        },
+        (TARGET, "preset/bart"): {
+            "one norm for both embeddings": instead(
+                "transformer",
+                "d_model]\n        if self.target_embedding_norm is not None:\n"
+                "            x = self.target_embedding_norm(x)\n        x = self.dropout",
+                "d_model]\n        x = self.source_embedding_norm(x)\n        x = self.dropout",
+            )
+        },
         ("logits", "full/untied"): {
             "output bias missing": changed(
                 "embedding",
                 ("logits + self.bias", "logits"),
-                numpy=("linear(x, kernel, self.bias)", "linear(x, kernel)"),
-                torch=("else self.weight, self.bias", "else self.weight"),
+                numpy=("else self.kernel, self.bias", "else self.kernel"),
+                torch=("if relaid is None else relaid, self.bias", "if relaid is None else relaid"),
             )
         },
     },
     "feed-forward": {
         f"{ENCODER}.feed_forward.inner": {
-            "no activation": instead("feed_forward", "self.activation(self.inner_proj(x))", "self.inner_proj(x)"),
+            "no activation": instead(
+                "feed_forward", "ACTIVATIONS[self.activation](self.inner_proj(x))", "self.inner_proj(x)"
+            ),
             "GELU for ReLU": but(config={"activation": "gelu"}),
         },
         ("inner", "feed_forward/gelu"): {

@@ -41,7 +41,7 @@ ADD_AND_NORM = {**dict.fromkeys(ALL, ATTENDED), "numpy": f"{SUM}attended)"}
 NORM_TAP = ' x = tap("self_attention_norm.output", '
 VECTORS = {
     "numpy": "self.vectors(x.shape[1]).astype",
-    "torch": "encoding = self.vectors(x.shape[1], x.device)",
+    "torch": "encoding = self.vectors(x.shape[1])",
     "jax": "encoding = self.vectors(x.shape[1])",
     "tf": "encoding = self.vectors(keras.ops.shape(x)[1])",
 }
@@ -53,12 +53,18 @@ WAVES = {
 }
 OUTPUT = {
     **dict.fromkeys(ALL, "self.output_proj(self.dropout(inner))"),
-    "numpy": "self.output_proj(self.dropout(inner, rng, tap))",
+    "numpy": 'self.output_proj(self.dropout(inner, rng, tap, "inner"))',
 }
-ACTIVATED_LATE = instead("feed_forward", OUTPUT, **{port: f"self.activation({x})" for port, x in OUTPUT.items()})
+ACTIVATED_LATE = instead(
+    "feed_forward", OUTPUT, **{port: f"ACTIVATIONS[self.activation]({x})" for port, x in OUTPUT.items()}
+)
 RELU = {"numpy": '"relu": relu,', "torch": '"relu": F.relu', "jax": '"relu": jax.nn.relu', "tf": '"relu": tf.nn.relu'}
-TF_LOGITS = 'tap("logits", self.output_proj(x, table=tf.convert_to_tensor(self.target_embedding.table)))'
-LOG_SOFTMAX = {"numpy": "log_softmax", "torch": "nn.functional.log_softmax", "jax": "jax.nn.log_softmax"}
+LOG_SOFTMAX = {
+    "numpy": "log_softmax",
+    "torch": "nn.functional.log_softmax",
+    "jax": "jax.nn.log_softmax",
+    "tf": "tf.nn.log_softmax",
+}
 
 
 def selected(yes: str, no: str, mask: str) -> dict[str, str]:
@@ -102,14 +108,12 @@ def in_numpy(old: str, new: str) -> Edits:
 def log_probabilities(outside: bool) -> Edits:
     """Return edits that return log-probabilities, outside or inside of the tap of the logits."""
     edits: dict[str, list[tuple[str, str, str]]] = {}
-    for port, function in (*LOG_SOFTMAX.items(), ("tf", "tf.nn.log_softmax")):
-        old = TF_LOGITS if port == "tf" else LOGITS[port]
+    for port, function in LOG_SOFTMAX.items():
         axis = ", -1" if port == "torch" else ""
-        inner = old.removeprefix('tap("logits", ').removesuffix(")")
-        new = f"{function}({old}{axis})" if outside else f'tap("logits", {function}({inner}{axis}))'
-        edits[port] = [("transformer", old, new)]
-    imported = "import Dropout\nfrom reference_numpy.functional import log_softmax\n"
-    edits["numpy"].insert(0, ("transformer", "import Dropout\n", imported))
+        new = f"{function}({LOGITS}{axis})" if outside else f'tap("logits", {function}(self.output_proj(x){axis}))'
+        edits[port] = [("transformer", LOGITS, new)]
+    imported = "from reference_numpy.functional import log_softmax\nfrom reference_numpy.layers import"
+    edits["numpy"].insert(0, ("transformer", "from reference_numpy.layers import", imported))
     return edits
 
 
@@ -278,10 +282,10 @@ ENTRIES: dict[str, Table] = {
                 instead("encoder", "self.feed_forward_norm(x + ", "self.feed_forward_norm(y + "),
             ),
             "pre-norm that adds the normed input": but(
-                instead(
+                changed(
                     "encoder",
-                    "x = x + self.dropout(self.self_attention",
-                    "x = normed + self.dropout(self.self_attention",
+                    ("x = x + self.dropout(self.self_attention", "x = normed + self.dropout(self.self_attention"),
+                    numpy=("x = x + self.dropout(attended", "x = normed + self.dropout(attended"),
                 ),
                 case="full/deeper_decoder",
             ),
@@ -306,7 +310,7 @@ ENTRIES: dict[str, Table] = {
                 "embedding",
                 VECTORS,
                 numpy="self.vectors(x.shape[0])[:, None].astype",
-                torch="encoding = self.vectors(x.shape[0], x.device)[:, None]",
+                torch="encoding = self.vectors(x.shape[0])[:, None]",
                 jax="encoding = self.vectors(x.shape[0])[:, None]",
                 tf="encoding = self.vectors(keras.ops.shape(x)[0])[:, None]",
             ),
@@ -314,7 +318,7 @@ ENTRIES: dict[str, Table] = {
                 "embedding",
                 VECTORS,
                 numpy="self.vectors(x.shape[1] + 1)[-1].astype",
-                torch="encoding = self.vectors(x.shape[1] + 1, x.device)[-1]",
+                torch="encoding = self.vectors(x.shape[1] + 1)[-1]",
                 jax="encoding = self.vectors(x.shape[1] + 1)[-1]",
                 tf="encoding = self.vectors(keras.ops.shape(x)[1] + 1)[-1]",
             ),
@@ -353,14 +357,15 @@ ENTRIES: dict[str, Table] = {
         },
         "logits": {
             "logits over sqrt(d_model)": instead(
-                "transformer", "self.output_proj(x,", "self.output_proj(x * self.config.d_model**-0.5,"
+                "transformer", "self.output_proj(x)", "self.output_proj(x * self.config.d_model**-0.5)"
             )
         },
     },
     "feed-forward": {
         f"{ENCODER}.feed_forward.inner": {
             "activation after the second matrix": together(
-                instead("feed_forward", "self.activation(self.inner_proj(x))", "self.inner_proj(x)"), ACTIVATED_LATE
+                instead("feed_forward", "ACTIVATIONS[self.activation](self.inner_proj(x))", "self.inner_proj(x)"),
+                ACTIVATED_LATE,
             ),
             # Its constants are rounded to float32.
             "Keras' GELU for ReLU": together(
@@ -425,13 +430,13 @@ EVERYWHERE = [
         "",
         {
             "numpy": [
-                (stack, f"x = x + self.dropout({added}", f"x = normed + self.dropout({added}")
-                for stack, added in (
-                    ("encoder", "self.self_attention"),
-                    ("encoder", "self.feed_forward"),
-                    ("decoder", "attended"),
-                    ("decoder", "self.cross_attention"),
-                    ("decoder", "self.feed_forward"),
+                (stack, f'x + self.dropout({y}, rng, tap, "{name}', f'normed + self.dropout({y}, rng, tap, "{name}')
+                for stack, y, name in (
+                    ("encoder", "attended", "self_attention"),
+                    ("encoder", "transformed", "feed_forward"),
+                    ("decoder", "attended", "self_attention"),
+                    ("decoder", "attended", "cross_attention"),
+                    ("decoder", "transformed", "feed_forward"),
                 )
             ]
         },

@@ -24,11 +24,7 @@ from transformer_parity.mistakes.mistake import (
 )
 
 PROJECTED = "self.output_proj(merge_heads(context))"
-LOGITS = {
-    "numpy": 'tap("logits", self.output_proj(x, self.target_embedding.table))',
-    "torch": 'tap("logits", self.output_proj(x, self.target_embedding.table))',
-    "jax": 'tap("logits", self.output_proj(x, self.target_embedding.table[...]))',
-}
+LOGITS = 'tap("logits", self.output_proj(x))'
 UNMASKED = "    if mask is None:"
 ENCODED, THEN = "self._encode(source_ids, source_mask", "        return self._decode"
 WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
@@ -121,44 +117,42 @@ STRUCTURE = table(
                 instead(
                     "transformer",
                     LOGITS,
-                    numpy=LOGITS["numpy"].replace("table)", 'table).astype("float32")'),
-                    torch=LOGITS["torch"].replace("table)", "table).float()"),
-                    jax=LOGITS["jax"].replace("[...])", '[...]).astype("float32")'),
+                    numpy=LOGITS.replace("(x)", '(x).astype("float32")'),
+                    torch=LOGITS.replace("(x)", "(x).float()"),
+                    jax=LOGITS.replace("(x)", '(x).astype("float32")'),
                 ),
                 detail="dtype must be float64: got float32",
             ),
             "float32 logits in bfloat16": but(
-                changed("transformer", torch=(LOGITS["torch"], WIDE_LOGITS)),
+                changed("transformer", torch=(LOGITS, WIDE_LOGITS)),
                 dtype="bfloat16",
                 detail="dtype must be bfloat16: got float32",
             ),
             "logits of the last position only": but(
-                instead("transformer", "self.output_proj(x,", "self.output_proj(x[:, -1:],"),
+                instead("transformer", "self.output_proj(x)", "self.output_proj(x[:, -1:])"),
                 detail="shape must be [4, 7, 37]: got [4, 1, 37]",
             ),
         },
         "output": {
             "probabilities for logits": {
                 "numpy": [
-                    ("transformer", "import Dropout\n", "import Dropout, masked_softmax\n"),
-                    ("transformer", LOGITS["numpy"], f"masked_softmax({LOGITS['numpy']})"),
+                    ("transformer", "import Dropout,", "import masked_softmax, Dropout,"),
+                    ("transformer", LOGITS, f"masked_softmax({LOGITS})"),
                 ],
-                "torch": [("transformer", LOGITS["torch"], f"{LOGITS['torch']}.softmax(-1)")],
-                "jax": [("transformer", LOGITS["jax"], f"jax.nn.softmax({LOGITS['jax']})")],
+                "torch": [("transformer", LOGITS, f"{LOGITS}.softmax(-1)")],
+                "jax": [("transformer", LOGITS, f"jax.nn.softmax({LOGITS})")],
             },
             "time before batch": but(
                 instead(
                     "transformer",
                     LOGITS,
-                    numpy=f"{LOGITS['numpy']}.swapaxes(0, 1)",
-                    torch=f"{LOGITS['torch']}.transpose(0, 1)",
+                    numpy=f"{LOGITS}.swapaxes(0, 1)",
+                    torch=f"{LOGITS}.transpose(0, 1)",
                 ),
                 detail="shape must be [4, 7, 37]: got [7, 4, 37]",
             ),
             "axes of size one squeezed": but(
-                instead(
-                    "transformer", LOGITS, numpy=f"{LOGITS['numpy']}.squeeze()", torch=f"{LOGITS['torch']}.squeeze()"
-                ),
+                instead("transformer", LOGITS, numpy=f"{LOGITS}.squeeze()", torch=f"{LOGITS}.squeeze()"),
                 case="full/one_sentence",
                 detail="shape must be [1, 7, 37]: got [7, 37]",
                 unseen=("full/padded",),
@@ -250,7 +244,7 @@ EDGES = [
             ("output", "embedding/long_positions"): {
                 "positions end at max_length": changed(
                     "embedding",
-                    torch=("length, device=device)", "length, device=device).clamp(max=31)"),
+                    torch=('offset + length, device="cpu")', 'offset + length, device="cpu").clamp(max=31)'),
                     **dict.fromkeys(
                         ("numpy", "jax"), ("(offset, offset + length)", "(offset, offset + length).clip(max=31)")
                     ),
@@ -282,9 +276,39 @@ EDGES = [
                     verdict=FAILED,
                 )
             },
+            (f"{CAUSAL}.query", "full/other_decoder"): {
+                "decoder with the encoder's heads": but(
+                    instead(
+                        "decoder",
+                        "config = config.in_decoder",
+                        "own = config.in_decoder\n"
+                        "        config = own.replace(num_heads=config.num_heads, d_k=config.d_k, d_v=config.d_v)",
+                    ),
+                    detail="shape must be [4, 2, 7, 12]: got [4, 3, 7, 8]",
+                )
+            },
+            ("", "full/other_decoder"): {
+                "decoder's feed-forward as wide as the encoder's": but(
+                    in_ports_alone(
+                        instead(
+                            "decoder",
+                            "config = config.in_decoder",
+                            "config = config.in_decoder.replace(d_ff=config.d_ff)",
+                        )
+                    ),
+                    path="run",
+                    verdict=FAILED,
+                )
+            },
             ("logits", "full/tied_target"): {
                 "output tied to the source table": but(
-                    instead("transformer", "self.target_embedding.table", "self.source_embedding.table"),
+                    {
+                        **instead("transformer", "(config, self.target_embedding,", "(config, self.source_embedding,"),
+                        "torch": [  # which ties again whatever moves its parameters
+                            ("transformer", "(config, self.target_embedding,", "(config, self.source_embedding,"),
+                            ("transformer", "weight = self.target_embedding", "weight = self.source_embedding"),
+                        ],
+                    },
                     detail="shape must be [4, 7, 41]: got [4, 7, 37]",
                 )
             },

@@ -105,9 +105,9 @@ def disguised(module: str, old: Mapping[str, str], kept: Mapping[str, str]) -> E
 
 ROW = {"torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]", "tf": "tf.gather(self.table, ids)"}
 TIED = {
-    "torch": "self.output_proj(x, self.target_embedding.table)",
-    "jax": "self.output_proj(x, self.target_embedding.table[...])",
-    "tf": "self.output_proj(x, table=tf.convert_to_tensor(self.target_embedding.table))",
+    "torch": "self.weight if relaid",
+    "jax": "self.table.T if",
+    "tf": "tf.tensordot(x, self.embedding.table, [2, 1])",
 }
 WEIGHTS = {
     "torch": "weights.masked_fill(~mask, 0.0).to(scores.dtype)",
@@ -145,16 +145,11 @@ ENTRIES: dict[str, Table] = {
         f"of {TABLE}": {
             "no gradient through the tied output projection": by_hand(
                 instead(
-                    "transformer",
+                    "embedding",
                     TIED,
-                    **{
-                        port: TIED[port].replace(table, stopped(table, table, table)[port])
-                        for port, table in {
-                            "torch": "self.target_embedding.table",
-                            "jax": "self.target_embedding.table[...]",
-                            "tf": "tf.convert_to_tensor(self.target_embedding.table)",
-                        }.items()
-                    },
+                    torch="self.weight.detach() if relaid",
+                    jax="__import__('jax').lax.stop_gradient(self.table.T) if",
+                    tf="tf.tensordot(x, tf.stop_gradient(self.embedding.table), [2, 1])",
                 ),
                 ("return of_x, of_kernel.T", "return of_x, 0.0 * of_kernel.T"),
             ),
