@@ -58,6 +58,8 @@ def cross_entropy(
     # A comparison, not take_along_axis: its gradient is one more fused loop, not a scatter into [B, T, V].
     is_right = labels[..., None] == jnp.arange(logits.shape[-1])
     right = jnp.where(is_right, log_probabilities, 0.0).sum(-1)  # [B, T]
+    # Where values could not be looked at, a wrong label must not pass for one that costs nothing.
+    right = jnp.where((labels >= 0) & (labels < config.target_vocab_size), right, jnp.nan)
     smoothing = config.label_smoothing
     spread = log_probabilities.sum(-1)  # [B, T]
     classes = config.target_vocab_size

@@ -56,6 +56,8 @@ def cross_entropy(
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
     log_probabilities = tf.nn.log_softmax(wide)  # [B, T, V]
     right = tf.gather(log_probabilities, labels, batch_dims=2)  # [B, T]
+    # Where values could not be looked at, a wrong label must not pass for another.
+    right = tf.where((labels >= 0) & (labels < config.target_vocab_size), right, math.nan)
     smoothing = config.label_smoothing
     spread = tf.reduce_sum(log_probabilities, -1)  # [B, T]
     classes = config.target_vocab_size
