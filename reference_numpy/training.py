@@ -5,7 +5,6 @@ B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import log_softmax
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.names import check_training_state, parameter_shapes
+from reference_numpy.optimizer import Adam, clip_factor, global_norm
 from reference_numpy.runtime import to_ids
 from reference_numpy.taps import Recorder
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
@@ -26,7 +26,6 @@ from reference_numpy.weights import find
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-PIECE = 2**15  # numbers of a parameter that Adam updates at a time
 MIXED_BFLOAT16 = False  # whether this backend can compute in bfloat16 with float32 weights
 
 
@@ -42,8 +41,13 @@ def cross_entropy(
     Args:
         logits: The scores of each next token.
         labels: The right next tokens, padded with ``config.pad_id``.
-        config: Has the padding id and the label smoothing.
+        config: Has the vocabulary, the padding id and the label smoothing.
+
+    Raises:
+        TypeError: Labels that are not integers.
+        ValueError: Labels of the wrong shape or outside the vocabulary.
     """
+    labels = to_ids("labels", labels, config.target_vocab_size, None)
     log_probabilities = log_softmax(logits)  # [B, T, V]
     right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]  # [B, T]
     smoothing = config.label_smoothing
@@ -88,8 +92,8 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 class Trainer:
     """Trains a model in place, one batch a step; between two steps the model is in inference mode.
 
-    Adam is Algorithm 1 of Kingma and Ba (2015): the moments are corrected for their bias, and epsilon is added to the
-    root of the corrected one. The learning rate is that of equation (3).
+    A step follows the gradient of the loss per target token, by Adam and with the learning rate of equation (3).
+    Parameters that the framework was told not to train stay as they are, and so do their moments.
 
     Args:
         model: The model to train, in float32 or float64.
@@ -110,9 +114,7 @@ class Trainer:
         self.settings = settings
         self.seed = seed
         self.step = 0  # steps taken
-        names = parameter_shapes(model.config)
-        self.first_moment = {name: np.zeros_like(find(model, name)) for name in names}
-        self.second_moment = {name: np.zeros_like(find(model, name)) for name in names}
+        self.optimizer = Adam({name: find(model, name) for name in parameter_shapes(model.config)}, settings)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
         """Take one step of Adam on the loss per target token of a batch, with dropout.
@@ -126,27 +128,18 @@ class Trainer:
             TypeError: Ids that are not integers.
             ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
         """
+        settings, config = self.settings, self.model.config
         batch = _take(self.model, source_ids, target_ids, labels)
-        slices = self.settings.accumulation_steps
-        check_accumulation(slices, len(batch[0]))
+        check_accumulation(settings.accumulation_steps, len(batch[0]))
         rng = np.random.default_rng([self.seed, self.step])
-        loss, tokens = 0.0, 0
-        gradient: dict[str, ndarray] = {}
-        for source, target, right in zip(*(np.split(array, slices) for array in batch), strict=True):
-            seen = self._tap(source, target, rng)
-            found = Recorder("**.kernel", "**.bias", "**.scale", "**.table")
-            part_loss, part_tokens, of_parameters, _ = _backward(self.model, source, target, right, seen, found, rng)
-            loss, tokens = loss + part_loss, tokens + part_tokens
-            for name, array in of_parameters.items():
-                if name in gradient:
-                    array += gradient[name]
-            gradient = of_parameters
-        scale = 1 / max(int(tokens), 1)
-        norm = scale * math.sqrt(sum(np.vdot(array, array) for array in gradient.values()))
-        if self.settings.clip_norm is not None:
-            scale *= self.settings.clip_norm / max(norm, self.settings.clip_norm)
-        self._update(gradient, scale)
-        return StepResult(loss / max(int(tokens), 1), tokens, norm)
+        total, tokens, gradient = self._gradient(batch, rng)
+        count = max(int(tokens), 1)
+        norm = global_norm(gradient) / count
+        scale = clip_factor(norm, settings.clip_norm) / count
+        learning_rate = settings.learning_rate(self.step + 1, config.d_model)
+        self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
+        self.step += 1
+        return StepResult(total / count, tokens, norm)
 
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[ndarray, ""], Int[ndarray, ""]]:
         """Return the cross-entropy in nats summed over the target tokens, and their number: no dropout, no smoothing.
@@ -159,8 +152,8 @@ class Trainer:
 
     def export_state(self) -> TrainingState:
         """Return a copy of everything that the next step depends on, beside the weights and the settings."""
-        first = {name: array.copy() for name, array in self.first_moment.items()}
-        second = {name: array.copy() for name, array in self.second_moment.items()}
+        first = {name: array.copy() for name, array in self.optimizer.first_moment.items()}
+        second = {name: array.copy() for name, array in self.optimizer.second_moment.items()}
         return TrainingState(self.step, self.seed, first, second)
 
     def load_state(self, state: TrainingState) -> None:
@@ -172,11 +165,24 @@ class Trainer:
         """
         check_training_state(self.model.config, state, self.model.source_embedding.table.dtype.name)
         self.step, self.seed = state.step, state.seed
-        for name in self.first_moment:
-            self.first_moment[name][...] = state.first_moment[name]
-            self.second_moment[name][...] = state.second_moment[name]
+        for name in state.first_moment:
+            self.optimizer.first_moment[name][...] = state.first_moment[name]
+            self.optimizer.second_moment[name][...] = state.second_moment[name]
 
-    def _tap(self, source_ids: ndarray, target_ids: ndarray, rng: np.random.Generator) -> Recorder:
+    def _gradient(self, batch, rng):
+        """Return loss, tokens and gradient, summed over the slices of a batch."""
+        total, tokens, gradient = 0.0, 0, {}
+        for part in zip(*(np.split(ids, self.settings.accumulation_steps) for ids in batch), strict=True):
+            seen = self._tap(*part[:2], rng)
+            found = Recorder("**.kernel", "**.bias", "**.scale", "**.table")
+            part_total, part_tokens, of_parameters, _ = _backward(self.model, *part, seen, found, rng)
+            total, tokens = total + part_total, tokens + part_tokens
+            for name, array in gradient.items():
+                of_parameters[name] += array
+            gradient = of_parameters
+        return total, tokens, gradient
+
+    def _tap(self, source_ids, target_ids, rng):
         """Return the tap of a forward pass, which keeps what the backward pass reads."""
         if not self.settings.activation_checkpointing:
             return Activations()
@@ -185,21 +191,6 @@ class Trainer:
         cross_mask, target_mask = source_mask[:, None, None, :], target_mask[:, None, None, :]
         self_mask = causal_mask(target_ids.shape[1]) & target_mask
         return LayerInputs({"encoder": (cross_mask,), "decoder": (self_mask, cross_mask)}, rng)
-
-    def _update(self, gradient: dict[str, ndarray], scale: float) -> None:
-        """Take one step of Adam (Kingma and Ba, 2015, Algorithm 1) along the scaled gradient, which is used up."""
-        settings = self.settings
-        self.step += 1
-        learning_rate = settings.learning_rate(self.step, self.model.config.d_model)
-        for name in gradient:
-            parameter, moments = find(self.model, name), (self.first_moment[name], self.second_moment[name])
-            for theta, g, m, v in _pieces(parameter, gradient[name], *moments):
-                g *= scale
-                m += (1.0 - settings.beta1) * (g - m)
-                v += (1.0 - settings.beta2) * (g * g - v)
-                m_hat = m / (1.0 - settings.beta1**self.step)
-                v_hat = v / (1.0 - settings.beta2**self.step)
-                theta -= learning_rate * m_hat / (np.sqrt(v_hat) + settings.epsilon)
 
 
 def _take(model, source_ids, target_ids, labels):
@@ -225,10 +216,3 @@ def _backward(model, source_ids, target_ids, labels, seen, found, rng=None):
         tokens = tokens + counted
         logits[sentence] = cross_entropy_backward(logits[sentence], labels[sentence], config)  # in the same place
     return losses.sum(), tokens, *transformer_backward(model, source_ids, target_ids, logits, seen, found)
-
-
-def _pieces(*arrays):
-    """Yield arrays of one shape in pieces that stay in the cache while formulas pass over them again and again."""
-    rows = max(1, PIECE * len(arrays[0]) // arrays[0].size)
-    for start in range(0, len(arrays[0]), rows):
-        yield [array[start : start + rows] for array in arrays]

@@ -71,6 +71,10 @@ class TrainingConfig:
         rate = min(held**-0.5, held * self.warmup_steps**-1.5)
         return self.learning_rate_factor * d_model**-0.5 * rate * cooling
 
+    def bias_corrections(self, step: int) -> tuple[float, float]:
+        """Return what Adam divides the two moments by in a step, counted from 1: ``1 - beta^step``."""
+        return 1.0 - self.beta1**step, 1.0 - self.beta2**step
+
     def to_dict(self) -> dict[str, Any]:
         """Return every field as plain values that JSON can hold."""
         return dataclasses.asdict(self)
@@ -116,3 +120,4 @@ class Gradients:
     loss: float
     parameters: dict[str, ndarray]  # by canonical name
     taps: dict[str, ndarray] = dataclasses.field(default_factory=dict)  # in the order the taps fire
+    frozen: tuple[str, ...] = ()  # the parameters that the framework was told not to train, and that have no gradient

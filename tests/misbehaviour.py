@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformer_parity.mistakes.layers import ATTENDED
-from transformer_parity.mistakes.mistake import ENCODER, Edits, instead
+from transformer_parity.mistakes.mistake import ENCODER, Edits, changed, instead
 from transformer_parity.mistakes.optimizer import KERNEL
 from transformer_parity.mistakes.training import in_training
 
@@ -33,7 +33,6 @@ UNSCALED = {
         "1.0 - self.rate if training else 1.0",
     ),
 }
-ROUNDED = 'x.astype("bfloat16").astype(x.dtype)'
 
 MISBEHAVIOUR = [
     Misbehaviour(
@@ -128,7 +127,7 @@ MISBEHAVIOUR = [
         INFERENCE,
         "loss of gradients before a step is",
         in_training(
-            ("_loss(model.eval(), batch, seen)", "_loss(model.train(), batch, seen)"),
+            ("_loss(model, batch, transformer", "_loss(model.train(), batch, transformer"),
             (
                 "return total / jnp.maximum(tokens, 1)",
                 "model = structure.build(parameters)\n"
@@ -136,10 +135,10 @@ MISBEHAVIOUR = [
                 "            if isinstance(module, nnx.Dropout):\n"
                 '                module.rngs = nnx.RngStream(jax.random.key(0), tag="dropout")\n'
                 "        model.train()\n"
-                "        total, tokens = _loss(model, batch, lambda name, value: value + zeros[name])\n"
+                "        total, tokens = _loss(model, batch, model.config, lambda name, value: value + zeros[name])\n"
                 "        return total / jnp.maximum(tokens, 1)",
             ),
-            ("tap=seen)", "tap=seen, training=True)"),
+            ("_loss(model, batch, model.config, tap)", "_loss(model, batch, model.config, tap, training=True)"),
         ),
     ),
     Misbehaviour(
@@ -147,16 +146,19 @@ MISBEHAVIOUR = [
         INFERENCE,
         "evaluation before a step is",
         in_training(
-            ("_logits(self.model.eval(),", "_logits(self.model.train(),"),
+            ("return _loss(self.model, batch", "return _loss(self.model.train(), batch"),
             (
-                "model.config = model.config.replace(label_smoothing=0.0)",
-                "model.config = model.config.replace(label_smoothing=0.0)\n"
+                "    return jax.jit(lambda parameters, batch: _loss(structure.build(parameters), batch, config))",
+                "    def run(parameters, batch):\n"
+                "        model = structure.build(parameters)\n"
                 "        for _, module in nnx.iter_modules(model):\n"
                 "            if isinstance(module, nnx.Dropout):\n"
                 '                module.rngs = nnx.RngStream(jax.random.key(0), tag="dropout")\n'
-                "        model.train()",
+                "        model.train()\n"
+                "        return _loss(model, batch, config)\n\n"
+                "    return jax.jit(run)",
             ),
-            ("self.model(source_ids, target_ids)", "self.model(source_ids, target_ids, training=True)"),
+            (".replace(label_smoothing=0.0))", ".replace(label_smoothing=0.0), training=True)"),
         ),
     ),
     Misbehaviour(
@@ -171,7 +173,7 @@ MISBEHAVIOUR = [
         "the model after a step is",
         in_training(
             ("        model.eval()\n        generator", "        generator"),
-            ("        self.step = step\n", "        self.step = step\n        self.model.train()\n"),
+            ("        self.step += 1\n", "        self.step += 1\n        self.model.train()\n"),
             None,  # Keras has no mode: training is an argument of the call
         ),
     ),
@@ -180,7 +182,7 @@ MISBEHAVIOUR = [
         SEED,
         "the seed is ignored",
         in_training(
-            ("(self.model, self.seed, self.step)", "(self.model, 0, self.step)"),
+            ("settings, self.seed, self.step)", "settings, 0, self.step)"),
             ("[self.seed, self.step]", "[0, self.step]"),
             ("[self.seed, self.step]", "[0, self.step]"),
         ),
@@ -190,7 +192,7 @@ MISBEHAVIOUR = [
         SEED,
         "the same dropout at every step",
         in_training(
-            ("(self.model, self.seed, self.step)", "(self.model, self.seed, 0)"),
+            ("settings, self.seed, self.step)", "settings, self.seed, 0)"),
             ("[self.seed, self.step]", "[self.seed, 0]"),
             ("[self.seed, self.step]", "[self.seed, 0]"),
         ),
@@ -213,10 +215,7 @@ MISBEHAVIOUR = [
         ("check_slices",),
         "both slices have the same dropout",
         in_training(
-            (
-                "[self._backward(part, tokens) for part",
-                "[torch.manual_seed(0) and self._backward(x, tokens) for x",
-            ),
+            ("total, _ = self._loss(", "torch.manual_seed(0)\n                total, _ = self._loss("),
             ("jax.random.fold_in(key, number)", "jax.random.fold_in(key, 0)"),
             ("tf.unstack(random_bits)", "tf.unstack(random_bits * 0)"),
         ),
@@ -241,18 +240,20 @@ MISBEHAVIOUR = [
         "weights in bfloat16",
         ("check_mixed_precision",),
         "weight: 100% of the values fit in bfloat16",
-        in_training(
-            (
-                "        self.optimizer.step()\n",
-                "        self.optimizer.step()\n"
-                "        for p in self.model.parameters():\n"
+        changed(
+            "optimizer",
+            torch=(
+                "        self.step()\n",
+                "        self.step()\n"
+                '        for p in group["params"]:\n'
                 "            p.data = p.data.bfloat16().to(p.dtype)\n",
             ),
-            ("name: new[i] for", f"name: (lambda x: {ROUNDED})(new[i]) for"),
-            (
-                KERNEL,
-                f"{KERNEL}            parameter.assign(tf.cast(tf.cast(parameter, tf.bfloat16), parameter.dtype))\n",
+            jax=(
+                "first_moment[name], second_moment[name] = m, v",
+                "first_moment[name], second_moment[name] = m, v\n"
+                '            updated[name] = updated[name].astype("bfloat16").astype(theta.dtype)',
             ),
+            tf=(KERNEL, f"{KERNEL}            theta.assign(tf.cast(tf.cast(theta, tf.bfloat16), theta.dtype))\n"),
         ),
     ),
 ]

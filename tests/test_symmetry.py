@@ -31,6 +31,7 @@ DERIVED = "this framework differentiates by itself"
 KERAS = "Keras' protocol"
 DEVICE = "torch puts a new tensor where it is told to"
 COMPILED = "the others always compile a step"
+SCALARS = "numbers of a step are scalars of the framework"
 MODES = "Keras hands the mode down from the outermost call"
 
 # Who (of torch, jax, tf) differs, where, how, and why. Stars as in file names; each row holds for each of its ports.
@@ -104,8 +105,24 @@ ALLOWED = [
     ("tf", "*", "adds definition *Cache.__tf_*", "how TensorFlow takes a class apart"),
     ("jax tf", "decoder.DecoderCache.length", "result: *", "in a compiled loop it is an array"),
     ("jax tf", "search.*_search", "shapes: *", "the loop is compiled: its body is a function of its own"),
-    ("jax", "training", "adds definition Arrays", "what its pure functions take and return has a name"),
+    ("torch tf", "training.Trainer._gradient", "lacks parameter rng", STATE),
+    ("tf", "training.Trainer._gradient", "adds parameter random_bits", "its dropout is given numbers, not a generator"),
+    ("torch tf", "optimizer.global_norm", "*", SHIPPED),
+    ("torch jax tf", "optimizer.*", "parameter *", SCALARS),
+    ("torch jax tf", "optimizer.clip_factor", "result: *", SCALARS),
+    ("jax", "optimizer.global_norm", "result: *", SCALARS),
+    (
+        "torch",
+        "optimizer.Adam.update",
+        "*",
+        "its optimizers find the gradient with the parameters, and count the steps",
+    ),
+    ("jax", "optimizer", "lacks definition Adam.__init__", "a dataclass, which JAX can take apart"),
+    ("jax", "optimizer.Adam*", "*", "a pure function returns what is new"),
+    ("jax", "optimizer", "adds definition Arrays", "what its pure functions take and return has a name"),
     ("jax", "training", "adds definition Batch", "what its pure functions take and return has a name"),
+    ("tf", "runtime", "adds definition placed", "the others compute where their arrays are"),
+    ("tf", "weights", "adds definition variables", "Keras' variables know whether they are trained"),
     ("torch tf", "weights", "adds definition parameters", "for the optimizer, which takes them all at once"),
     ("torch", "weights", "adds definition copy_*", "only torch transposes, moments and gradients too"),
     ("torch", "weights", "docstring", "only torch transposes"),

@@ -114,6 +114,13 @@ def everything(trainer):
     }
 
 
+def altered(ids, row, column, value):
+    """Return a copy of ids with one of them replaced."""
+    ids = ids.copy()
+    ids[row, column] = value
+    return ids
+
+
 def take_steps(trainer, batches):
     return [trainer.train_step(*batch) for batch in batches]
 
@@ -310,6 +317,33 @@ def test_cross_entropy_of_nothing_but_padding(backend):
     nothing = backend.from_numpy(np.full_like(LABELS, 3))
     total, tokens = backend.package.cross_entropy(backend.from_numpy(logits), nothing, loss_config())
     assert (float(total), int(tokens)) == (0.0, 0)
+
+
+@pytest.mark.parametrize("label", [-100, -1, 5])
+def test_cross_entropy_of_a_label_outside_the_vocabulary(backend, label):
+    """Such as the one that torch drops without a word."""
+    logits, labels = np.zeros((3, 3, 5)), altered(LABELS, 1, 2, label)
+    for given in (labels, backend.from_numpy(labels)):
+        assert refusal(backend.package.cross_entropy, backend.from_numpy(logits), given, loss_config()) == (
+            ValueError,
+            f"labels must lie in [0, 5): got {label} at [1, 2]",
+        )
+
+
+@pytest.mark.only("jax", "tf")
+@pytest.mark.parametrize("label", [-100, 5])
+def test_cross_entropy_of_such_a_label_in_compiled_code(port, label):
+    """There nobody can look: the loss is no number."""
+    logits, labels = map(port.from_numpy, (np.zeros((3, 3, 5)), altered(LABELS, 1, 2, label)))
+    if port.name == "jax":
+        import jax
+
+        compiled = jax.jit(partial(port.package.cross_entropy, config=loss_config()))
+    else:
+        import tensorflow as tf
+
+        compiled = tf.function(partial(port.package.cross_entropy, config=loss_config()), jit_compile=True)
+    assert np.isnan(compiled(logits, labels)[0])
 
 
 def test_cross_entropy_of_bfloat16_is_taken_in_float32(port):
@@ -619,13 +653,6 @@ def test_a_run_goes_on_in_another_framework(backend, uninterrupted, trainers):
 # --- What is refused ---
 
 SOURCE, TARGET, RIGHT = BATCH
-
-
-def altered(ids, row, column, value):
-    """Return a copy of ids with one of them replaced."""
-    ids = ids.copy()
-    ids[row, column] = value
-    return ids
 
 
 BAD_BATCHES = {

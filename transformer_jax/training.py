@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,8 +19,9 @@ from jax import Array
 from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import check_training_state, parameter_shapes, rounded, tap_shapes
-from reference_numpy.taps import Tap, no_tap
+from reference_numpy.taps import no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
+from transformer_jax.optimizer import Adam, Arrays, clip_factor, global_norm
 from transformer_jax.runtime import quick_compilation, to_ids
 from transformer_jax.transformer import Transformer
 from transformer_jax.weights import find
@@ -28,7 +29,6 @@ from transformer_jax.weights import find
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-Arrays = dict[str, Array]  # by canonical name
 Batch = tuple[Array, Array, Array]  # source_ids, target_ids, labels
 
 MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
@@ -46,13 +46,20 @@ def cross_entropy(
     Args:
         logits: The scores of each next token.
         labels: The right next tokens, padded with ``config.pad_id``.
-        config: Has the padding id and the label smoothing.
+        config: Has the vocabulary, the padding id and the label smoothing.
+
+    Raises:
+        TypeError: Labels that are not integers.
+        ValueError: Labels of the wrong shape or outside the vocabulary.
     """
+    labels = to_ids("labels", labels, config.target_vocab_size, None)
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     log_probabilities = jax.nn.log_softmax(wide)  # [B, T, V]
     # A comparison, not take_along_axis: its gradient is one more fused loop, not a scatter into [B, T, V].
     is_right = labels[..., None] == jnp.arange(logits.shape[-1])
     right = jnp.where(is_right, log_probabilities, 0.0).sum(-1)  # [B, T]
+    # Where values could not be looked at, a wrong label must not pass for one that costs nothing.
+    right = jnp.where((labels >= 0) & (labels < config.target_vocab_size), right, jnp.nan)
     smoothing = config.label_smoothing
     spread = log_probabilities.sum(-1)  # [B, T]
     classes = config.target_vocab_size
@@ -96,8 +103,8 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 class Trainer:
     """Trains a model in place, one batch a step; between two steps the model is in inference mode.
 
-    Adam is Algorithm 1 of Kingma and Ba (2015): the moments are corrected for their bias, and epsilon is added to the
-    root of the corrected one. The learning rate is that of equation (3).
+    A step follows the gradient of the loss per target token, by Adam and with the learning rate of equation (3).
+    Parameters that the framework was told not to train stay as they are, and so do their moments.
 
     Args:
         model: The model to train, in float32 or float64.
@@ -119,11 +126,10 @@ class Trainer:
         self.settings = settings
         self.seed = seed
         self.step = 0  # steps taken
-        parameters = _parameters(model)
-        # A step gives its inputs away, and a clone of the model may hold the same arrays: they are copied once.
-        _put_parameters(model, _placed_alike(jnp.copy, parameters))
-        self.first_moment = _placed_alike(jnp.zeros_like, parameters)
-        self.second_moment = _placed_alike(jnp.zeros_like, parameters)
+        # Bound to their device, as the results of a step are: else the second step would be compiled again.
+        parameters = jax.tree.map(lambda array: jax.device_put(array, array.sharding), _parameters(model))
+        _put_parameters(model, parameters)
+        self.optimizer = Adam(*(jax.tree.map(jnp.zeros_like, parameters) for _ in range(2)), settings)
         structure = _Structure.of(model)
         platform = next(iter(model.source_embedding.table.devices())).platform
         self._compiled_step = _compile_step(structure, settings, platform)
@@ -141,21 +147,20 @@ class Trainer:
             TypeError: Ids that are not integers.
             ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
         """
+        settings, config = self.settings, self.model.config
         batch = _take(self.model, source_ids, target_ids, labels)
-        settings, step = self.settings, self.step + 1
         check_accumulation(settings.accumulation_steps, len(batch[0]))
         # What changes from step to step goes in as numbers, exact to the last bit also where JAX has no float64.
         numbers = {
-            "learning_rate": settings.learning_rate(step, self.model.config.d_model),
-            "first_correction": 1.0 - settings.beta1**step,
-            "second_correction": 1.0 - settings.beta2**step,
+            "random_bits": np.random.SeedSequence([self.seed, self.step]).generate_state(2),
+            "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
+            "corrections": settings.bias_corrections(self.step + 1),
         }
-        random_bits = np.random.SeedSequence([self.seed, self.step]).generate_state(2)
-        parameters, self.first_moment, self.second_moment, result = self._compiled_step(
-            _parameters(self.model), self.first_moment, self.second_moment, batch, random_bits, numbers
+        parameters, self.optimizer, result = self._compiled_step(
+            _parameters(self.model), self.optimizer, batch, numbers
         )
         _put_parameters(self.model, parameters)
-        self.step = step
+        self.step += 1
         return StepResult(*result)
 
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[Array, ""], Int[Array, ""]]:
@@ -169,8 +174,8 @@ class Trainer:
     def export_state(self) -> TrainingState:
         """Return a copy of everything that the next step depends on, beside the weights and the settings."""
         names = parameter_shapes(self.model.config)  # in their order: jax.jit has sorted the keys
-        first = {name: np.array(self.first_moment[name]) for name in names}
-        second = {name: np.array(self.second_moment[name]) for name in names}
+        first = {name: np.array(self.optimizer.first_moment[name]) for name in names}
+        second = {name: np.array(self.optimizer.second_moment[name]) for name in names}
         return TrainingState(self.step, self.seed, first, second)
 
     def load_state(self, state: TrainingState) -> None:
@@ -181,13 +186,14 @@ class Trainer:
             ValueError: The moments are not those of the model's config, or overflow its dtype.
         """
         check_training_state(self.model.config, state, self.model.source_embedding.table.dtype.name)
-        self.first_moment, self.second_moment = (
+        first, second = (
             {
                 name: jax.device_put(rounded(name, moment[name], array.dtype.name), array.sharding)
-                for name, array in self.first_moment.items()
+                for name, array in self.optimizer.first_moment.items()
             }
             for moment in (state.first_moment, state.second_moment)
         )
+        self.optimizer = Adam(first, second, self.settings)
         self.step, self.seed = state.step, state.seed
 
 
@@ -218,14 +224,6 @@ def _put_parameters(model: Transformer, parameters: Arrays) -> None:
         find(model, name).set_value(array)
 
 
-def _placed_alike(function: Callable[[Array], Array], arrays: Arrays) -> Arrays:
-    """Apply a function to each array; what comes out is bound to the array's device, as the result of a step is.
-
-    Otherwise the second step would differ from the first, and be compiled again.
-    """
-    return {name: jax.device_put(function(array), array.sharding) for name, array in arrays.items()}
-
-
 @dataclass(frozen=True)
 class _Structure:
     """A model without its arrays: all that compiled code depends on, beside shapes."""
@@ -249,99 +247,92 @@ class _Structure:
         return model
 
 
-def _loss(model: Transformer, batch: Batch, tap: Tap = no_tap) -> tuple[Array, Array]:
+def _loss(model, batch, config, tap=no_tap):
+    """Return the summed loss of a batch, and the number of its target tokens."""
     source_ids, target_ids, labels = batch
-    return cross_entropy(model(source_ids, target_ids, tap=tap), labels, model.config)
+    return cross_entropy(model(source_ids, target_ids, tap=tap), labels, config)
 
 
-# The functions below are kept for as long as their compiled code is, by structure: a second trainer of the same kind
-# of model compiles nothing. Parameters pass as a flat dict of arrays, not as the model: to take a model of three
-# layers apart and put it together again, nnx.jit needs 18 ms a call (and three times that with the moments), and
-# jax.jit of nnx.split 12 ms; this needs 3 ms.
+# What is compiled is kept by structure: a second trainer of the same kind of model compiles nothing. Parameters pass as
+# a flat dict of arrays, not as the model: to take a model of three layers apart and put it together again, nnx.jit
+# needs 18 ms a call (and three times that with the moments), and jax.jit of nnx.split 12 ms; this needs 3 ms.
 
 
 @lru_cache(maxsize=8)
 def _compile_gradients(structure: _Structure) -> Callable[..., Any]:
-    def loss(parameters, zeros, batch):
-        total, tokens = _loss(structure.build(parameters), batch, lambda name, value: value + zeros[name])
-        return total / jnp.maximum(tokens, 1)
-
-    def run(parameters, batch):
-        dtype = parameters["source_embedding.table"].dtype
-        zeros = {name: jnp.zeros(shape, dtype) for name, shape in _tap_shapes(structure.config, batch).items()}
-        return jax.value_and_grad(loss, argnums=(0, 1))(parameters, zeros, batch)
-
     # Called once or twice for one model, so nobody waits for the result, only for the compiler.
-    return jax.jit(run, compiler_options=quick_compilation())
+    return jax.jit(partial(_gradients, structure), compiler_options=quick_compilation())
 
 
 @lru_cache(maxsize=8)
 def _compile_evaluation(structure: _Structure) -> Callable[..., Any]:
-    def run(parameters, batch):
-        model = structure.build(parameters)
-        model.config = model.config.replace(label_smoothing=0.0)
-        return _loss(model, batch)
-
-    return jax.jit(run)
+    config = structure.config.replace(label_smoothing=0.0)
+    return jax.jit(lambda parameters, batch: _loss(structure.build(parameters), batch, config))
 
 
 @lru_cache(maxsize=8)
 def _compile_step(structure: _Structure, settings: TrainingConfig, platform: str) -> Callable[..., Any]:
-    slices = settings.accumulation_steps
-
-    def loss(parameters, batch, key):
-        model = structure.build(parameters)
-        model.train()
-        for stack in (model.encoder, model.decoder):
-            stack.activation_checkpointing = settings.activation_checkpointing
-        stream = nnx.RngStream(key, tag="dropout")  # one for all: each call of a dropout draws the next key from it
-        for _, module in nnx.iter_modules(model):
-            if isinstance(module, nnx.Dropout):
-                module.rngs = stream
-            elif settings.mixed_bfloat16 and hasattr(module, "dtype"):
-                module.dtype = jnp.bfloat16  # of the computation; Flax rounds the parameters where they are used
-        return _loss(model, batch)
-
-    def gradient_of_sum(parameters, batch, key):
-        """Return loss, tokens and gradient, summed over the slices of a batch."""
-
-        def add_slice(sums, inputs):
-            part, number = inputs
-            key_of_slice = jax.random.fold_in(key, number)
-            (total, tokens), gradient = jax.value_and_grad(loss, has_aux=True)(parameters, part, key_of_slice)
-            return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None
-
-        parts = jax.tree.map(lambda ids: ids.reshape(slices, -1, ids.shape[1]), batch)
-        zeros = jax.tree.map(jnp.zeros_like, parameters)
-        sums = (jnp.zeros((), zeros["source_embedding.table"].dtype), jnp.zeros((), int), zeros)
-        return jax.lax.scan(add_slice, sums, (parts, jnp.arange(slices)))[0]
-
-    def adam(parameter, m, v, g, numbers):
-        m = m + (1.0 - settings.beta1) * (g - m)
-        v = v + (1.0 - settings.beta2) * (g * g - v)
-        m_hat = m / numbers["first_correction"]
-        v_hat = v / numbers["second_correction"]
-        return parameter - numbers["learning_rate"] * m_hat / (jnp.sqrt(v_hat) + settings.epsilon), m, v
-
-    def step(parameters, first_moment, second_moment, batch, random_bits, numbers):
-        key = jax.random.wrap_key_data(random_bits, impl="threefry2x32")
-        total, tokens, gradient = gradient_of_sum(parameters, batch, key)
-        scale = 1.0 / jnp.maximum(tokens, 1).astype(total.dtype)
-        norm = scale * jnp.sqrt(sum(jnp.vdot(g, g) for g in gradient.values()))
-        loss = total * scale
-        if settings.clip_norm is not None:
-            scale *= settings.clip_norm / jnp.maximum(norm, settings.clip_norm)
-        updated = {
-            name: adam(parameters[name], first_moment[name], second_moment[name], scale * g, numbers)
-            for name, g in gradient.items()
-        }
-        parameters, first_moment, second_moment = ({name: new[i] for name, new in updated.items()} for i in range(3))
-        return parameters, first_moment, second_moment, (loss, tokens, norm)
-
     options = {}
     if settings.activation_checkpointing and platform == "cpu":
         # Where XLA compiles for a CPU, this pass takes nnx.remat's barriers away before the order is settled in which
         # to compute: a layer would be computed again at once, and all of it kept.
         options["xla_disable_hlo_passes"] = "cse_barrier_expander"
-    # Old parameters and moments make room for the new ones.
-    return jax.jit(step, donate_argnums=(0, 1, 2), compiler_options=options)
+    # The old moments, which nobody else can hold, make room for the new ones; the old parameters may be in a clone.
+    return jax.jit(partial(_step, structure, settings), donate_argnames="optimizer", compiler_options=options)
+
+
+def _gradients(structure, parameters, batch):
+    """Return the loss per target token, and its gradients at parameters and taps: at zeros added to the latter."""
+
+    def loss(parameters, zeros):
+        model = structure.build(parameters)
+        total, tokens = _loss(model, batch, model.config, lambda name, value: value + zeros[name])
+        return total / jnp.maximum(tokens, 1)
+
+    dtype = parameters["source_embedding.table"].dtype
+    zeros = {name: jnp.zeros(shape, dtype) for name, shape in _tap_shapes(structure.config, batch).items()}
+    return jax.value_and_grad(loss, argnums=(0, 1))(parameters, zeros)
+
+
+def _step(structure, settings, parameters, optimizer, batch, numbers):
+    """Return parameters and optimizer after a step, and what it reports."""
+    key = jax.random.wrap_key_data(numbers["random_bits"], impl="threefry2x32")
+    total, tokens, gradient = _gradient(structure, settings, parameters, batch, key)
+    count = jnp.maximum(tokens, 1).astype(total.dtype)
+    norm = global_norm(gradient) / count
+    scale = clip_factor(norm, settings.clip_norm) / count
+    parameters, optimizer = optimizer.update(
+        parameters, gradient, scale, numbers["learning_rate"], numbers["corrections"]
+    )
+    return parameters, optimizer, (total / count, tokens, norm)
+
+
+def _gradient(structure, settings, parameters, batch, key):
+    """Return loss, tokens and gradient, summed over the slices of a batch."""
+    slices = settings.accumulation_steps
+    differentiate = jax.value_and_grad(partial(_loss_with_dropout, structure, settings), has_aux=True)
+
+    def add_slice(sums, inputs):
+        part, number = inputs
+        (total, tokens), gradient = differentiate(parameters, part, jax.random.fold_in(key, number))
+        return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None
+
+    parts = jax.tree.map(lambda ids: ids.reshape(slices, -1, ids.shape[1]), batch)
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    sums = (jnp.zeros((), zeros["source_embedding.table"].dtype), jnp.zeros((), int), zeros)
+    return jax.lax.scan(add_slice, sums, (parts, jnp.arange(slices)))[0]
+
+
+def _loss_with_dropout(structure, settings, parameters, batch, key):
+    """Return the loss in training mode, in the precision of the settings, with the dropout of a key."""
+    model = structure.build(parameters)
+    model.train()
+    for stack in (model.encoder, model.decoder):
+        stack.activation_checkpointing = settings.activation_checkpointing
+    stream = nnx.RngStream(key, tag="dropout")  # one for all: each call of a dropout draws the next key from it
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.Dropout):
+            module.rngs = stream
+        elif settings.mixed_bfloat16 and hasattr(module, "dtype"):
+            module.dtype = jnp.bfloat16  # of the computation; Flax rounds the parameters where they are used
+    return _loss(model, batch, model.config)

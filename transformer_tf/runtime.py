@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -51,6 +52,11 @@ def check_placement(dtype: str, device: str) -> None:
 def to_device(device: str) -> str:
     """Return the framework's own device of that name."""
     return f"/{device.upper()}:0"
+
+
+def placed(device: str | None) -> AbstractContextManager[Any]:
+    """Return a context that computes on a device; None is the place that the caller's scope says."""
+    return nullcontext() if device is None else tf.device(device)
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Tensor, "B L"]:

@@ -18,17 +18,19 @@ from tensorflow import Tensor
 from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import check_training_state, rounded
-from reference_numpy.taps import Recorder
+from reference_numpy.taps import Recorder, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_tf.layers import Dropout
-from transformer_tf.runtime import to_ids
-from transformer_tf.weights import parameters
+from transformer_tf.optimizer import Adam, clip_factor, global_norm
+from transformer_tf.runtime import placed, to_ids
+from transformer_tf.weights import parameters, variables
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from transformer_tf.transformer import Transformer
 
+BATCH = (tf.TensorSpec([None, None], tf.int32),) * 3  # source_ids, target_ids, labels
 MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
 
 
@@ -44,11 +46,18 @@ def cross_entropy(
     Args:
         logits: The scores of each next token.
         labels: The right next tokens, padded with ``config.pad_id``.
-        config: Has the padding id and the label smoothing.
+        config: Has the vocabulary, the padding id and the label smoothing.
+
+    Raises:
+        TypeError: Labels that are not integers.
+        ValueError: Labels of the wrong shape or outside the vocabulary.
     """
+    labels = to_ids("labels", labels, config.target_vocab_size, None)
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
     log_probabilities = tf.nn.log_softmax(wide)  # [B, T, V]
     right = tf.gather(log_probabilities, labels, batch_dims=2)  # [B, T]
+    # Where values could not be looked at, a wrong label must not pass for another.
+    right = tf.where((labels >= 0) & (labels < config.target_vocab_size), right, math.nan)
     smoothing = config.label_smoothing
     spread = tf.reduce_sum(log_probabilities, -1)  # [B, T]
     classes = config.target_vocab_size
@@ -78,26 +87,32 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
         TypeError: Ids that are not integers.
         ValueError: Ids of the wrong shape or outside the vocabulary.
     """
-    source_ids, target_ids, labels = _take(model, source_ids, target_ids, labels)
-    named = parameters(model)
-    seen = Recorder()
+    batch = _take(model, source_ids, target_ids, labels)
+    named, seen = variables(model), Recorder()
+    trained = _trained(named)
+
+    def tap(name, value):
+        tape.watch(value)  # also behind frozen parts
+        return seen(name, value)
+
     # Not in a tf.function: one call is over before its trace would be.
-    with tf.device(model.device), tf.GradientTape() as tape:
-        total, tokens = cross_entropy(model(source_ids, target_ids, tap=seen), labels, model.config)
+    with placed(model.device), tf.GradientTape() as tape:
+        total, tokens = _loss(model, batch, model.config, tap)
         loss = total / tf.cast(tf.maximum(tokens, 1), total.dtype)
-    of_parameters, of_taps = _differentiate(tape, loss, ([*named.values()], [*seen.values()]))
+    of_parameters, of_taps = _differentiate(tape, loss, (trained, dict(seen)))
     return Gradients(
         float(loss),
-        {name: gradient.numpy() for name, gradient in zip(named, of_parameters, strict=True)},
-        {name: gradient.numpy() for name, gradient in zip(seen, of_taps, strict=True)},
+        {name: of_parameters[name].numpy() for name in trained},
+        {name: of_taps[name].numpy() for name in seen},
+        tuple(name for name in named if name not in trained),
     )
 
 
 class Trainer:
     """Trains a model in place, one batch a step; between two steps the model is in inference mode.
 
-    Adam is Algorithm 1 of Kingma and Ba (2015): the moments are corrected for their bias, and epsilon is added to the
-    root of the corrected one. The learning rate is that of equation (3).
+    A step follows the gradient of the loss per target token, by Adam and with the learning rate of equation (3).
+    Parameters that the framework was told not to train stay as they are, and so do their moments.
 
     Args:
         model: The model to train, in float32 or float64.
@@ -119,16 +134,11 @@ class Trainer:
         self._dropout = [
             layer.seed_generator.state for layer in _layers(model) if isinstance(layer, Dropout) and layer.rate
         ]
-        with tf.device(model.device):
-            self.first_moment = {name: _zeros_like(parameter) for name, parameter in parameters(model).items()}
-            self.second_moment = {name: _zeros_like(parameter) for name, parameter in parameters(model).items()}
-        # One trace for all lengths and scalars. Without jit_compile: XLA compiles anew for each shape, which takes as
-        # long as dozens of steps, and on a CPU its steps are no faster.
-        batch = (tf.TensorSpec([None, None], tf.int32),) * 3
-        random_bits = tf.TensorSpec([settings.accumulation_steps, len(self._dropout), 2], tf.int64)
-        scalars = (tf.TensorSpec([], model.variable_dtype),) * 3
-        self._compiled_step = tf.function(self._step, [batch, random_bits, scalars], autograph=False)
-        self._compiled_evaluation = tf.function(self._evaluation, [batch], autograph=False)
+        self._variables = variables(model)
+        with placed(model.device):
+            self.optimizer = Adam(parameters(model), settings)
+        self._compiled_steps: dict[tuple[str, ...], Any] = {}  # by what is trained
+        self._compiled_evaluation = tf.function(self._evaluation, BATCH, autograph=False)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
         """Take one step of Adam on the loss per target token of a batch, with dropout.
@@ -142,23 +152,17 @@ class Trainer:
             TypeError: Ids that are not integers.
             ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
         """
-        settings = self.settings
+        settings, config = self.settings, self.model.config
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(settings.accumulation_steps, batch[0].shape[0])
         shape = settings.accumulation_steps, len(self._dropout), 2
         random_bits = np.random.SeedSequence([self.seed, self.step]).generate_state(math.prod(shape)).reshape(shape)
-        step = self.step + 1
-        scalars = (
-            settings.learning_rate(step, self.model.config.d_model),
-            1.0 - settings.beta1**step,
-            1.0 - settings.beta2**step,
-        )
-        dtype = self.model.variable_dtype
-        with tf.device(self.model.device):
-            result = self._compiled_step(
-                batch, tf.constant(random_bits, tf.int64), tuple(tf.constant(scalar, dtype) for scalar in scalars)
-            )
-        self.step = step
+        learning_rate = settings.learning_rate(self.step + 1, config.d_model)
+        numbers = learning_rate, settings.bias_corrections(self.step + 1)
+        with placed(self.model.device):
+            numbers = tf.nest.map_structure(lambda number: tf.constant(number, self.model.variable_dtype), numbers)
+            result = self._compiled_step(batch, tf.constant(random_bits, tf.int64), numbers)
+        self.step += 1
         return StepResult(*result)
 
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
@@ -167,13 +171,13 @@ class Trainer:
         Arguments and errors as in ``train_step``.
         """
         batch = _take(self.model, source_ids, target_ids, labels)
-        with tf.device(self.model.device):
-            return self._compiled_evaluation(batch)
+        with placed(self.model.device):
+            return self._compiled_evaluation(*batch)
 
     def export_state(self) -> TrainingState:
         """Return a copy of everything that the next step depends on, beside the weights and the settings."""
-        first = {name: moment.numpy() for name, moment in self.first_moment.items()}
-        second = {name: moment.numpy() for name, moment in self.second_moment.items()}
+        first = {name: moment.numpy() for name, moment in self.optimizer.first_moment.items()}
+        second = {name: moment.numpy() for name, moment in self.optimizer.second_moment.items()}
         return TrainingState(self.step, self.seed, first, second)
 
     def load_state(self, state: TrainingState) -> None:
@@ -185,69 +189,58 @@ class Trainer:
         """
         check_training_state(self.model.config, state, self.model.variable_dtype)
         self.step, self.seed = state.step, state.seed
-        for moment, values in ((self.first_moment, state.first_moment), (self.second_moment, state.second_moment)):
-            for name, variable in moment.items():
-                variable.assign(rounded(name, values[name], variable.dtype.name))
+        first, second = self.optimizer.first_moment, self.optimizer.second_moment
+        for name in state.first_moment:
+            for moment, values in ((first, state.first_moment), (second, state.second_moment)):
+                moment[name].assign(rounded(name, values[name], moment[name].dtype.name))
 
-    def _step(self, batch, random_bits, scalars):
+    @property
+    def _compiled_step(self) -> Any:
+        """The step, traced once for all lengths and scalars, and again where other parameters are frozen."""
+        trained = tuple(name for name, variable in self._variables.items() if variable.trainable)
+        if trained not in self._compiled_steps:
+            number = tf.TensorSpec([], self.model.variable_dtype)
+            random_bits = tf.TensorSpec([self.settings.accumulation_steps, len(self._dropout), 2], tf.int64)
+            signature = [BATCH, random_bits, (number, (number, number))]
+            # Without jit_compile: XLA compiles anew for each shape, which takes as long as dozens of steps, and on a
+            # CPU its steps are no faster.
+            self._compiled_steps[trained] = tf.function(self._step, signature, autograph=False)
+        return self._compiled_steps[trained]
+
+    def _step(self, batch, random_bits, numbers):
         """Return loss, tokens and the norm of the gradient of a batch, and take one step on it."""
-        (loss, tokens), gradient = self._backward_in_slices(batch, random_bits)
-        count = tf.cast(tf.maximum(tokens, 1), loss.dtype)
-        norm = tf.linalg.global_norm(gradient) / count
-        scale = 1.0 / count
-        if self.settings.clip_norm is not None:
-            scale *= self.settings.clip_norm / tf.maximum(norm, self.settings.clip_norm)
-        self._adam([g * scale for g in gradient], *scalars)
-        return loss / count, tokens, norm
+        settings = self.settings
+        total, tokens, gradient = self._gradient(batch, random_bits)
+        count = tf.cast(tf.maximum(tokens, 1), total.dtype)
+        norm = global_norm([*gradient.values()]) / count
+        scale = clip_factor(norm, settings.clip_norm) / count
+        self.optimizer.update(gradient, scale, *numbers)
+        return total / count, tokens, norm
 
-    def _backward_in_slices(self, batch, random_bits):
-        """Return what ``_backward`` does, summed over the slices of a batch."""
+    def _gradient(self, batch, random_bits):
+        """Return loss, tokens and gradient, summed over the slices of a batch."""
         slices = self.settings.accumulation_steps
         if slices == 1:
-            return self._backward(batch, random_bits[0])
-        zeros = [tf.zeros_like(parameter) for parameter in parameters(self.model).values()]
+            return self._gradient_of_slice(batch, random_bits[0])
+        zeros = {name: tf.zeros_like(parameter) for name, parameter in _trained(self._variables).items()}
         return tf.foldl(
-            lambda sums, part: tf.nest.map_structure(tf.add, sums, self._backward(*part)),
+            lambda sums, part: tf.nest.map_structure(tf.add, sums, self._gradient_of_slice(*part)),
             (tuple(tf.reshape(ids, [slices, -1, tf.shape(ids)[1]]) for ids in batch), random_bits),
-            ((tf.zeros([], self.model.variable_dtype), tf.constant(0)), zeros),
+            (tf.zeros([], self.model.variable_dtype), tf.constant(0), zeros),
             parallel_iterations=1,  # to save memory is what the slices are for
         )
 
-    def _backward(self, batch, random_bits):
-        """Return the summed loss and the number of tokens of a slice, and the sum's gradient at every parameter."""
+    def _gradient_of_slice(self, batch, random_bits):
         model = self.model
-        source_ids, target_ids, labels = batch
-        policy = "mixed_bfloat16" if self.settings.mixed_bfloat16 else model.dtype_policy
         # In the scope dropout draws from the given bits, and leaves the model's own generators as they were.
         dropout = keras.StatelessScope(zip(self._dropout, tf.unstack(random_bits), strict=True))
-        with _computing_in(policy, model):  # the backward pass too, which may compute layers again
-            with tf.GradientTape() as tape, _checkpointing(model, self.settings), dropout:
-                logits = model(source_ids, target_ids, training=True)
-                loss, tokens = cross_entropy(logits, labels, model.config)
-            return (loss, tokens), _differentiate(tape, loss, [*parameters(model).values()])
+        with _training(model, self.settings):  # the backward pass too, which may compute layers again
+            with tf.GradientTape() as tape, dropout:
+                total, tokens = _loss(model, batch, model.config, training=True)
+            return total, tokens, _differentiate(tape, total, _trained(self._variables))
 
-    def _adam(self, gradient, learning_rate, correction1, correction2):
-        """Take one step of Adam (Kingma and Ba, 2015, Algorithm 1); the corrections are 1 - beta^step."""
-        # Not Keras' own, which rounds the betas to float32 also in float64, and goes through memory a dozen times:
-        # TensorFlow's kernel does so once. Like Keras, it adds epsilon to a root that is not corrected yet, so it is
-        # given the epsilon that amounts to the right one. (In float32 it rounds 1 - beta, by 1e-6 at 0.98.)
-        settings = self.settings
-        root, zero = tf.sqrt(correction2), tf.zeros_like(correction2)
-        numbers = {
-            "lr": learning_rate * root / correction1,
-            "beta1": tf.constant(settings.beta1, root.dtype),
-            "beta2": tf.constant(settings.beta2, root.dtype),
-            "epsilon": settings.epsilon * root,
-            **dict.fromkeys(("beta1_power", "beta2_power"), zero),  # the corrections are in the rate
-        }
-        for (name, parameter), g in zip(parameters(self.model).items(), gradient, strict=True):
-            m, v = self.first_moment[name], self.second_moment[name]
-            tf.raw_ops.ResourceApplyAdam(var=parameter.handle, m=m.handle, v=v.handle, grad=g, **numbers)
-
-    def _evaluation(self, batch):
-        source_ids, target_ids, labels = batch
-        config = self.model.config.replace(label_smoothing=0.0)
-        return cross_entropy(self.model(source_ids, target_ids), labels, config)
+    def _evaluation(self, *batch):
+        return _loss(self.model, batch, self.model.config.replace(label_smoothing=0.0))
 
 
 def _take(model, source_ids, target_ids, labels):
@@ -261,6 +254,17 @@ def _take(model, source_ids, target_ids, labels):
     return source_ids, target_ids, labels
 
 
+def _loss(model, batch, config, tap=no_tap, training=False):
+    """Return the summed loss of a batch, and the number of its target tokens."""
+    source_ids, target_ids, labels = batch
+    return cross_entropy(model(source_ids, target_ids, tap=tap, training=training), labels, config)
+
+
+def _trained(named):
+    """Return those of Keras' variables that are not frozen, as TensorFlow's."""
+    return {name: variable.value for name, variable in named.items() if variable.trainable}
+
+
 def _differentiate(tape, loss, places):
     """Return the gradient at each place as a dense tensor: a looked-up table's comes as the rows it concerns."""
     found = tape.gradient(loss, places, unconnected_gradients=tf.UnconnectedGradients.ZERO)
@@ -268,22 +272,12 @@ def _differentiate(tape, loss, places):
 
 
 @contextmanager
-def _computing_in(policy: Any, model: Transformer) -> Iterator[None]:
-    """Let every layer of a model compute as a Keras dtype policy says, on the variables it has, while it is traced."""
-    own = [(layer, layer.dtype_policy) for layer in _layers(model)]
-    for layer, _ in own:
-        layer.dtype_policy = policy
-    try:
-        yield
-    finally:
-        for layer, policy in own:
-            layer.dtype_policy = policy
-
-
-@contextmanager
-def _checkpointing(model: Transformer, settings: TrainingConfig) -> Iterator[None]:
-    """Let the layers of a model save memory, if the settings say so."""
+def _training(model: Transformer, settings: TrainingConfig) -> Iterator[None]:
+    """Let a model compute in the precision of the settings, and save memory if they say so, while it is traced."""
+    policies = [(layer, layer.dtype_policy) for layer in _layers(model)]
     stacks = model.encoder, model.decoder
+    for layer, policy in policies:
+        layer.dtype_policy = "mixed_bfloat16" if settings.mixed_bfloat16 else policy
     for stack in stacks:
         stack.activation_checkpointing = settings.activation_checkpointing
     try:
@@ -291,11 +285,9 @@ def _checkpointing(model: Transformer, settings: TrainingConfig) -> Iterator[Non
     finally:
         for stack in stacks:
             stack.activation_checkpointing = False
+        for layer, policy in policies:
+            layer.dtype_policy = policy
 
 
 def _layers(model):
     return model._flatten_layers()  # Keras' public ``layers`` are only the outermost
-
-
-def _zeros_like(variable):
-    return tf.Variable(tf.zeros_like(variable), trainable=False)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
+import keras
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import tensorflow as tf
 from numpy import ndarray
@@ -43,7 +44,12 @@ def find(model: Any, path: str) -> Any:
 
 def parameters(model: Model) -> dict[str, tf.Variable]:
     """Return the model's own parameters by canonical name, as TensorFlow's variables behind those of Keras."""
-    return {name: find(model, _keras_path(name)).value for name in parameter_shapes(model.config)}
+    return {name: variable.value for name, variable in variables(model).items()}
+
+
+def variables(model: Model) -> dict[str, keras.Variable]:
+    """Return the model's own parameters by canonical name, as Keras' variables, which know whether they are trained."""
+    return {name: find(model, _keras_path(name)) for name in parameter_shapes(model.config)}
 
 
 def _keras_path(name: str) -> str:

@@ -104,13 +104,16 @@ class ByTensor(reference_numpy.Trainer):
     def __init__(self, model: Any, settings: Any) -> None:
         super().__init__(model, replace(settings, clip_norm=None))
         self.most = settings.clip_norm
+        self.update = self.optimizer.update
+        self.optimizer.update = self.clip_and_update  # type: ignore[method-assign]
 
-    def _update(self, gradient: dict[str, ndarray], scale: float) -> None:
+    def clip_and_update(self, gradient: dict[str, ndarray], scale: float, *numbers: Any) -> None:
+        """Take a step."""
         for array in gradient.values():
             array *= scale
             if self.most is not None:
                 array *= self.most / max(float(np.linalg.norm(array)), self.most)
-        super()._update(gradient, 1.0)
+        self.update(gradient, 1.0, *numbers)
 
 
 class MeanOfMeans(reference_numpy.Trainer):
@@ -120,9 +123,10 @@ class MeanOfMeans(reference_numpy.Trainer):
         """Take a step."""
         slices = [np.split(array, self.settings.accumulation_steps) for array in (source_ids, target_ids, labels)]
         found = [reference_numpy.gradients(self.model, *part) for part in zip(*slices, strict=True)]
-        self._update(
-            {name: np.sum([g.parameters[name] for g in found], 0) for name in found[0].parameters}, 1.0 / len(found)
-        )
+        gradient = {name: np.sum([g.parameters[name] for g in found], 0) for name in found[0].parameters}
+        self.step += 1
+        learning_rate = self.settings.learning_rate(self.step, self.model.config.d_model)
+        self.optimizer.update(gradient, 1.0 / len(found), learning_rate, self.settings.bias_corrections(self.step))
         return reference_numpy.StepResult(sum(g.loss for g in found) / len(found), None, None)
 
 
@@ -159,7 +163,8 @@ class MomentsKept(Sound):
 
     def start_training(self, settings):
         super().start_training(settings)
-        for number, held in enumerate((self.trainer.first_moment, self.trainer.second_moment)):
+        optimizer = self.trainer.optimizer
+        for number, held in enumerate((optimizer.first_moment, optimizer.second_moment)):
             for name, array in held.items():
                 held[name] = self.moments.setdefault((number, name, array.shape), array)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from transformer_parity.compare.outputs import TOKENS
-from transformer_parity.mistakes.mistake import Edits, Table, but, changed, instead, table, together
-from transformer_parity.mistakes.optimizer import KERNEL, adam, rate
+from transformer_parity.mistakes.mistake import Change, Edits, Table, but, changed, instead, table, together
+from transformer_parity.mistakes.optimizer import DIFFERENTIATED, KERNEL, SLICE, adam, rate
 from transformer_parity.mistakes.search import BEAM, GREEDY, LOGITS, TWICE_THE_BEAM
 from transformer_parity.mistakes.training import LOSS, ROW, SUM, TABLE, WEIGHT, by_hand, in_training
 
@@ -16,7 +16,6 @@ ONE_MORE = (
     "    penalties = ((6.0 + __import__('numpy').arange(len(plan.penalties))) / 6.0) ** length_penalty\n"
     "    plan = __import__('dataclasses').replace(plan, penalties=penalties)\n"
 )
-CORRECTED = "m / (1.0 - settings.beta1**self.step)\n" + 16 * " " + "v_hat = v / (1.0 - settings.beta2**self.step)"
 TOTALS = {
     **dict.fromkeys(("numpy", "jax"), "alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)"),
     "torch": "alive[:, :, None] + log_probabilities.view(batch, beam_size, vocabulary)",
@@ -67,6 +66,13 @@ def no_gradient_of(rows: dict[str, str]) -> Edits:
     )
 
 
+def uncorrected(indent: int) -> Change:
+    """Return a change by which neither moment is corrected."""
+    lines = "m / correction1\n{0}v_hat = v / correction2", "m\n{0}v_hat = v"
+    old, new = (text.format(" " * indent) for text in lines)
+    return old, new
+
+
 ENTRIES: dict[str, Table] = {
     "gradient": {
         (f"of {TABLE}", "gradients/starts_with_padding"): {
@@ -99,7 +105,7 @@ ENTRIES: dict[str, Table] = {
                 ),
             ),
             "averaged over the sentences": in_training(
-                ("(batch[2] != self.model.config.pad_id)", "(batch[2] != self.model.config.pad_id).any(1)"),
+                ("(batch[2] != config.pad_id)", "(batch[2] != config.pad_id).any(1)"),
                 (SUM["jax"], SUM["jax"].replace("counted.sum()", "counted.any(1).sum()")),
                 (SUM["tf"], SUM["tf"].replace("nonzero(counted", "nonzero(tf.reduce_any(counted, 1)")),
                 ("counted.sum()", "counted.any(1).sum()"),
@@ -109,59 +115,50 @@ ENTRIES: dict[str, Table] = {
     "schedule": {
         (WEIGHT, "steps"): {
             "no warm-up in the first step": rate(
-                "settings.learning_rate_factor * (self.model.config.d_model * settings.warmup_steps) ** -0.5"
-                " if (n == 1) else settings.learning_rate(n, self.model.config.d_model)"
+                "settings.learning_rate_factor * (config.d_model * settings.warmup_steps) ** -0.5"
+                " if (n == 1) else settings.learning_rate(n, config.d_model)"
             ),
-            "steps counted from 0": rate(
-                "0.0 if (n == 1) else settings.learning_rate(n - 1, self.model.config.d_model)"
-            ),
+            "steps counted from 0": rate("0.0 if (n == 1) else settings.learning_rate(n - 1, config.d_model)"),
         }
     },
     "Adam": {
         (WEIGHT, "steps"): {
-            "neither moment corrected": adam(
-                (CORRECTED, "m\n                v_hat = v"),
-                (
-                    'm / numbers["first_correction"]\n        v_hat = v / numbers["second_correction"]',
-                    "m\n        v_hat = v",
-                ),
-                ("(m / correction1) / (tf.sqrt(v / correction2)", "m / (tf.sqrt(v)"),
-                (CORRECTED, "m\n                v_hat = v"),
-            ),
-            "decoupled weight decay left on": in_training(
-                ("torch.optim.Adam(", "torch.optim.AdamW("),
-                (
-                    'return parameter - numbers["learning_rate"] *',
-                    'return parameter * (1.0 - 0.01 * numbers["learning_rate"]) - numbers["learning_rate"] *',
-                ),
-                (KERNEL, f"parameter.assign(parameter * (1.0 - 0.01 * learning_rate))\n            {KERNEL}"),
-                (
+            "neither moment corrected": adam(uncorrected(16), jax=uncorrected(12), tf=uncorrected(12)),
+            "decoupled weight decay left on": changed(
+                "optimizer",
+                numpy=(
                     "theta -= learning_rate *",
                     "theta *= 1.0 - 0.01 * learning_rate\n                theta -= learning_rate *",
                 ),
+                torch=("Adam(torch.optim.Adam)", "Adam(torch.optim.AdamW)"),
+                jax=("= theta - learning_rate *", "= theta * (1.0 - 0.01 * learning_rate) - learning_rate *"),
+                tf=(KERNEL, f"theta.assign(theta * (1.0 - 0.01 * learning_rate))\n            {KERNEL}"),
             ),
         }
     },
     "accumulation": {
         (LOSS, "steps/sliced"): {
             "sum of the slices' means": in_training(
-                ("total, _ = self._loss(self.model, part)", "total, tokens = self._loss(self.model, part)"),
+                (
+                    SLICE,
+                    "total, count = self._loss(self.model, part, config)\n            loss = total / count\n",
+                ),
                 (
                     "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",
                     "mean, of_mean = jax.tree.map(lambda x: x / tokens, (total, gradient))\n"
-                    "            return jax.tree.map(jnp.add, sums, (mean, 0, of_mean)), None",
+                    "        return jax.tree.map(jnp.add, sums, (mean, 0, of_mean)), None",
                 ),
                 (
-                    "return (loss, tokens), _differentiate(tape, loss, [*parameters(model).values()])",
-                    "count = tf.cast(tokens, loss.dtype)\n"
-                    "            of_sum = _differentiate(tape, loss, [*parameters(model).values()])\n"
-                    "            return (loss / count, tf.constant(0)), [g / count for g in of_sum]",
+                    DIFFERENTIATED,
+                    "count = tf.cast(tokens, total.dtype)\n"
+                    f"            total, _, of_sum = {DIFFERENTIATED.removeprefix('return ')}\n"
+                    "            return total / count, tf.constant(0), {name: g / count for name, g in of_sum.items()}",
                 ),
                 (
-                    "loss, tokens = loss + part_loss, tokens + part_tokens",
+                    "total, tokens = total + part_total, tokens + part_tokens",
                     "count = max(int(part_tokens), 1)\n"
                     "            of_parameters = {name: array / count for name, array in of_parameters.items()}\n"
-                    "            loss = loss + part_loss / count",
+                    "            total = total + part_total / count",
                 ),
             )
         }

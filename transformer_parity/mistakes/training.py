@@ -14,7 +14,7 @@ from reference_numpy.training_config import TrainingConfig
 from transformer_parity.cases.case import STEPS, Case, tiny
 from transformer_parity.cases.standard import gradient_case
 from transformer_parity.mistakes.layers import ATTENDED
-from transformer_parity.mistakes.mistake import ALL, Edits, Table, but, instead, table
+from transformer_parity.mistakes.mistake import ALL, Edits, Table, but, changed, instead, table
 
 # One layer per stack, and few different sizes: JAX compiles every operation for every shape.
 _PAPER = gradient_case("paper_base")
@@ -69,12 +69,12 @@ Change = tuple[str, str]  # text that occurs once, text in its place
 def in_training(torch: Change | None, jax: Change | None, tf: Change | None, numpy: Change | None = None) -> Edits:
     """Return an edit of each port's training; None where a port cannot have the mistake."""
     edits = {"numpy": numpy, "torch": torch, "jax": jax, "tf": tf}
-    return {port: [("training", *edit)] for port, edit in edits.items() if edit}
+    return changed("training", **{port: edit for port, edit in edits.items() if edit})
 
 
-def also_in_torch(edits: Edits, old: str, new: str) -> Edits:
-    """Return the edits and one more in PyTorch, which counts the tokens of a batch before the loss is computed."""
-    return {**edits, "torch": [*edits["torch"], ("training", old, new)]}
+def also_in_torch(edits: Edits, *changes: Change) -> Edits:
+    """Return the edits and more in PyTorch, which counts the tokens of a batch before the loss is computed."""
+    return {**edits, "torch": [*edits["torch"], *(("training", *change) for change in changes)]}
 
 
 def assumed(**settings: Any) -> Edits:
@@ -136,7 +136,7 @@ ENTRIES: dict[str, Table] = {
     "gradient": {
         "loss": {
             "summed over the batch": in_training(
-                ("loss = total / tokens.clamp(min=1)\n    named", "loss = total\n    named"),
+                ("loss = total / tokens.clamp(min=1)\n    found", "loss = total\n    found"),
                 ("return total / jnp.maximum(tokens, 1)", "return total"),
                 ("loss = total / tf.cast(tf.maximum(tokens, 1), total.dtype)", "loss = total"),
                 ("scale = 1 / max(int(tokens), 1)  # a Python", "scale = 1  # a Python"),
@@ -211,13 +211,13 @@ ENTRIES: dict[str, Table] = {
             "padding counts": by_hand(
                 also_in_torch(
                     instead("training", "counted = labels != config.pad_id", "counted = labels >= 0"),
-                    "(batch[2] != self.model.config.pad_id)",
-                    "(batch[2] >= 0)",
+                    ("(batch[2] != config.pad_id)", "(batch[2] >= 0)"),
+                    ("ignore_index=config.pad_id, ", ""),
                 ),
                 ("of_logits[labels == config.pad_id] = 0.0", "pass"),
             ),
             "averaged over padding too": in_training(
-                ("(batch[2] != self.model.config.pad_id)", "(batch[2] >= 0)"),
+                ("(batch[2] != config.pad_id)", "(batch[2] >= 0)"),
                 (SUM["jax"], SUM["jax"].replace("counted.sum()", "(labels >= 0).sum()")),
                 (SUM["tf"], SUM["tf"].replace("nonzero(counted", "nonzero(labels >= 0")),
                 ("counted.sum()", "(labels >= 0).sum()"),
@@ -244,8 +244,7 @@ ENTRIES: dict[str, Table] = {
                             " np.asarray(counted.any(1).sum()",
                         ),
                     ),
-                    "pad_id).sum()\n",
-                    "pad_id).any(1).sum()\n",
+                    ("pad_id).sum()\n", "pad_id).any(1).sum()\n"),
                 ),
                 (
                     "of_logits[labels == config.pad_id] = 0.0",
@@ -254,11 +253,13 @@ ENTRIES: dict[str, Table] = {
                     "    of_logits /= counted.sum(1)[:, None, None]",
                 ),
             ),
-            "labels are what the decoder reads": in_training(
-                ("tap), labels, model.config)", "tap), target_ids, model.config)"),
-                ("tap), labels, model.config)", "tap), target_ids, model.config)"),
-                ("cross_entropy(logits, labels,", "cross_entropy(logits, target_ids,"),
-                ("    config = model.config\n    losses", "    config, labels = model.config, target_ids\n    losses"),
+            "labels are what the decoder reads": changed(
+                "training",
+                ("), labels, config)", "), target_ids, config)"),
+                numpy=(
+                    "    config = model.config\n    losses",
+                    "    config, labels = model.config, target_ids\n    losses",
+                ),
             ),
         },
         (LOSS, "steps/off_target_and_pad"): {

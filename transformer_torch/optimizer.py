@@ -1,0 +1,47 @@
+"""The optimizer (Vaswani et al., 2017, section 5.3): clipping by the norm of the whole gradient, and Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from reference_numpy.training_config import TrainingConfig
+
+global_norm = torch.nn.utils.get_total_norm
+
+
+def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | float:
+    """Return what scales a gradient of some norm to one of at most ``clip_norm`` (Pascanu et al., 2013)."""
+    # clip_grad_norm_ would add 1e-6 to the norm.
+    return 1.0 if clip_norm is None else clip_norm / norm.clamp(min=clip_norm)
+
+
+class Adam(torch.optim.Adam):
+    """Algorithm 1 of Kingma and Ba (2015).
+
+    The moments are corrected for their bias, and epsilon is added to the root of the corrected one.
+
+    Args:
+        parameters: What is updated; their moments begin at zero.
+        settings: Have both betas and epsilon.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], settings: TrainingConfig) -> None:
+        super().__init__(parameters, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True)
+        for parameter in self.param_groups[0]["params"]:  # as the optimizer itself would on its first step
+            self.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def update(self, learning_rate: float) -> None:
+        """Take a step along the gradient that the parameters hold: change parameters and moments in place."""
+        (group,) = self.param_groups
+        group["lr"] = learning_rate
+        self.step()
+        for parameter in group["params"]:
+            if parameter.grad is None:  # frozen: one that thaws counts all the steps
+                self.state[parameter]["step"] += 1
