@@ -262,7 +262,7 @@ def output_projection_backward(
     trace: Trace,
 ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
     """Return the gradients of ``x`` and of the table, None where the projection has a matrix of its own."""
-    kernel = projection.table.T if projection.kernel is None else projection.kernel
+    kernel = projection.table.T if projection.kernel is None else projection.kernel  # type: ignore[union-attr]
     of_x, of_kernel, of_bias = linear_backward(x, kernel, of_logits)
     if projection.bias is not None:
         trace.note("bias", of_bias)
@@ -312,14 +312,15 @@ def decoder_layer_backward(
         of_query, of_memory = multi_head_attention_backward(layer.cross_attention, x, memory, of_output, trace)
         return of_query
 
-    self_attention = partial(self_attention_backward, layer.self_attention)
     feed_forward = partial(feed_forward_backward, layer.feed_forward)
-    attended = _residual(layer, "self_attention", x, trace)
+    attended = x if layer.self_attention is None else _residual(layer, "self_attention", x, trace)
     informed = _residual(layer, "cross_attention", attended, trace)
     of_x = trace.note("output", of_output)
     of_x = _through_residual(layer, "feed_forward", feed_forward, informed, of_x, trace)
     of_x = _through_residual(layer, "cross_attention", cross_attention, attended, of_x, trace)
-    of_x = _through_residual(layer, "self_attention", self_attention, x, of_x, trace)
+    if layer.self_attention is not None:
+        self_attention = partial(self_attention_backward, layer.self_attention)
+        of_x = _through_residual(layer, "self_attention", self_attention, x, of_x, trace)
     return of_x, of_memory
 
 

@@ -26,12 +26,11 @@ CHOICES = {
 }
 SIZES = ("source_vocab_size", "target_vocab_size", "d_model", "num_heads", "d_k", "d_v", "d_ff", "max_length")
 DEPTHS = ("num_encoder_layers", "num_decoder_layers")
-SWITCHES = ("final_norm", "scale_embedding", "attention_bias", "feed_forward_bias", "output_bias", "embedding_norm")
+LATER_SWITCHES = ("embedding_norm", "skip_first_self_attention")
+SWITCHES = ("final_norm", "scale_embedding", "attention_bias", "feed_forward_bias", "output_bias", *LATER_SWITCHES)
 DECODER_SIZES = ("num_heads", "d_k", "d_v", "d_ff")  # of which the decoder may have its own
-LATER = (
-    "embedding_norm",
-    *(f"decoder_{name}" for name in DECODER_SIZES),
-)  # fields that older files do not have: their defaults say what was meant
+# Fields that older files do not have: their defaults say what was meant.
+LATER = (*LATER_SWITCHES, *(f"decoder_{name}" for name in DECODER_SIZES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +98,7 @@ class TransformerConfig:
     decoder_d_k: int | None = None  # None: as in the encoder, or d_model / decoder_num_heads where that is given
     decoder_d_v: int | None = None  # likewise
     decoder_d_ff: int | None = None  # None: as in the encoder
+    skip_first_self_attention: bool = False  # of the decoder, whose first layer then is cross-attention, feed-forward
 
     def __post_init__(self) -> None:
         if isinstance(self.dropout, Mapping):
@@ -115,6 +115,10 @@ class TransformerConfig:
             if (size := getattr(self, f"decoder_{name}")) is not None:
                 check_integer(f"decoder_{name}", size, minimum=1)
         self._check_decoder_heads()
+        if self.skip_first_self_attention and self.num_decoder_layers == 1:
+            raise ValueError(
+                "skip_first_self_attention needs num_decoder_layers of at least 2, so that a position sees earlier ones"
+            )
         for name in DEPTHS:
             check_integer(name, getattr(self, name), minimum=1)
         for name in SWITCHES:
@@ -194,6 +198,10 @@ class TransformerConfig:
         own = {"num_heads": heads, "d_k": d_k or width, "d_v": d_v or width, "d_ff": d_ff}
         changes = {name: size for name, size in own.items() if size is not None}
         return self.replace(**changes, **dict.fromkeys(f"decoder_{name}" for name in DECODER_SIZES))
+
+    def has_self_attention(self, layer: int) -> bool:
+        """Return whether a layer of the decoder, counted from 0, has self-attention."""
+        return layer > 0 or not self.skip_first_self_attention
 
     @property
     def max_positions(self) -> int | None:

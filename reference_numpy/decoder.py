@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class DecoderLayer:
     """Let every target position gather from earlier ones, then from the source, then transform each on its own.
 
+    Without self-attention, as the first layer may be, it begins with the source.
     Section 3.1: each sub-layer is ``LayerNorm(x + Sublayer(x))``; norm order ``pre`` is
     ``x + Sublayer(LayerNorm(x))`` instead.
 
@@ -32,11 +33,11 @@ class DecoderLayer:
         ``feed_forward_norm.output``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", with_self_attention: bool = True) -> None:
         config = config.in_decoder
         self.norm_order = config.norm_order
-        self.self_attention = MultiHeadAttention(config, dtype)
-        self.self_attention_norm = LayerNorm(config, dtype)
+        self.self_attention = MultiHeadAttention(config, dtype) if with_self_attention else None
+        self.self_attention_norm = LayerNorm(config, dtype) if with_self_attention else None
         self.cross_attention = MultiHeadAttention(config, dtype)
         self.cross_attention_norm = LayerNorm(config, dtype)
         self.feed_forward = PositionwiseFeedForward(config, dtype)
@@ -58,9 +59,10 @@ class DecoderLayer:
         While decoding, ``memory`` is its keys and values, and ``past`` has those of earlier target positions.
         """
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, self_mask, within(tap, "self_attention"), rng, past)
-            attended = self.dropout(attended, rng, tap, "self_attention.output")
-            x = tap("self_attention_norm.output", self.self_attention_norm(x + attended))
+            if self.self_attention and self.self_attention_norm:
+                attended = self.self_attention(x, x, self_mask, within(tap, "self_attention"), rng, past)
+                attended = self.dropout(attended, rng, tap, "self_attention.output")
+                x = tap("self_attention_norm.output", self.self_attention_norm(x + attended))
             attended = self.cross_attention(x, memory, cross_mask, within(tap, "cross_attention"), rng)
             attended = self.dropout(attended, rng, tap, "cross_attention.output")
             x = tap("cross_attention_norm.output", self.cross_attention_norm(x + attended))
@@ -68,9 +70,10 @@ class DecoderLayer:
             transformed = self.dropout(transformed, rng, tap, "feed_forward.output")
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + transformed))
         else:
-            normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            attended = self.self_attention(normed, normed, self_mask, within(tap, "self_attention"), rng, past)
-            x = x + self.dropout(attended, rng, tap, "self_attention.output")
+            if self.self_attention and self.self_attention_norm:
+                normed = tap("self_attention_norm.output", self.self_attention_norm(x))
+                attended = self.self_attention(normed, normed, self_mask, within(tap, "self_attention"), rng, past)
+                x = x + self.dropout(attended, rng, tap, "self_attention.output")
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
             attended = self.cross_attention(normed, memory, cross_mask, within(tap, "cross_attention"), rng)
             x = x + self.dropout(attended, rng, tap, "cross_attention.output")
@@ -88,7 +91,7 @@ class DecoderCache:
 
     Attributes:
         memory: The source's keys and values, layer by layer; the hypotheses of a sentence share them.
-        past: The keys and values of the target so far, layer by layer.
+        past: The keys and values of the target so far, of each layer that has self-attention.
         cross_mask: True where a source position holds a token.
         self_mask: True where a target position holds a token.
         positions: What is added to the embedding at each target position.
@@ -120,7 +123,9 @@ class Decoder:
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
-        self.layers = [DecoderLayer(config, dtype) for _ in range(config.num_decoder_layers)]
+        self.layers = [
+            DecoderLayer(config, dtype, config.has_self_attention(i)) for i in range(config.num_decoder_layers)
+        ]
         self.final_norm = LayerNorm(config, dtype) if config.final_norm else None
 
     def __call__(
@@ -151,7 +156,8 @@ class Decoder:
         rows, capacity = len(memory) * beam_size, len(positions)
         past = [
             KeyValueCache(*(np.zeros((rows, x.shape[1], capacity, x.shape[3]), x.dtype) for x in key_values))
-            for key_values in projected
+            for layer, key_values in zip(self.layers, projected, strict=True)
+            if layer.self_attention is not None
         ]
         return DecoderCache(projected, past, cross_mask, np.zeros((rows, 1, 1, capacity), bool), positions)
 
@@ -160,7 +166,8 @@ class Decoder:
     ) -> Float[ndarray, "R 1 d_model"]:
         """Return the decoder's state at the next target position, which the cache then holds too."""
         self_mask = cache.self_mask[..., : cache.length + 1]
-        for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, cache.past, strict=True)):
+        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # the first may have no self-attention
+        for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:
             x = self.final_norm(x)

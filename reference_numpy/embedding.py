@@ -106,4 +106,5 @@ class OutputProjection:
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L V"]:
         """Return the logits of each position."""
-        return linear(x, self.table.T if self.kernel is None else self.kernel, self.bias)
+        kernel = self.table.T if self.kernel is None else self.kernel  # type: ignore[union-attr]
+        return linear(x, kernel, self.bias)

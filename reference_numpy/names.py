@@ -45,9 +45,9 @@ def tap_shapes(
 def count_parameters(config: TransformerConfig) -> int:
     """Return how many numbers the model learns; a tied matrix counts once."""
     depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
-    shapes = parameter_shapes(config.replace(num_encoder_layers=1, num_decoder_layers=1))  # all layers are alike
+    shapes = parameter_shapes(config.replace(**{f"num_{stack}_layers": min(n, 2) for stack, n in depths.items()}))
     return sum(
-        math.prod(shape) * (depths[name.partition(".")[0]] if ".layers." in name else 1)
+        math.prod(shape) * (depths[name.partition(".")[0]] - 1 if ".layers.1." in name else 1)  # as in all later ones
         for name, shape in shapes.items()
     )
 
@@ -124,8 +124,8 @@ def _parameters(config: TransformerConfig) -> Shapes:
     if config.embedding_norm:
         yield from _norm("source_embedding_norm", config)
         yield from _norm("target_embedding_norm", config)
-    for stack, depth, sizes, sublayers in _stacks(config):
-        for i in range(depth):
+    for stack, sizes, layers in _stacks(config):
+        for i, sublayers in enumerate(layers):
             for sublayer in sublayers:
                 path = f"{stack}.layers.{i}.{sublayer}"
                 yield from _feed_forward(path, sizes) if sublayer == "feed_forward" else _attention(path, sizes)
@@ -138,12 +138,13 @@ def _parameters(config: TransformerConfig) -> Shapes:
         yield "output_proj.bias", (config.target_vocab_size,)
 
 
-def _stacks(config: TransformerConfig) -> tuple[tuple[str, int, TransformerConfig, tuple[str, ...]], ...]:
-    decoder = ("self_attention", "cross_attention", "feed_forward")
-    return (
-        ("encoder", config.num_encoder_layers, config, ("self_attention", "feed_forward")),
-        ("decoder", config.num_decoder_layers, config.in_decoder, decoder),
-    )
+def _stacks(config: TransformerConfig) -> Iterator[tuple[str, TransformerConfig, list[tuple[str, ...]]]]:
+    """Yield each stack's name, its sizes, and the sub-layers of each of its layers."""
+    yield "encoder", config, [("self_attention", "feed_forward")] * config.num_encoder_layers
+    layers: list[tuple[str, ...]] = [("self_attention", "cross_attention", "feed_forward")] * config.num_decoder_layers
+    if config.skip_first_self_attention:
+        layers[0] = layers[0][1:]
+    yield "decoder", config.in_decoder, layers
 
 
 def _linear(path: str, d_in: int, d_out: int, bias: bool) -> Shapes:
@@ -172,10 +173,10 @@ def _norm(path: str, config: TransformerConfig) -> Shapes:
 
 def _taps(config: TransformerConfig, batch: int, source_length: int, target_length: int) -> Shapes:
     lengths = {"encoder": source_length, "decoder": target_length}
-    for (stack, depth, sizes, sublayers), side in zip(_stacks(config), ("source", "target"), strict=True):
+    for (stack, sizes, layers), side in zip(_stacks(config), ("source", "target"), strict=True):
         length = lengths[stack]
         yield f"{side}_embedding.output", (batch, length, config.d_model)
-        for i in range(depth):
+        for i, sublayers in enumerate(layers):
             for sublayer in sublayers:
                 path = f"{stack}.layers.{i}.{sublayer}"
                 norm = (f"{path}_norm.output", (batch, length, config.d_model))

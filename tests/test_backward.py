@@ -32,6 +32,8 @@ CORNERS = {  # what no preset has
         "torch",
         {"decoder_num_heads": 2, "decoder_d_v": 5, "decoder_d_ff": 11, "activation": "gelu"},
     ),
+    "no first self-attention": ("marian", {"skip_first_self_attention": True}),
+    "no first self-attention, pre-norm": ("annotated", {"skip_first_self_attention": True, "activation": "gelu"}),
     "two head sizes": ("paper_base", {"d_k": 5, "d_v": 7, "feed_forward_bias": False, "activation": "gelu_tanh"}),
 }
 

@@ -54,6 +54,11 @@ def bad_fields():
             yield {name: value}, TypeError, f"{name} must be a number: got {value!r}"
         for site in RATES:
             yield {"dropout": {site: value}}, TypeError, f"dropout.{site} must be a number: got {value!r}"
+    yield (
+        {"skip_first_self_attention": True, "num_decoder_layers": 1},
+        ValueError,
+        "skip_first_self_attention needs num_decoder_layers of at least 2, so that a position sees earlier ones",
+    )
     yield {"dropout": 0.1}, TypeError, "dropout must be DropoutRates: got float"
     yield {"d_model": 22}, ValueError, "num_heads must divide d_model unless d_k and d_v are given: got 3 and 22"
     yield {"d_model": 21}, ValueError, "sinusoidal positions need an even d_model: got 21"

@@ -35,7 +35,14 @@ def test_a_mistake_in_every_sub_layer_is_named_with_taps_and_without(mistake, sh
 
 CONFIG = tiny(d_v=8)
 # Padding is never said, so that the past holds some only where sentences start with it; and scores are not asked for.
-UNSEEN = ["padding in the past is seen", "a start symbol that is padding is hidden", "scores what comes after the end"]
+# And without a norm on the embeddings, none can be forgotten; all layers have self-attention.
+UNSEEN = [
+    "padding in the past is seen",
+    "a start symbol that is padding is hidden",
+    "no norm on the embedding",
+    "the past of another layer",
+    "scores what comes after the end",
+]
 
 
 def test_the_cases_for_ports_show_how_a_port_searches():

@@ -334,6 +334,7 @@ VARIANTS = {
     "learned positions, offset": {"position_encoding": "learned", "position_offset": 3},
     "pre-norm, final norm, offset": {"norm_order": "pre", "final_norm": True, "position_offset": 2},
     "starts with padding": {"bos_id": 0},
+    "no first self-attention": {"skip_first_self_attention": True, "embedding_norm": True},
     "a decoder of other sizes": {"decoder_num_heads": 2, "decoder_d_v": 5, "decoder_d_ff": 11},
 }
 FIRST, *OTHERS = VARIANTS

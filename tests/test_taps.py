@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from conftest import PACKAGES
+from test_backward import assert_gradient
 
 import reference_numpy as ref
 from transformer_parity.cases.case import tiny
@@ -49,3 +50,30 @@ def test_no_layer_binds_a_tap():
     layers = [path for package in PACKAGES.values() for path in (root / package).glob("*.py")]
     assert len(layers) > 40
     assert [path for path in layers if re.search(r"(?<!=)= within\(", path.read_text(encoding="utf-8"))] == []
+
+
+class Auxiliary(ref.Recorder):
+    """Keeps every decoder layer's output, and lets the model return their sum in the place of logits."""
+
+    def __call__(self, name, value):
+        value = super().__call__(name, value)
+        return sum(self.values()) if name == "logits" else value
+
+
+def test_a_loss_on_every_decoder_layer(port):
+    """Its gradient reaches what lies below, and is that of differences of the reference."""
+    config = tiny(num_encoder_layers=1, activation="gelu")
+    weights = {name: array.astype("float64") for name, array in hard_weights(config).items()}
+    rng = np.random.default_rng(0)
+    ids = padded_ids(rng, 37, config.pad_id, [5, 3], 5), padded_ids(rng, 37, config.pad_id, [4, 2], 4)
+
+    def loss(displacement):
+        moved = {**weights, "source_embedding.table": weights["source_embedding.table"] + displacement}
+        model = ref.Transformer.from_weights(config, moved, "float64")
+        return np.square(model(*ids, tap=Auxiliary("decoder.layers.*.output"))).sum()
+
+    model = port.package.Transformer.from_weights(config, weights, "float64")
+    tap = Auxiliary("decoder.layers.*.output")
+    found = port.gradients(model, *ids, tap=tap)
+    assert list(tap) == ["decoder.layers.0.output", "decoder.layers.1.output"]
+    assert_gradient(loss, next(gradient for gradient in found if gradient.shape == (37, config.d_model)))

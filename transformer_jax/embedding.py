@@ -98,7 +98,7 @@ class OutputProjection(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L V"]:
         """Return the logits of each position."""
-        kernel = self.table.T if self.kernel is None else self.kernel[...]
+        kernel = self.table.T if self.kernel is None else self.kernel[...]  # type: ignore[union-attr]
         logits = x.astype(self.dtype) @ kernel.astype(self.dtype)
         return logits if self.bias is None else logits + self.bias.astype(self.dtype)
 

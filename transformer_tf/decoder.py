@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class DecoderLayer(Block):
     """Let every target position gather from earlier ones, then from the source, then transform each on its own.
 
+    Without self-attention, as the first layer may be, it begins with the source.
     Section 3.1: each sub-layer is ``LayerNorm(x + Sublayer(x))``; norm order ``pre`` is
     ``x + Sublayer(LayerNorm(x))`` instead.
 
@@ -33,12 +34,14 @@ class DecoderLayer(Block):
         ``feed_forward_norm.output``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, dtype: str = "float32", with_self_attention: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(dtype=dtype, **kwargs)
         config = config.in_decoder
         self.norm_order = config.norm_order
-        self.self_attention = MultiHeadAttention(config, dtype=dtype)
-        self.self_attention_norm = LayerNorm(config, dtype=dtype)
+        self.self_attention = MultiHeadAttention(config, dtype=dtype) if with_self_attention else None
+        self.self_attention_norm = LayerNorm(config, dtype=dtype) if with_self_attention else None
         self.cross_attention = MultiHeadAttention(config, dtype=dtype)
         self.cross_attention_norm = LayerNorm(config, dtype=dtype)
         self.feed_forward = PositionwiseFeedForward(config, dtype=dtype)
@@ -59,16 +62,18 @@ class DecoderLayer(Block):
         While decoding, ``memory`` is its keys and values, and ``past`` has those of earlier target positions.
         """
         if self.norm_order == "post":
-            attended = self.self_attention(x, x, self_mask, tap=within(tap, "self_attention"), past=past)
-            x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
+            if self.self_attention and self.self_attention_norm:
+                attended = self.self_attention(x, x, self_mask, tap=within(tap, "self_attention"), past=past)
+                x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
             attended = self.cross_attention(x, memory, cross_mask, tap=within(tap, "cross_attention"))
             x = tap("cross_attention_norm.output", self.cross_attention_norm(x + self.dropout(attended)))
             transformed = self.feed_forward(x, tap=within(tap, "feed_forward"))
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed)))
         else:
-            normed = tap("self_attention_norm.output", self.self_attention_norm(x))
-            attended = self.self_attention(normed, normed, self_mask, tap=within(tap, "self_attention"), past=past)
-            x = x + self.dropout(attended)
+            if self.self_attention and self.self_attention_norm:
+                normed = tap("self_attention_norm.output", self.self_attention_norm(x))
+                attended = self.self_attention(normed, normed, self_mask, tap=within(tap, "self_attention"), past=past)
+                x = x + self.dropout(attended)
             normed = tap("cross_attention_norm.output", self.cross_attention_norm(x))
             x = x + self.dropout(self.cross_attention(normed, memory, cross_mask, tap=within(tap, "cross_attention")))
             normed = tap("feed_forward_norm.output", self.feed_forward_norm(x))
@@ -84,7 +89,7 @@ class DecoderCache:
 
     Attributes:
         memory: The source's keys and values, layer by layer; the hypotheses of a sentence share them.
-        past: The keys and values of the target so far, layer by layer.
+        past: The keys and values of the target so far, of each layer that has self-attention.
         cross_mask: True where a source position holds a token.
         self_mask: True where a target position holds a token.
         positions: What is added to the embedding at each target position.
@@ -128,7 +133,9 @@ class Decoder(Block):
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
-        self.layers = [DecoderLayer(config, dtype=dtype) for _ in range(config.num_decoder_layers)]
+        self.layers = [
+            DecoderLayer(config, dtype, config.has_self_attention(i)) for i in range(config.num_decoder_layers)
+        ]
         self.final_norm = LayerNorm(config, dtype=dtype) if config.final_norm else None
         self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 
@@ -163,7 +170,8 @@ class Decoder(Block):
         rows, capacity = keras.ops.shape(memory)[0] * beam_size, keras.ops.shape(positions)[0]
         past = [
             KeyValueCache(*(tf.zeros([rows, x.shape[1], capacity, x.shape[3]], x.dtype) for x in key_values))
-            for key_values in projected
+            for layer, key_values in zip(self.layers, projected, strict=True)
+            if layer.self_attention is not None
         ]
         return DecoderCache(projected, past, cross_mask, tf.zeros([rows, 1, 1, capacity], tf.bool), positions)
 
@@ -171,7 +179,8 @@ class Decoder(Block):
         self, x: Float[Tensor, "R 1 d_model"], cache: DecoderCache, tap: Tap = no_tap
     ) -> Float[Tensor, "R 1 d_model"]:
         """Return the decoder's state at the next target position, which the cache then holds too."""
-        for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, cache.past, strict=True)):
+        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # the first may have no self-attention
+        for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, cache.self_mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:
             x = self.final_norm(x)

@@ -59,6 +59,8 @@ class TokenEmbedding(nn.Module):
 class SinusoidalPosition(nn.Module):
     """Add to each vector the sines and cosines of its position (section 3.5)."""
 
+    table: Tensor  # of the first positions, in the model's dtype
+
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         super().__init__()
         self.config = config

@@ -194,7 +194,8 @@ def _step_weights(model):
 
 def _step_modules(layer):
     of_self, of_cross, feed_forward = layer.self_attention, layer.cross_attention, layer.feed_forward
-    yield from (of_self.query_proj, of_self.key_proj, of_self.value_proj, of_self.output_proj)
+    if of_self is not None:
+        yield from (of_self.query_proj, of_self.key_proj, of_self.value_proj, of_self.output_proj)
     yield from (of_cross.query_proj, of_cross.output_proj, feed_forward.inner_proj, feed_forward.output_proj)
 
 

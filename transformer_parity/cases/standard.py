@@ -140,6 +140,7 @@ def _full_models() -> Iterator[Case]:
         "tied_target": tiny(tie_embeddings="target_output", target_vocab_size=41),
         "deeper_decoder": tiny(num_encoder_layers=1, num_decoder_layers=3, norm_order="pre", final_norm=True),
         "other_decoder": tiny(**OTHER_DECODER),
+        "no_first_self_attention": tiny(skip_first_self_attention=True, norm_order="pre"),
     }.items():
         yield Case(f"full/{name}", "full model", changed, "", token_ids(changed), fast=name == "deeper_decoder")
     sizes: dict[str, Any] = {"d_model": 8, "num_heads": 2, "d_k": 3, "d_v": 5, "d_ff": 6}
@@ -183,6 +184,9 @@ def _gradients() -> Iterator[Case]:
     tied = tiny("annotated", tie_embeddings="target_output", target_vocab_size=41, activation="gelu_tanh")
     inputs = with_labels(token_ids(tied), tied)
     yield Case("gradients/tied_target", "gradients", tied, "", inputs, dtypes=("float64",), stage=GRADIENTS)
+    other = tiny(**OTHER_DECODER, skip_first_self_attention=True, activation="gelu")
+    inputs = with_labels(token_ids(other), other)
+    yield Case("gradients/other_decoder", "gradients", other, "", inputs, dtypes=("float64",), stage=GRADIENTS)
     # The other rows of Table 3 differ in sizes and rates; `--preset` compares any of them.
     yield from map(gradient_case, ("paper_base", *IMPLEMENTATIONS))
 
@@ -226,6 +230,8 @@ def _searches() -> Iterator[Case]:
     config = tiny(norm_order="pre", final_norm=True, tie_embeddings="none", output_bias=True)
     config = config.replace(source_vocab_size=13, target_vocab_size=13)
     dtypes = ("float64", "float32")  # bfloat16 cannot tell neighbours apart
+    other = tiny(**OTHER_DECODER, skip_first_self_attention=True, embedding_norm=True)
+    yield from searches("other_decoder", other, dtypes=("float64",))
     yield from searches("ends_apart", config, dtypes, seed=58, length_penalty=1.5)
 
 

@@ -37,6 +37,7 @@ MATHEMATICS = (
     "activation",
     "label_smoothing_kind",
 )
+SWITCHED = ("final_norm", "embedding_norm", "skip_first_self_attention", "scale_embedding")  # on or off
 LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 
 
@@ -102,7 +103,7 @@ def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
         if name in LOSS_FIELDS and stage not in ("gradients", "steps"):
             continue
         fields += [{name: choice} for choice in choices if choice != getattr(config, name)]
-    fields += [{name: not getattr(config, name)} for name in ("final_norm", "embedding_norm", "scale_embedding")]
+    fields += [{name: not getattr(config, name)} for name in SWITCHED]
     fields += [{"layer_norm_epsilon": value} for value in EPSILONS if value != config.layer_norm_epsilon]
     offsets = sorted({0, 1, 2, config.pad_id + 1} - {config.position_offset})
     fields += [{"position_offset": offset} for offset in offsets]

@@ -92,6 +92,9 @@ def draw_attention(asked: Asked) -> Figure:
     depth = config.num_encoder_layers if asked.which == "encoder" else config.num_decoder_layers
     if not 0 <= asked.layer < depth:
         raise UsageError(f"--layer must be 0 to {depth - 1} in this model: got {asked.layer}")
+    sizes = config if asked.which == "encoder" else config.in_decoder
+    if asked.which == "decoder" and not config.has_self_attention(asked.layer):
+        raise UsageError("--layer must not be 0 in this model: the decoder's first layer has no self-attention")
     inputs = {
         "source_ids": np.array([vocabulary.ids(asked.source, config)]),
         "target_ids": np.array([vocabulary.ids(asked.target, config, start=True, end=False)]),
@@ -100,13 +103,13 @@ def draw_attention(asked: Asked) -> Figure:
     ports = [PORTS[name] for name in asked.backends]
     seen = attention_weights(config, weights, inputs, tap, ports, asked.dtype)
 
-    lines = math.ceil(config.num_heads / MOST_COLUMNS)  # of heads, per backend
-    columns = math.ceil(config.num_heads / lines)
+    lines = math.ceil(sizes.num_heads / MOST_COLUMNS)  # of heads, per backend
+    columns = math.ceil(sizes.num_heads / lines)
     width, height = (max(1.5, 0.19 * len(tokens)) for tokens in (keys, queries))
     size = max(7.0, 1.8 + columns * (width + 0.1)), 2.0 + len(seen) * lines * (height + 0.3)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(seen) * lines, columns, squeeze=False)
-    for unused in grid.reshape(len(seen), -1)[:, config.num_heads :].flat:
+    for unused in grid.reshape(len(seen), -1)[:, sizes.num_heads :].flat:
         unused.remove()
     largest = max(heads.max() for heads in seen.values())
     for number, (backend, heads) in enumerate(seen.items()):
@@ -114,7 +117,7 @@ def draw_attention(asked: Asked) -> Figure:
             line, column = divmod(head, columns)
             axes = grid[number * lines + line, column]
             image = axes.imshow(shown, cmap="Blues", vmin=0, vmax=largest, aspect="auto", interpolation="nearest")
-            last = number == len(seen) - 1 and head + columns >= config.num_heads
+            last = number == len(seen) - 1 and head + columns >= sizes.num_heads
             label(axes, queries if column == 0 else [], keys if last else [])
             if number == 0 or lines > 1:
                 axes.set_title(f"head {head}")

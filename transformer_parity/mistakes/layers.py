@@ -183,7 +183,7 @@ ENTRIES: dict[str, Table] = {
             "output bias missing": changed(
                 "embedding",
                 ("logits + self.bias", "logits"),
-                numpy=("else self.kernel, self.bias", "else self.kernel"),
+                numpy=("linear(x, kernel, self.bias)", "linear(x, kernel)"),
                 torch=("if relaid is None else relaid, self.bias", "if relaid is None else relaid"),
             )
         },

@@ -15,6 +15,8 @@ LOGITS = "logits"
 CASES = {case.name: case for case in standard_cases() if case.stage == DECODE}
 GREEDY, BEAM = "decode/ends_apart_greedy", "decode/ends_apart_beam"
 MARIAN = "decode/marian_greedy"  # starts with padding
+PASTS = "[None] * (len(self.layers) - len(cache.past)) + cache.past"
+OTHER = "decode/other_decoder_greedy"  # whose first layer has no self-attention
 # The ports whose numbers depend on the lengths to which they pad.
 OWN = {"own_numbers": ("jax", "tf")}
 
@@ -47,7 +49,24 @@ CATALOGUE = [
                 ),
                 "padding in the source is seen": but(instead("decoder", "cache.cross_mask,", "None,"), **OWN),
                 "all layers attend to the first layer's memory": instead(
-                    "decoder", "cache.memory, cache.past,", "cache.memory[:1] * len(cache.memory), cache.past,"
+                    "decoder", "cache.memory, pasts,", "cache.memory[:1] * len(cache.memory), pasts,"
+                ),
+                "no norm on the embedding": but(
+                    instead(
+                        "transformer",
+                        "cache.positions[n]  # [R, 1, d_model]\n        if self.target_embedding_norm is not None:",
+                        "cache.positions[n]\n        if False:",
+                    ),
+                    case=OTHER,
+                ),
+                # In the others, the mask does not fit what is left.
+                "the past of another layer": but(
+                    instead(
+                        "decoder",
+                        PASTS,
+                        **dict.fromkeys(("numpy", "torch"), "(cache.past + [None])[: len(self.layers)]"),
+                    ),
+                    case=OTHER,
                 ),
                 "the last value stands for all": changed(
                     "attention",

@@ -288,16 +288,21 @@ EDGES = [
                 )
             },
             ("", "full/other_decoder"): {
+                # JAX takes parameters of any shape, and computes what it should.
                 "decoder's feed-forward as wide as the encoder's": but(
-                    in_ports_alone(
-                        instead(
-                            "decoder",
-                            "config = config.in_decoder",
-                            "config = config.in_decoder.replace(d_ff=config.d_ff)",
-                        )
+                    instead(
+                        "decoder",
+                        "config = config.in_decoder",
+                        **dict.fromkeys(("torch", "tf"), "config = config.in_decoder.replace(d_ff=config.d_ff)"),
                     ),
                     path="run",
                     verdict=FAILED,
+                )
+            },
+            ("", "full/no_first_self_attention"): {
+                "self-attention in every layer": but(
+                    in_ports_alone(instead("decoder", "config.has_self_attention(i)", "True")),
+                    announced=f"unexpected {CAUSAL}_norm.output",
                 )
             },
             ("logits", "full/tied_target"): {
