@@ -71,7 +71,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     batch = _take(model, source_ids, target_ids, labels)
     loss, (of_parameters, of_taps) = _compile_gradients(_Structure.of(model))(_parameters(model), batch)
     # The names give the order, which jax.jit loses: it sorts the keys of a dict.
-    taps = tap_shapes(model.config, *batch[0].shape, batch[1].shape[1])
+    taps = _tap_shapes(model.config, batch)
     return Gradients(
         float(loss),
         {name: np.array(of_parameters[name]) for name in parameter_shapes(model.config)},
@@ -98,7 +98,8 @@ class Trainer:
         # Bound to their device, as the results of a step are: else the second step would be compiled again.
         parameters = jax.tree.map(lambda array: jax.device_put(array, array.sharding), _parameters(model))
         _put_parameters(model, parameters)
-        self.optimizer = Adam(*(jax.tree.map(jnp.zeros_like, parameters) for _ in range(2)), settings)
+        first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
+        self.optimizer = Adam(first, second, settings)
         structure = _Structure.of(model)
         platform = next(iter(model.source_embedding.table.devices())).platform
         self._compiled_step = _compile_step(structure, settings, platform)
@@ -175,6 +176,11 @@ def _take(model, source_ids, target_ids, labels):
     check_same_batch(source_ids.shape, target_ids.shape)
     check_labels(labels.shape, target_ids.shape)
     return source_ids, target_ids, labels
+
+
+def _tap_shapes(config: TransformerConfig, batch: Batch) -> dict[str, tuple[int, ...]]:
+    source_ids, target_ids, _ = batch
+    return tap_shapes(config, len(source_ids), source_ids.shape[1], target_ids.shape[1])
 
 
 def _parameters(model: Transformer) -> Arrays:
@@ -254,7 +260,7 @@ def _gradients(structure, parameters, batch):
         return total / jnp.maximum(tokens, 1)
 
     dtype = parameters["source_embedding.table"].dtype
-    shapes = tap_shapes(structure.config, *batch[0].shape, batch[1].shape[1])
+    shapes = _tap_shapes(structure.config, batch)
     zeros = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
     return jax.value_and_grad(loss, argnums=(0, 1))(parameters, zeros)
 
