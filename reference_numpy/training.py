@@ -79,8 +79,8 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
         TypeError: Ids that are not integers.
         ValueError: Ids of the wrong shape or outside the vocabulary.
     """
-    source_ids, target_ids, labels = _take(model, source_ids, target_ids, labels)
-    total, tokens, of_parameters, of_taps = _backward(model, source_ids, target_ids, labels, Activations(), Recorder())
+    batch = _take(model, source_ids, target_ids, labels)
+    total, tokens, of_parameters, of_taps = _backward(model, batch, Activations(), Recorder())
     scale = 1 / max(int(tokens), 1)  # a Python number leaves a float32 array what it is
     return Gradients(
         float(total * scale),
@@ -171,22 +171,22 @@ class Trainer:
 
     def _gradient(self, batch, rng):
         """Return loss, tokens and gradient, summed over the slices of a batch."""
-        total, tokens, gradient = 0.0, 0, {}
+        total, tokens, gradient = 0.0, 0, dict[str, ndarray]()
         for part in zip(*(np.split(ids, self.settings.accumulation_steps) for ids in batch), strict=True):
-            seen = self._tap(*part[:2], rng)
+            seen = self._tap(part, rng)
             found = Recorder("**.kernel", "**.bias", "**.scale", "**.table")
-            part_total, part_tokens, of_parameters, _ = _backward(self.model, *part, seen, found, rng)
+            part_total, part_tokens, of_parameters, _ = _backward(self.model, part, seen, found, rng)
             total, tokens = total + part_total, tokens + part_tokens
             for name, array in gradient.items():
                 of_parameters[name] += array
             gradient = of_parameters
         return total, tokens, gradient
 
-    def _tap(self, source_ids, target_ids, rng):
+    def _tap(self, batch, rng):
         """Return the tap of a forward pass, which keeps what the backward pass reads."""
         if not self.settings.activation_checkpointing:
             return Activations()
-        pad_id = self.model.config.pad_id
+        (source_ids, target_ids, _), pad_id = batch, self.model.config.pad_id
         source_mask, target_mask = padding_mask(source_ids, pad_id), target_padding_mask(target_ids, pad_id)
         cross_mask, target_mask = source_mask[:, None, None, :], target_mask[:, None, None, :]
         self_mask = causal_mask(target_ids.shape[1]) & target_mask
@@ -204,8 +204,9 @@ def _take(model, source_ids, target_ids, labels):
     return source_ids, target_ids, labels
 
 
-def _backward(model, source_ids, target_ids, labels, seen, found, rng=None):
+def _backward(model, batch, seen, found, rng=None):
     """Return the summed loss, the number of tokens, and the gradient of the sum at every parameter and tap found."""
+    source_ids, target_ids, labels = batch
     logits = model(source_ids, target_ids, tap=seen, rng=rng)
     config = model.config
     losses = np.zeros(len(labels), logits.dtype)

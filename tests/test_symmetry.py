@@ -105,6 +105,7 @@ ALLOWED = [
     ("tf", "*", "adds definition *Cache.__tf_*", "how TensorFlow takes a class apart"),
     ("jax tf", "decoder.DecoderCache.length", "result: *", "in a compiled loop it is an array"),
     ("jax tf", "search.*_search", "shapes: *", "the loop is compiled: its body is a function of its own"),
+    ("torch", "training.*", "parameter model: *", "torch.compile and DistributedDataParallel return wrappers"),
     ("torch tf", "training.Trainer._gradient", "lacks parameter rng", STATE),
     ("tf", "training.Trainer._gradient", "adds parameter random_bits", "its dropout is given numbers, not a generator"),
     ("torch tf", "optimizer.global_norm", "*", SHIPPED),

@@ -39,18 +39,7 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
 
-    Section 5.4: the probability ``label_smoothing`` is taken from the right token and spread over all tokens
-    (``uniform``), over the wrong ones (``off_target``), or over the wrong ones but padding (``off_target_and_pad``).
-    Labels that are ``pad_id`` count for nothing. The logarithms are taken in at least float32.
-
-    Args:
-        logits: The scores of each next token.
-        labels: The right next tokens, padded with ``config.pad_id``.
-        config: Has the vocabulary, the padding id and the label smoothing.
-
-    Raises:
-        TypeError: Labels that are not integers.
-        ValueError: Labels of the wrong shape or outside the vocabulary.
+    Arguments, result and errors as in ``reference_numpy.cross_entropy``.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -77,17 +66,7 @@ def cross_entropy(
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. With no target token at all, loss and gradients are zero.
-
-    Args:
-        model: The model, left as it is.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
-        labels: What it should say [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
-
-    Raises:
-        TypeError: Ids that are not integers.
-        ValueError: Ids of the wrong shape or outside the vocabulary.
+    Arguments, result and errors as in ``reference_numpy.gradients``.
     """
     batch = _take(model, source_ids, target_ids, labels)
     loss, (of_parameters, of_taps) = _compile_gradients(_Structure.of(model))(_parameters(model), batch)
@@ -103,17 +82,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 class Trainer:
     """Trains a model in place, one batch a step; between two steps the model is in inference mode.
 
-    A step follows the gradient of the loss per target token, by Adam and with the learning rate of equation (3).
-    Parameters that the framework was told not to train stay as they are, and so do their moments.
-
-    Args:
-        model: The model to train, in float32 or float64.
-        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
-        seed: With the number of the step, all that the dropout of that step depends on.
-
-    Raises:
-        TypeError: The seed is not an integer.
-        ValueError: The model's dtype cannot be trained, mixed precision needs float32, or the seed is negative.
+    Arguments, result and errors as in ``reference_numpy.Trainer``.
     """
 
     def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
@@ -129,7 +98,8 @@ class Trainer:
         # Bound to their device, as the results of a step are: else the second step would be compiled again.
         parameters = jax.tree.map(lambda array: jax.device_put(array, array.sharding), _parameters(model))
         _put_parameters(model, parameters)
-        self.optimizer = Adam(*(jax.tree.map(jnp.zeros_like, parameters) for _ in range(2)), settings)
+        first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
+        self.optimizer = Adam(first, second, settings)
         structure = _Structure.of(model)
         platform = next(iter(model.source_embedding.table.devices())).platform
         self._compiled_step = _compile_step(structure, settings, platform)
@@ -290,7 +260,8 @@ def _gradients(structure, parameters, batch):
         return total / jnp.maximum(tokens, 1)
 
     dtype = parameters["source_embedding.table"].dtype
-    zeros = {name: jnp.zeros(shape, dtype) for name, shape in _tap_shapes(structure.config, batch).items()}
+    shapes = _tap_shapes(structure.config, batch)
+    zeros = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
     return jax.value_and_grad(loss, argnums=(0, 1))(parameters, zeros)
 
 

@@ -39,18 +39,7 @@ def cross_entropy(
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
 
-    Section 5.4: the probability ``label_smoothing`` is taken from the right token and spread over all tokens
-    (``uniform``), over the wrong ones (``off_target``), or over the wrong ones but padding (``off_target_and_pad``).
-    Labels that are ``pad_id`` count for nothing. The logarithms are taken in at least float32.
-
-    Args:
-        logits: The scores of each next token.
-        labels: The right next tokens, padded with ``config.pad_id``.
-        config: Has the vocabulary, the padding id and the label smoothing.
-
-    Raises:
-        TypeError: Labels that are not integers.
-        ValueError: Labels of the wrong shape or outside the vocabulary.
+    Arguments, result and errors as in ``reference_numpy.cross_entropy``.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
@@ -75,17 +64,7 @@ def cross_entropy(
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. With no target token at all, loss and gradients are zero.
-
-    Args:
-        model: The model, left as it is.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
-        labels: What it should say [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
-
-    Raises:
-        TypeError: Ids that are not integers.
-        ValueError: Ids of the wrong shape or outside the vocabulary.
+    Arguments, result and errors as in ``reference_numpy.gradients``.
     """
     batch = _take(model, source_ids, target_ids, labels)
     named, seen = variables(model), Recorder()
@@ -111,17 +90,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 class Trainer:
     """Trains a model in place, one batch a step; between two steps the model is in inference mode.
 
-    A step follows the gradient of the loss per target token, by Adam and with the learning rate of equation (3).
-    Parameters that the framework was told not to train stay as they are, and so do their moments.
-
-    Args:
-        model: The model to train, in float32 or float64.
-        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
-        seed: With the number of the step, all that the dropout of that step depends on.
-
-    Raises:
-        TypeError: The seed is not an integer.
-        ValueError: The model's dtype cannot be trained, mixed precision needs float32, or the seed is negative.
+    Arguments, result and errors as in ``reference_numpy.Trainer``.
     """
 
     def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
@@ -131,9 +100,8 @@ class Trainer:
         self.settings = settings
         self.seed = seed
         self.step = 0  # steps taken
-        self._dropout = [
-            layer.seed_generator.state for layer in _layers(model) if isinstance(layer, Dropout) and layer.rate
-        ]
+        layers = model._flatten_layers()  # Keras' public ``layers`` are only the outermost
+        self._dropout = [layer.seed_generator.state for layer in layers if isinstance(layer, Dropout) and layer.rate]
         self._variables = variables(model)
         with placed(model.device):
             self.optimizer = Adam(parameters(model), settings)
@@ -274,7 +242,7 @@ def _differentiate(tape, loss, places):
 @contextmanager
 def _training(model: Transformer, settings: TrainingConfig) -> Iterator[None]:
     """Let a model compute in the precision of the settings, and save memory if they say so, while it is traced."""
-    policies = [(layer, layer.dtype_policy) for layer in _layers(model)]
+    policies = [(layer, layer.dtype_policy) for layer in model._flatten_layers()]
     stacks = model.encoder, model.decoder
     for layer, policy in policies:
         layer.dtype_policy = "mixed_bfloat16" if settings.mixed_bfloat16 else policy
@@ -287,7 +255,3 @@ def _training(model: Transformer, settings: TrainingConfig) -> Iterator[None]:
             stack.activation_checkpointing = False
         for layer, policy in policies:
             layer.dtype_policy = policy
-
-
-def _layers(model):
-    return model._flatten_layers()  # Keras' public ``layers`` are only the outermost

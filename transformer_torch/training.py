@@ -35,18 +35,7 @@ def cross_entropy(
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
 
-    Section 5.4: the probability ``label_smoothing`` is taken from the right token and spread over all tokens
-    (``uniform``), over the wrong ones (``off_target``), or over the wrong ones but padding (``off_target_and_pad``).
-    Labels that are ``pad_id`` count for nothing. The logarithms are taken in at least float32.
-
-    Args:
-        logits: The scores of each next token.
-        labels: The right next tokens, padded with ``config.pad_id``.
-        config: Has the vocabulary, the padding id and the label smoothing.
-
-    Raises:
-        TypeError: Labels that are not integers.
-        ValueError: Labels of the wrong shape or outside the vocabulary.
+    Arguments, result and errors as in ``reference_numpy.cross_entropy``.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
     log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # [B, T, V]
@@ -67,20 +56,10 @@ def cross_entropy(
     return losses.masked_fill(~counted, 0.0).sum(), counted.sum()
 
 
-def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
+def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. With no target token at all, loss and gradients are zero.
-
-    Args:
-        model: The model, left as it is.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
-        labels: What it should say [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
-
-    Raises:
-        TypeError: Ids that are not integers.
-        ValueError: Ids of the wrong shape or outside the vocabulary.
+    Arguments, result and errors as in ``reference_numpy.gradients``.
     """
     batch = _take(model, source_ids, target_ids, labels)
     transformer, seen = _transformer(model), Recorder()
@@ -100,28 +79,16 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 class Trainer:
     """Trains a model in place, one batch a step; between two steps the model is in inference mode.
 
-    A step follows the gradient of the loss per target token, by Adam and with the learning rate of equation (3).
-    Parameters that the framework was told not to train stay as they are, and so do their moments.
+    Arguments, result and errors as in ``reference_numpy.Trainer``.
+
+    The model may be wrapped, by torch.compile or DistributedDataParallel, say; then the latter's mean over the
+    processes is taken of gradients that are each per target token of one process.
 
     Args:
-        model: The model to train, in float32 or float64.
-        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
-        seed: With the number of the step, all that the dropout of that step depends on.
         compile: Hand the forward and backward pass to torch.compile: slow first steps, faster ones after them.
-
-    Raises:
-        TypeError: The seed is not an integer.
-        ValueError: The model's dtype cannot be trained, mixed precision needs float32, or the seed is negative.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        settings: TrainingConfig,
-        seed: int = 0,
-        *,
-        compile: bool = False,  # noqa: A002  torch's own word
-    ) -> None:
+    def __init__(self, model: nn.Module, settings: TrainingConfig, seed: int = 0, *, compile: bool = False) -> None:  # noqa: A002
         check_trainable(
             dtype_name(_transformer(model).source_embedding.table),
             mixed_bfloat16=settings.mixed_bfloat16,

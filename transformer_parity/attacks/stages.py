@@ -33,8 +33,8 @@ def gradients(name: str, what: str, alter: Callable[[Gradients, ndarray], Any], 
 
 def scaled(found: Gradients, by: float) -> Gradients:
     """Return gradients that are so many times as large."""
-    tensors = ({name: by * array for name, array in held.items()} for held in (found.parameters, found.taps))
-    return Gradients(found.loss, *tensors)
+    parameters, taps = ({name: by * array for name, array in held.items()} for held in (found.parameters, found.taps))
+    return replace(found, parameters=parameters, taps=taps)
 
 
 def changed(name: str, change: Callable[[ndarray], ndarray]) -> Callable[[Gradients, ndarray], Gradients]:
@@ -105,7 +105,7 @@ class ByTensor(reference_numpy.Trainer):
         super().__init__(model, replace(settings, clip_norm=None))
         self.most = settings.clip_norm
         self.update = self.optimizer.update
-        self.optimizer.update = self.clip_and_update  # type: ignore[method-assign]
+        self.optimizer.update = self.clip_and_update  # type: ignore[method-assign,assignment]
 
     def clip_and_update(self, gradient: dict[str, ndarray], scale: float, *numbers: Any) -> None:
         """Take a step."""
