@@ -420,6 +420,7 @@ def test_sites_of_the_presets():
         "annotated": everywhere,
         "torch": everywhere,
         "flax_wmt": everywhere,
+        "bart": everywhere,
         "keras_hub": {"attention", "residual"},
     }
     for preset in PRESETS:
