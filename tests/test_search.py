@@ -53,11 +53,11 @@ def optimized_search(backend):
 @contextmanager
 def compiled_search(quick):
     """Let JAX compile its search quickly or well."""
-    from transformer_jax import search
+    from transformer_jax import search_loop
 
     with ExitStack() as stack:
         for name, function in _compiled(quick).items():
-            stack.enter_context(patch.object(search, name, function))
+            stack.enter_context(patch.object(search_loop, name, function))
         yield
 
 
@@ -66,19 +66,19 @@ def _compiled(quick):
     """Return the compiled functions of JAX's search, which stay compiled from test to test."""
     import jax
 
-    from transformer_jax import runtime, search
+    from transformer_jax import runtime, search_loop
 
-    sizes = ("kind", "capacity", "beam_size", "num_hypotheses")
+    sizes = ("kind", "beam_size", "num_hypotheses")
     asked = {
         "_start": {"static_argnames": ("structure", *sizes)},
-        "_advance": {"static_argnames": "structure", "donate_argnames": "state"},
+        "_advance": {"static_argnames": "structure", "donate_argnames": ("state", "cache")},
     }
     # Quickly: with bfloat16 rounded as often as where one operation runs at a time. Well: XLA's own defaults.
     options = runtime.quick_compilation()
     exact = {"xla_allow_excess_precision": False}
     options = {**options, **exact} if quick else dict(zip(options, (3, True), strict=False))
     return {
-        name: jax.jit(getattr(search, name).__wrapped__, compiler_options=options, **names)
+        name: jax.jit(getattr(search_loop, name).__wrapped__, compiler_options=options, **names)
         for name, names in asked.items()
     }
 

@@ -202,8 +202,9 @@ class Transformer(keras.Model):
             TypeError: Ids or sizes that are not integers, or a mask that is not boolean.
             ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        check_positions("capacity", capacity, self.config.max_positions)
-        check_integer("beam_size", beam_size, minimum=1)
+        if not tf.is_tensor(capacity):  # which it may be in a function that is traced once for all sizes
+            check_positions("capacity", capacity, self.config.max_positions)
+            check_integer("beam_size", beam_size, minimum=1)
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         with tf.device(self.device):
             return self._init_cache(source_ids, source_mask, capacity, beam_size)
