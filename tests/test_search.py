@@ -329,6 +329,34 @@ def test_cached_equals_uncached_step_by_step(backend, preset):
     check_steps(backend, case.config, weights, case.inputs["source_ids"], case.inputs["target_ids"][:, :3])
 
 
+def test_a_cache_that_is_full_refuses_more(backend):
+    """Beyond its capacity a position would be dropped, or take the place of another."""
+    config, weights = lively()
+    cache = load(backend, config, weights).init_cache(sources(config), 3).past[0]
+    keys, values = (backend.from_numpy(np.ones((5, config.num_heads, 3, d))) for d in (config.d_k, config.d_v))
+    kept = cache.append(keys, values)
+    assert kept.key.shape[1] == config.num_heads
+    with pytest.raises(ValueError, match="a cache of 3 positions must have room: 3 are taken, got 1 more"):
+        cache.append(keys[:, :, :1], values[:, :, :1])
+    assert cache.length == 3
+
+
+def test_a_decoding_step_gives_a_new_cache_or_says_that_it_does_not(backend):
+    """JAX and TensorFlow leave what they are given alone; NumPy and PyTorch write into it."""
+    config, weights = lively()
+    model = load(backend, config, weights)
+    given = model.init_cache(sources(config), 3)
+    before = backend.to_numpy(given.past[0].key).copy()
+    _, returned = model.decode_step([config.bos_id] * 5, given)
+    assert returned.length == 1
+    if backend.name in ("numpy", "torch"):
+        assert returned is given
+        return
+    assert given.length == 0
+    assert not backend.to_numpy(given.self_mask).any()
+    np.testing.assert_array_equal(backend.to_numpy(given.past[0].key), before)
+
+
 VARIANTS = {
     "d_k is not d_v": {"d_k": 5, "d_v": 11},
     "learned positions, offset": {"position_encoding": "learned", "position_offset": 3},

@@ -28,7 +28,7 @@ def run_search(
         limits, penalties = tf.constant(plan.limits, tf.int32), tf.constant(plan.penalties, dtype)
         plan = plan._replace(limits=limits, penalties=penalties)
         state = kind.start(plan)
-    cache = _call(Transformer.init_cache, model, source_ids, plan.capacity, plan.beam_size, source_mask)
+    cache = _call(_init_cache, model, source_ids, source_mask, capacity=plan.capacity, beam_size=plan.beam_size)
     for n in [last] if on_step is None else range(1, last + 1):
         state, cache = _call(_advance, model, state, cache, plan, n)
         if on_step is not None:
@@ -37,6 +37,11 @@ def run_search(
             break
     ids, scores = state.best()
     return search_result(np.array(ids[:batch], np.int64), np.array(scores[:batch]), plan.pad_id)
+
+
+def _init_cache(model, source_ids, source_mask, **sizes):
+    """Encode the source, and return the cache before the first step."""
+    return model.init_cache(source_ids, source_mask=source_mask, **sizes)
 
 
 def _advance(model, state, cache, plan, last):
@@ -61,14 +66,14 @@ def _rounded_up(length):
 _TRACED: WeakKeyDictionary[Transformer, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 
 
-def _call(function, model, *args):
-    """Call a function of a model, tensors and numbers, traced once for all values and sizes."""
+def _call(function, model, *args, **sizes):
+    """Call a function of a model, tensors and numbers, traced once for all of them, and once for each size."""
     traced = _TRACED.setdefault(model, {})
     with tf.device(model.device):
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
-        key = function, *map(type, args)  # the search may be of either kind
+        key = function, *map(type, args), *sizes.values()  # among the types is the kind of search
         if key not in traced:
-            of_model = partial(function, proxy(model))  # which would otherwise live as long as its functions
+            of_model = partial(function, proxy(model), **sizes)  # a model would live as long as its functions
             signature = tf.nest.map_structure(lambda x: tf.TensorSpec([None] * x.shape.rank, x.dtype), args)
             traced[key] = tf.function(of_model, signature, autograph=False, jit_compile=function is _advance)
         return traced[key](*args)

@@ -202,9 +202,8 @@ class Transformer(keras.Model):
             TypeError: Ids or sizes that are not integers, or a mask that is not boolean.
             ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        if not tf.is_tensor(capacity):  # which it may be in a function that is traced once for all sizes
-            check_positions("capacity", capacity, self.config.max_positions)
-            check_integer("beam_size", beam_size, minimum=1)
+        check_positions("capacity", capacity, self.config.max_positions)
+        check_integer("beam_size", beam_size, minimum=1)
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         with tf.device(self.device):
             return self._init_cache(source_ids, source_mask, capacity, beam_size)
@@ -216,7 +215,7 @@ class Transformer(keras.Model):
 
         Args:
             target_ids: The token at the next position of each hypothesis, those of one sentence side by side.
-            cache: What came before; not to be used again.
+            cache: What came before. JAX and TensorFlow leave it as it is, NumPy and PyTorch write into it.
             tap: Receives each named intermediate and returns the value to go on with.
 
         Returns:
