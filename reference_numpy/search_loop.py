@@ -36,7 +36,8 @@ def run_search(
             on_step(state.ids[:, :, :n].copy())
         if not state.goes_on():
             break
-    return search_result(*state.best(), plan.pad_id)
+    ids, scores = state.best()
+    return search_result(ids, scores, plan.pad_id)
 
 
 class _Uncached:

@@ -65,8 +65,8 @@ class SearchPlan(NamedTuple):
     eos_id: int
     start_id: int
     min_length: int
-    limits: Int[ndarray, " B"]
-    penalties: Float[ndarray, " n"]
+    limits: Any  # [B]; an array of NumPy as planned, and of the framework in its loop
+    penalties: Any  # [n]; likewise
     beam_size: int
     num_hypotheses: int
 
