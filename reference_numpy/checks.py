@@ -128,6 +128,12 @@ def check_next_ids(shape: Shape, length: int | None, room: Shape) -> None:
         raise ValueError(f"the cache must have room for the next target position: all {length} are taken")
 
 
+def check_room(length: Any, more: int | None, capacity: int | None) -> None:
+    """Raise ValueError unless a cache that holds ``length`` positions has room for more; None is not known."""
+    if None not in (length, more, capacity) and length + more > capacity:
+        raise ValueError(f"a cache of {capacity} positions must have room: {length} are taken, got {more} more")
+
+
 def check_memory(shape: Shape, dtype: str, needed: Shape, needed_dtype: str) -> None:
     """Raise TypeError unless the memory is of the model's dtype, ValueError unless it has the source's shape."""
     if dtype != needed_dtype:

@@ -5,15 +5,19 @@ B batch, K beam size, N number of hypotheses, V target vocabulary, R = B * K row
 
 from __future__ import annotations
 
-from typing import Any
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from reference_numpy.functional import log_softmax
-from reference_numpy.masks import target_padding_mask
-from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
-from reference_numpy.taps import no_tap
+from reference_numpy.search_loop import run_search
+from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult
 from reference_numpy.transformer import Transformer
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 
 def greedy_search(
@@ -50,25 +54,8 @@ def greedy_search(
         ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, lengths that contradict each other or
             the model's positions, or a model that computes NaN.
     """
-    config = model.config
-    source_ids, source_mask = model._take_source(source_ids, source_mask)
-    plan = plan_search(config, source_mask, max_length, min_length, start_id)
-    steps = (_CachedSteps if use_cache else _PlainSteps)(model, source_ids, source_mask, plan.capacity)
-    tokens = np.full(len(source_ids), plan.start_id)
-    ids = np.full((len(source_ids), 1, plan.capacity), config.pad_id)
-    scores = np.zeros((len(source_ids), 1), model.source_embedding.table.dtype)
-    unfinished = np.ones(len(source_ids), bool)
-    for n in range(1, plan.capacity + 1):
-        log_probabilities = _next_log_probabilities(steps.logits(tokens), config, n < plan.min_length)  # [B, V]
-        tokens = np.where(unfinished, log_probabilities.argmax(-1), config.pad_id)
-        ids[:, 0, n - 1] = tokens
-        scores[unfinished, 0] += log_probabilities[unfinished, tokens[unfinished]]
-        if on_step is not None:
-            on_step(ids[:, :, :n].copy())
-        unfinished &= (tokens != config.eos_id) & (n < plan.limits)
-        if not unfinished.any():
-            break
-    return search_result(ids, scores, config.pad_id)
+    options = max_length, min_length, start_id
+    return run_search(Greedy, model, source_ids, source_mask, on_step, options, use_cache=use_cache)
 
 
 def beam_search(
@@ -116,113 +103,121 @@ def beam_search(
         ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, a size, length or penalty that makes no
             sense, lengths that contradict each other or the model's positions, or a model that computes NaN.
     """
-    config = model.config
-    source_ids, source_mask = model._take_source(source_ids, source_mask)
-    plan = plan_search(
-        config,
-        source_mask,
-        max_length,
-        min_length,
-        start_id,
-        beam_size,
-        num_hypotheses,
-        length_penalty,
-        length_penalty_kind,
-    )
-    steps = (_CachedSteps if use_cache else _PlainSteps)(model, source_ids, source_mask, plan.capacity, beam_size)
-    batch, vocabulary, dtype = len(source_ids), config.target_vocab_size, model.source_embedding.table.dtype
-    penalties = plan.penalties.astype(dtype)
-    sentence = np.arange(batch)[:, None]
-    tokens = np.full((batch, beam_size), plan.start_id)
-    ids = np.full((batch, beam_size, plan.capacity), config.pad_id)
-    alive = np.full((batch, beam_size), -np.inf, dtype)  # log-probabilities; -inf is no hypothesis
-    alive[:, 0] = 0.0  # there is one to begin with: the empty one
-    finished_ids = np.full((batch, num_hypotheses, plan.capacity), config.pad_id)
-    finished = np.full((batch, num_hypotheses), -np.inf, dtype)  # scores, best first
-    for n in range(1, plan.capacity + 1):
+    options = max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
+    return run_search(Beam, model, source_ids, source_mask, on_step, options, use_cache=use_cache)
+
+
+class Greedy(NamedTuple):
+    """How far greedy search has come."""
+
+    tokens: Int[ndarray, " B"]  # what is read next
+    ids: Int[ndarray, "B 1 capacity"]
+    scores: Float[ndarray, "B 1"]
+    unfinished: Bool[ndarray, " B"]
+
+    @classmethod
+    def start(cls, plan: SearchPlan) -> Greedy:
+        """Return the state before the first step: nothing is said."""
+        batch = len(plan.limits)
+        return cls(
+            tokens=np.full([batch], plan.start_id),
+            ids=np.full([batch, 1, plan.capacity], plan.pad_id),
+            scores=np.zeros([batch, 1], plan.penalties.dtype),
+            unfinished=plan.limits > 0,
+        )
+
+    def step(self, logits: Float[ndarray, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
+        """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
+        log_probabilities = _next_log_probabilities(logits, n, plan)  # [B, V]
+        best, index = log_probabilities.max(-1, keepdims=True), log_probabilities.argmax(-1)
+        tokens = np.where(self.unfinished, index, plan.pad_id)
+        ids = self.ids
+        ids[:, 0, n - 1] = tokens
+        scores = self.scores + np.where(self.unfinished[:, None], best, 0.0)
+        unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits)
+        return Greedy(tokens, ids, scores, unfinished), None
+
+    def goes_on(self) -> Any:
+        """Whether any sentence is unfinished."""
+        return self.unfinished.any()
+
+    def best(self) -> tuple[Int[ndarray, "B 1 capacity"], Float[ndarray, "B 1"]]:
+        """Return the one hypothesis of each sentence, and its score."""
+        return self.ids, self.scores
+
+
+class Beam(NamedTuple):
+    """How far beam search has come."""
+
+    tokens: Int[ndarray, "B K"]  # what is read next
+    ids: Int[ndarray, "B K capacity"]  # padding where no hypothesis is
+    alive: Float[ndarray, "B K"]  # log-probabilities; -inf is no hypothesis
+    finished_ids: Int[ndarray, "B N capacity"]
+    finished: Float[ndarray, "B N"]  # scores, best first
+
+    @classmethod
+    def start(cls, plan: SearchPlan) -> Beam:
+        """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
+        shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.num_hypotheses]
+        is_empty_one = (plan.limits > 0)[:, None] & (np.arange(plan.beam_size) == 0)
+        return cls(
+            tokens=np.full(shape, plan.start_id),
+            ids=np.full([*shape, plan.capacity], plan.pad_id),
+            alive=np.where(is_empty_one, np.zeros(shape, plan.penalties.dtype), -inf),
+            finished_ids=np.full([*kept, plan.capacity], plan.pad_id),
+            finished=np.full(kept, -inf, plan.penalties.dtype),
+        )
+
+    def step(self, logits: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[ndarray, " R"]]:
+        """Return the state after the n-th token of each hypothesis, given the logits, and the row each goes on from."""
+        (batch, beam_size), num_hypotheses, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
+        sentence = np.arange(batch)[:, None]
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
-        log_probabilities = _next_log_probabilities(steps.logits(tokens.reshape(-1)), config, n < plan.min_length)
-        totals = alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
+        log_probabilities = _next_log_probabilities(logits, n, plan)  # [R, V]
+        totals = self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
         best, index = _top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
         parent, token = index // vocabulary, index % vocabulary
-        candidates = ids[sentence, parent]  # [B, 2K, capacity]
+        candidates = self.ids[sentence, parent]  # [B, 2K, capacity]
         candidates[:, :, n - 1] = token
-        ends = (token == config.eos_id) | (plan.limits == n)[:, None]
+        ends = (token == plan.eos_id) | (plan.limits == n)[:, None]
         # 2. Of those within the beam that end, keep the best.
-        ended = np.where(ends, best / penalties[n], -np.inf)[:, :beam_size]
-        finished, rank = _top(np.concatenate([finished, ended], 1), num_hypotheses)  # [B, N]
-        finished_ids = np.concatenate([finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
+        ended = np.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
+        finished, rank = _top(np.concatenate([self.finished, ended], 1), num_hypotheses)  # [B, N]
+        finished_ids = np.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
-        alive, rank = _top(np.where(ends, -np.inf, best), beam_size)  # [B, K]
-        attainable = alive[:, 0] / penalties[plan.limits]  # if all that it says from here on were certain
-        alive[finished[:, -1] >= attainable] = -np.inf
-        ids, tokens = candidates[sentence, rank], token[sentence, rank]
-        if on_step is not None:
-            on_step(np.where(np.isneginf(alive)[:, :, None], config.pad_id, ids[:, :, :n]))
-        if np.isneginf(alive).all():
-            break
-        steps.reorder((sentence * beam_size + parent[sentence, rank]).reshape(-1))
-    finished_ids[np.isneginf(finished)] = config.pad_id
-    return search_result(finished_ids, finished, config.pad_id)
+        alive, rank = _top(np.where(~ends, best, -inf), beam_size)  # [B, K]
+        attainable = alive[:, 0] / plan.penalties[plan.limits]  # if all that it has yet to say were certain
+        is_over = finished[:, -1] >= attainable
+        alive = np.where(~is_over[:, None], alive, -inf)
+        ids = np.where((alive != -inf)[:, :, None], candidates[sentence, rank], plan.pad_id)
+        tokens, parent = token[sentence, rank], parent[sentence, rank]
+        rows = (sentence * beam_size + parent).reshape(-1)
+        return Beam(tokens, ids, alive, finished_ids, finished), rows
+
+    def goes_on(self) -> Any:
+        """Whether any hypothesis is unfinished."""
+        return (self.alive != -inf).any()
+
+    def best(self) -> tuple[Int[ndarray, "B N capacity"], Float[ndarray, "B N"]]:
+        """Return the best finished hypotheses of each sentence, best first, and their scores."""
+        return self.finished_ids, self.finished
 
 
-def _next_log_probabilities(logits, config, too_short):
+def _next_log_probabilities(logits, n, plan):
     """Return the log-probability of each next token [R, V], with -inf for what may not be said."""
     log_probabilities = log_softmax(logits)
-    log_probabilities[:, config.pad_id] = -np.inf
-    if too_short:
-        log_probabilities[:, config.eos_id] = -np.inf
+    log_probabilities[:, plan.pad_id] = -inf
+    if n < plan.min_length:
+        log_probabilities[:, plan.eos_id] = -inf
     return log_probabilities
 
 
 def _top(values, count):
     """Return the largest values of each row and where they are; of equal ones, the first come first."""
-    values = np.where(
-        np.isnan(values), np.inf, values
-    )  # NaN comes first, so that a model that computes it is found out
+    values = np.where(np.isnan(values), inf, values)  # NaN comes first: a model that computes it is found out
     if values.shape[1] > 8 * count:  # sorting what is large enough is faster than sorting all
         large = [np.flatnonzero(row >= np.partition(row, -count)[-count]) for row in values]
-        index = np.stack(
-            [at[np.argsort(-row[at], kind="stable")[:count]] for row, at in zip(values, large, strict=True)]
-        )
+        index = np.stack([at[np.argsort(-x[at], kind="stable")[:count]] for x, at in zip(values, large, strict=True)])
     else:
         index = np.argsort(-values, axis=-1, kind="stable")[:, :count]
     return np.take_along_axis(values, index, -1), index
-
-
-class _CachedSteps:
-    """Decode one position after another, each once."""
-
-    def __init__(self, model, source_ids, source_mask, capacity, beam_size=1):
-        self.model = model
-        self.cache = model._init_cache(source_ids, source_mask, capacity, beam_size)
-
-    def logits(self, tokens):
-        """Return the logits [R, V] of what comes after one more token of each row."""
-        logits, self.cache = self.model._decode_step(tokens, self.cache)
-        return logits
-
-    def reorder(self, rows):
-        """Let each row go on from another one."""
-        self.cache.reorder(rows)
-
-
-class _PlainSteps:
-    """Decode the whole prefix for each token: what a cache has to be equal to."""
-
-    def __init__(self, model, source_ids, source_mask, capacity, beam_size=1):
-        memory = model._encode(source_ids, source_mask, no_tap, None)
-        self.model = model
-        self.memory = memory.repeat(beam_size, 0)  # [R, S, d_model]
-        self.source_mask = source_mask.repeat(beam_size, 0)
-        self.prefix = np.zeros((len(self.memory), 0), int)  # [R, n]
-
-    def logits(self, tokens):
-        """Return the logits [R, V] of what comes after one more token of each row."""
-        self.prefix = np.concatenate([self.prefix, tokens[:, None]], 1)
-        target_mask = target_padding_mask(self.prefix, self.model.config.pad_id)
-        return self.model._decode(self.prefix, self.memory, self.source_mask, target_mask, no_tap, None)[:, -1]
-
-    def reorder(self, rows):
-        """Let each row go on from another one."""
-        self.prefix = self.prefix[rows]

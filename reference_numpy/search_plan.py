@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -46,26 +47,33 @@ class SearchResult:
         return self.nbest_scores[:, 0]
 
 
-@dataclass(frozen=True)
-class SearchPlan:
+class SearchPlan(NamedTuple):
     """The arguments of a search, checked, and what follows from them.
 
     Attributes:
+        pad_id: What is never said, and stands where nothing is said.
+        eos_id: What ends a hypothesis.
         start_id: What the decoder reads first.
         min_length: The fewest tokens of a hypothesis, ``eos_id`` included.
         limits: The most tokens of a hypothesis of each sentence, ``eos_id`` included.
-        penalties: What the log-probability of a hypothesis of n tokens is divided by, for n up to the largest limit.
+        penalties: What the log-probability of a hypothesis of n tokens is divided by, for n up to the capacity.
+        beam_size: How many unfinished hypotheses of each sentence are kept.
+        num_hypotheses: How many finished hypotheses of each sentence are kept.
     """
 
+    pad_id: int
+    eos_id: int
     start_id: int
     min_length: int
-    limits: Int[ndarray, " B"]
-    penalties: Float[ndarray, " n"]
+    limits: Any  # [B]; an array of NumPy as planned, and of the framework in its loop
+    penalties: Any  # [n]; likewise
+    beam_size: int
+    num_hypotheses: int
 
     @property
     def capacity(self) -> int:
-        """How many steps the longest hypothesis takes: as many target positions are read."""
-        return int(self.limits.max())
+        """How many steps the longest hypothesis may take: as many target positions are read."""
+        return len(self.penalties) - 1
 
 
 def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
@@ -117,7 +125,35 @@ def plan_search(
         raise ValueError(f"min_length must be at most max_length: got {min_length} and {limits.min()}")
     penalties = length_penalty(np.arange(limits.max() + 1, dtype=np.float64), alpha, length_penalty_kind)
     penalties[0] = 1.0  # no hypothesis is that short
-    return SearchPlan(start_id, min_length, limits, penalties)
+    return SearchPlan(config.pad_id, config.eos_id, start_id, min_length, limits, penalties, beam_size, num_hypotheses)
+
+
+def pad_search(
+    source_ids: Int[ndarray, "B S"],
+    source_mask: Bool[ndarray, "B S"],
+    plan: SearchPlan,
+    max_positions: int | None,
+    round_up: Callable[[int], int],
+) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
+    """Return source and plan with padding behind them, so that there are few sizes to compile for.
+
+    The batch is rounded up to a power of two, by sentences whose limit is 0; lengths as ``round_up`` says, at most to
+    ``max_positions``.
+    """
+    batch, length = source_ids.shape
+    rows = (0, power_of_two(batch) - batch)
+    room, capacity = (min(round_up(size), max_positions or sys.maxsize) for size in (length, plan.capacity))
+    padding, more = (rows, (0, room - length)), (0, capacity - plan.capacity)
+    return (
+        np.pad(source_ids, padding, constant_values=plan.pad_id),
+        np.pad(source_mask, padding),
+        plan._replace(limits=np.pad(plan.limits, rows), penalties=np.pad(plan.penalties, more, constant_values=1.0)),
+    )
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is large enough."""
+    return 1 << (number - 1).bit_length()
 
 
 def search_result(

@@ -178,7 +178,7 @@ class Transformer:
 
         Args:
             target_ids: The token at the next position of each hypothesis, those of one sentence side by side.
-            cache: What came before; not to be used again.
+            cache: What came before. JAX and TensorFlow leave it as it is, NumPy and PyTorch write into it.
             tap: Receives each named intermediate and returns the value to go on with.
 
         Returns:

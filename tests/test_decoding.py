@@ -12,8 +12,9 @@ import pytest
 from test_search import lively, load_reference, sources
 
 import reference_numpy as ref
-from reference_numpy import SearchResult, search
+from reference_numpy import SearchResult, search, search_loop
 from transformer_parity.compare.near_ties import PrefixScorer, explain, follow, score, summary
+from transformer_parity.mistakes.edited_package import edited_package
 from transformer_parity.ports.protocol import Decoded, SearchOptions
 
 GREEDY = SearchOptions(max_length=11)
@@ -93,50 +94,43 @@ def test_scores_are_those_of_the_search():
         np.testing.assert_allclose(score(truth, sources(config), found.nbest_ids, options), found.nbest_scores, 1e-12)
 
 
-class Mistaken:
-    """The reference with one line of its search changed."""
-
-    def __init__(self, old: str, new: str) -> None:
-        text = inspect.getsource(search)
-        assert text.count(old) == 1, old
-        names: dict = {}
-        exec(compile(text.replace(old, new), "search", "exec"), names)
-        self.greedy_search, self.beam_search = names["greedy_search"], names["beam_search"]
+def mistaken_package(old, new):
+    """Return the reference with one line of its search changed."""
+    module = next(module for module in (search, search_loop) if old in inspect.getsource(module))
+    return edited_package("reference_numpy", ((module.__name__.rpartition(".")[2], old, new),))
 
 
 GREEDY_MISTAKES = {
-    "does not stop at the end symbol": ("unfinished &= (tokens != config.eos_id) & ", "unfinished &= "),
+    "does not stop at the end symbol": ("(tokens != plan.eos_id) & ", ""),
     "stops a token early": ("& (n < plan.limits)", "& (n < plan.limits - 1)"),
     "takes the least likely": (
-        "log_probabilities.argmax(-1)",
-        "np.where(np.isinf(log_probabilities), 9, log_probabilities).argmin(-1)",
+        "log_probabilities.max(-1, keepdims=True), log_probabilities.argmax(-1)",
+        "np.where(log_probabilities == -inf, 9, log_probabilities).min(-1, keepdims=True), "
+        "np.where(log_probabilities == -inf, 9, log_probabilities).argmin(-1)",
     ),
     "reads the start symbol again and again": (
-        "steps.logits(tokens), config",
-        "steps.logits(tokens * 0 + plan.start_id), config",
+        "decode_step(state.tokens.reshape(-1), cache)",
+        "decode_step(state.tokens.reshape(-1) * 0 + plan.start_id, cache)",
     ),
 }
 BEAM_MISTAKES = {
-    "beams are not reordered": (
-        "steps.reorder((sentence * beam_size + parent[sentence, rank]).reshape(-1))",
-        "None",
-    ),
-    "the cache follows the wrong beam": ("parent[sentence, rank]).reshape", "parent[:, :beam_size]).reshape"),
+    "beams are not reordered": ("cache.reorder(rows)", "None"),
+    "the cache follows the wrong beam": ("parent[sentence, rank]", "parent[:, :beam_size]"),
     "keeps the beam's first, not its best": (
         "_top(totals.reshape(batch, -1), 2 * beam_size)",
         "_top(np.where(np.arange(beam_size * vocabulary) < 2 * vocabulary, totals.reshape(batch, -1), -9e9), 6)",
     ),
-    "no length penalty": ("best / penalties[n], -np.inf", "best, -np.inf"),
-    "length without the end symbol": ("best / penalties[n], -np.inf", "best / penalties[n - 1], -np.inf"),
+    "no length penalty": ("best / plan.penalties[n], -inf", "best, -inf"),
+    "length without the end symbol": ("best / plan.penalties[n], -inf", "best / plan.penalties[n - 1], -inf"),
     "stops at the first hypothesis": ("finished[:, -1] >= attainable", "np.isfinite(finished[:, 0])"),
-    "attainable at the current length": ("penalties[plan.limits]  #", "penalties[n]  #"),
-    "goes on after the end symbol": ("_top(np.where(ends, -np.inf, best), beam_size)", "_top(best, beam_size)"),
+    "attainable at the current length": ("plan.penalties[plan.limits]  #", "plan.penalties[n]  #"),
+    "goes on after the end symbol": ("_top(np.where(~ends, best, -inf), beam_size)", "_top(best, beam_size)"),
     "stops a token early": ("(plan.limits == n)", "(plan.limits == n + 1)"),
     "no log-softmax": (
         "log_probabilities = log_softmax(logits)\n    log",
         "log_probabilities = logits.copy()\n    log",
     ),
-    "says padding": ("log_probabilities[:, config.pad_id] = -np.inf", "pass"),
+    "says padding": ("log_probabilities[:, plan.pad_id] = -inf", "pass"),
 }
 
 
@@ -149,7 +143,7 @@ BEAM_MISTAKES = {
     ],
 )
 def test_mistakes_in_a_search_are_found(options, old, new):
-    mistaken, caught = Mistaken(old, new), False
+    mistaken, caught = mistaken_package(old, new), False
     for seed in (13, 28, 6, 3):
         config, weights = lively(seed=seed)
         truth = load_reference(config, weights)
@@ -161,10 +155,10 @@ def test_mistakes_in_a_search_are_found(options, old, new):
     assert caught
 
 
-@pytest.mark.parametrize("condition", ["np.isfinite(finished).all()", "n == plan.capacity - 1"])
+@pytest.mark.parametrize("condition", ["np.isfinite(state.finished).all()", "n == plan.capacity - 1"])
 def test_a_search_that_stops_early_with_hypotheses_in_hand(condition):
     """What it last showed could go on; of one sentence alone, since one that goes on keeps the others company."""
-    mistaken = Mistaken("if np.isneginf(alive).all():", f"if np.isneginf(alive).all() or {condition}:")
+    mistaken = mistaken_package("if not state.goes_on():", f"if not state.goes_on() or {condition}:")
     wrong = 0
     for seed, row, count in itertools.product((13, 28, 6), range(5), (1, 2)):
         config, weights = lively(seed=seed)

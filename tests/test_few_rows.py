@@ -1,4 +1,4 @@
-"""The second layout of weights in PyTorch's searches: the same result, never out of date, gone afterwards."""
+"""The second layout of weights in PyTorch's searches: the same result, never out of date, of one search alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 import reference_numpy as ref
 import transformer_torch
 from transformer_parity.bench.workload import DecodeWork
-from transformer_torch import layers
-from transformer_torch.layers import laid_out_for_few_rows
+from transformer_torch import search_loop
 
 WORK = DecodeWork("tiny", batch=3, source=7, target=6)
 
@@ -20,19 +19,15 @@ def weights():
     return WORK.weights()
 
 
-def relaid(model):
-    return [module for module in model.modules() if getattr(module, "relaid", None) is not None]
-
-
 @pytest.fixture
 def seen(monkeypatch):
     """The layouts that steps multiply by."""
     found = []
-    monkeypatch.setattr(layers, "_relaid", lambda *arguments: found.append(inner(*arguments)) or found[-1])
+    monkeypatch.setattr(search_loop, "_relaid", lambda *arguments: found.append(inner(*arguments)) or found[-1])
     return found
 
 
-inner = layers._relaid
+inner = search_loop._relaid
 
 
 @pytest.mark.parametrize("beam_size", [None, 3])
@@ -42,14 +37,13 @@ inner = layers._relaid
     ids=["oneDNN's layout", "[in, out]", "float64"],
 )
 def test_the_result_is_the_references(weights, beam_size, dtype, large, packed, seen, monkeypatch):
-    monkeypatch.setattr(layers, "LARGE", large)
+    monkeypatch.setattr(search_loop, "LARGE", large)
     work = DecodeWork("tiny", batch=3, source=7, target=6, beam_size=beam_size)
     model = transformer_torch.Transformer.from_weights(work.config, weights, dtype)
     found = work.search.search(transformer_torch, model, work.source_ids)
     assert len(seen) == 8 * work.config.num_decoder_layers + 1
     assert [weight.is_mkldnn for weight in seen] == [packed] * len(seen)
     assert packed or not any(weight.is_contiguous() for weight in seen)
-    assert relaid(model) == []
     expected = work.search.search(ref, ref.Transformer.from_weights(work.config, weights, "float64"), work.source_ids)
     assert np.array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=2e-6 if dtype == "float32" else 1e-13)
@@ -66,36 +60,35 @@ def test_weights_that_changed_are_seen(weights):
     assert np.array_equal(after.scores, transformer_torch.greedy_search(fresh, WORK.source_ids, max_length=6).scores)
 
 
-def test_they_are_gone_after_an_error(weights):
+def test_nothing_is_set_on_the_model(weights, seen):
+    model = transformer_torch.Transformer.from_weights(WORK.config, weights).train()
+
+    def state():
+        return [{name: id(value) for name, value in vars(module).items()} for module in model.modules()]
+
+    before, during = state(), []
+    transformer_torch.greedy_search(model, WORK.source_ids, max_length=6, on_step=lambda ids: during.append(state()))
+    assert seen
+    assert [*during, state()] == [before] * (len(during) + 1)
+
+
+def test_what_blas_lays_out_itself_is_left_alone(weights, seen):
+    model = transformer_torch.Transformer.from_weights(WORK.config, weights, "bfloat16")
+    transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
+    assert seen == []
+
+
+def test_autocast_and_many_rows_keep_the_usual_layout(weights, seen, monkeypatch):
     model = transformer_torch.Transformer.from_weights(WORK.config, weights)
-    during = []
-
-    def stop(ids):
-        during.extend(relaid(model))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        transformer_torch.greedy_search(model, WORK.source_ids, max_length=6, on_step=stop)
-    assert during
-    assert relaid(model) == []
-
-
-def test_what_blas_lays_out_itself_is_left_alone(weights):
-    linear = layers.Linear(4, 3, bias=True, dtype="bfloat16")
-    with laid_out_for_few_rows({linear: linear.weight}, 1):
-        assert linear.relaid is None
-        assert linear(torch.ones(2, 4, dtype=torch.bfloat16)).shape == (2, 3)
-
-
-def test_autocast_and_many_rows_keep_the_usual_layout():
-    linear = layers.Linear(1024, 1024, bias=True)
-    with torch.autocast("cpu", torch.bfloat16), laid_out_for_few_rows({linear: linear.weight}, 1):
-        assert linear.relaid is None
-        assert linear(torch.ones(1, 1024, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    with laid_out_for_few_rows({linear: linear.weight}, layers.FEW + 1):
-        assert linear.relaid is None
-    with laid_out_for_few_rows({linear: linear.weight}, layers.FEW):
-        assert linear.relaid.is_mkldnn
+    with torch.autocast("cpu", torch.bfloat16):
+        transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
+    assert seen == []
+    monkeypatch.setattr(search_loop, "FEW", 2)
+    transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
+    assert seen == []
+    monkeypatch.setattr(search_loop, "FEW", 3)
+    transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
+    assert seen != []
 
 
 def test_a_decoder_with_layers_of_other_makers_still_searches(weights):
@@ -113,4 +106,6 @@ def test_a_decoder_with_layers_of_other_makers_still_searches(weights):
     expected = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6).ids
     feed_forward = model.decoder.layers[0].feed_forward
     feed_forward.inner_proj = Other(feed_forward.inner_proj)
-    assert np.array_equal(transformer_torch.greedy_search(model, WORK.source_ids, max_length=6).ids, expected)
+    torch.nn.utils.parametrizations.weight_norm(feed_forward.output_proj)
+    found = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
+    assert np.array_equal(found.ids, expected)

@@ -330,3 +330,51 @@ def test_a_parametrized_layer(port):
     torch.testing.assert_close(model(source, target), plain(source, target), rtol=1e-12, atol=1e-12)
     found = layer.parametrizations.weight.original.grad
     torch.testing.assert_close(found, 2.0 * plain.encoder.layers[0].feed_forward.inner_proj.weight.grad)
+
+
+# --- A search leaves its model to others. ---
+
+
+@pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
+def test_gradients_while_a_search_shows_its_steps(port, search):
+    """The layouts and the inference mode of a search are its own."""
+    model, found = build(port, "float32"), []
+
+    def differentiate(ids):
+        model.zero_grad()
+        model(SOURCE, TARGET).square().mean().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+
+    differentiate(None)
+    getattr(port.package, search)(model, SOURCE, max_length=4, on_step=differentiate)
+    assert len(found) > 2
+    for during in found[1:]:
+        assert all(map(torch.equal, during, found[0]))
+
+
+def test_two_searches_and_a_trainer_at_a_time(port):
+    """Threads that share a model find what one would, and it stays in training mode."""
+    model = build(port, "float32").train()
+    expected, modes = port.package.beam_search(model, SOURCE, max_length=12), []
+
+    def look(ids):
+        modes.append(all(module.training for module in model.modules()))
+        model(SOURCE, TARGET).mean().backward()
+
+    with ThreadPoolExecutor(3) as threads:
+        searches = [
+            threads.submit(port.package.beam_search, model, SOURCE, max_length=12, on_step=look) for _ in range(6)
+        ]
+    for search in searches:
+        np.testing.assert_array_equal(search.result().ids, expected.ids)
+        np.testing.assert_array_equal(search.result().scores, expected.scores)
+    assert modes
+    assert all(modes)
+
+
+def test_forward_hooks_fire_in_a_search(port):
+    model, fired = build(port), set()
+    for name, module in model.decoder.named_modules():
+        module.register_forward_hook(lambda module, inputs, output, name=name: fired.add(name))
+    port.package.greedy_search(model, SOURCE, max_length=2)
+    assert {"layers.0", "layers.0.self_attention.query_proj", "layers.0.feed_forward.output_proj"} <= fired

@@ -53,11 +53,11 @@ def optimized_search(backend):
 @contextmanager
 def compiled_search(quick):
     """Let JAX compile its search quickly or well."""
-    from transformer_jax import search
+    from transformer_jax import search_loop
 
     with ExitStack() as stack:
         for name, function in _compiled(quick).items():
-            stack.enter_context(patch.object(search, name, function))
+            stack.enter_context(patch.object(search_loop, name, function))
         yield
 
 
@@ -66,19 +66,19 @@ def _compiled(quick):
     """Return the compiled functions of JAX's search, which stay compiled from test to test."""
     import jax
 
-    from transformer_jax import runtime, search
+    from transformer_jax import runtime, search_loop
 
-    sizes = ("kind", "capacity", "beam_size", "num_hypotheses")
+    sizes = ("kind", "beam_size", "num_hypotheses")
     asked = {
         "_start": {"static_argnames": ("structure", *sizes)},
-        "_advance": {"static_argnames": "structure", "donate_argnames": "state"},
+        "_advance": {"static_argnames": "structure", "donate_argnames": ("state", "cache")},
     }
     # Quickly: with bfloat16 rounded as often as where one operation runs at a time. Well: XLA's own defaults.
     options = runtime.quick_compilation()
     exact = {"xla_allow_excess_precision": False}
     options = {**options, **exact} if quick else dict(zip(options, (3, True), strict=False))
     return {
-        name: jax.jit(getattr(search, name).__wrapped__, compiler_options=options, **names)
+        name: jax.jit(getattr(search_loop, name).__wrapped__, compiler_options=options, **names)
         for name, names in asked.items()
     }
 
@@ -327,6 +327,34 @@ def test_cached_equals_uncached_step_by_step(backend, preset):
     assert (case.inputs["source_ids"] == case.config.pad_id).any()
     weights = random_weights(case.config)
     check_steps(backend, case.config, weights, case.inputs["source_ids"], case.inputs["target_ids"][:, :3])
+
+
+def test_a_cache_that_is_full_refuses_more(backend):
+    """Beyond its capacity a position would be dropped, or take the place of another."""
+    config, weights = lively()
+    cache = load(backend, config, weights).init_cache(sources(config), 3).past[0]
+    keys, values = (backend.from_numpy(np.ones((5, config.num_heads, 3, d))) for d in (config.d_k, config.d_v))
+    kept = cache.append(keys, values)
+    assert kept.key.shape[1] == config.num_heads
+    with pytest.raises(ValueError, match="a cache of 3 positions must have room: 3 are taken, got 1 more"):
+        cache.append(keys[:, :, :1], values[:, :, :1])
+    assert cache.length == 3
+
+
+def test_a_decoding_step_gives_a_new_cache_or_says_that_it_does_not(backend):
+    """JAX and TensorFlow leave what they are given alone; NumPy and PyTorch write into it."""
+    config, weights = lively()
+    model = load(backend, config, weights)
+    given = model.init_cache(sources(config), 3)
+    before = backend.to_numpy(given.past[0].key).copy()
+    _, returned = model.decode_step([config.bos_id] * 5, given)
+    assert returned.length == 1
+    if backend.name in ("numpy", "torch"):
+        assert returned is given
+        return
+    assert given.length == 0
+    assert not backend.to_numpy(given.self_mask).any()
+    np.testing.assert_array_equal(backend.to_numpy(given.past[0].key), before)
 
 
 VARIANTS = {

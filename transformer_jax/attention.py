@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jax import Array
 
-from reference_numpy.checks import check_attention, check_attention_mask
+from reference_numpy.checks import check_attention, check_attention_mask, check_room
 from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import Tap, no_tap
 from transformer_jax.layers import Dropout, Linear, masked_softmax
@@ -98,7 +98,14 @@ class KeyValueCache:
     length: Int[Array, ""] | int = 0  # positions held so far
 
     def append(self, key: Float[Array, "B H L d_k"], value: Float[Array, "B H L d_v"]) -> KeyValues:
-        """Keep the keys and values of the next positions, and return those of all so far."""
+        """Keep the keys and values of the next positions, and return those of all so far.
+
+        Raises:
+            ValueError: There is no room for them. Inside a function that JAX or TensorFlow compiles, where the length
+                is not known, they overwrite the last ones instead.
+        """
+        length = None if isinstance(self.length, jax.core.Tracer) else int(self.length)
+        check_room(length, key.shape[2], self.key.shape[2])
         self.key = jax.lax.dynamic_update_slice_in_dim(self.key, key, self.length, axis=2)
         self.value = jax.lax.dynamic_update_slice_in_dim(self.value, value, self.length, axis=2)
         self.length += key.shape[2]

@@ -5,20 +5,19 @@ B batch, K beam size, N number of hypotheses, V target vocabulary, R = B * K row
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from reference_numpy.checks import check_ids, check_mask
-from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
-from transformer_jax.decoder import DecoderCache
+from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult
+from transformer_jax.search_loop import run_search
 from transformer_jax.transformer import Transformer
 
-BUCKET = 32  # lengths are rounded up to a multiple of it, so that few have to be compiled for
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 
 def greedy_search(
@@ -32,32 +31,10 @@ def greedy_search(
 ) -> SearchResult:
     """Say the likeliest next token, again and again, until it is the end symbol.
 
-    Padding is never said. Of equally likely tokens, the one with the lower id is taken. What is found for a sentence
-    does not depend on the other sentences of the batch.
-
-    Args:
-        model: The model.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        max_length: The most tokens to say, the end symbol included. None is the length of each source sentence + 50.
-        min_length: The fewest tokens to say, the end symbol included.
-        start_id: What the decoder reads first. None is ``config.bos_id``.
-        source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
-        on_step: Called after each step with the tokens so far [B, 1, n], padded behind the end symbol.
-
-    Returns:
-        One hypothesis for each sentence; its score is its log-probability.
-
-    Raises:
-        TypeError: Ids or lengths that are not integers, or a mask that is not boolean.
-        ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, lengths that contradict each other or
-            the model's positions, or a model that computes NaN.
+    Arguments, result and errors as in ``reference_numpy.greedy_search``.
     """
-    config = model.config
-    source_ids, source_mask = _take_source(config, source_ids, source_mask)
-    plan = plan_search(config, source_mask, max_length, min_length, start_id)
-    state = _search(_Greedy, model, source_ids, source_mask, plan, on_step)
-    batch = len(source_ids)
-    return search_result(np.array(state.ids, int)[:batch], np.array(state.scores)[:batch], config.pad_id)
+    options = max_length, min_length, start_id
+    return run_search(Greedy, model, source_ids, source_mask, on_step, options)
 
 
 def beam_search(
@@ -75,236 +52,110 @@ def beam_search(
 ) -> SearchResult:
     """Keep the likeliest unfinished hypotheses, let each go on in every way, and return the best that ended.
 
-    In each step, the ``beam_size`` likeliest continuations are looked at. Those that end, by the end symbol or at the
-    maximum length, are finished, and ranked by log-probability over length penalty. The ``beam_size`` likeliest that do
-    not end go on. The search of a sentence stops as soon as no unfinished hypothesis can become one of the best
-    ``num_hypotheses``. Of equally likely continuations, the one of the better hypothesis comes first, then the one with
-    the lower id; of equally good finished hypotheses, the one found first.
-
-    Padding is never said. A beam may be wider than the vocabulary: then it fills up within a few steps. What is found
-    for a sentence does not depend on the other sentences of the batch.
-
-    Args:
-        model: The model.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        beam_size: How many unfinished hypotheses of each sentence are kept.
-        length_penalty: The exponent of the length penalty; 0 ranks by log-probability, which favours short hypotheses.
-        max_length: The most tokens of a hypothesis, the end symbol included. None is the source length + 50.
-        min_length: The fewest tokens of a hypothesis, the end symbol included.
-        num_hypotheses: How many hypotheses of each sentence to return, at most ``beam_size``.
-        length_penalty_kind: ``gnmt``, ((5 + n) / 6)^alpha as in the paper, or ``power``, n^alpha.
-        start_id: What the decoder reads first. None is ``config.bos_id``.
-        source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
-        on_step: Called after each step with the unfinished hypotheses [B, K, n], best first; padding where none is.
-
-    Raises:
-        TypeError: Ids, sizes or lengths that are not integers, or a mask that is not boolean.
-        ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, a size, length or penalty that makes no
-            sense, lengths that contradict each other or the model's positions, or a model that computes NaN.
+    Arguments, result and errors as in ``reference_numpy.beam_search``.
     """
-    config = model.config
-    source_ids, source_mask = _take_source(config, source_ids, source_mask)
-    plan = plan_search(
-        config,
-        source_mask,
-        max_length,
-        min_length,
-        start_id,
-        beam_size,
-        num_hypotheses,
-        length_penalty,
-        length_penalty_kind,
-    )
-    state = _search(_Beam, model, source_ids, source_mask, plan, on_step, beam_size, num_hypotheses)
-    batch = len(source_ids)
-    finished_ids, finished = np.array(state.finished_ids, int)[:batch], np.array(state.finished)[:batch]
-    finished_ids[np.isneginf(finished)] = config.pad_id
-    return search_result(finished_ids, finished, config.pad_id)
+    options = max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
+    return run_search(Beam, model, source_ids, source_mask, on_step, options)
 
 
-class _Numbers(NamedTuple):
-    """What the steps depend on and are not compiled for."""
+class Greedy(NamedTuple):
+    """How far greedy search has come."""
 
-    min_length: Any
-    limits: Any  # [B]
-    penalties: Any  # [n]
-
-
-class _Greedy(NamedTuple):
-    """What greedy search goes on from."""
-
-    tokens: Array  # [B]
-    ids: Array  # [B, 1, capacity]
-    scores: Array  # [B, 1]
-    unfinished: Array  # [B]
-    cache: DecoderCache
+    tokens: Int[Array, " B"]  # what is read next
+    ids: Int[Array, "B 1 capacity"]
+    scores: Float[Array, "B 1"]
+    unfinished: Bool[Array, " B"]
 
     @classmethod
-    def start(cls, config, cache, dtype, start_id, is_sentence, beam_size, num_hypotheses):
-        batch, capacity = len(is_sentence), cache.self_mask.shape[3]
+    def start(cls, plan: SearchPlan) -> Greedy:
+        """Return the state before the first step: nothing is said."""
+        batch = len(plan.limits)
         return cls(
-            tokens=jnp.full(batch, start_id, jnp.int32),
-            ids=jnp.full((batch, beam_size, capacity), config.pad_id, jnp.int32),
-            scores=jnp.zeros((batch, num_hypotheses), dtype),
-            unfinished=is_sentence,
-            cache=cache,
+            tokens=jnp.full([batch], plan.start_id, jnp.int32),
+            ids=jnp.full([batch, 1, plan.capacity], plan.pad_id, jnp.int32),
+            scores=jnp.zeros([batch, 1], plan.penalties.dtype),
+            unfinished=plan.limits > 0,
         )
 
-    def goes_on(self):
+    def step(self, logits: Float[Array, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
+        """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
+        log_probabilities = _next_log_probabilities(logits, n, plan)  # [B, V]
+        best, index = jax.lax.top_k(log_probabilities, 1)  # on a CPU, argmax takes twice as long
+        tokens = jnp.where(self.unfinished, index[:, 0], plan.pad_id)
+        ids = jax.lax.dynamic_update_index_in_dim(self.ids, tokens[:, None], n - 1, axis=2)
+        scores = self.scores + jnp.where(self.unfinished[:, None], best, 0.0)
+        unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits)
+        return Greedy(tokens, ids, scores, unfinished), None
+
+    def goes_on(self) -> Any:
+        """Whether any sentence is unfinished."""
         return self.unfinished.any()
 
-    def step(self, model, numbers):
-        config, (min_length, limits, _) = model.config, numbers
-        tokens, ids, scores, unfinished, cache = self
-        logits, cache = model._decode_step(tokens, cache)
-        n = cache.length
-        log_probabilities = _next_log_probabilities(logits, config, n < min_length)  # [B, V]
-        best, index = jax.lax.top_k(log_probabilities, 1)  # [B, 1]; on a CPU, argmax takes twice as long
-        tokens = jnp.where(unfinished, index[:, 0], config.pad_id)
-        ids = _put(ids, tokens[:, None], n)
-        scores = jnp.where(unfinished[:, None], scores + best, scores)
-        unfinished &= (tokens != config.eos_id) & (n < limits)
-        return _Greedy(tokens, ids, scores, unfinished, cache)
+    def best(self) -> tuple[Int[Array, "B 1 capacity"], Float[Array, "B 1"]]:
+        """Return the one hypothesis of each sentence, and its score."""
+        return self.ids, self.scores
 
 
-class _Beam(NamedTuple):
-    """What beam search goes on from."""
+class Beam(NamedTuple):
+    """How far beam search has come."""
 
-    tokens: Array  # [B, K]
-    ids: Array  # [B, K, capacity]; padding where no hypothesis is
-    alive: Array  # [B, K], log-probabilities; -inf is no hypothesis
-    finished_ids: Array  # [B, N, capacity]
-    finished: Array  # [B, N], scores, best first
-    cache: DecoderCache
+    tokens: Int[Array, "B K"]  # what is read next
+    ids: Int[Array, "B K capacity"]  # padding where no hypothesis is
+    alive: Float[Array, "B K"]  # log-probabilities; -inf is no hypothesis
+    finished_ids: Int[Array, "B N capacity"]
+    finished: Float[Array, "B N"]  # scores, best first
 
     @classmethod
-    def start(cls, config, cache, dtype, start_id, is_sentence, beam_size, num_hypotheses):
-        batch, capacity = len(is_sentence), cache.self_mask.shape[3]
-        is_empty = is_sentence[:, None] & (jnp.arange(beam_size) == 0)  # there is one to begin with: the empty one
+    def start(cls, plan: SearchPlan) -> Beam:
+        """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
+        shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.num_hypotheses]
+        is_empty_one = (plan.limits > 0)[:, None] & (jnp.arange(plan.beam_size) == 0)
         return cls(
-            tokens=jnp.full((batch, beam_size), start_id, jnp.int32),
-            ids=jnp.full((batch, beam_size, capacity), config.pad_id, jnp.int32),
-            alive=jnp.where(is_empty, 0.0, -jnp.inf).astype(dtype),
-            finished_ids=jnp.full((batch, num_hypotheses, capacity), config.pad_id, jnp.int32),
-            finished=jnp.full((batch, num_hypotheses), -jnp.inf, dtype),
-            cache=cache,
+            tokens=jnp.full(shape, plan.start_id, jnp.int32),
+            ids=jnp.full([*shape, plan.capacity], plan.pad_id, jnp.int32),
+            alive=jnp.where(is_empty_one, jnp.zeros(shape, plan.penalties.dtype), -inf),
+            finished_ids=jnp.full([*kept, plan.capacity], plan.pad_id, jnp.int32),
+            finished=jnp.full(kept, -inf, plan.penalties.dtype),
         )
 
-    def goes_on(self):
-        return ~jnp.isneginf(self.alive).all()
-
-    def step(self, model, numbers):
-        config, (min_length, limits, penalties) = model.config, numbers
-        tokens, ids, alive, finished_ids, finished, cache = self
-        (batch, beam_size), num_hypotheses, vocabulary = tokens.shape, finished.shape[1], config.target_vocab_size
-        penalties = penalties.astype(alive.dtype)
+    def step(self, logits: Float[Array, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[Array, " R"]]:
+        """Return the state after the n-th token of each hypothesis, given the logits, and the row each goes on from."""
+        (batch, beam_size), num_hypotheses, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
         sentence = jnp.arange(batch)[:, None]
-        logits, cache = model._decode_step(tokens.reshape(-1), cache)
-        n = cache.length
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
-        log_probabilities = _next_log_probabilities(logits, config, n < min_length)
-        totals = alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
+        log_probabilities = _next_log_probabilities(logits, n, plan)  # [R, V]
+        totals = self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
         best, index = jax.lax.top_k(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
         parent, token = index // vocabulary, index % vocabulary
-        candidates = _put(ids[sentence, parent], token, n)  # [B, 2K, capacity]
-        ends = (token == config.eos_id) | (limits == n)[:, None]
+        candidates = self.ids[sentence, parent]  # [B, 2K, capacity]
+        candidates = jax.lax.dynamic_update_index_in_dim(candidates, token, n - 1, axis=2)
+        ends = (token == plan.eos_id) | (plan.limits == n)[:, None]
         # 2. Of those within the beam that end, keep the best.
-        ended = jnp.where(ends, best / penalties[n], -jnp.inf)[:, :beam_size]
-        finished, rank = jax.lax.top_k(jnp.concatenate([finished, ended], 1), num_hypotheses)  # [B, N]
-        finished_ids = jnp.concatenate([finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
+        ended = jnp.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
+        finished, rank = jax.lax.top_k(jnp.concatenate([self.finished, ended], 1), num_hypotheses)  # [B, N]
+        finished_ids = jnp.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
-        alive, rank = jax.lax.top_k(jnp.where(ends, -jnp.inf, best), beam_size)  # [B, K]
-        attainable = alive[:, 0] / penalties[limits]  # if all that it says from here on were certain
-        alive = jnp.where((finished[:, -1] >= attainable)[:, None], -jnp.inf, alive)
-        ids = jnp.where(jnp.isneginf(alive)[:, :, None], config.pad_id, candidates[sentence, rank])
-        tokens = token[sentence, rank]
-        cache.reorder((sentence * beam_size + parent[sentence, rank]).reshape(-1))
-        return _Beam(tokens, ids, alive, finished_ids, finished, cache)
+        alive, rank = jax.lax.top_k(jnp.where(~ends, best, -inf), beam_size)  # [B, K]
+        attainable = alive[:, 0] / plan.penalties[plan.limits]  # if all that it has yet to say were certain
+        is_over = finished[:, -1] >= attainable
+        alive = jnp.where(~is_over[:, None], alive, -inf)
+        ids = jnp.where((alive != -inf)[:, :, None], candidates[sentence, rank], plan.pad_id)
+        tokens, parent = token[sentence, rank], parent[sentence, rank]
+        rows = (sentence * beam_size + parent).reshape(-1)
+        return Beam(tokens, ids, alive, finished_ids, finished), rows
+
+    def goes_on(self) -> Any:
+        """Whether any hypothesis is unfinished."""
+        return (self.alive != -inf).any()
+
+    def best(self) -> tuple[Int[Array, "B N capacity"], Float[Array, "B N"]]:
+        """Return the best finished hypotheses of each sentence, best first, and their scores."""
+        return self.finished_ids, self.finished
 
 
-def _take_source(config, ids, mask):
-    """Take the source from the outside, checked, as NumPy's: what JAX did to it would be compiled for every shape."""
-    ids = np.asarray(ids)
-    check_ids("source_ids", ids.shape, ids.dtype.name, config.source_vocab_size, config.max_positions, ids)
-    mask = ids != config.pad_id if mask is None else np.asarray(mask)
-    check_mask("source_mask", mask.shape, mask.dtype.name, ids.shape)
-    return ids, mask
-
-
-def _search(kind, model, source_ids, source_mask, plan, on_step, beam_size=1, num_hypotheses=1):
-    """Search until all is said, and return the state then; behind the batch it has rows of padding."""
-    config, (batch, width) = model.config, source_ids.shape
-    rows = (0, (1 << (batch - 1).bit_length()) - batch)  # up to a power of two
-    columns = (0, _rounded_up(width, config) - width)
-    capacity = _rounded_up(plan.capacity, config)
-    numbers = _Numbers(
-        plan.min_length, np.pad(plan.limits, rows), np.pad(plan.penalties, (0, capacity - plan.capacity))
-    )
-    # The model is taken apart once: its leaves pass into compiled code, which is kept by structure and sizes.
-    leaves, structure = jax.tree.flatten(model)
-    state = _start(
-        structure,
-        leaves,
-        np.pad(source_ids.astype(np.int32), (rows, columns), constant_values=config.pad_id),
-        np.pad(source_mask, (rows, columns)),
-        np.arange(batch + rows[1]) < batch,
-        plan.start_id,
-        kind=kind,
-        capacity=capacity,
-        beam_size=beam_size,
-        num_hypotheses=num_hypotheses,
-    )
-    for n in [plan.capacity] if on_step is None else range(1, plan.capacity + 1):
-        state, goes_on = _advance(structure, leaves, state, numbers, n)
-        if on_step is not None:
-            on_step(np.array(state.ids, int)[:batch, :, :n])
-        if not goes_on:
-            break
-    return state
-
-
-@partial(jax.jit, static_argnames=("structure", "kind", "capacity", "beam_size", "num_hypotheses"))
-def _start(
-    structure, leaves, source_ids, source_mask, is_sentence, start_id, kind, capacity, beam_size, num_hypotheses
-):
-    """Encode the source, and return the state before the first step."""
-    model = _build(structure, leaves)
-    cache = model._init_cache(source_ids, source_mask, capacity, beam_size)
-    dtype = jnp.promote_types(cache.positions.dtype, jnp.float32)  # bfloat16 is too coarse to sum in
-    return kind.start(model.config, cache, dtype, start_id, is_sentence, beam_size, num_hypotheses)
-
-
-@partial(jax.jit, static_argnames="structure", donate_argnames="state")
-def _advance(structure, leaves, state, numbers, last):
-    """Take steps until ``last`` have been taken or all is said; say whether there is more to say."""
-    model = _build(structure, leaves)
-    state = jax.lax.while_loop(
-        lambda state: state.goes_on() & (state.cache.length < last), lambda state: state.step(model, numbers), state
-    )
-    return state, state.goes_on()
-
-
-def _build(structure, leaves):
-    """Return the model in inference mode; the one that was taken apart stays as it is."""
-    model = jax.tree.unflatten(structure, leaves)
-    model.eval()
-    return model
-
-
-def _rounded_up(length, config):
-    """Return a length that is compiled for."""
-    bucket = -(-length // BUCKET) * BUCKET
-    return bucket if config.max_positions is None else min(bucket, config.max_positions)
-
-
-def _put(ids, tokens, n):
-    """Write the n-th token of each hypothesis."""
-    return jax.lax.dynamic_update_slice_in_dim(ids, tokens[:, :, None], n - 1, axis=2)
-
-
-def _next_log_probabilities(logits, config, too_short):
+def _next_log_probabilities(logits, n, plan):
     """Return the log-probability of each next token [R, V], with -inf for what may not be said."""
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     token = jnp.arange(logits.shape[1])
-    forbidden = (token == config.pad_id) | (too_short & (token == config.eos_id))
-    return jnp.where(forbidden, -jnp.inf, log_probabilities)
+    forbidden = (token == plan.pad_id) | ((n < plan.min_length) & (token == plan.eos_id))
+    return jnp.where(~forbidden, log_probabilities, -inf)

@@ -188,7 +188,7 @@ class Transformer(nnx.Module):
 
         Args:
             target_ids: The token at the next position of each hypothesis, those of one sentence side by side.
-            cache: What came before; not to be used again.
+            cache: What came before. JAX and TensorFlow leave it as it is, NumPy and PyTorch write into it.
             tap: Receives each named intermediate and returns the value to go on with.
 
         Returns:
@@ -241,6 +241,7 @@ class Transformer(nnx.Module):
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
     def _decode_step(self, target_ids, cache, tap=no_tap):
+        cache = jax.tree.map(lambda x: x, cache)  # a copy: the caller's stays as it is
         n = cache.length
         holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
         cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token[:, None, None, None], n, 3)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.checks import check_attention, check_attention_mask
+from reference_numpy.checks import check_attention, check_attention_mask, check_room
 from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import Tap, no_tap
 from transformer_tf.layers import Block, Dropout, Linear, masked_softmax
@@ -84,19 +85,38 @@ class KeyValues(NamedTuple):
     value: Float[Tensor, "B H M d_v"]
 
 
-class KeyValueCache:
+class Nested:
+    """A dataclass that TensorFlow takes apart: it passes through loops and functions, tensor by tensor."""
+
+    def __tf_flatten__(self) -> tuple[Any, Any]:
+        """Return what is known of it in advance, which is nothing, and its parts."""
+        return (), tuple(vars(self).values())
+
+    @classmethod
+    def __tf_unflatten__(cls, _: Any, parts: Any) -> Any:
+        """Put parts together again: tensors, or what TensorFlow has in their place."""
+        return cls(*parts)
+
+
+@dataclass
+class KeyValueCache(Nested):
     """The keys and values of the target positions so far, with room for those to come.
 
     Without it, decoding T tokens would project 1 + 2 + ... + T positions instead of T.
     """
 
-    def __init__(self, key: Float[Tensor, "B H capacity d_k"], value: Float[Tensor, "B H capacity d_v"]) -> None:
-        self.key = key
-        self.value = value
-        self.length = tf.constant(0)  # positions held so far
+    key: Float[Tensor, "B H capacity d_k"]
+    value: Float[Tensor, "B H capacity d_v"]
+    length: Int[Tensor, ""] = field(default_factory=lambda: tf.constant(0))  # positions held so far
 
     def append(self, key: Float[Tensor, "B H L d_k"], value: Float[Tensor, "B H L d_v"]) -> KeyValues:
-        """Keep the keys and values of the next positions, and return those of all so far."""
+        """Keep the keys and values of the next positions, and return those of all so far.
+
+        Raises:
+            ValueError: There is no room for them. Inside a function that JAX or TensorFlow compiles, where the length
+                is not known, they overwrite the last ones instead.
+        """
+        check_room(tf.get_static_value(self.length), key.shape[2], self.key.shape[2])
         start = [0, 0, self.length, 0]
         self.key = keras.ops.slice_update(self.key, start, key)
         self.value = keras.ops.slice_update(self.value, start, value)
@@ -107,17 +127,6 @@ class KeyValueCache:
         """Let each row go on from the positions of another."""
         self.key = tf.gather(self.key, rows)
         self.value = tf.gather(self.value, rows)
-
-    def __tf_flatten__(self) -> tuple[Any, Any]:
-        """Return its parts: how TensorFlow takes it through a loop or a tf.function."""
-        return tuple(vars(self)), tuple(vars(self).values())
-
-    @classmethod
-    def __tf_unflatten__(cls, names: Any, parts: Any) -> KeyValueCache:
-        """Put parts together again: tensors, or what TensorFlow has in their place."""
-        cache = cls.__new__(cls)
-        vars(cache).update(zip(names, parts, strict=True))
-        return cache
 
 
 class MultiHeadAttention(Block):

@@ -14,7 +14,7 @@ from tensorflow import Tensor
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import Tap, no_tap, within
-from transformer_tf.attention import KeyValueCache, KeyValues, MultiHeadAttention
+from transformer_tf.attention import KeyValueCache, KeyValues, MultiHeadAttention, Nested
 from transformer_tf.feed_forward import PositionwiseFeedForward
 from transformer_tf.layers import Block, Dropout, LayerNorm
 
@@ -82,7 +82,7 @@ class DecoderLayer(Block):
 
 
 @dataclass
-class DecoderCache:
+class DecoderCache(Nested):
     """What the decoder keeps while it says one token after another.
 
     R rows: the hypotheses of all sentences, those of one sentence side by side.
@@ -111,17 +111,6 @@ class DecoderCache:
         self.self_mask = tf.gather(self.self_mask, rows)
         for past in self.past:
             past.reorder(rows)
-
-    def __tf_flatten__(self) -> tuple[Any, Any]:
-        """Return its parts: how TensorFlow takes it through a loop or a tf.function."""
-        return tuple(vars(self)), tuple(vars(self).values())
-
-    @classmethod
-    def __tf_unflatten__(cls, names: Any, parts: Any) -> DecoderCache:
-        """Put parts together again: tensors, or what TensorFlow has in their place."""
-        cache = cls.__new__(cls)
-        vars(cache).update(zip(names, parts, strict=True))
-        return cache
 
 
 class Decoder(Block):

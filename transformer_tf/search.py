@@ -5,20 +5,19 @@ B batch, K beam size, N number of hypotheses, V target vocabulary, R = B * K row
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, proxy
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
-from transformer_tf.decoder import DecoderCache
+from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult
+from transformer_tf.search_loop import run_search
 from transformer_tf.transformer import Transformer
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 
 def greedy_search(
@@ -32,41 +31,10 @@ def greedy_search(
 ) -> SearchResult:
     """Say the likeliest next token, again and again, until it is the end symbol.
 
-    Padding is never said. Of equally likely tokens, the one with the lower id is taken. What is found for a sentence
-    does not depend on the other sentences of the batch.
-
-    Args:
-        model: The model.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        max_length: The most tokens to say, the end symbol included. None is the length of each source sentence + 50.
-        min_length: The fewest tokens to say, the end symbol included.
-        start_id: What the decoder reads first. None is ``config.bos_id``.
-        source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
-        on_step: Called after each step with the tokens so far [B, 1, n], padded behind the end symbol.
-
-    Returns:
-        One hypothesis for each sentence; its score is its log-probability.
-
-    Raises:
-        TypeError: Ids or lengths that are not integers, or a mask that is not boolean.
-        ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, lengths that contradict each other or
-            the model's positions, or a model that computes NaN.
+    Arguments, result and errors as in ``reference_numpy.greedy_search``.
     """
-    config = model.config
-    source_ids, source_mask = model._take_source(source_ids, source_mask)
-    plan = plan_search(config, source_mask.numpy(), max_length, min_length, start_id)
-    cache, limits = _start(model, source_ids, source_mask, plan)
-    rows, _, _, capacity = cache.self_mask.shape
-    state = _Greedy(
-        cache,
-        tokens=np.full(rows, plan.start_id, np.int32),
-        ids=np.full((rows, 1, capacity), config.pad_id, np.int32),
-        scores=np.zeros((rows, 1), _wide(model.compute_dtype)),
-        unfinished=limits > 0,
-    )
-    state = _search(model, _greedy_loop, state, (limits, plan.min_length), plan, on_step)
-    ids, scores = _to_numpy(plan, state.ids, state.scores)
-    return search_result(ids, scores, config.pad_id)
+    options = max_length, min_length, start_id
+    return run_search(Greedy, model, source_ids, source_mask, on_step, options)
 
 
 def beam_search(
@@ -84,222 +52,113 @@ def beam_search(
 ) -> SearchResult:
     """Keep the likeliest unfinished hypotheses, let each go on in every way, and return the best that ended.
 
-    In each step, the ``beam_size`` likeliest continuations are looked at. Those that end, by the end symbol or at the
-    maximum length, are finished, and ranked by log-probability over length penalty. The ``beam_size`` likeliest that do
-    not end go on. The search of a sentence stops as soon as no unfinished hypothesis can become one of the best
-    ``num_hypotheses``. Of equally likely continuations, the one of the better hypothesis comes first, then the one with
-    the lower id; of equally good finished hypotheses, the one found first.
-
-    Padding is never said. A beam may be wider than the vocabulary: then it fills up within a few steps. What is found
-    for a sentence does not depend on the other sentences of the batch.
-
-    Args:
-        model: The model.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        beam_size: How many unfinished hypotheses of each sentence are kept.
-        length_penalty: The exponent of the length penalty; 0 ranks by log-probability, which favours short hypotheses.
-        max_length: The most tokens of a hypothesis, the end symbol included. None is the source length + 50.
-        min_length: The fewest tokens of a hypothesis, the end symbol included.
-        num_hypotheses: How many hypotheses of each sentence to return, at most ``beam_size``.
-        length_penalty_kind: ``gnmt``, ((5 + n) / 6)^alpha as in the paper, or ``power``, n^alpha.
-        start_id: What the decoder reads first. None is ``config.bos_id``.
-        source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
-        on_step: Called after each step with the unfinished hypotheses [B, K, n], best first; padding where none is.
-
-    Raises:
-        TypeError: Ids, sizes or lengths that are not integers, or a mask that is not boolean.
-        ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, a size, length or penalty that makes no
-            sense, lengths that contradict each other or the model's positions, or a model that computes NaN.
+    Arguments, result and errors as in ``reference_numpy.beam_search``.
     """
-    config = model.config
-    source_ids, source_mask = model._take_source(source_ids, source_mask)
-    plan = plan_search(
-        config,
-        source_mask.numpy(),
-        max_length,
-        min_length,
-        start_id,
-        beam_size,
-        num_hypotheses,
-        length_penalty,
-        length_penalty_kind,
-    )
-    cache, limits = _start(model, source_ids, source_mask, plan, beam_size)
-    sentences, capacity, dtype = len(limits), cache.self_mask.shape[3], _wide(model.compute_dtype)
-    penalties = np.pad(plan.penalties, (0, capacity - plan.capacity), constant_values=1.0).astype(dtype)
-    alive = np.full((sentences, beam_size), -np.inf, dtype)  # log-probabilities; -inf is no hypothesis
-    alive[limits > 0, 0] = 0.0  # there is one to begin with: the empty one
-    state = _Beam(
-        cache,
-        tokens=np.full((sentences, beam_size), plan.start_id, np.int32),
-        ids=np.full((sentences, beam_size, capacity), config.pad_id, np.int32),
-        alive=alive,
-        finished_ids=np.full((sentences, num_hypotheses, capacity), config.pad_id, np.int32),
-        finished=np.full((sentences, num_hypotheses), -np.inf, dtype),  # scores, best first
-    )
-    state = _search(model, _beam_loop, state, (limits, plan.min_length, penalties), plan, on_step)
-    finished_ids, finished = _to_numpy(plan, state.finished_ids, state.finished)
-    finished_ids[np.isneginf(finished)] = config.pad_id
-    return search_result(finished_ids, finished, config.pad_id)
+    options = max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
+    return run_search(Beam, model, source_ids, source_mask, on_step, options)
 
 
-class _Greedy(NamedTuple):
-    """How far a greedy search has come."""
+class Greedy(NamedTuple):
+    """How far greedy search has come."""
 
-    cache: DecoderCache
-    tokens: Tensor
-    ids: Tensor
-    scores: Tensor
-    unfinished: Tensor
+    tokens: Int[Tensor, " B"]  # what is read next
+    ids: Int[Tensor, "B 1 capacity"]
+    scores: Float[Tensor, "B 1"]
+    unfinished: Bool[Tensor, " B"]
 
+    @classmethod
+    def start(cls, plan: SearchPlan) -> Greedy:
+        """Return the state before the first step: nothing is said."""
+        batch = len(plan.limits)
+        return cls(
+            tokens=tf.fill([batch], plan.start_id),
+            ids=tf.fill([batch, 1, plan.capacity], plan.pad_id),
+            scores=tf.zeros([batch, 1], plan.penalties.dtype),
+            unfinished=plan.limits > 0,
+        )
 
-def _greedy_step(model, state, limits, min_length):
-    """Let every unfinished sentence say one more token."""
-    config = model.config
-    logits, cache = model._decode_step(state.tokens, state.cache)
-    n = cache.length
-    log_probabilities = _next_log_probabilities(logits, config, n < min_length)  # [B, V]
-    tokens = tf.where(state.unfinished, tf.argmax(log_probabilities, -1, tf.int32), config.pad_id)
-    ids = keras.ops.slice_update(state.ids, [0, 0, n - 1], tokens[:, None, None])
-    best = tf.reduce_max(log_probabilities, -1, keepdims=True)
-    scores = tf.where(state.unfinished[:, None], state.scores + best, state.scores)
-    unfinished = state.unfinished & (tokens != config.eos_id) & (n < limits)
-    return _Greedy(cache, tokens, ids, scores, unfinished)
+    def step(self, logits: Float[Tensor, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
+        """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
+        log_probabilities = _next_log_probabilities(logits, n, plan)  # [B, V]
+        best = tf.reduce_max(log_probabilities, -1, keepdims=True)
+        index = tf.argmax(log_probabilities, -1, tf.int32)
+        tokens = tf.where(self.unfinished, index, plan.pad_id)
+        ids = keras.ops.slice_update(self.ids, [0, 0, n - 1], tokens[:, None, None])
+        scores = self.scores + tf.where(self.unfinished[:, None], best, 0.0)
+        unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits)
+        return Greedy(tokens, ids, scores, unfinished), None
 
+    def goes_on(self) -> Any:
+        """Whether any sentence is unfinished."""
+        return tf.reduce_any(self.unfinished)
 
-class _Beam(NamedTuple):
-    """How far a beam search has come."""
-
-    cache: DecoderCache
-    tokens: Tensor
-    ids: Tensor
-    alive: Tensor
-    finished_ids: Tensor
-    finished: Tensor
-
-    @property
-    def unfinished(self):
-        return self.alive != -math.inf
-
-
-def _beam_step(model, state, limits, min_length, penalties):
-    """Let every unfinished hypothesis say one more token, and keep the best."""
-    config = model.config
-    vocabulary, num_hypotheses = config.target_vocab_size, keras.ops.shape(state.finished)[1]
-    batch, beam_size = keras.ops.shape(state.alive)
-    none = tf.constant(-math.inf, state.alive.dtype)
-    # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
-    logits, cache = model._decode_step(tf.reshape(state.tokens, [-1]), state.cache)
-    n = cache.length
-    log_probabilities = _next_log_probabilities(logits, config, n < min_length)
-    totals = state.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])  # [B, K, V]
-    best, index = tf.math.top_k(tf.reshape(totals, [batch, -1]), 2 * beam_size)  # [B, 2K]
-    parent, token = index // vocabulary, index % vocabulary
-    candidates = tf.gather(state.ids, parent, batch_dims=1)  # [B, 2K, capacity]
-    candidates = keras.ops.slice_update(candidates, [0, 0, n - 1], token[:, :, None])
-    ends = (token == config.eos_id) | (limits == n)[:, None]
-    # 2. Of those within the beam that end, keep the best.
-    ended = tf.where(ends, best / penalties[n], none)[:, :beam_size]
-    finished, rank = tf.math.top_k(tf.concat([state.finished, ended], 1), num_hypotheses)  # [B, N]
-    finished_ids = tf.gather(tf.concat([state.finished_ids, candidates[:, :beam_size]], 1), rank, batch_dims=1)
-    # 3. Go on with the best that do not end, unless none of them can still be among the best.
-    alive, rank = tf.math.top_k(tf.where(ends, none, best), beam_size)  # [B, K]
-    attainable = alive[:, 0] / tf.gather(penalties, limits)  # if all that it says from here on were certain
-    alive = tf.where((finished[:, -1] >= attainable)[:, None], none, alive)
-    ids, tokens, parent = (tf.gather(x, rank, batch_dims=1) for x in (candidates, token, parent))
-    ids = tf.where((alive == none)[:, :, None], config.pad_id, ids)
-    cache.reorder(tf.reshape(tf.range(batch)[:, None] * beam_size + parent, [-1]))
-    return _Beam(cache, tokens, ids, alive, finished_ids, finished)
+    def best(self) -> tuple[Int[Tensor, "B 1 capacity"], Float[Tensor, "B 1"]]:
+        """Return the one hypothesis of each sentence, and its score."""
+        return self.ids, self.scores
 
 
-def _next_log_probabilities(logits, config, too_short):
+class Beam(NamedTuple):
+    """How far beam search has come."""
+
+    tokens: Int[Tensor, "B K"]  # what is read next
+    ids: Int[Tensor, "B K capacity"]  # padding where no hypothesis is
+    alive: Float[Tensor, "B K"]  # log-probabilities; -inf is no hypothesis
+    finished_ids: Int[Tensor, "B N capacity"]
+    finished: Float[Tensor, "B N"]  # scores, best first
+
+    @classmethod
+    def start(cls, plan: SearchPlan) -> Beam:
+        """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
+        shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.num_hypotheses]
+        is_empty_one = (plan.limits > 0)[:, None] & (tf.range(plan.beam_size) == 0)
+        return cls(
+            tokens=tf.fill(shape, plan.start_id),
+            ids=tf.fill([*shape, plan.capacity], plan.pad_id),
+            alive=tf.where(is_empty_one, tf.zeros(shape, plan.penalties.dtype), -inf),
+            finished_ids=tf.fill([*kept, plan.capacity], plan.pad_id),
+            finished=tf.zeros(kept, plan.penalties.dtype) - inf,
+        )
+
+    def step(self, logits: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[Tensor, " R"]]:
+        """Return the state after the n-th token of each hypothesis, given the logits, and the row each goes on from."""
+        (batch, beam_size), vocabulary = keras.ops.shape(self.alive), logits.shape[1]
+        num_hypotheses = keras.ops.shape(self.finished)[1]
+        # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
+        log_probabilities = _next_log_probabilities(logits, n, plan)  # [R, V]
+        totals = self.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])  # [B, K, V]
+        best, index = tf.math.top_k(tf.reshape(totals, [batch, -1]), 2 * beam_size)  # [B, 2K]
+        parent, token = index // vocabulary, index % vocabulary
+        candidates = tf.gather(self.ids, parent, batch_dims=1)  # [B, 2K, capacity]
+        candidates = keras.ops.slice_update(candidates, [0, 0, n - 1], token[:, :, None])
+        ends = (token == plan.eos_id) | (plan.limits == n)[:, None]
+        # 2. Of those within the beam that end, keep the best.
+        ended = tf.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
+        finished, rank = tf.math.top_k(tf.concat([self.finished, ended], 1), num_hypotheses)  # [B, N]
+        finished_ids = tf.concat([self.finished_ids, candidates[:, :beam_size]], 1)
+        finished_ids = tf.gather(finished_ids, rank, batch_dims=1)
+        # 3. Go on with the best that do not end, unless none of them can still be among the best.
+        alive, rank = tf.math.top_k(tf.where(~ends, best, -inf), beam_size)  # [B, K]
+        attainable = alive[:, 0] / tf.gather(plan.penalties, plan.limits)  # if all that it has yet to say were certain
+        is_over = finished[:, -1] >= attainable
+        alive = tf.where(~is_over[:, None], alive, -inf)
+        ids, tokens, parent = (tf.gather(x, rank, batch_dims=1) for x in (candidates, token, parent))
+        ids = tf.where((alive != -inf)[:, :, None], ids, plan.pad_id)
+        rows = tf.reshape(tf.range(batch)[:, None] * beam_size + parent, [-1])
+        return Beam(tokens, ids, alive, finished_ids, finished), rows
+
+    def goes_on(self) -> Any:
+        """Whether any hypothesis is unfinished."""
+        return tf.reduce_any(self.alive != -inf)
+
+    def best(self) -> tuple[Int[Tensor, "B N capacity"], Float[Tensor, "B N"]]:
+        """Return the best finished hypotheses of each sentence, best first, and their scores."""
+        return self.finished_ids, self.finished
+
+
+def _next_log_probabilities(logits, n, plan):
     """Return the log-probability of each next token [R, V], with -inf for what may not be said."""
-    log_probabilities = tf.nn.log_softmax(tf.cast(logits, _wide(logits.dtype)))
-    ids = tf.range(config.target_vocab_size)
-    unsayable = (ids == config.pad_id) | ((ids == config.eos_id) & too_short)
-    return tf.where(unsayable, tf.constant(-math.inf, log_probabilities.dtype), log_probabilities)
-
-
-def _wide(dtype):
-    """Return the dtype to add log-probabilities in: bfloat16 is too coarse."""
-    return keras.backend.result_type(dtype, "float32")
-
-
-# XLA compiles a loop anew for each size of its arrays, which takes seconds, and makes a step several times as fast. So
-# there are few sizes, and whatever is larger than what was asked for is padding.
-
-
-def _start(model, source_ids, source_mask, plan, beam_size=1):
-    """Return an empty cache, and the most tokens of each sentence: none where there is no sentence but padding."""
-    config = model.config
-    batch, length = source_ids.shape
-    more = (0, _power_of_two(batch) - batch)
-    padding = (more, (0, _room(length, config.max_positions) - length))
-    source_ids = np.pad(source_ids, padding, constant_values=config.pad_id)
-    source_mask = np.pad(source_mask, padding)
-    capacity = _room(plan.capacity, config.max_positions)
-    cache = _call(Transformer._init_cache, model, source_ids, source_mask, capacity, beam_size)
-    return cache, np.pad(plan.limits.astype(np.int32), more)
-
-
-def _room(length, max_positions):
-    """Return what is large enough for a length, and for most others."""
-    room = max(_power_of_two(length), 32)
-    return room if max_positions is None else min(room, max_positions)
-
-
-def _power_of_two(number):
-    """Return the least power of two that is large enough."""
-    return 1 << (number - 1).bit_length()
-
-
-def _search(model, loop, state, limits, plan, on_step):
-    """Take all steps: at once, unless each is to be shown."""
-    for last in range(plan.capacity if on_step is None else 1, plan.capacity + 1):
-        state = _call(loop, model, state, last, *limits, jit_compile=True)
-        if on_step is not None:
-            ids, _ = _to_numpy(plan, state.ids, state.unfinished)
-            on_step(ids[:, :, :last])
-        if not state.unfinished.numpy().any():
-            break
-    return state
-
-
-def _loop(step, model, state, last, *limits):
-    """Take one step after another, up to the last one, or until everything is finished."""
-    (state,) = tf.while_loop(
-        lambda state: tf.reduce_any(state.unfinished) & (state.cache.length < last),
-        lambda state: (step(model, state, *limits),),
-        (state,),
-    )
-    return state
-
-
-_greedy_loop = partial(_loop, _greedy_step)
-_beam_loop = partial(_loop, _beam_step)
-
-# What has been traced, for as long as its model lives. Not in the model, which Keras saves and copies.
-_TRACED: WeakKeyDictionary[Transformer, dict[Callable[..., Any], Callable[..., Any]]] = WeakKeyDictionary()
-
-
-def _call(function, model, *args, jit_compile=False):
-    """Call a function of a model, tensors and numbers, traced once for all of them."""
-    traced = _TRACED.setdefault(model, {})
-    with tf.device(model.device):
-        args = tf.nest.map_structure(lambda x: x if isinstance(x, int) else tf.convert_to_tensor(x), args)
-        if function not in traced:
-            of_model = partial(function, proxy(model))  # which would otherwise live as long as its functions
-            signature = tf.nest.map_structure(_of_any_length, args)
-            traced[function] = tf.function(of_model, signature, autograph=False, jit_compile=jit_compile)
-        return traced[function](*args)
-
-
-def _of_any_length(x):
-    x = tf.convert_to_tensor(x)
-    return tf.TensorSpec([None] * x.shape.rank, x.dtype)
-
-
-def _to_numpy(plan, ids, scores):
-    """Return what there is of the sentences asked for."""
-    batch = len(plan.limits)
-    return np.array(ids[:batch], np.int64), np.array(scores[:batch])
+    wide = keras.backend.result_type(logits.dtype, "float32")  # bfloat16 is too coarse to sum in
+    log_probabilities = tf.nn.log_softmax(tf.cast(logits, wide))
+    token = tf.range(logits.shape[1])
+    forbidden = (token == plan.pad_id) | ((n < plan.min_length) & (token == plan.eos_id))
+    return tf.where(~forbidden, log_probabilities, -inf)

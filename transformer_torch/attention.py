@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from torch import Tensor, nn
 
-from reference_numpy.checks import check_attention, check_attention_mask
+from reference_numpy.checks import check_attention, check_attention_mask, check_room
 from reference_numpy.config import TransformerConfig
 from reference_numpy.taps import Tap, no_tap
 from transformer_torch.layers import Dropout, Linear, masked_softmax
@@ -96,7 +96,13 @@ class KeyValueCache:
         self.length = 0  # positions held so far
 
     def append(self, key: Float[Tensor, "B H L d_k"], value: Float[Tensor, "B H L d_v"]) -> KeyValues:
-        """Keep the keys and values of the next positions, and return those of all so far."""
+        """Keep the keys and values of the next positions, and return those of all so far.
+
+        Raises:
+            ValueError: There is no room for them. Inside a function that JAX or TensorFlow compiles, where the length
+                is not known, they overwrite the last ones instead.
+        """
+        check_room(self.length, key.shape[2], self.key.shape[2])
         new = slice(self.length, self.length + key.shape[2])
         self.key[:, :, new], self.value[:, :, new] = key, value
         self.length = new.stop

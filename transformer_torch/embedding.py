@@ -13,7 +13,6 @@ import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from torch import Tensor, nn
 
 from reference_numpy.config import TransformerConfig
-from transformer_torch.layers import linear
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -126,8 +125,6 @@ class LearnedPosition(nn.Module):
 class OutputProjection(nn.Module):
     """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
 
-    relaid: Tensor | None = None  # the matrix in another layout, while ``laid_out_for_few_rows`` lasts
-
     def __init__(self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32") -> None:
         super().__init__()
         tied = config.tie_embeddings != "none"
@@ -139,8 +136,7 @@ class OutputProjection(nn.Module):
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L V"]:
         """Return the logits of each position."""
-        relaid = self.relaid
-        return linear(x, self.weight if relaid is None else relaid, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Return its sizes, as torch prints them."""

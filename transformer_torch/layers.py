@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
-
-LARGE = 2**20  # weights: from here on, oneDNN's own layout pays
-FEW = 64  # rows: up to here, another layout does
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -46,61 +42,14 @@ def masked_softmax(
 class Linear(nn.Linear):
     """Multiply by a matrix and add a bias: ``x W + b``."""
 
-    relaid: Tensor | None = None  # the weight in another layout, while ``laid_out_for_few_rows`` lasts
-
     def __init__(self, d_in: int, d_out: int, *, bias: bool, dtype: str = "float32") -> None:
         super().__init__(d_in, d_out, bias=bias, dtype=getattr(torch, dtype))
-
-    def forward(self, x: Float[Tensor, "*axes d_in"]) -> Float[Tensor, "*axes d_out"]:
-        """Map the last axis of ``x``."""
-        relaid = self.relaid
-        return linear(x, self.weight if relaid is None else relaid, self.bias)
 
     def reset_parameters(self) -> None:
         """Draw a Xavier uniform matrix; torch's own default is narrower and gives the bias random values."""
         nn.init.xavier_uniform_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
-
-
-def linear(
-    x: Float[Tensor, "*axes d_in"], weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None = None
-) -> Float[Tensor, "*axes d_out"]:
-    """Multiply by a matrix in any layout and add a bias."""
-    if weight.is_mkldnn:  # what F.linear refuses; torch.compile calls the same function for frozen weights
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
-
-
-@contextmanager
-def laid_out_for_few_rows(weights: dict[nn.Module, Tensor], rows: int) -> Iterator[None]:
-    """Let modules multiply by a copy of their weight in a layout that is quicker for few rows, while the block lasts.
-
-    A decoding step takes one row a sentence. Then the time goes into reading weights, and BLAS reads a transposed one
-    badly: on a Xeon, a vocabulary of 37,000 takes half as long from oneDNN's own layout, and small matrices from
-    [in, out] take two thirds. The copies are made for one search and go with it, so that they cannot be out of date.
-
-    Args:
-        weights: The weight [out, in] of each module, which has an attribute ``relaid``.
-        rows: How many rows the products will have.
-    """
-    try:
-        for module, weight in weights.items():
-            module.relaid = _relaid(weight.detach(), rows)  # type: ignore[assignment]
-        yield
-    finally:
-        for module in weights:
-            module.relaid = None  # type: ignore[assignment]
-
-
-def _relaid(weight: Tensor, rows: int) -> Tensor | None:
-    if weight.device.type != "cpu" or weight.dtype == torch.bfloat16:  # for which BLAS has good layouts of its own
-        return None
-    if rows > FEW or torch.is_autocast_enabled("cpu"):  # which does not know oneDNN's layout
-        return None
-    if weight.numel() >= LARGE and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return weight.t().contiguous().t()
 
 
 class LayerNorm(nn.LayerNorm):

@@ -184,7 +184,7 @@ ENTRIES: dict[str, Table] = {
                 "embedding",
                 ("logits + self.bias", "logits"),
                 numpy=("linear(x, kernel, self.bias)", "linear(x, kernel)"),
-                torch=("if relaid is None else relaid, self.bias", "if relaid is None else relaid"),
+                torch=("F.linear(x, self.weight, self.bias)", "F.linear(x, self.weight)"),
             )
         },
     },

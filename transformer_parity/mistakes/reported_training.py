@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transformer_parity.compare.outputs import TOKENS
-from transformer_parity.mistakes.mistake import Change, Edits, Table, but, changed, instead, table, together
+from transformer_parity.mistakes.mistake import FOUR, Change, Edits, Table, but, changed, instead, table, together
 from transformer_parity.mistakes.optimizer import DIFFERENTIATED, KERNEL, SLICE, adam, rate
 from transformer_parity.mistakes.search import BEAM, GREEDY, LOGITS, TWICE_THE_BEAM
 from transformer_parity.mistakes.training import LOSS, ROW, SUM, TABLE, WEIGHT, by_hand, in_training
@@ -11,17 +11,17 @@ from transformer_parity.mistakes.training import LOSS, ROW, SUM, TABLE, WEIGHT, 
 COUNTED = {"torch": "losses.masked_fill(~counted, 0.0)", "jax": "jnp.where(counted, losses, 0.0)"}
 SMOOTHED = "counted, losses, -smoothing / classes * spread)"
 STOP = {"jax": "__import__('jax').lax.stop_gradient", "tf": "tf.stop_gradient"}
-PLANNED = "        length_penalty_kind,\n    )\n"
-ONE_MORE = (
-    "    penalties = ((6.0 + __import__('numpy').arange(len(plan.penalties))) / 6.0) ** length_penalty\n"
-    "    plan = __import__('dataclasses').replace(plan, penalties=penalties)\n"
-)
+PLANNED = "*options)\n"
+ONE_MORE = """\
+    if len(options) > 3:  # not greedy
+        penalties = ((6.0 + __import__("numpy").arange(len(plan.penalties))) / 6.0) ** options[5]
+        plan = plan._replace(penalties=penalties)
+"""
 TOTALS = {
-    **dict.fromkeys(("numpy", "jax"), "alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)"),
-    "torch": "alive[:, :, None] + log_probabilities.view(batch, beam_size, vocabulary)",
-    "tf": "state.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])",
+    **dict.fromkeys(FOUR, "self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)"),
+    "tf": "self.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])",
 }
-CUT = "({} == n)[:, None, None] & ({}(vocabulary) != config.eos_id)"
+UNCUT = "(plan.limits != n)[:, None, None] | ({}(vocabulary) == plan.eos_id)"
 SELF_MASK = "self_mask = cache.self_mask[..., : cache.length + 1]"
 
 
@@ -32,29 +32,17 @@ def where_none_has_ended(within: str) -> Edits:
         within: Which of the continuations [B, 2K] may say the end symbol.
     """
     comment = "# 2. Of those within the beam that end, keep the best.\n"
-    kept = "(finished > -9e9).any(1) | said.any(1)"
+    kept = "(self.finished > -9e9).any(1) | said.any(1)"
     lines = (
-        "said_anywhere = token == config.eos_id",
+        "said_anywhere = token == plan.eos_id",
         f"said = said_anywhere{within}",
         "none_has = ~({})[:, None]",
         comment,
     )
-    widths = {"numpy": 8, "torch": 12, "jax": 8, "tf": 4}
-    ended = {**dict.fromkeys(widths, kept), "tf": "tf.reduce_any(state.finished > -9e9, 1) | tf.reduce_any(said, 1)"}
+    ended = {**dict.fromkeys(FOUR, kept), "tf": "tf.reduce_any(self.finished > -9e9, 1) | tf.reduce_any(said, 1)"}
     return together(
-        instead(
-            "search",
-            comment,
-            **{port: f"\n{width * ' '}".join(lines).format(ended[port]) for port, width in widths.items()},
-        ),
-        instead(
-            "search",
-            {**dict.fromkeys(widths, "where(ends, best"), "torch": ".where(ends"},
-            **{
-                **dict.fromkeys(widths, "where(ends & (said_anywhere | none_has), best"),
-                "torch": ".where(ends & (said_anywhere | none_has)",
-            },
-        ),
+        instead("search", comment, **{port: f"\n{8 * ' '}".join(lines).format(ended[port]) for port in FOUR}),
+        instead("search", "where(ends, best", "where(ends & (said_anywhere | none_has), best"),
     )
 
 
@@ -194,35 +182,23 @@ SEARCH = [
             TOKENS: {
                 "padding may be said": changed(
                     "search",
-                    numpy=("    log_probabilities[:, config.pad_id] = -np.inf\n", ""),
-                    torch=("    log_probabilities[:, config.pad_id] = -torch.inf\n", ""),
-                    jax=(
-                        "(token == config.pad_id) | (too_short & (token == config.eos_id))",
-                        "too_short & (token == config.eos_id)",
-                    ),
-                    tf=(
-                        "(ids == config.pad_id) | ((ids == config.eos_id) & too_short)",
-                        "(ids == config.eos_id) & too_short",
-                    ),
+                    ("(token == plan.pad_id) | ((n < plan.min_length)", "((n < plan.min_length)"),
+                    numpy=("    log_probabilities[:, plan.pad_id] = -inf\n", ""),
+                    torch=("    log_probabilities[:, plan.pad_id] = -inf\n", ""),
                 ),
                 "starts with the end symbol": but(
-                    changed(
-                        "search",
-                        numpy=("np.full(len(source_ids), plan.start_id)", "np.full(len(source_ids), config.eos_id)"),
-                        torch=("torch.full((batch,), plan.start_id", "torch.full((batch,), config.eos_id"),
-                        jax=("plan.start_id,\n        kind=kind", "config.eos_id,\n        kind=kind"),
-                        tf=("np.full(rows, plan.start_id", "np.full(rows, config.eos_id"),
-                    ),
-                    case=GREEDY,
+                    instead("search", "[batch], plan.start_id", "[batch], plan.eos_id"), case=GREEDY
                 ),
                 "all hypotheses begin alike": changed(
                     "search",
-                    ("alive[:, 0] = 0.0", "alive[:] = 0.0"),
-                    jax=("jnp.arange(beam_size) == 0", "jnp.arange(beam_size) >= 0"),
-                    tf=("alive[limits > 0, 0] = 0.0", "alive[limits > 0] = 0.0"),
+                    ("arange(plan.beam_size) == 0", "arange(plan.beam_size) >= 0"),
+                    torch=("device=plan.limits.device) == 0", "device=plan.limits.device) >= 0"),
+                    tf=("tf.range(plan.beam_size) == 0", "tf.range(plan.beam_size) >= 0"),
                 ),
-                "the start symbol has a length": instead("search", PLANNED, f"{PLANNED}{ONE_MORE}"),
-                "length penalty n^alpha": instead("search", PLANNED, PLANNED.replace("length_penalty_kind", '"power"')),
+                "the start symbol has a length": instead("search_loop", PLANNED, f"{PLANNED}{ONE_MORE}"),
+                "length penalty n^alpha": instead(
+                    "search", "length_penalty, length_penalty_kind\n", 'length_penalty, "power"\n'
+                ),
                 # As in tensor2tensor.
                 "a hypothesis that is cut off counts where none has ended": where_none_has_ended("[:, :beam_size]"),
                 "tensor2tensor's ends: within twice the beam, and cut off where none has ended": together(
@@ -231,10 +207,10 @@ SEARCH = [
                 "the end symbol is forced at the maximum length": instead(
                     "search",
                     TOTALS,
-                    numpy=f"np.where({CUT.format('plan.limits', 'np.arange')}, -np.inf, {TOTALS['numpy']})",
-                    torch=f"torch.where({CUT.format('limits', 'torch.arange')}, -torch.inf, {TOTALS['torch']})",
-                    jax=f"jnp.where({CUT.format('limits', 'jnp.arange')}, -jnp.inf, {TOTALS['jax']})",
-                    tf=f"tf.where({CUT.format('limits', 'tf.range')}, none, {TOTALS['tf']})",
+                    numpy=f"np.where({UNCUT.format('np.arange')}, {TOTALS['numpy']}, -inf)",
+                    torch=f"torch.where({UNCUT.format('torch.arange')}, {TOTALS['torch']}, -inf)",
+                    jax=f"jnp.where({UNCUT.format('jnp.arange')}, {TOTALS['jax']}, -inf)",
+                    tf=f"tf.where({UNCUT.format('tf.range')}, {TOTALS['tf']}, -inf)",
                 ),
             }
         },

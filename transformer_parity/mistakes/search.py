@@ -21,18 +21,10 @@ OTHER = "decode/other_decoder_greedy"  # whose first layer has no self-attention
 OWN = {"own_numbers": ("jax", "tf")}
 
 HOLDS_TOKEN = "(target_ids != self.config.pad_id) | (n == 0)"
-REORDERED = {
-    "numpy": "steps.reorder((sentence * beam_size + parent[sentence, rank]).reshape(-1))",
-    "torch": "cache.reorder((sentence * beam_size + parent[sentence, rank]).flatten())",
-    "jax": "cache.reorder((sentence * beam_size + parent[sentence, rank]).reshape(-1))",
-    "tf": "cache.reorder(tf.reshape(tf.range(batch)[:, None] * beam_size + parent, [-1]))",
-}
-NONE = {"numpy": "-np.inf", "torch": "-torch.inf", "jax": "-jnp.inf", "tf": "none"}
-PENALISED = "best / penalties[n]"
+PENALISED = "best / plan.penalties[n]"
 
 TWICE_THE_BEAM = together(
-    changed("search", **{port: (f"{none})[:, :beam_size]", f"{none})") for port, none in NONE.items()}),
-    instead("search", "candidates[:, :beam_size]]", "candidates]"),
+    instead("search", "-inf)[:, :beam_size]", "-inf)"), instead("search", "candidates[:, :beam_size]]", "candidates]")
 )
 
 CATALOGUE = [
@@ -105,22 +97,12 @@ CATALOGUE = [
                 )
             },
             (TOKENS, GREEDY): {
-                "goes on after the end symbol": instead("search", "(tokens != config.eos_id) & ", ""),
+                "goes on after the end symbol": instead("search", "(tokens != plan.eos_id) & ", ""),
                 "stops a token early": instead("search", "& (n < ", "& (n + 1 < "),
             },
             (SCORES, GREEDY): {
-                "scores what comes after the end": changed(
-                    "search",
-                    numpy=(
-                        "scores[unfinished, 0] += log_probabilities[unfinished, tokens[unfinished]]",
-                        "scores[:, 0] += log_probabilities.max(-1)",
-                    ),
-                    torch=("best.where(unfinished, 0.0)", "best"),
-                    jax=("jnp.where(unfinished[:, None], scores + best, scores)", "scores + best"),
-                    tf=(
-                        "tf.where(state.unfinished[:, None], state.scores + best, state.scores)",
-                        "state.scores + best",
-                    ),
+                "scores what comes after the end": instead(
+                    "search", "where(self.unfinished[:, None], best", "where(self.unfinished[:, None] | True, best"
                 ),
                 "scores are logits": changed(
                     "search",
@@ -130,7 +112,7 @@ CATALOGUE = [
                         "logits.clone()",
                     ),
                     jax=("jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))", "logits"),
-                    tf=("tf.nn.log_softmax(tf.cast(logits, _wide(logits.dtype)))", "logits"),
+                    tf=("tf.nn.log_softmax(tf.cast(logits, wide))", "logits"),
                 ),
             },
         },
@@ -139,33 +121,26 @@ CATALOGUE = [
     *table(
         {
             TOKENS: {
-                "the cache is not reordered": instead("search", REORDERED, "pass"),
+                "the cache is not reordered": instead("search_loop", "cache.reorder(rows)", "pass"),
                 "the cache follows hypotheses that have ended": changed(
                     "search",
-                    ("parent[sentence, rank])", "parent[:, :beam_size])"),
+                    ("token[sentence, rank], parent[sentence, rank]", "token[sentence, rank], parent[:, :beam_size]"),
                     tf=(
                         "(tf.gather(x, rank, batch_dims=1) for x in (candidates, token, parent))",
                         "(*(tf.gather(x, rank, batch_dims=1) for x in (candidates, token)), parent[:, :beam_size])",
                     ),
                 ),
                 "no length penalty": instead("search", PENALISED, "best / 1.0"),
-                "the end symbol has no length": instead("search", PENALISED, "best / penalties[n - 1]"),
+                "the end symbol has no length": instead("search", PENALISED, "best / plan.penalties[n - 1]"),
                 "stops at the first hypotheses that end": instead(
                     "search", "finished[:, -1] >= attainable", "finished[:, -1] > -9e9"
                 ),
                 "stops by the current length": changed(
                     "search",
-                    ("penalties[limits]", "penalties[n]"),
-                    numpy=("penalties[plan.limits]", "penalties[n]"),
-                    tf=("tf.gather(penalties, limits)", "penalties[n]"),
+                    ("plan.penalties[plan.limits]", "plan.penalties[n]"),
+                    tf=("tf.gather(plan.penalties, plan.limits)", "plan.penalties[n]"),
                 ),
-                "ended hypotheses go on": changed(
-                    "search",
-                    numpy=("np.where(ends, -np.inf, best)", "best"),
-                    torch=("best.where(~ends, -torch.inf)", "best"),
-                    jax=("jnp.where(ends, -jnp.inf, best)", "best"),
-                    tf=("tf.where(ends, none, best)", "best"),
-                ),
+                "ended hypotheses go on": instead("search", "where(~ends, best", "where(ends | True, best"),
                 "stops a token early": instead("search", "limits == n)", "limits == n + 1)"),
                 "hypotheses outside the beam may end": TWICE_THE_BEAM,
             }

@@ -105,7 +105,7 @@ def disguised(module: str, old: Mapping[str, str], kept: Mapping[str, str]) -> E
 
 ROW = {"torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]", "tf": "tf.gather(self.table, ids)"}
 TIED = {
-    "torch": "self.weight if relaid",
+    "torch": "self.weight, self.bias",
     "jax": "self.table.T if",
     "tf": "tf.tensordot(x, self.embedding.table, [2, 1])",
 }
@@ -147,7 +147,7 @@ ENTRIES: dict[str, Table] = {
                 instead(
                     "embedding",
                     TIED,
-                    torch="self.weight.detach() if relaid",
+                    torch="self.weight.detach(), self.bias",
                     jax="__import__('jax').lax.stop_gradient(self.table.T) if",
                     tf="tf.tensordot(x, tf.stop_gradient(self.embedding.table), [2, 1])",
                 ),

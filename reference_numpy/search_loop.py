@@ -1,0 +1,64 @@
+"""The loop of a search: decode a position, let the search choose what is said there, until nothing is left to say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
+from reference_numpy.transformer import Transformer
+
+
+def run_search(
+    kind: Any,
+    model: Transformer,
+    source_ids: Any,
+    source_mask: Any,
+    on_step: OnStep | None,
+    options: Any,
+    *,
+    use_cache: bool,
+) -> SearchResult:
+    """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
+    source_ids, source_mask = model._take_source(source_ids, source_mask)
+    plan = plan_search(model.config, source_mask, *options)
+    plan = plan._replace(penalties=plan.penalties.astype(model.source_embedding.table.dtype))
+    decoder = model if use_cache else _Uncached(model)
+    cache = decoder.init_cache(source_ids, plan.capacity, plan.beam_size, source_mask)
+    state, rows = kind.start(plan), None
+    for n in range(1, plan.capacity + 1):
+        if rows is not None:
+            cache.reorder(rows)
+        logits, cache = decoder.decode_step(state.tokens.reshape(-1), cache)
+        state, rows = state.step(logits, n, plan)
+        if on_step is not None:
+            on_step(state.ids[:, :, :n].copy())
+        if not state.goes_on():
+            break
+    ids, scores = state.best()
+    return search_result(ids, scores, plan.pad_id)
+
+
+class _Uncached:
+    """Decodes the whole prefix for each token: what a cache has to be equal to."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def init_cache(self, source_ids, capacity, beam_size, source_mask):
+        """Encode the source; what was said so far takes the place of a cache."""
+        self.source_ids, self.source_mask = source_ids.repeat(beam_size, 0), source_mask.repeat(beam_size, 0)
+        self.memory = self.model.encode(source_ids, source_mask).repeat(beam_size, 0)  # [R, S, d_model]
+        self.prefix = np.zeros((len(self.memory), 0), int)  # [R, n]
+        return self
+
+    def decode_step(self, target_ids, cache):
+        """Return the logits [R, V] of what comes after one more token of each row."""
+        self.prefix = np.concatenate([self.prefix, target_ids[:, None]], 1)
+        logits = self.model.decode(self.prefix, self.memory, self.source_ids, source_mask=self.source_mask)
+        return logits[:, -1], cache
+
+    def reorder(self, rows):
+        """Let each row go on from another one."""
+        self.prefix = self.prefix[rows]

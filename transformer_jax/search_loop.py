@@ -1,0 +1,86 @@
+"""The loop of a search: decode a position, let the search choose what is said there, until nothing is left to say."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reference_numpy.checks import check_ids, check_mask
+from reference_numpy.search_plan import OnStep, SearchResult, pad_search, plan_search, search_result
+from transformer_jax.transformer import Transformer
+
+BUCKET = 32  # lengths are rounded up to a multiple of it, so that few have to be compiled for
+
+
+def run_search(
+    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, on_step: OnStep | None, options: Any
+) -> SearchResult:
+    """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
+    source_ids, source_mask = _take_source(model.config, source_ids, source_mask)
+    plan = plan_search(model.config, source_mask, *options)
+    batch, last = len(source_ids), plan.capacity
+    source_ids, source_mask, plan = pad_search(source_ids, source_mask, plan, model.config.max_positions, _rounded_up)
+    dtype = jnp.promote_types(model.source_embedding.table.dtype, jnp.float32)  # bfloat16 is too coarse to sum in
+    plan = plan._replace(penalties=plan.penalties.astype(dtype))
+    # The model is taken apart once: its leaves pass into compiled code, which is kept by structure and sizes.
+    leaves, structure = jax.tree.flatten(model)
+    sizes = {"beam_size": plan.beam_size, "num_hypotheses": plan.num_hypotheses}
+    state, cache = _start(structure, leaves, source_ids, source_mask, plan, kind=kind, **sizes)
+    for n in [last] if on_step is None else range(1, last + 1):
+        state, cache, goes_on = _advance(structure, leaves, state, cache, plan, n)
+        if on_step is not None:
+            on_step(np.array(state.ids, int)[:batch, :, :n])
+        if not goes_on:
+            break
+    ids, scores = state.best()
+    return search_result(np.array(ids, int)[:batch], np.array(scores)[:batch], plan.pad_id)
+
+
+def _rounded_up(length):
+    """Return a length that is compiled for."""
+    return -(-length // BUCKET) * BUCKET
+
+
+@partial(jax.jit, static_argnames=("structure", "kind", "beam_size", "num_hypotheses"))
+def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, num_hypotheses):
+    """Encode the source, and return the state before the first step, with the cache."""
+    model, plan = _build(structure, leaves), plan._replace(beam_size=beam_size, num_hypotheses=num_hypotheses)
+    cache = model.init_cache(source_ids, plan.capacity, beam_size, source_mask)
+    return kind.start(plan), cache
+
+
+@partial(jax.jit, static_argnames="structure", donate_argnames=("state", "cache"))
+def _advance(structure, leaves, state, cache, plan, last):
+    """Take steps until ``last`` have been taken or all is said; say whether there is more to say."""
+    model = _build(structure, leaves)
+
+    def step(carry):
+        state, cache = carry
+        logits, cache = model.decode_step(state.tokens.reshape(-1), cache)
+        state, rows = state.step(logits, cache.length, plan)
+        if rows is not None:
+            cache.reorder(rows)
+        return state, cache
+
+    state, cache = jax.lax.while_loop(lambda carry: carry[0].goes_on() & (carry[1].length < last), step, (state, cache))
+    return state, cache, state.goes_on()
+
+
+def _build(structure, leaves):
+    """Return the model in inference mode; the one that was taken apart stays as it is."""
+    model = jax.tree.unflatten(structure, leaves)
+    model.eval()
+    return model
+
+
+def _take_source(config, ids, mask):
+    """Take the source from the outside, checked, as NumPy's: what JAX did to it would be compiled for every shape."""
+    ids = np.asarray(ids)
+    check_ids("source_ids", ids.shape, ids.dtype.name, config.source_vocab_size, config.max_positions, ids)
+    mask = ids != config.pad_id if mask is None else np.asarray(mask)
+    check_mask("source_mask", mask.shape, mask.dtype.name, ids.shape)
+    return ids.astype(np.int32), mask

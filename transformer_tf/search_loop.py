@@ -1,0 +1,79 @@
+"""The loop of a search: decode a position, let the search choose what is said there, until nothing is left to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, proxy
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from reference_numpy.search_plan import OnStep, SearchResult, pad_search, plan_search, power_of_two, search_result
+from transformer_tf.transformer import Transformer
+
+
+def run_search(
+    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, on_step: OnStep | None, options: Any
+) -> SearchResult:
+    """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
+    source_ids, source_mask = (x.numpy() for x in model._take_source(source_ids, source_mask))
+    plan = plan_search(model.config, source_mask, *options)
+    batch, last = len(source_ids), plan.capacity
+    source_ids, source_mask, plan = pad_search(source_ids, source_mask, plan, model.config.max_positions, _rounded_up)
+    dtype = keras.backend.result_type(model.compute_dtype, "float32")  # bfloat16 is too coarse to sum in
+    with tf.device(model.device):
+        limits, penalties = tf.constant(plan.limits, tf.int32), tf.constant(plan.penalties, dtype)
+        plan = plan._replace(limits=limits, penalties=penalties)
+        state = kind.start(plan)
+    cache = _call(_init_cache, model, source_ids, source_mask, capacity=plan.capacity, beam_size=plan.beam_size)
+    for n in [last] if on_step is None else range(1, last + 1):
+        state, cache = _call(_advance, model, state, cache, plan, n)
+        if on_step is not None:
+            on_step(np.array(state.ids[:batch, :, :n], np.int64))
+        if not state.goes_on():
+            break
+    ids, scores = state.best()
+    return search_result(np.array(ids[:batch], np.int64), np.array(scores[:batch]), plan.pad_id)
+
+
+def _init_cache(model, source_ids, source_mask, **sizes):
+    """Encode the source, and return the cache before the first step."""
+    return model.init_cache(source_ids, source_mask=source_mask, **sizes)
+
+
+def _advance(model, state, cache, plan, last):
+    """Take steps until ``last`` have been taken or all is said."""
+
+    def step(state, cache):
+        logits, cache = model.decode_step(tf.reshape(state.tokens, [-1]), cache)
+        state, rows = state.step(logits, cache.length, plan)
+        if rows is not None:
+            cache.reorder(rows)
+        return state, cache
+
+    return tf.while_loop(lambda state, cache: state.goes_on() & (cache.length < last), step, (state, cache))
+
+
+def _rounded_up(length):
+    """Return a length that is compiled for: XLA takes seconds for each, and makes a step several times as fast."""
+    return max(32, power_of_two(length))
+
+
+# What has been traced, for as long as its model lives. Not in the model, which Keras saves and copies.
+_TRACED: WeakKeyDictionary[Transformer, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
+
+
+def _call(function, model, *args, **sizes):
+    """Call a function of a model, tensors and numbers, traced once for all of them, and once for each size."""
+    traced = _TRACED.setdefault(model, {})
+    with tf.device(model.device):
+        args = tf.nest.map_structure(tf.convert_to_tensor, args)
+        key = function, *map(type, args), *sizes.values()  # among the types is the kind of search
+        if key not in traced:
+            of_model = partial(function, proxy(model), **sizes)  # a model would live as long as its functions
+            signature = tf.nest.map_structure(lambda x: tf.TensorSpec([None] * x.shape.rank, x.dtype), args)
+            traced[key] = tf.function(of_model, signature, autograph=False, jit_compile=function is _advance)
+        return traced[key](*args)

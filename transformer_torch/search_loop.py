@@ -1,0 +1,91 @@
+"""The loop of a search: decode a position, let the search choose what is said there, until nothing is left to say."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
+
+from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
+from transformer_torch.embedding import OutputProjection
+from transformer_torch.layers import Linear
+from transformer_torch.transformer import Transformer
+
+LARGE = 2**20  # weights: from here on, oneDNN's own layout pays
+FEW = 64  # rows: up to here, another layout does
+ONCE = ("cross_attention.key_proj", "cross_attention.value_proj")  # what multiplies the memory, and not in each step
+
+
+def run_search(
+    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, on_step: OnStep | None, options: Any
+) -> SearchResult:
+    """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
+    source_ids, source_mask = model._take_source(source_ids, source_mask)
+    plan = plan_search(model.config, source_mask.cpu().numpy(), *options)
+    device, dtype = model.device, model.source_embedding.table.dtype
+    dtype = torch.promote_types(dtype, torch.float32)  # bfloat16 is too coarse to sum in
+    plan = plan._replace(
+        limits=torch.tensor(plan.limits, device=device),
+        penalties=torch.tensor(plan.penalties, dtype=dtype, device=device),
+    )
+    with torch.inference_mode():
+        decoder = _inference_twin(model)
+        _lay_out_for_few_rows(decoder, len(source_ids) * plan.beam_size)
+        cache = decoder.init_cache(source_ids, plan.capacity, plan.beam_size, source_mask)
+        state, rows = kind.start(plan), None
+    for n in range(1, plan.capacity + 1):
+        with torch.inference_mode():  # and not while the caller looks on, who may want gradients
+            if rows is not None:
+                cache.reorder(rows)
+            logits, cache = decoder.decode_step(state.tokens.reshape(-1), cache)
+            state, rows = state.step(logits, n, plan)
+        if on_step is not None:
+            on_step(state.ids[:, :, :n].cpu().numpy().copy())
+        if not state.goes_on():
+            break
+    ids, scores = (x.cpu().numpy() for x in state.best())
+    return search_result(ids, scores, plan.pad_id)
+
+
+def _inference_twin(module):
+    """Return a module in inference mode with the same parameters and hooks, on which things can be set.
+
+    The module itself may be in use elsewhere: another thread may train it.
+    """
+    twin = object.__new__(type(module))
+    children = {name: child and _inference_twin(child) for name, child in module._modules.items()}
+    vars(twin).update({**vars(module), "_modules": children, "training": False, "_compiled_call_impl": None})
+    return twin
+
+
+def _lay_out_for_few_rows(model, rows):
+    """Let what multiplies in each step do so by a copy of its weight in a layout that is quicker for few rows.
+
+    A decoding step takes one row a hypothesis. Then the time goes into reading weights, and BLAS reads a transposed one
+    badly: on a Xeon, a vocabulary of 37,000 takes half as long from oneDNN's own layout, and small matrices from
+    [in, out] take two thirds. Copies that are made for one search cannot be out of date.
+    """
+    weight = model.output_proj.weight
+    if weight.device.type != "cpu" or weight.dtype == torch.bfloat16:  # for which BLAS has good layouts of its own
+        return
+    if rows > FEW or torch.is_autocast_enabled("cpu"):  # which does not know oneDNN's layout
+        return
+    for name, module in (*model.decoder.named_modules(), ("output_proj", model.output_proj)):
+        if type(module) in (Linear, OutputProjection) and not name.endswith(ONCE):
+            module.forward = partial(_multiply, _relaid(module.weight, rows), module.bias)
+
+
+def _relaid(weight, rows):
+    """Return a weight [out, in] in the layout that is quickest for few rows."""
+    if weight.numel() >= LARGE and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return weight.t().contiguous().t()
+
+
+def _multiply(weight, bias, x):
+    """Multiply by a matrix in any layout and add a bias."""
+    if weight.is_mkldnn:  # what F.linear refuses; torch.compile calls the same function for frozen weights
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
