@@ -130,6 +130,10 @@ class TransformerConfig:
         check_number("label_smoothing", self.label_smoothing, "in [0, 1)", lambda x: 0 <= x < 1)
         self._check_ids()
         self._check_positions()
+        if self.skip_first_self_attention and self.num_decoder_layers == 1:
+            raise ValueError(
+                "skip_first_self_attention needs num_decoder_layers of at least 2, so that a position sees earlier ones"
+            )
         if self.layer_norm_kind == "annotated" and self.d_model < 2:
             raise ValueError(f"layer_norm_kind='annotated' needs d_model of at least 2: got {self.d_model}")
         others = {"uniform": 0, "off_target": 1, "off_target_and_pad": 2}[self.label_smoothing_kind]
