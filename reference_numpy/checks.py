@@ -81,11 +81,10 @@ def check_ids(
     if max_positions is not None and shape[1] is not None and shape[1] > max_positions:
         raise ValueError(f"{name} must be at most {max_positions} tokens long: got {shape[1]}")
     if values is not None:
-        for extreme in (np.argmin(values), np.argmax(values)):
-            row, column = np.unravel_index(extreme, values.shape)
-            if not 0 <= values[row, column] < vocab_size:
-                found = f"got {values[row, column]} at [{row}, {column}]"
-                raise ValueError(f"{name} must lie in [0, {vocab_size}): {found}")
+        for extreme, at in ((values.min(), np.argmin), (values.max(), np.argmax)):
+            if not 0 <= extreme < vocab_size:
+                row, column = np.unravel_index(at(values), values.shape)
+                raise ValueError(f"{name} must lie in [0, {vocab_size}): got {extreme} at [{row}, {column}]")
 
 
 def check_mask(name: str, shape: Shape, dtype: str, needed: Shape) -> None:
@@ -129,8 +128,11 @@ def check_next_ids(shape: Shape, length: int | None, room: Shape) -> None:
 
 
 def check_memory(shape: Shape, dtype: str, needed: Shape, needed_dtype: str) -> None:
-    """Raise TypeError unless the memory is of the model's dtype, ValueError unless it has the source's shape."""
-    if dtype != needed_dtype:
+    """Raise TypeError unless the memory is of the model's dtype, ValueError unless it has the source's shape.
+
+    A float32 model also takes what its encoder returns where mixed precision is on: bfloat16.
+    """
+    if dtype not in (needed_dtype, "bfloat16" if needed_dtype == "float32" else needed_dtype):
         raise TypeError(f"memory must be {needed_dtype}: got {dtype}")
     _check_shape("memory", shape, needed)
 

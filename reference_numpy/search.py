@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from reference_numpy.functional import log_softmax
-from reference_numpy.masks import target_padding_mask
 from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
-from reference_numpy.taps import no_tap
 from reference_numpy.transformer import Transformer
 
 
@@ -195,11 +193,11 @@ class _CachedSteps:
 
     def __init__(self, model, source_ids, source_mask, capacity, beam_size=1):
         self.model = model
-        self.cache = model._init_cache(source_ids, source_mask, capacity, beam_size)
+        self.cache = model.init_cache(source_ids, capacity, beam_size, source_mask)
 
     def logits(self, tokens):
         """Return the logits [R, V] of what comes after one more token of each row."""
-        logits, self.cache = self.model._decode_step(tokens, self.cache)
+        logits, self.cache = self.model.decode_step(tokens, self.cache)
         return logits
 
     def reorder(self, rows):
@@ -211,8 +209,9 @@ class _PlainSteps:
     """Decode the whole prefix for each token: what a cache has to be equal to."""
 
     def __init__(self, model, source_ids, source_mask, capacity, beam_size=1):
-        memory = model._encode(source_ids, source_mask, no_tap, None)
+        memory = model.encode(source_ids, source_mask)
         self.model = model
+        self.source_ids = source_ids.repeat(beam_size, 0)  # [R, S]
         self.memory = memory.repeat(beam_size, 0)  # [R, S, d_model]
         self.source_mask = source_mask.repeat(beam_size, 0)
         self.prefix = np.zeros((len(self.memory), 0), int)  # [R, n]
@@ -220,8 +219,8 @@ class _PlainSteps:
     def logits(self, tokens):
         """Return the logits [R, V] of what comes after one more token of each row."""
         self.prefix = np.concatenate([self.prefix, tokens[:, None]], 1)
-        target_mask = target_padding_mask(self.prefix, self.model.config.pad_id)
-        return self.model._decode(self.prefix, self.memory, self.source_mask, target_mask, no_tap, None)[:, -1]
+        logits = self.model.decode(self.prefix, self.memory, self.source_ids, source_mask=self.source_mask)
+        return logits[:, -1]
 
     def reorder(self, rows):
         """Let each row go on from another one."""

@@ -404,7 +404,7 @@ def test_tf_traces_a_search_once(port, search, monkeypatch):
     model, find, traces, sizes = build(port), getattr(port.package, search), [], set()
     three = np.concatenate([SOURCE, SOURCE[:1]])
     four_and_longer = np.pad(three, ((0, 1), (0, 2)), constant_values=7)
-    decode_step, call = model._decode_step, port.package.search._call
+    decode_step, call = model.decode_step, port.package.search._call
 
     def traced_decode_step(model, *args):
         traces.append(args)
@@ -414,7 +414,7 @@ def test_tf_traces_a_search_once(port, search, monkeypatch):
         sizes.add((function, *(tuple(np.shape(x)) for x in tf.nest.flatten(args))))
         return call(function, model, *args, **options)
 
-    monkeypatch.setattr(type(model), "_decode_step", traced_decode_step)
+    monkeypatch.setattr(type(model), "decode_step", traced_decode_step)
     monkeypatch.setattr(port.package.search, "_call", sized_call)
     first = find(model, three, max_length=9)
     assert (len(traces), len(sizes)) == (1, 2)  # the encoder, and the loop

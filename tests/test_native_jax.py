@@ -49,3 +49,12 @@ def test_deepcopy_and_pickle_of_layers(port, activation):
                 assert type(ours) is type(theirs)
                 assert ours is not theirs
     np.testing.assert_array_equal(copy.deepcopy(model.encoder)(x), model.encoder(x))
+
+
+def test_decode_step_leaves_its_argument_alone(port):
+    model = build(port)
+    empty = model.init_cache(SOURCE, 3)
+    first, one = model.decode_step(TARGET[:, 0], empty)
+    assert (int(empty.length), int(one.length)) == (0, 1)
+    again, _ = model.decode_step(TARGET[:, 0], empty)
+    np.testing.assert_array_equal(port.to_numpy(again), port.to_numpy(first))

@@ -156,7 +156,7 @@ class _Greedy(NamedTuple):
     def step(self, model, numbers):
         config, (min_length, limits, _) = model.config, numbers
         tokens, ids, scores, unfinished, cache = self
-        logits, cache = model._decode_step(tokens, cache)
+        logits, cache = model.decode_step(tokens, cache)
         n = cache.length
         log_probabilities = _next_log_probabilities(logits, config, n < min_length)  # [B, V]
         best, index = jax.lax.top_k(log_probabilities, 1)  # [B, 1]; on a CPU, argmax takes twice as long
@@ -199,7 +199,7 @@ class _Beam(NamedTuple):
         (batch, beam_size), num_hypotheses, vocabulary = tokens.shape, finished.shape[1], config.target_vocab_size
         penalties = penalties.astype(alive.dtype)
         sentence = jnp.arange(batch)[:, None]
-        logits, cache = model._decode_step(tokens.reshape(-1), cache)
+        logits, cache = model.decode_step(tokens.reshape(-1), cache)
         n = cache.length
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
         log_probabilities = _next_log_probabilities(logits, config, n < min_length)
@@ -269,7 +269,7 @@ def _start(
 ):
     """Encode the source, and return the state before the first step."""
     model = _build(structure, leaves)
-    cache = model._init_cache(source_ids, source_mask, capacity, beam_size)
+    cache = model.init_cache(source_ids, capacity, beam_size, source_mask)
     dtype = jnp.promote_types(cache.positions.dtype, jnp.float32)  # bfloat16 is too coarse to sum in
     return kind.start(model.config, cache, dtype, start_id, is_sentence, beam_size, num_hypotheses)
 

@@ -127,8 +127,8 @@ class Transformer(nnx.Module):
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
-        memory = self._encode(source_ids, source_mask, tap)
-        return self._decode(target_ids, memory, source_mask, target_mask, tap)
+        memory = self.encode(source_ids, source_mask, tap)
+        return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap)
 
     def encode(
         self,
@@ -138,7 +138,11 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B S d_model"]:
         """Return the memory: one vector per source position. Arguments and errors as in the call."""
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        return self._encode(source_ids, source_mask, tap)
+        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+        if self.source_embedding_norm is not None:
+            x = self.source_embedding_norm(x)
+        x = self.dropout(tap("source_embedding.output", x))
+        return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"))
 
     def decode(
         self,
@@ -155,7 +159,14 @@ class Transformer(nnx.Module):
         check_same_batch(source_ids.shape, target_ids.shape)
         memory_shape = (*source_ids.shape, self.config.d_model)
         memory = to_memory(memory, memory_shape, self.source_embedding.table.dtype.name)
-        return self._decode(target_ids, memory, source_mask, target_mask, tap)
+        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.dropout(tap("target_embedding.output", x))
+        self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
+        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
+        x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
+        return self._logits(x, tap)
 
     def init_cache(
         self,
@@ -179,7 +190,9 @@ class Transformer(nnx.Module):
         check_positions("capacity", capacity, self.config.max_positions)
         check_integer("beam_size", beam_size, minimum=1)
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        return self._init_cache(source_ids, source_mask, capacity, beam_size)
+        memory = self.encode(source_ids, source_mask)
+        positions = jnp.asarray(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
+        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
     def decode_step(
         self, target_ids: Int[Array, " R"], cache: DecoderCache, tap: Tap = no_tap
@@ -199,10 +212,18 @@ class Transformer(nnx.Module):
             ValueError: Ids outside the vocabulary, not one for each hypothesis, or no room for another position.
         """
         ids = target_ids if isinstance(target_ids, Array) else np.asarray(target_ids)
-        ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None)[0]
+        target_ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None)[0]
         length = None if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
-        check_next_ids(ids.shape, length, cache.self_mask.shape)
-        return self._decode_step(ids, cache, tap)
+        check_next_ids(target_ids.shape, length, cache.self_mask.shape)
+        cache = jax.tree.map(lambda x: x, cache)  # a copy: the caller's stays as it is
+        n = cache.length
+        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+        cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token[:, None, None, None], n, 3)
+        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
+        return self._logits(x, tap)[:, 0], cache
 
     def _take_source(self, ids, mask):
         config = self.config
@@ -217,38 +238,6 @@ class Transformer(nnx.Module):
         if mask is None:
             return ids, target_padding_mask(ids, config.pad_id)
         return ids, to_mask("target_mask", mask, ids.shape)
-
-    def _encode(self, source_ids, source_mask, tap):
-        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
-        if self.source_embedding_norm is not None:
-            x = self.source_embedding_norm(x)
-        x = self.dropout(tap("source_embedding.output", x))
-        return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"))
-
-    def _decode(self, target_ids, memory, source_mask, target_mask, tap):
-        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.dropout(tap("target_embedding.output", x))
-        self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
-        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
-        x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
-        return self._logits(x, tap)
-
-    def _init_cache(self, source_ids, source_mask, capacity, beam_size):
-        memory = self._encode(source_ids, source_mask, no_tap)
-        positions = jnp.asarray(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
-        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
-
-    def _decode_step(self, target_ids, cache, tap=no_tap):
-        n = cache.length
-        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
-        cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token[:, None, None, None], n, 3)
-        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return self._logits(x, tap)[:, 0], cache
 
     def _logits(self, x, tap):
         return tap("logits", self.output_proj(x))

@@ -156,7 +156,7 @@ class _Greedy(NamedTuple):
 def _greedy_step(model, state, limits, min_length):
     """Let every unfinished sentence say one more token."""
     config = model.config
-    logits, cache = model._decode_step(state.tokens, state.cache)
+    logits, cache = model.decode_step(state.tokens, state.cache)
     n = cache.length
     log_probabilities = _next_log_probabilities(logits, config, n < min_length)  # [B, V]
     tokens = tf.where(state.unfinished, tf.argmax(log_probabilities, -1, tf.int32), config.pad_id)
@@ -189,7 +189,7 @@ def _beam_step(model, state, limits, min_length, penalties):
     batch, beam_size = keras.ops.shape(state.alive)
     none = tf.constant(-math.inf, state.alive.dtype)
     # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
-    logits, cache = model._decode_step(tf.reshape(state.tokens, [-1]), state.cache)
+    logits, cache = model.decode_step(tf.reshape(state.tokens, [-1]), state.cache)
     n = cache.length
     log_probabilities = _next_log_probabilities(logits, config, n < min_length)
     totals = state.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])  # [B, K, V]
@@ -238,7 +238,7 @@ def _start(model, source_ids, source_mask, plan, beam_size=1):
     source_ids = np.pad(source_ids, padding, constant_values=config.pad_id)
     source_mask = np.pad(source_mask, padding)
     capacity = _room(plan.capacity, config.max_positions)
-    cache = _call(Transformer._init_cache, model, source_ids, source_mask, capacity, beam_size)
+    cache = _call(Transformer.init_cache, model, source_ids, capacity, beam_size, source_mask)
     return cache, np.pad(plan.limits.astype(np.int32), more)
 
 

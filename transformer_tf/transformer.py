@@ -149,8 +149,8 @@ class Transformer(keras.Model):
         training: bool | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Return the logits, given checked ids and masks: what Keras calls."""
-        memory = self._encode(source_ids, source_mask, tap, training)
-        return self._decode(target_ids, memory, source_mask, target_mask, tap, training)
+        memory = self.encode(source_ids, source_mask, tap, training)
+        return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap, training)
 
     def encode(
         self,
@@ -162,7 +162,11 @@ class Transformer(keras.Model):
         """Return the memory: one vector per source position. Arguments and errors as in the call."""
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         with tf.device(self.device):
-            return self._encode(source_ids, source_mask, tap, training)
+            x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+            if self.source_embedding_norm is not None:
+                x = self.source_embedding_norm(x)
+            x = self.dropout(tap("source_embedding.output", x), training=training)
+            return self.encoder(x, source_mask[:, None, None, :], tap=within(tap, "encoder"), training=training)
 
     def decode(
         self,
@@ -181,7 +185,14 @@ class Transformer(keras.Model):
         memory_shape = (*source_ids.shape, self.config.d_model)
         memory = to_memory(memory, memory_shape, self.compute_dtype)
         with tf.device(self.device):
-            return self._decode(target_ids, memory, source_mask, target_mask, tap, training)
+            x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+            if self.target_embedding_norm is not None:
+                x = self.target_embedding_norm(x)
+            x = self.dropout(tap("target_embedding.output", x), training=training)
+            self_mask = causal_mask(keras.ops.shape(x)[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
+            cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
+            x = self.decoder(x, memory, self_mask, cross_mask, tap=within(tap, "decoder"), training=training)
+            return self._logits(x, tap)
 
     def init_cache(
         self,
@@ -202,11 +213,14 @@ class Transformer(keras.Model):
             TypeError: Ids or sizes that are not integers, or a mask that is not boolean.
             ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        check_positions("capacity", capacity, self.config.max_positions)
-        check_integer("beam_size", beam_size, minimum=1)
+        if not tf.is_tensor(capacity):  # which it may be in a function that is traced once for all sizes
+            check_positions("capacity", capacity, self.config.max_positions)
+            check_integer("beam_size", beam_size, minimum=1)
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         with tf.device(self.device):
-            return self._init_cache(source_ids, source_mask, capacity, beam_size)
+            memory = self.encode(source_ids, source_mask, training=False)
+            positions = tf.cast(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
+            return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
     def decode_step(
         self, target_ids: Int[Tensor, " R"], cache: DecoderCache, tap: Tap = no_tap
@@ -231,7 +245,15 @@ class Transformer(keras.Model):
         length = None if length is None else int(length)
         check_next_ids(tuple(target_ids.shape), length, tuple(cache.self_mask.shape))
         with tf.device(self.device):
-            return self._decode_step(target_ids, cache, tap)
+            cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: the caller's stays as it is
+            n = cache.length
+            holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+            cache.self_mask = keras.ops.slice_update(cache.self_mask, [0, 0, 0, n], holds_token[:, None, None, None])
+            x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+            if self.target_embedding_norm is not None:
+                x = self.target_embedding_norm(x)
+            x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
+            return self._logits(x, tap)[:, 0], cache
 
     def _take_source(self, ids, mask):
         config = self.config
@@ -246,39 +268,6 @@ class Transformer(keras.Model):
         if mask is None:
             return ids, target_padding_mask(ids, config.pad_id)
         return ids, to_mask("target_mask", mask, tuple(ids.shape))
-
-    def _encode(self, source_ids, source_mask, tap, training):
-        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
-        if self.source_embedding_norm is not None:
-            x = self.source_embedding_norm(x)
-        x = self.dropout(tap("source_embedding.output", x), training=training)
-        return self.encoder(x, source_mask[:, None, None, :], tap=within(tap, "encoder"), training=training)
-
-    def _decode(self, target_ids, memory, source_mask, target_mask, tap, training):
-        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.dropout(tap("target_embedding.output", x), training=training)
-        self_mask = causal_mask(keras.ops.shape(x)[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
-        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
-        x = self.decoder(x, memory, self_mask, cross_mask, tap=within(tap, "decoder"), training=training)
-        return self._logits(x, tap)
-
-    def _init_cache(self, source_ids, source_mask, capacity, beam_size):
-        memory = self._encode(source_ids, source_mask, no_tap, training=False)
-        positions = tf.cast(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
-        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
-
-    def _decode_step(self, target_ids, cache, tap=no_tap):
-        cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: a tf.function must not change what it is given
-        n = cache.length
-        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
-        cache.self_mask = keras.ops.slice_update(cache.self_mask, [0, 0, 0, n], holds_token[:, None, None, None])
-        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return self._logits(x, tap)[:, 0], cache
 
     def _logits(self, x, tap):
         return tap("logits", self.output_proj(x))

@@ -59,9 +59,9 @@ def greedy_search(
     scores = torch.zeros(batch, dtype=_wide_dtype(model), device=device)
     unfinished = torch.ones(batch, dtype=torch.bool, device=device)
     with _inference(model), laid_out_for_few_rows(_step_weights(model), batch):
-        cache = model._init_cache(source_ids, source_mask, plan.capacity, beam_size=1)
+        cache = model.init_cache(source_ids, plan.capacity, source_mask=source_mask)
         for n in range(1, plan.capacity + 1):
-            logits, cache = model._decode_step(tokens, cache)
+            logits, cache = model.decode_step(tokens, cache)
             log_probabilities = _next_log_probabilities(logits, config, n < plan.min_length)  # [B, V]
             best, tokens = log_probabilities.max(-1)  # of equal ones, the first
             tokens = tokens.where(unfinished, config.pad_id)
@@ -141,10 +141,10 @@ def beam_search(
     finished_ids = torch.full((batch, num_hypotheses, plan.capacity), config.pad_id, device=device)
     finished = torch.full((batch, num_hypotheses), -torch.inf, dtype=dtype, device=device)  # scores, best first
     with _inference(model), laid_out_for_few_rows(_step_weights(model), batch * beam_size):
-        cache = model._init_cache(source_ids, source_mask, plan.capacity, beam_size)
+        cache = model.init_cache(source_ids, plan.capacity, beam_size, source_mask)
         for n in range(1, plan.capacity + 1):
             # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
-            logits, cache = model._decode_step(tokens.flatten(), cache)
+            logits, cache = model.decode_step(tokens.flatten(), cache)
             log_probabilities = _next_log_probabilities(logits, config, n < plan.min_length)
             totals = alive[:, :, None] + log_probabilities.view(batch, beam_size, vocabulary)  # [B, K, V]
             best, index = _top(totals.flatten(1), 2 * beam_size)  # [B, 2K]
