@@ -7,6 +7,7 @@ says what is wrong, what was got and what is needed.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,16 +22,30 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value!r}")
 
 
-def check_integer(name: str, value: Any, minimum: int) -> None:
-    """Raise TypeError unless ``value`` is an int (a bool is not), ValueError if it is below ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer: got {value!r}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}: got {value}")
+def check_integer(name: str, value: Any, minimum: int) -> int:
+    """Return an integer of any kind, such as NumPy's, as Python's.
+
+    Raises:
+        TypeError: The value is not an integer; a bool is not.
+        ValueError: It is below ``minimum``.
+    """
+    try:
+        integer = operator.index(None if isinstance(value, bool) else value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer: got {value!r}") from None
+    if integer < minimum:
+        raise ValueError(f"{name} must be at least {minimum}: got {integer}")
+    return integer
 
 
-def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bool]) -> None:
-    """Raise TypeError unless ``value`` is a finite number, ValueError unless ``holds(value)``."""
+def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bool]) -> int | float:
+    """Return a number of any kind, such as NumPy's, as Python's.
+
+    Raises:
+        TypeError: The value is not a number; a bool is not.
+        ValueError: It is not finite, or does not hold.
+    """
+    value = value.item() if isinstance(value, np.number) else value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number: got {value!r}")
     try:
@@ -39,6 +54,7 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
         number = math.inf
     if not math.isfinite(number) or not holds(number):
         raise ValueError(f"{name} must be {needed}: got {value}")
+    return value
 
 
 def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> None:
@@ -104,11 +120,12 @@ def check_same_batch(source_shape: Shape, target_shape: Shape) -> None:
         raise ValueError(f"source_ids and target_ids must agree in batch size: got {source} and {target}")
 
 
-def check_positions(name: str, value: Any, max_positions: int | None) -> None:
-    """Raise TypeError unless ``value`` is an int, ValueError unless the model has that many target positions."""
-    check_integer(name, value, minimum=1)
-    if max_positions is not None and value > max_positions:
-        raise ValueError(f"{name} must be at most {max_positions}, the model's positions: got {value}")
+def check_positions(name: str, value: Any, max_positions: int | None) -> int:
+    """Return how many target positions are meant, as ``check_integer``; ValueError if the model has fewer."""
+    integer = check_integer(name, value, minimum=1)
+    if max_positions is not None and integer > max_positions:
+        raise ValueError(f"{name} must be at most {max_positions}, the model's positions: got {integer}")
+    return integer
 
 
 def check_next_ids(shape: Shape, length: int | None, room: Shape) -> None:

@@ -62,8 +62,8 @@ class Transformer:
         config: TransformerConfig,
         weights: Mapping[str, ndarray],
         dtype: str = "float32",
-        device: str = "cpu",
-        precision: str = "highest",
+        device: str | None = None,
+        precision: str | None = None,
     ) -> Transformer:
         """Build a model in inference mode that holds a copy of the given weights.
 
@@ -71,8 +71,9 @@ class Transformer:
             config: What the weights are weights of.
             weights: One array per canonical name, of any floating-point dtype.
             dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``.
-            precision: ``highest`` or ``fast``; it holds for the whole process (see ``set_precision``).
+            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
+                None leaves it as it is.
 
         Raises:
             TypeError: A weight is not of a floating-point dtype.
@@ -80,7 +81,8 @@ class Transformer:
             RuntimeError: The device is not visible.
         """
         check_placement(dtype, device)
-        set_precision(precision)
+        if precision is not None:
+            set_precision(precision)
         model = cls(config, dtype)
         set_weights(model, weights)
         return model
@@ -177,8 +179,8 @@ class Transformer:
             TypeError: Ids or sizes that are not integers, or a mask that is not boolean.
             ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        check_positions("capacity", capacity, self.config.max_positions)
-        check_integer("beam_size", beam_size, minimum=1)
+        capacity = check_positions("capacity", capacity, self.config.max_positions)
+        beam_size = check_integer("beam_size", beam_size, minimum=1)
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         memory = self.encode(source_ids, source_mask)
         positions = self.target_position.vectors(capacity).astype(memory.dtype)  # [capacity, d_model]
@@ -230,7 +232,7 @@ class Transformer:
 
 
 def load_transformer(
-    path: str | Path, dtype: str = "float32", device: str = "cpu", precision: str = "highest"
+    path: str | Path, dtype: str = "float32", device: str | None = None, precision: str | None = None
 ) -> Transformer:
     """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
     return Transformer.from_weights(*load_weights(path), dtype, device, precision)

@@ -18,6 +18,7 @@ from tensorflow import Tensor
 
 from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
 from transformer_tf.decoder import DecoderCache
+from transformer_tf.runtime import placed
 from transformer_tf.transformer import Transformer
 
 
@@ -285,7 +286,7 @@ _TRACED: WeakKeyDictionary[Transformer, dict[Callable[..., Any], Callable[..., A
 def _call(function, model, *args, jit_compile=False):
     """Call a function of a model, tensors and numbers, traced once for all of them."""
     traced = _TRACED.setdefault(model, {})
-    with tf.device(model.device):
+    with placed(model.device):
         args = tf.nest.map_structure(lambda x: x if isinstance(x, int) else tf.convert_to_tensor(x), args)
         if function not in traced:
             of_model = partial(function, proxy(model))  # which would otherwise live as long as its functions

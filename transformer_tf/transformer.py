@@ -24,7 +24,7 @@ from transformer_tf.embedding import LearnedPosition, OutputProjection, Sinusoid
 from transformer_tf.encoder import Encoder
 from transformer_tf.layers import Dropout, LayerNorm
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
-from transformer_tf.runtime import check_placement, set_precision, to_device, to_ids, to_mask, to_memory
+from transformer_tf.runtime import check_placement, placed, set_precision, to_device, to_ids, to_mask, to_memory
 from transformer_tf.weights import get_weights, set_weights
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Transformer(keras.Model):
         super().__init__(dtype=dtype, **kwargs)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         self.config = config
-        self.device: str | None = None  # where calls run; None is TensorFlow's default
+        self.device: str | None = None  # where calls run; None is where the caller's scope says
         self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype=dtype)
         self.target_embedding = (
             self.source_embedding
@@ -78,8 +78,8 @@ class Transformer(keras.Model):
         config: TransformerConfig,
         weights: Mapping[str, ndarray],
         dtype: str = "float32",
-        device: str = "cpu",
-        precision: str = "highest",
+        device: str | None = None,
+        precision: str | None = None,
     ) -> Transformer:
         """Build a model in inference mode that holds a copy of the given weights.
 
@@ -87,8 +87,9 @@ class Transformer(keras.Model):
             config: What the weights are weights of.
             weights: One array per canonical name, of any floating-point dtype.
             dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``.
-            precision: ``highest`` or ``fast``; it holds for the whole process (see ``set_precision``).
+            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
+                None leaves it as it is.
 
         Raises:
             TypeError: A weight is not of a floating-point dtype.
@@ -96,8 +97,9 @@ class Transformer(keras.Model):
             RuntimeError: The device is not visible.
         """
         check_placement(dtype, device)
-        set_precision(precision)
-        with tf.device(to_device(device)):
+        if precision is not None:
+            set_precision(precision)
+        with placed(to_device(device)):
             model = cls(config, dtype=dtype)
         model.device = to_device(device)
         set_weights(model, weights)
@@ -136,7 +138,7 @@ class Transformer(keras.Model):
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
-        with tf.device(self.device):
+        with placed(self.device):
             return super().__call__(source_ids, target_ids, source_mask, target_mask, tap=tap, training=training)
 
     def call(
@@ -161,7 +163,7 @@ class Transformer(keras.Model):
     ) -> Float[Tensor, "B S d_model"]:
         """Return the memory: one vector per source position. Arguments and errors as in the call."""
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        with tf.device(self.device):
+        with placed(self.device):
             x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
             if self.source_embedding_norm is not None:
                 x = self.source_embedding_norm(x)
@@ -184,7 +186,7 @@ class Transformer(keras.Model):
         check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
         memory_shape = (*source_ids.shape, self.config.d_model)
         memory = to_memory(memory, memory_shape, self.compute_dtype)
-        with tf.device(self.device):
+        with placed(self.device):
             x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
             if self.target_embedding_norm is not None:
                 x = self.target_embedding_norm(x)
@@ -214,10 +216,10 @@ class Transformer(keras.Model):
             ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
         """
         if not tf.is_tensor(capacity):  # which it may be in a function that is traced once for all sizes
-            check_positions("capacity", capacity, self.config.max_positions)
-            check_integer("beam_size", beam_size, minimum=1)
+            capacity = check_positions("capacity", capacity, self.config.max_positions)
+            beam_size = check_integer("beam_size", beam_size, minimum=1)
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        with tf.device(self.device):
+        with placed(self.device):
             memory = self.encode(source_ids, source_mask, training=False)
             positions = tf.cast(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
             return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
@@ -244,7 +246,7 @@ class Transformer(keras.Model):
         length = tf.get_static_value(cache.length)  # None inside a traced function
         length = None if length is None else int(length)
         check_next_ids(tuple(target_ids.shape), length, tuple(cache.self_mask.shape))
-        with tf.device(self.device):
+        with placed(self.device):
             cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: the caller's stays as it is
             n = cache.length
             holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
@@ -274,7 +276,7 @@ class Transformer(keras.Model):
 
 
 def load_transformer(
-    path: str | Path, dtype: str = "float32", device: str = "cpu", precision: str = "highest"
+    path: str | Path, dtype: str = "float32", device: str | None = None, precision: str | None = None
 ) -> Transformer:
     """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
     return Transformer.from_weights(*load_weights(path), dtype, device, precision)
