@@ -33,7 +33,7 @@ class DecoderLayer(Block):
         ``feed_forward_norm.output``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         config = config.in_decoder
         self.norm_order = config.norm_order
@@ -126,7 +126,7 @@ class Decoder(Block):
         Those of each layer under ``layers.{i}``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.layers = [DecoderLayer(config, dtype=dtype) for _ in range(config.num_decoder_layers)]
         self.final_norm = LayerNorm(config, dtype=dtype) if config.final_norm else None

@@ -60,11 +60,6 @@ def placed(device: str | None) -> AbstractContextManager[Any]:
     return nullcontext() if device is None else tf.device(device)
 
 
-def placed(device: str | None) -> AbstractContextManager[Any]:
-    """Return a context that computes on a device; None is the place that the caller's scope says."""
-    return nullcontext() if device is None else tf.device(device)
-
-
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Tensor, "B L"]:
     """Take token ids from the outside, checked.
 

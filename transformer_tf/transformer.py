@@ -22,7 +22,7 @@ from reference_numpy.taps import Tap, no_tap, within
 from transformer_tf.decoder import Decoder, DecoderCache
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_tf.encoder import Encoder
-from transformer_tf.layers import Dropout, LayerNorm
+from transformer_tf.layers import Configured, Dropout, LayerNorm
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_tf.runtime import check_placement, placed, set_precision, to_device, to_ids, to_mask, to_memory
 from transformer_tf.weights import get_weights, set_weights
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-@keras.saving.register_keras_serializable(__package__)
-class Transformer(keras.Model):
+class Transformer(Configured, keras.Model):
     """Map source tokens and the target tokens so far to the logits of each next target token.
 
     Taps:
@@ -42,7 +41,7 @@ class Transformer(keras.Model):
         the attention weights (``**.weights``).
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         self.config = config
@@ -62,15 +61,6 @@ class Transformer(keras.Model):
         self.output_proj = OutputProjection(config, self.target_embedding, dtype=dtype)
         self.dropout = Dropout(config.dropout.embedding, dtype=dtype)
         self.built = True
-
-    def get_config(self) -> dict[str, Any]:
-        """Return what ``from_config`` needs to build the model again: Keras saves it beside the weights."""
-        return {"config": self.config.to_dict(), "dtype": self.compute_dtype}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Transformer:
-        """Build a model from ``get_config``."""
-        return cls(TransformerConfig.from_dict(config["config"]), dtype=config["dtype"])
 
     @classmethod
     def from_weights(
@@ -115,7 +105,7 @@ class Transformer(keras.Model):
         target_ids: Int[Tensor, "B T"] | None = None,
         source_mask: Bool[Tensor, "B S"] | None = None,
         target_mask: Bool[Tensor, "B T"] | None = None,
-        tap: Tap = no_tap,
+        tap: Tap | None = None,
         training: bool | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Return the logits of the token after each target position.
@@ -132,25 +122,29 @@ class Transformer(keras.Model):
             TypeError: Ids that are not integers, or a mask that is not boolean.
             ValueError: Ids or masks of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        if target_ids is None and isinstance(source_ids, tuple | list) and len(source_ids) == 2:
-            source_ids, target_ids = source_ids  # Keras' fit hands over both in one structure
-        # Checked here and not in `call`, where Keras would decorate the message.
-        source_ids, source_mask = self._take_source(source_ids, source_mask)
-        target_ids, target_mask = self._take_target(target_ids, target_mask)
-        check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
+        if isinstance(source_ids, Mapping):  # Keras hands over all inputs in one structure
+            return self(**source_ids, tap=tap, training=training)
+        if target_ids is None and isinstance(source_ids, tuple | list):
+            return self(*source_ids, tap=tap, training=training)
+        if not keras.backend.is_keras_tensor(source_ids):  # of a functional model, whose values come later
+            # Checked here and not in `call`, where Keras would decorate the message.
+            source_ids, source_mask = self._take_source(source_ids, source_mask)
+            target_ids, target_mask = self._take_target(target_ids, target_mask)
+            check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
+        options = {} if tap is None else {"tap": tap}  # a function, which could not be saved
         with placed(self.device):
-            return super().__call__(source_ids, target_ids, source_mask, target_mask, tap=tap, training=training)
+            return super().__call__(source_ids, target_ids, source_mask, target_mask, training=training, **options)
 
     def call(
         self,
         source_ids: Int[Tensor, "B S"],
         target_ids: Int[Tensor, "B T"],
-        source_mask: Bool[Tensor, "B S"],
-        target_mask: Bool[Tensor, "B T"],
+        source_mask: Bool[Tensor, "B S"] | None = None,
+        target_mask: Bool[Tensor, "B T"] | None = None,
         tap: Tap = no_tap,
         training: bool | None = None,
     ) -> Float[Tensor, "B T V"]:
-        """Return the logits, given checked ids and masks: what Keras calls."""
+        """Return the logits: what Keras calls."""
         memory = self.encode(source_ids, source_mask, tap, training)
         return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap, training)
 
