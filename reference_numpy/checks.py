@@ -30,9 +30,11 @@ def check_integer(name: str, value: Any, minimum: int) -> int:
         ValueError: It is below ``minimum``.
     """
     try:
-        integer = operator.index(None if isinstance(value, bool) else value)
+        integer = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer: got {value!r}") from None
+        integer = None
+    if integer is None:
+        raise TypeError(f"{name} must be an integer: got {value!r}")
     if integer < minimum:
         raise ValueError(f"{name} must be at least {minimum}: got {integer}")
     return integer

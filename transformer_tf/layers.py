@@ -54,6 +54,8 @@ def masked_softmax(
 class Configured:
     """What Keras can save, copy and build again, by the arguments of its constructor."""
 
+    _given: dict[str, Any]
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let Keras find the class by its name."""
         super().__init_subclass__(**kwargs)

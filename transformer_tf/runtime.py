@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -58,6 +60,17 @@ def to_device(device: str | None) -> str | None:
 def placed(device: str | None) -> AbstractContextManager[Any]:
     """Return a context that computes on a device; None is the place that the caller's scope says."""
     return nullcontext() if device is None else tf.device(device)
+
+
+def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of a model compute where the model is."""
+
+    @wraps(method)
+    def run(model: Any, *args: Any, **options: Any) -> Any:
+        with placed(model.device):
+            return method(model, *args, **options)
+
+    return run
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Tensor, "B L"]:

@@ -24,7 +24,16 @@ from transformer_tf.embedding import LearnedPosition, OutputProjection, Sinusoid
 from transformer_tf.encoder import Encoder
 from transformer_tf.layers import Configured, Dropout, LayerNorm
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
-from transformer_tf.runtime import check_placement, placed, set_precision, to_device, to_ids, to_mask, to_memory
+from transformer_tf.runtime import (
+    as_placed,
+    check_placement,
+    placed,
+    set_precision,
+    to_device,
+    to_ids,
+    to_mask,
+    to_memory,
+)
 from transformer_tf.weights import get_weights, set_weights
 
 if TYPE_CHECKING:
@@ -99,6 +108,7 @@ class Transformer(Configured, keras.Model):
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
         return get_weights(self)
 
+    @as_placed
     def __call__(
         self,
         source_ids: Int[Tensor, "B S"],
@@ -125,15 +135,14 @@ class Transformer(Configured, keras.Model):
         if isinstance(source_ids, Mapping):  # Keras hands over all inputs in one structure
             return self(**source_ids, tap=tap, training=training)
         if target_ids is None and isinstance(source_ids, tuple | list):
-            return self(*source_ids, tap=tap, training=training)
+            return self(*source_ids, tap=tap, training=training)  # type: ignore[misc]
         if not keras.backend.is_keras_tensor(source_ids):  # of a functional model, whose values come later
             # Checked here and not in `call`, where Keras would decorate the message.
             source_ids, source_mask = self._take_source(source_ids, source_mask)
             target_ids, target_mask = self._take_target(target_ids, target_mask)
             check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
         options = {} if tap is None else {"tap": tap}  # a function, which could not be saved
-        with placed(self.device):
-            return super().__call__(source_ids, target_ids, source_mask, target_mask, training=training, **options)
+        return super().__call__(source_ids, target_ids, source_mask, target_mask, training=training, **options)
 
     def call(
         self,
@@ -148,6 +157,7 @@ class Transformer(Configured, keras.Model):
         memory = self.encode(source_ids, source_mask, tap, training)
         return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap, training)
 
+    @as_placed
     def encode(
         self,
         source_ids: Int[Tensor, "B S"],
@@ -157,13 +167,13 @@ class Transformer(Configured, keras.Model):
     ) -> Float[Tensor, "B S d_model"]:
         """Return the memory: one vector per source position. Arguments and errors as in the call."""
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        with placed(self.device):
-            x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
-            if self.source_embedding_norm is not None:
-                x = self.source_embedding_norm(x)
-            x = self.dropout(tap("source_embedding.output", x), training=training)
-            return self.encoder(x, source_mask[:, None, None, :], tap=within(tap, "encoder"), training=training)
+        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+        if self.source_embedding_norm is not None:
+            x = self.source_embedding_norm(x)
+        x = self.dropout(tap("source_embedding.output", x), training=training)
+        return self.encoder(x, source_mask[:, None, None, :], tap=within(tap, "encoder"), training=training)
 
+    @as_placed
     def decode(
         self,
         target_ids: Int[Tensor, "B T"],
@@ -180,16 +190,16 @@ class Transformer(Configured, keras.Model):
         check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
         memory_shape = (*source_ids.shape, self.config.d_model)
         memory = to_memory(memory, memory_shape, self.compute_dtype)
-        with placed(self.device):
-            x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
-            if self.target_embedding_norm is not None:
-                x = self.target_embedding_norm(x)
-            x = self.dropout(tap("target_embedding.output", x), training=training)
-            self_mask = causal_mask(keras.ops.shape(x)[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
-            cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
-            x = self.decoder(x, memory, self_mask, cross_mask, tap=within(tap, "decoder"), training=training)
-            return self._logits(x, tap)
+        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.dropout(tap("target_embedding.output", x), training=training)
+        self_mask = causal_mask(keras.ops.shape(x)[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
+        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
+        x = self.decoder(x, memory, self_mask, cross_mask, tap=within(tap, "decoder"), training=training)
+        return self._logits(x, tap)
 
+    @as_placed
     def init_cache(
         self,
         source_ids: Int[Tensor, "B S"],
@@ -213,11 +223,11 @@ class Transformer(Configured, keras.Model):
             capacity = check_positions("capacity", capacity, self.config.max_positions)
             beam_size = check_integer("beam_size", beam_size, minimum=1)
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        with placed(self.device):
-            memory = self.encode(source_ids, source_mask, training=False)
-            positions = tf.cast(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
-            return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
+        memory = self.encode(source_ids, source_mask, training=False)
+        positions = tf.cast(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
+        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
+    @as_placed
     def decode_step(
         self, target_ids: Int[Tensor, " R"], cache: DecoderCache, tap: Tap = no_tap
     ) -> tuple[Float[Tensor, "R V"], DecoderCache]:
@@ -240,16 +250,15 @@ class Transformer(Configured, keras.Model):
         length = tf.get_static_value(cache.length)  # None inside a traced function
         length = None if length is None else int(length)
         check_next_ids(tuple(target_ids.shape), length, tuple(cache.self_mask.shape))
-        with placed(self.device):
-            cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: the caller's stays as it is
-            n = cache.length
-            holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
-            cache.self_mask = keras.ops.slice_update(cache.self_mask, [0, 0, 0, n], holds_token[:, None, None, None])
-            x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
-            if self.target_embedding_norm is not None:
-                x = self.target_embedding_norm(x)
-            x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-            return self._logits(x, tap)[:, 0], cache
+        cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: the caller's stays as it is
+        n = cache.length
+        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+        cache.self_mask = keras.ops.slice_update(cache.self_mask, [0, 0, 0, n], holds_token[:, None, None, None])
+        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
+        return self._logits(x, tap)[:, 0], cache
 
     def _take_source(self, ids, mask):
         config = self.config

@@ -99,7 +99,7 @@ def describe() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         # Not get_float32_matmul_precision, which raises once one of these has been set.
         "matrix products": f"{torch.backends.mkldnn.matmul.fp32_precision} on a CPU, "  # type: ignore[attr-defined]
-        f"{torch.backends.cuda.matmul.fp32_precision} on a GPU",  # type: ignore[attr-defined]
+        f"{torch.backends.cuda.matmul.fp32_precision} on a GPU",
     }
 
 
