@@ -135,7 +135,7 @@ class Transformer(Configured, keras.Model):
         if isinstance(source_ids, Mapping):  # Keras hands over all inputs in one structure
             return self(**source_ids, tap=tap, training=training)
         if target_ids is None and isinstance(source_ids, tuple | list):
-            return self(*source_ids, tap=tap, training=training)  # type: ignore[misc]
+            return self(*source_ids, tap=tap, training=training)
         if not keras.backend.is_keras_tensor(source_ids):  # of a functional model, whose values come later
             # Checked here and not in `call`, where Keras would decorate the message.
             source_ids, source_mask = self._take_source(source_ids, source_mask)

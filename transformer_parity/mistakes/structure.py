@@ -263,7 +263,7 @@ EDGES = [
             },
             (f"{SELF}.weights", "full/given_masks"): {
                 "given masks not used": instead(
-                    "transformer", 'to_mask("source_mask", mask,', 'to_mask("source_mask", mask | True,'
+                    "transformer", "self.encode(source_ids, source_mask, tap", "self.encode(source_ids, None, tap"
                 )
             },
             (f"{CAUSAL}.weights", "full/starts_with_padding"): {
