@@ -7,6 +7,7 @@ says what is wrong, what was got and what is needed.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,16 +22,32 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value!r}")
 
 
-def check_integer(name: str, value: Any, minimum: int) -> None:
-    """Raise TypeError unless ``value`` is an int (a bool is not), ValueError if it is below ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_integer(name: str, value: Any, minimum: int) -> int:
+    """Return an integer of any kind, such as NumPy's, as Python's.
+
+    Raises:
+        TypeError: The value is not an integer; a bool is not.
+        ValueError: It is below ``minimum``.
+    """
+    try:
+        integer = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        integer = None
+    if integer is None:
         raise TypeError(f"{name} must be an integer: got {value!r}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}: got {value}")
+    if integer < minimum:
+        raise ValueError(f"{name} must be at least {minimum}: got {integer}")
+    return integer
 
 
-def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bool]) -> None:
-    """Raise TypeError unless ``value`` is a finite number, ValueError unless ``holds(value)``."""
+def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bool]) -> int | float:
+    """Return a number of any kind, such as NumPy's, as Python's.
+
+    Raises:
+        TypeError: The value is not a number; a bool is not.
+        ValueError: It is not finite, or does not hold.
+    """
+    value = value.item() if isinstance(value, np.number) else value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number: got {value!r}")
     try:
@@ -39,6 +56,7 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
         number = math.inf
     if not math.isfinite(number) or not holds(number):
         raise ValueError(f"{name} must be {needed}: got {value}")
+    return value
 
 
 def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> None:
@@ -81,11 +99,10 @@ def check_ids(
     if max_positions is not None and shape[1] is not None and shape[1] > max_positions:
         raise ValueError(f"{name} must be at most {max_positions} tokens long: got {shape[1]}")
     if values is not None:
-        for extreme in (np.argmin(values), np.argmax(values)):
-            row, column = np.unravel_index(extreme, values.shape)
-            if not 0 <= values[row, column] < vocab_size:
-                found = f"got {values[row, column]} at [{row}, {column}]"
-                raise ValueError(f"{name} must lie in [0, {vocab_size}): {found}")
+        for extreme, at in ((values.min(), np.argmin), (values.max(), np.argmax)):
+            if not 0 <= extreme < vocab_size:
+                row, column = np.unravel_index(at(values), values.shape)
+                raise ValueError(f"{name} must lie in [0, {vocab_size}): got {extreme} at [{row}, {column}]")
 
 
 def check_mask(name: str, shape: Shape, dtype: str, needed: Shape) -> None:
@@ -105,11 +122,12 @@ def check_same_batch(source_shape: Shape, target_shape: Shape) -> None:
         raise ValueError(f"source_ids and target_ids must agree in batch size: got {source} and {target}")
 
 
-def check_positions(name: str, value: Any, max_positions: int | None) -> None:
-    """Raise TypeError unless ``value`` is an int, ValueError unless the model has that many target positions."""
-    check_integer(name, value, minimum=1)
-    if max_positions is not None and value > max_positions:
-        raise ValueError(f"{name} must be at most {max_positions}, the model's positions: got {value}")
+def check_positions(name: str, value: Any, max_positions: int | None) -> int:
+    """Return how many target positions are meant, as ``check_integer``; ValueError if the model has fewer."""
+    integer = check_integer(name, value, minimum=1)
+    if max_positions is not None and integer > max_positions:
+        raise ValueError(f"{name} must be at most {max_positions}, the model's positions: got {integer}")
+    return integer
 
 
 def check_next_ids(shape: Shape, length: int | None, room: Shape) -> None:
@@ -135,8 +153,11 @@ def check_room(length: Any, more: int | None, capacity: int | None) -> None:
 
 
 def check_memory(shape: Shape, dtype: str, needed: Shape, needed_dtype: str) -> None:
-    """Raise TypeError unless the memory is of the model's dtype, ValueError unless it has the source's shape."""
-    if dtype != needed_dtype:
+    """Raise TypeError unless the memory is of the model's dtype, ValueError unless it has the source's shape.
+
+    A float32 model also takes what its encoder returns where mixed precision is on: bfloat16.
+    """
+    if dtype not in (needed_dtype, "bfloat16" if needed_dtype == "float32" else needed_dtype):
         raise TypeError(f"memory must be {needed_dtype}: got {dtype}")
     _check_shape("memory", shape, needed)
 

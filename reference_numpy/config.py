@@ -7,7 +7,6 @@ names one of them. Where the paper is silent, the preset ``paper_base`` says wha
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +43,8 @@ class DropoutRates:
 
     def __post_init__(self) -> None:
         for site in dataclasses.fields(self):
-            check_number(f"dropout.{site.name}", getattr(self, site.name), "in [0, 1)", lambda rate: 0 <= rate < 1)
+            rate = check_number(f"dropout.{site.name}", getattr(self, site.name), "in [0, 1)", lambda x: 0 <= x < 1)
+            object.__setattr__(self, site.name, rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,25 +109,22 @@ class TransformerConfig:
         if not isinstance(self.dropout, DropoutRates):
             raise TypeError(f"dropout must be DropoutRates: got {type(self.dropout).__name__}")
         self._resolve_head_sizes()
-        for name in SIZES:
-            check_integer(name, getattr(self, name), minimum=1)
+        for name in (*SIZES, *DEPTHS):
+            self._keep(name, check_integer(name, getattr(self, name), minimum=1))
         for name in DECODER_SIZES:
             if (size := getattr(self, f"decoder_{name}")) is not None:
-                check_integer(f"decoder_{name}", size, minimum=1)
+                self._keep(f"decoder_{name}", check_integer(f"decoder_{name}", size, minimum=1))
         self._check_decoder_heads()
-        if self.skip_first_self_attention and self.num_decoder_layers == 1:
-            raise ValueError(
-                "skip_first_self_attention needs num_decoder_layers of at least 2, so that a position sees earlier ones"
-            )
-        for name in DEPTHS:
-            check_integer(name, getattr(self, name), minimum=1)
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False: got {getattr(self, name)!r}")
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        check_number("layer_norm_epsilon", self.layer_norm_epsilon, "positive", lambda x: 0 < x < math.inf)
-        check_number("label_smoothing", self.label_smoothing, "in [0, 1)", lambda x: 0 <= x < 1)
+        for name, needed, holds in (
+            ("layer_norm_epsilon", "positive", lambda x: x > 0),
+            ("label_smoothing", "in [0, 1)", lambda x: 0 <= x < 1),
+        ):
+            self._keep(name, check_number(name, getattr(self, name), needed, holds))
         self._check_ids()
         self._check_positions()
         if self.skip_first_self_attention and self.num_decoder_layers == 1:
@@ -151,15 +148,15 @@ class TransformerConfig:
     def _resolve_head_sizes(self) -> None:
         if self.d_k is not None and self.d_v is not None:
             return
-        check_integer("d_model", self.d_model, minimum=1)
-        check_integer("num_heads", self.num_heads, minimum=1)
-        if self.d_model % self.num_heads:
+        d_model = check_integer("d_model", self.d_model, minimum=1)
+        num_heads = check_integer("num_heads", self.num_heads, minimum=1)
+        if d_model % num_heads:
             raise ValueError(
-                f"num_heads must divide d_model unless d_k and d_v are given: got {self.num_heads} and {self.d_model}"
+                f"num_heads must divide d_model unless d_k and d_v are given: got {num_heads} and {d_model}"
             )
         for name in ("d_k", "d_v"):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, self.d_model // self.num_heads)
+                self._keep(name, d_model // num_heads)
 
     def _check_decoder_heads(self) -> None:
         heads = self.decoder_num_heads
@@ -175,12 +172,12 @@ class TransformerConfig:
             ("bos_id", self.target_vocab_size),
             ("eos_id", self.target_vocab_size),
         ):
-            check_integer(name, getattr(self, name), minimum=0)
-            if getattr(self, name) >= vocab_size:
-                raise ValueError(f"{name} must be below the vocabulary size {vocab_size}: got {getattr(self, name)}")
+            token = self._keep(name, check_integer(name, getattr(self, name), minimum=0))
+            if token >= vocab_size:
+                raise ValueError(f"{name} must be below the vocabulary size {vocab_size}: got {token}")
 
     def _check_positions(self) -> None:
-        check_integer("position_offset", self.position_offset, minimum=0)
+        self._keep("position_offset", check_integer("position_offset", self.position_offset, minimum=0))
         if self.position_encoding == "learned":
             if self.position_offset >= self.max_length:
                 raise ValueError(
@@ -190,6 +187,11 @@ class TransformerConfig:
             raise ValueError(f"sinusoidal positions need an even d_model: got {self.d_model}")
         elif self.position_timescale == "m_minus_1" and self.d_model < 4:
             raise ValueError(f"position_timescale='m_minus_1' needs d_model of at least 4: got {self.d_model}")
+
+    def _keep(self, name: str, value: Any) -> Any:
+        """Set a field of the frozen config on construction: a number of NumPy's as Python's, which JSON can hold."""
+        object.__setattr__(self, name, value)
+        return value
 
     @property
     def in_decoder(self) -> TransformerConfig:

@@ -33,7 +33,7 @@ def set_precision(precision: str) -> None:
     check_choice("precision", precision, PRECISIONS)
 
 
-def check_placement(dtype: str, device: str) -> None:
+def check_placement(dtype: str, device: str | None) -> None:
     """Refuse a dtype or device that this backend or this machine lacks.
 
     Raises:
@@ -41,11 +41,16 @@ def check_placement(dtype: str, device: str) -> None:
         RuntimeError: The device is known but none is visible.
     """
     check_choice("dtype", dtype, DTYPES)
-    check_choice("device", device, DEVICES)
+    if device is not None:
+        check_choice("device", device, DEVICES)
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[ndarray, "B L"]:
-    """Take token ids from the outside, checked."""
+    """Take token ids from the outside, checked.
+
+    Their values are looked at where that is free: not on a GPU, nor where code is traced. What a bad id means there is
+    up to the framework: torch stops, XLA takes the nearest row, TensorFlow stops on a CPU and takes zeros on a GPU.
+    """
     ids = np.asarray(ids)
     check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, ids)
     return ids

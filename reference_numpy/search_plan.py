@@ -102,15 +102,15 @@ def plan_search(
     """Check the arguments of a search; errors as in ``beam_search``."""
     if config.eos_id == config.pad_id:
         raise ValueError(f"a search needs an end symbol that is not padding: both are {config.eos_id}")
-    check_integer("beam_size", beam_size, minimum=1)
-    check_integer("num_hypotheses", num_hypotheses, minimum=1)
+    beam_size = check_integer("beam_size", beam_size, minimum=1)
+    num_hypotheses = check_integer("num_hypotheses", num_hypotheses, minimum=1)
     if num_hypotheses > beam_size:
         raise ValueError(f"num_hypotheses must be at most beam_size: got {num_hypotheses} and {beam_size}")
-    check_number("length_penalty", alpha, "at least 0", lambda number: number >= 0.0)
+    alpha = check_number("length_penalty", alpha, "at least 0", lambda number: number >= 0.0)
     check_choice("length_penalty_kind", length_penalty_kind, LENGTH_PENALTIES)
     if start_id is None:
         start_id = config.bos_id
-    check_integer("start_id", start_id, minimum=0)
+    start_id = check_integer("start_id", start_id, minimum=0)
     if start_id >= config.target_vocab_size:
         raise ValueError(f"start_id must lie in [0, {config.target_vocab_size}): got {start_id}")
     if max_length is None:
@@ -118,9 +118,9 @@ def plan_search(
         if config.max_positions is not None:
             limits = np.minimum(limits, config.max_positions)
     else:
-        check_positions("max_length", max_length, config.max_positions)
+        max_length = check_positions("max_length", max_length, config.max_positions)
         limits = np.full(len(source_mask), max_length)
-    check_integer("min_length", min_length, minimum=1)
+    min_length = check_integer("min_length", min_length, minimum=1)
     if min_length > limits.min():
         raise ValueError(f"min_length must be at most max_length: got {min_length} and {limits.min()}")
     penalties = length_penalty(np.arange(limits.max() + 1, dtype=np.float64), alpha, length_penalty_kind)

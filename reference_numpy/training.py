@@ -109,7 +109,7 @@ class Trainer:
         check_trainable(
             model.source_embedding.table.dtype.name, mixed_bfloat16=settings.mixed_bfloat16, supported=MIXED_BFLOAT16
         )
-        check_integer("seed", seed, minimum=0)
+        seed = check_integer("seed", seed, minimum=0)
         self.model = model
         self.settings = settings
         self.seed = seed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,26 +37,27 @@ class TrainingConfig:
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        check_number("learning_rate_factor", self.learning_rate_factor, "positive", lambda x: x > 0)
-        check_integer("warmup_steps", self.warmup_steps, minimum=1)
-        check_integer("cooldown_steps", self.cooldown_steps, minimum=0)
-        check_integer("accumulation_steps", self.accumulation_steps, minimum=1)
+        for name in ("warmup_steps", "total_steps", "cooldown_steps", "accumulation_steps"):
+            self._check(name, check_integer, 0 if name == "cooldown_steps" else 1)
         for name in ("beta1", "beta2"):
-            check_number(name, getattr(self, name), "in [0, 1)", lambda x: 0 <= x < 1)
-        check_number("epsilon", self.epsilon, "positive", lambda x: x > 0)
-        if self.clip_norm is not None:
-            check_number("clip_norm", self.clip_norm, "positive", lambda x: x > 0)
+            self._check(name, check_number, "in [0, 1)", lambda x: 0 <= x < 1)
+        for name in ("learning_rate_factor", "epsilon", "clip_norm"):
+            self._check(name, check_number, "positive", lambda x: x > 0)
         for name in ("mixed_bfloat16", "activation_checkpointing"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False: got {getattr(self, name)!r}")
-        if self.total_steps is not None:
-            check_integer("total_steps", self.total_steps, minimum=1)
         if self.cooldown_steps and self.total_steps is None:
             raise ValueError(f"cooldown_steps={self.cooldown_steps} needs total_steps, to know when to begin")
         if self.total_steps is not None and self.cooldown_steps > self.total_steps:
             raise ValueError(
                 f"cooldown_steps must be at most total_steps {self.total_steps}: got {self.cooldown_steps}"
             )
+
+    def _check(self, name: str, check: Callable[..., Any], *needed: Any) -> None:
+        """Check a field, and keep it as Python's own number, which JSON can hold."""
+        value = getattr(self, name)
+        if value is not None or name not in ("total_steps", "clip_norm"):
+            object.__setattr__(self, name, check(name, value, *needed))
 
     def learning_rate(self, step: int, d_model: int) -> float:
         """Return the learning rate of a step, counted from 1.

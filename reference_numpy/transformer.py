@@ -62,8 +62,8 @@ class Transformer:
         config: TransformerConfig,
         weights: Mapping[str, ndarray],
         dtype: str = "float32",
-        device: str = "cpu",
-        precision: str = "highest",
+        device: str | None = None,
+        precision: str | None = None,
     ) -> Transformer:
         """Build a model in inference mode that holds a copy of the given weights.
 
@@ -71,8 +71,9 @@ class Transformer:
             config: What the weights are weights of.
             weights: One array per canonical name, of any floating-point dtype.
             dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``.
-            precision: ``highest`` or ``fast``; it holds for the whole process (see ``set_precision``).
+            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
+                None leaves it as it is.
 
         Raises:
             TypeError: A weight is not of a floating-point dtype.
@@ -80,7 +81,8 @@ class Transformer:
             RuntimeError: The device is not visible.
         """
         check_placement(dtype, device)
-        set_precision(precision)
+        if precision is not None:
+            set_precision(precision)
         model = cls(config, dtype)
         set_weights(model, weights)
         return model
@@ -115,8 +117,8 @@ class Transformer:
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
-        memory = self._encode(source_ids, source_mask, tap, rng)
-        return self._decode(target_ids, memory, source_mask, target_mask, tap, rng)
+        memory = self.encode(source_ids, source_mask, tap, rng)
+        return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap, rng)
 
     def encode(
         self,
@@ -127,7 +129,11 @@ class Transformer:
     ) -> Float[ndarray, "B S d_model"]:
         """Return the memory: one vector per source position. Arguments and errors as in the call."""
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        return self._encode(source_ids, source_mask, tap, rng)
+        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+        if self.source_embedding_norm is not None:
+            x = self.source_embedding_norm(x)
+        x = self.dropout(tap("source_embedding.output", x), rng, tap, "source_embedding.output")
+        return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"), rng)
 
     def decode(
         self,
@@ -145,7 +151,14 @@ class Transformer:
         check_same_batch(source_ids.shape, target_ids.shape)
         memory_shape = (*source_ids.shape, self.config.d_model)
         memory = to_memory(memory, memory_shape, self.source_embedding.table.dtype.name)
-        return self._decode(target_ids, memory, source_mask, target_mask, tap, rng)
+        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.dropout(tap("target_embedding.output", x), rng, tap, "target_embedding.output")
+        self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
+        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
+        x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"), rng)
+        return self._logits(x, tap)
 
     def init_cache(
         self,
@@ -166,10 +179,12 @@ class Transformer:
             TypeError: Ids or sizes that are not integers, or a mask that is not boolean.
             ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        check_positions("capacity", capacity, self.config.max_positions)
-        check_integer("beam_size", beam_size, minimum=1)
+        capacity = check_positions("capacity", capacity, self.config.max_positions)
+        beam_size = check_integer("beam_size", beam_size, minimum=1)
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        return self._init_cache(source_ids, source_mask, capacity, beam_size)
+        memory = self.encode(source_ids, source_mask)
+        positions = self.target_position.vectors(capacity).astype(memory.dtype)  # [capacity, d_model]
+        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
     def decode_step(
         self, target_ids: Int[ndarray, " R"], cache: DecoderCache, tap: Tap = no_tap
@@ -190,7 +205,13 @@ class Transformer:
         """
         target_ids = to_ids("target_ids", np.asarray(target_ids)[None], self.config.target_vocab_size, None)[0]
         check_next_ids(target_ids.shape, cache.length, cache.self_mask.shape)
-        return self._decode_step(target_ids, cache, tap)
+        n = cache.length
+        cache.self_mask[:, 0, 0, n] = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
+        return self._logits(x, tap)[:, 0], cache
 
     def _take_source(self, ids, mask):
         config = self.config
@@ -206,43 +227,12 @@ class Transformer:
             return ids, target_padding_mask(ids, config.pad_id)
         return ids, to_mask("target_mask", mask, ids.shape)
 
-    def _encode(self, source_ids, source_mask, tap, rng):
-        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
-        if self.source_embedding_norm is not None:
-            x = self.source_embedding_norm(x)
-        x = self.dropout(tap("source_embedding.output", x), rng, tap, "source_embedding.output")
-        return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"), rng)
-
-    def _decode(self, target_ids, memory, source_mask, target_mask, tap, rng):
-        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.dropout(tap("target_embedding.output", x), rng, tap, "target_embedding.output")
-        self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
-        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
-        x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"), rng)
-        return self._logits(x, tap)
-
-    def _init_cache(self, source_ids, source_mask, capacity, beam_size):
-        memory = self._encode(source_ids, source_mask, no_tap, None)
-        positions = self.target_position.vectors(capacity).astype(memory.dtype)  # [capacity, d_model]
-        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
-
-    def _decode_step(self, target_ids, cache, tap=no_tap):
-        n = cache.length
-        cache.self_mask[:, 0, 0, n] = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
-        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return self._logits(x, tap)[:, 0], cache
-
     def _logits(self, x, tap):
         return tap("logits", self.output_proj(x))
 
 
 def load_transformer(
-    path: str | Path, dtype: str = "float32", device: str = "cpu", precision: str = "highest"
+    path: str | Path, dtype: str = "float32", device: str | None = None, precision: str | None = None
 ) -> Transformer:
     """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
     return Transformer.from_weights(*load_weights(path), dtype, device, precision)

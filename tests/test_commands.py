@@ -159,7 +159,7 @@ def test_source_knows_where_the_packages_differ(capsys):
     assert [text.count("def ") for text in both.values()] == [2]  # __call__ and call
     inherited = pieces(parity(capsys, "source", "Linear.call", "--backends", "tf")[1])
     assert [text.strip() for text in inherited.values()] == [
-        "class Linear(keras.layers.Dense):  # inherits this method"
+        "class Linear(Configured, keras.layers.Dense):  # inherits this method"
     ]
     lacking = parity(capsys, "source", "additive_attention")[1]
     assert lacking.endswith("\n# not in transformer_torch, transformer_jax, transformer_tf\n")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +33,21 @@ def build(backend, dtype="float64", **overrides):
 def assert_close(got, expected):
     assert got.shape == expected.shape
     assert np.linalg.norm(got - expected) <= 1e-12 * np.linalg.norm(expected)
+
+
+def run_alone(program, **environment):
+    """Run a program in a process of its own, where it may import from here; return what it prints."""
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 # --- Dropout, by argument: a rate of almost one at a single site silences whatever passes through it ---

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import random_weights, tiny_config
+from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy as ref
+from reference_numpy import DropoutRates, TrainingConfig, TransformerConfig, checks
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
+ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1}
 
 
 def build(dtype="float64", **overrides):
-    config = tiny_config(**{"num_encoder_layers": 1, "num_decoder_layers": 1, **overrides})
+    config = tiny_config(**{**ONE_LAYER, **overrides})
     return ref.Transformer.from_weights(config, random_weights(config), dtype)
 
 
@@ -49,3 +53,123 @@ def test_two_threads_may_ask_for_positions(monkeypatch):
     np.testing.assert_array_equal(position.vectors(5), encode(5, 24))
     position._known = encode(0, 24)
     np.testing.assert_array_equal(position.vectors(9), encode(9, 24))
+
+
+# --- NumPy's numbers, in every package ---
+
+
+def test_numpy_integers_are_integers(backend):
+    sizes = {"d_model": np.int64(8), "num_heads": np.uint8(2), "d_ff": np.array(6), "max_length": np.int32(9)}
+    config = tiny_config(**ONE_LAYER, **sizes, layer_norm_epsilon=np.float32(1e-6), label_smoothing=np.float64(0.1))
+    assert type(config.d_model) is type(config.d_k) is type(config.d_ff) is int
+    assert TransformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    model = backend.package.Transformer.from_weights(config, random_weights(config))
+    cache = model.init_cache(SOURCE, np.int64(2), np.int32(2))
+    logits, _ = model.decode_step(np.repeat(TARGET[:, 0], 2), cache)
+    assert tuple(logits.shape) == (4, 37)
+    limits = {"max_length": np.int64(3), "min_length": np.uint8(2), "start_id": np.int16(1)}
+    found = backend.package.beam_search(model, SOURCE, beam_size=np.int64(2), length_penalty=np.float32(0.5), **limits)
+    assert found.ids.shape[0] == 2
+
+
+def test_numpy_numbers_in_settings():
+    settings = TrainingConfig(warmup_steps=np.int64(7), beta1=np.float32(0.5), clip_norm=np.float64(1.0))
+    assert (type(settings.warmup_steps), type(settings.beta1), type(settings.clip_norm)) == (int, float, float)
+    assert TrainingConfig.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    assert type(DropoutRates(embedding=np.float32(0.5)).embedding) is float
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 1.0, np.float64(1.0), "1", None, np.ones(1)])
+def test_what_is_no_integer(value):
+    with pytest.raises(TypeError, match=r"^size must be an integer: got "):
+        checks.check_integer("size", value, minimum=0)
+
+
+# --- Arrays of every kind, threads and copies ---
+
+
+class Tagged(np.ndarray):
+    """A subclass, such as those of units or of labelled axes."""
+
+
+def kinds_of(array, folder):
+    """Yield an array in the forms in which programs hold one, all with the same values."""
+    yield "not contiguous", np.repeat(array, 2, axis=-1)[..., ::2]
+    yield "of another order", np.asfortranarray(array)
+    frozen = array.copy()
+    frozen.flags.writeable = False
+    yield "read-only", frozen
+    file = folder / f"{len([*folder.iterdir()])}.npy"
+    np.save(file, array)
+    yield "memory-mapped", np.load(file, mmap_mode="r")
+    yield "subclass", array.view(Tagged)
+
+
+def test_arrays_of_every_kind(tmp_path):
+    model, weights = build(), random_weights(tiny_config(**ONE_LAYER))
+    masks = SOURCE != 0, TARGET != 0
+    memory = model.encode(SOURCE)
+    expected = model(SOURCE, TARGET, *masks), model.decode(TARGET, memory, SOURCE)
+    given = (SOURCE, TARGET, *masks, memory)
+    for forms in zip(*(list(kinds_of(array, tmp_path)) for array in given), strict=True):
+        (kind, *_), (source, target, source_mask, target_mask, of_memory) = zip(*forms, strict=True)
+        logits = model(source, target, source_mask, target_mask)
+        assert type(logits) is np.ndarray, kind
+        np.testing.assert_array_equal(logits, expected[0], err_msg=kind)
+        np.testing.assert_array_equal(model.decode(target, of_memory, source), expected[1], err_msg=kind)
+        for array, original in zip((source, target, source_mask, target_mask, of_memory), given, strict=True):
+            np.testing.assert_array_equal(array, original, err_msg=kind)
+    for number in range(5):
+        of_kind = {name: list(kinds_of(array, tmp_path))[number][1] for name, array in weights.items()}
+        twin = ref.Transformer.from_weights(model.config, of_kind, "float64")
+        assert_same_bits(twin.export_weights(), model.export_weights())
+        assert {type(array) for array in twin.export_weights().values()} == {np.ndarray}
+
+
+def test_training_writes_into_nothing_it_is_given():
+    weights = random_weights(tiny_config(**ONE_LAYER))
+    for array in weights.values():
+        array.flags.writeable = False
+    trainer = ref.Trainer(
+        ref.Transformer.from_weights(tiny_config(**ONE_LAYER), weights), TrainingConfig(warmup_steps=10)
+    )
+    trainer.train_step(SOURCE, TARGET, np.array([[3, 4, 2], [5, 2, 0]]))
+    state = trainer.export_state()
+    for array in (*state.first_moment.values(), *state.second_moment.values()):
+        array.flags.writeable = False
+    trainer.load_state(state)
+    trainer.train_step(SOURCE, TARGET, np.array([[3, 4, 2], [5, 2, 0]]))
+
+
+def test_copies():
+    model = build()
+    twin = pickle.loads(pickle.dumps(model))
+    assert twin.source_embedding is twin.target_embedding
+    np.testing.assert_array_equal(twin(SOURCE, TARGET), model(SOURCE, TARGET))
+
+
+def test_threads_share_a_model():
+    """Each with sentences, lengths and a search of its own."""
+    model, rng = build(), np.random.default_rng(0)
+    batches = [rng.integers(3, 37, size=(2, length)) for length in rng.permutation(np.repeat(np.arange(2, 25), 4))]
+
+    def run(source):
+        found = ref.greedy_search(model, source, max_length=3)
+        return model(source, source).sum(), found.scores.sum()
+
+    expected = [run(batch) for batch in batches]
+    fresh = build()
+    model = fresh
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, batches)) == expected
+
+
+def test_global_state_is_left_alone():
+    """Nor does it depend on any: not on NumPy's generator, nor on how errors are handled."""
+    before, handling = np.random.get_state()[1].copy(), np.geterr()
+    with np.errstate(all="raise"):
+        model = build()
+        model(SOURCE, TARGET)
+        ref.beam_search(model, SOURCE, max_length=3)
+    np.testing.assert_array_equal(np.random.get_state()[1], before)
+    assert np.geterr() == handling

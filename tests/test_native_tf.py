@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-from conftest import assert_same_bits
-from test_native import SOURCE, TARGET, assert_close, build
+from conftest import assert_same_bits, random_weights, tiny_config
+from test_native import SOURCE, TARGET, assert_close, build, run_alone
 
 import reference_numpy as ref
 from reference_numpy import TrainingConfig, parameter_shapes
@@ -148,10 +143,216 @@ for name, array in alone.export_weights().items():
 """
 
 
+@pytest.mark.extended("strategies")
 def test_training_under_a_mirrored_strategy():
     """Two copies of each variable, on two devices, learn what one learns."""
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    command = [sys.executable, "-c", MIRRORED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_alone(MIRRORED)
+
+
+CONFIG = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
+IDS = {"source_ids": np.int32(SOURCE), "target_ids": np.int32(TARGET)}
+POLICIES = ("float64", "float32", "bfloat16", "mixed_bfloat16")
+
+
+def close(port, got, expected, tolerance=1e-6):
+    np.testing.assert_allclose(port.to_numpy(got), port.to_numpy(expected), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_saved_and_loaded(port, policy, tmp_path):
+    """The policy comes back, and with it the dtype of the variables."""
+    import keras
+
+    model = port.package.Transformer(CONFIG, policy, name="translator")
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert (loaded.dtype_policy.name, loaded.name) == (policy, "translator")
+    assert {variable.dtype for variable in loaded.trainable_variables} == {model.variable_dtype}
+    assert_same_bits(loaded.export_weights(), model.export_weights())
+    np.testing.assert_array_equal(port.to_numpy(loaded(SOURCE, TARGET)), port.to_numpy(model(SOURCE, TARGET)))
+
+
+def test_global_policy_is_the_default(port):
+    import keras
+
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        models = port.package.Transformer(CONFIG), port.package.Encoder(CONFIG)
+        explicit = port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG))
+    finally:
+        keras.config.set_dtype_policy(before)
+    for model in models:
+        assert {layer.dtype_policy.name for layer in model._flatten_layers()} == {"mixed_bfloat16"}
+        assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
+    assert explicit.dtype_policy.name == "float32"
+    assert models[0](SOURCE, TARGET).dtype == "bfloat16"
+
+
+def symbolic(model, form):
+    import keras
+
+    inputs = {name: keras.Input((None,), dtype="int32", name=name) for name in IDS}
+    outputs = {"arguments": lambda: model(*inputs.values()), "list": lambda: model([*inputs.values()])}
+    return keras.Model(inputs, keras.layers.Softmax()(outputs.get(form, lambda: model(inputs))()))
+
+
+@pytest.mark.parametrize("form", ["arguments", "list", "dict"])
+def test_functional_model(port, form, tmp_path):
+    import keras
+
+    model = build(port, dtype="float32")
+    functional = symbolic(model, form)
+    assert functional.output_shape == (None, None, 37)
+    expected = keras.ops.softmax(model(SOURCE, TARGET))
+    close(port, functional(IDS), expected)
+    with pytest.raises(ValueError, match="target_ids must lie in"):
+        functional({**IDS, "target_ids": IDS["target_ids"] + 37})
+    functional.save(tmp_path / "model.keras")
+    close(port, keras.models.load_model(tmp_path / "model.keras")(IDS), expected)
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict", "dict with masks", "data", "functional"])
+def test_fit_evaluate_and_predict(port, form):
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(0)
+    model = port.package.Transformer(CONFIG)
+    if form == "functional":
+        inputs = {name: keras.Input((None,), dtype="int32", name=name) for name in IDS}
+        model = keras.Model(inputs, model(inputs))
+    model.compile(
+        optimizer=keras.optimizers.SGD(0.1), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    inputs = {"tuple": tuple(IDS.values()), "dict with masks": {**IDS, "source_mask": SOURCE != 0}}.get(form, IDS)
+    if form == "data":
+        data = tf.data.Dataset.from_tensor_slices((inputs, TARGET)).batch(2)
+        losses = model.fit(data, epochs=6, shuffle=False, verbose=0).history["loss"]
+        evaluated, predicted = model.evaluate(data, verbose=0), model.predict(data.map(lambda x, _: x), verbose=0)
+    else:
+        losses = model.fit(inputs, TARGET, epochs=6, verbose=0).history["loss"]
+        evaluated, predicted = model.evaluate(inputs, TARGET, verbose=0), model.predict(inputs, verbose=0)
+    assert evaluated < losses[-1] < 0.8 * losses[0]
+    close(port, predicted, model(inputs), 1e-5)
+
+
+def test_exported(port, tmp_path):
+    """A SavedModel serves without this package. Keras takes the inputs it is not told for floats."""
+    import keras
+    import tensorflow as tf
+
+    model = build(port, dtype="float32")
+    expected = model(SOURCE, TARGET)
+    spec = tf.TensorSpec([None, None], tf.int32)
+    model.export(tmp_path / "own", input_signature=[spec, spec], verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "own")
+    close(port, loaded.serve(*IDS.values()), expected, 1e-5)
+    inputs = {name: keras.Input((None,), dtype="int32", name=name) for name in IDS}
+    keras.Model(inputs, model(inputs)).export(tmp_path / "functional", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "functional")
+    close(port, loaded.serve(IDS), expected, 1e-5)
+    traced = tf.function(lambda source_ids, target_ids: model(source_ids, target_ids), [spec, spec])
+    tf.saved_model.save(model, tmp_path / "plain", traced)
+    loaded = tf.saved_model.load(tmp_path / "plain")
+    served = loaded.signatures["serving_default"](**{name: tf.constant(ids) for name, ids in IDS.items()})
+    close(port, next(iter(served.values())), expected, 1e-5)
+
+
+def test_every_layer_is_built_again_from_its_config(port):
+    import keras
+
+    model = port.package.Transformer(CONFIG.replace(tie_embeddings="none", output_bias=True), "mixed_bfloat16")
+    layers = [
+        model,
+        *(layer for layer in model._flatten_layers() if type(layer).__module__.startswith("transformer_tf")),
+    ]
+    assert {type(layer).__name__ for layer in layers} > {"TokenEmbedding", "MultiHeadAttention", "Linear", "LayerNorm"}
+    for layer in layers:
+        again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
+        assert type(again) is type(layer)
+        assert again.get_config() == layer.get_config()
+        assert again.dtype_policy.name == "mixed_bfloat16"
+        shapes = [[variable.shape for variable in of.variables] for of in (again, layer)]
+        assert shapes[0] == shapes[1]
+
+
+def test_layers_in_a_model_of_ones_own(port, tmp_path):
+    import keras
+
+    x = keras.Input((None, 24))
+    model = keras.Model(x, port.package.EncoderLayer(CONFIG)(x))
+    model.save(tmp_path / "model.keras")
+    values = np.random.default_rng(0).normal(size=(2, 5, 24)).astype("float32")
+    close(port, keras.models.load_model(tmp_path / "model.keras")(values), model(values))
+
+
+def test_summary_and_clone(port, capsys):
+    import keras
+
+    model = build(port, dtype="float32")
+    model.summary()
+    assert f"{model.count_params():,}" in capsys.readouterr().out
+    clone = keras.models.clone_model(model)
+    assert clone.config == model.config
+    clone.set_weights(model.get_weights())
+    assert_same_bits(clone.export_weights(), model.export_weights())
+
+
+def test_jit_compile(port):
+    import keras
+
+    model = build(port, dtype="float32")
+    expected = model(SOURCE, TARGET)
+    model.compile(jit_compile=True, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    close(port, model.predict(IDS, verbose=0), expected, 1e-5)
+    assert np.isfinite(model.evaluate(IDS, TARGET, verbose=0))
+
+
+# In a process of its own: devices are made before TensorFlow begins.
+PLACES = """
+import numpy as np, tensorflow as tf
+from conftest import random_weights, tiny_config
+from reference_numpy import TrainingConfig
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2)
+tf.config.set_soft_device_placement(False)
+import transformer_tf as port
+SOURCE, TARGET = np.array([[5, 6, 7, 36], [8, 9, 0, 0]]), np.array([[1, 3, 4], [1, 5, 0]])
+config = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
+weights = random_weights(config)
+before = tf.config.experimental.tensor_float_32_execution_enabled()
+
+with tf.device("/CPU:1"):
+    model = port.Transformer.from_weights(config, weights)
+    assert {variable.value.device[-5:] for variable in model.variables} == {"CPU:1"}
+    ids = tf.constant(SOURCE), tf.constant(TARGET)
+    logits = model(*ids)
+    cache = model.init_cache(SOURCE, 2)
+    step, cache = model.decode_step(TARGET[:, 0], cache)
+    for x in (model(SOURCE, TARGET), logits, step, *tf.nest.flatten(cache)):
+        assert x.device[-5:] == "CPU:1", x.device
+    found = port.greedy_search(model, SOURCE, max_length=3)
+    trainer = port.Trainer(model, TrainingConfig(warmup_steps=10))
+    trainer.train_step(SOURCE, TARGET, TARGET)
+first = port.Transformer.from_weights(config, weights, device="cpu")
+with tf.device("/CPU:1"):
+    assert first(SOURCE, TARGET).device[-5:] == "CPU:0"
+np.testing.assert_array_equal(found.ids, port.greedy_search(first, SOURCE, max_length=3).ids)
+
+strategy = tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
+with strategy.scope():
+    mirrored = port.Transformer.from_weights(config, weights)
+assert isinstance(mirrored.source_embedding.table.value, tf.distribute.DistributedValues)
+both = strategy.run(lambda: mirrored(SOURCE, TARGET))
+for part, place in zip(strategy.experimental_local_results(both), "01"):
+    assert part.device.endswith(place), part.device
+    np.testing.assert_allclose(part, logits, rtol=1e-5, atol=1e-5)
+assert tf.config.experimental.tensor_float_32_execution_enabled() == before
+port.Transformer.from_weights(config, weights, precision="highest")
+assert not tf.config.experimental.tensor_float_32_execution_enabled()
+"""
+
+
+def test_scopes_of_devices_and_strategies_are_respected():
+    run_alone(PLACES)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bits, random_weights, tiny_config
-from test_native import SOURCE, TARGET, assert_close, build
+from test_native import SOURCE, TARGET, assert_close, build, run_alone
 
 import reference_numpy as ref
 from reference_numpy import TrainingConfig, parameter_shapes
@@ -378,3 +378,96 @@ def test_forward_hooks_fire_in_a_search(port):
         module.register_forward_hook(lambda module, inputs, output, name=name: fired.add(name))
     port.package.greedy_search(model, SOURCE, max_length=2)
     assert {"layers.0", "layers.0.self_attention.query_proj", "layers.0.feed_forward.output_proj"} <= fired
+
+
+# In a process of its own, whose switches no other test has touched.
+UNTOUCHED = """
+import torch, transformer_torch as port
+from conftest import random_weights, tiny_config
+config = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
+switches = lambda: (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+before = switches()
+port.Transformer.from_weights(config, random_weights(config))
+assert switches() == before, switches()
+assert port.describe()["matrix products"] == "bf16 on a CPU, tf32 on a GPU"
+port.Transformer.from_weights(config, random_weights(config), precision="highest")
+assert switches() == ("ieee", "ieee")
+"""
+
+
+def test_precision_is_left_alone():
+    """Nor does torch's newer way of setting it make the description fail."""
+    run_alone(UNTOUCHED)
+
+
+def test_default_device_is_respected(port):
+    with torch.device("meta"):
+        assert build(port).device.type == "meta"
+
+
+def test_meta_device(port):
+    """A device without values, and as strict as a GPU about what is on the host."""
+    model = build(port).to("meta")
+    for source, target in ((SOURCE, TARGET), (torch.tensor(SOURCE, device="meta"), torch.tensor(TARGET))):
+        logits = model(source, target, SOURCE != 0)
+        assert (logits.device.type, logits.shape) == ("meta", (2, 3, 37))
+    cache = model.init_cache(SOURCE, 3, 2)
+    logits, cache = model.decode_step(np.ones(4, int), cache)
+    cache.reorder(torch.tensor([0, 0, 2, 3], device="meta"))
+    assert logits.is_meta
+    with pytest.raises(RuntimeError, match="device"):
+        cache.self_mask & torch.ones(4, 1, 1, 3, dtype=torch.bool)
+
+
+def test_fake_tensors(port):
+    """What tools learn shapes and memory by. Those of a GPU cannot be indexed in a build of torch without CUDA."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        model = port.package.Transformer(tiny_config())
+        ids = torch.tensor(SOURCE), torch.tensor(TARGET)
+        for source, target in ((SOURCE, TARGET), ids):
+            logits = model(source, target, target_mask=TARGET != 0)
+            assert logits.shape == (2, 3, 37)
+            logits.sum().backward()
+        assert model.decode(ids[1], model.encode(ids[0]), ids[0]).shape == (2, 3, 37)
+        logits, _ = model.decode_step(ids[1][:, 0], model.init_cache(ids[0], 3))
+        assert logits.shape == (2, 37)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no rule of its own for this kernel
+def test_gradients_of_each_sentence(port):
+    from torch.func import functional_call, grad, vmap
+
+    model = build(port)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, source, target):
+        return functional_call(model, parameters, (source[None], target[None])).square().sum()
+
+    source, target = torch.tensor(SOURCE), torch.tensor(TARGET)
+    found = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, source, target)
+    for row in range(2):
+        expected = torch.autograd.grad(loss(parameters, source[row], target[row]), list(parameters.values()))
+        for name, gradient in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found[name][row], gradient, rtol=1e-9, atol=1e-9)
+
+
+def test_values_of_functional_tensors_are_not_read(port):
+    """They look like tensors of a CPU, and their memory holds anything."""
+    model = build(port)
+    logits = torch.func.functionalize(model)(torch.tensor(SOURCE), torch.tensor(TARGET))
+    torch.testing.assert_close(logits, model(SOURCE, TARGET), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_dynamic_sizes(port, strict):
+    model = build(port)
+    batch, source, target = (torch.export.Dim(name) for name in ("batch", "source", "target"))
+    ids = torch.tensor(SOURCE), torch.tensor(TARGET)
+    shapes = ({0: batch, 1: source}, {0: batch, 1: target})
+    exported = torch.export.export(model, ids, dynamic_shapes=shapes, strict=strict).module()
+    for given in (ids, (ids[0][:1, :3], ids[1][:1, :2]), (ids[1].repeat(3, 1), ids[0].repeat(3, 1))):
+        assert_close(port.to_numpy(exported(*given)), port.to_numpy(model(*given)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import flax
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")
 PRECISIONS = ("highest", "fast")
+MATMUL_PRECISION = {"highest": "highest", "fast": "tensorfloat32"}  # by JAX's names
 
 
 def set_precision(precision: str) -> None:
@@ -33,10 +36,10 @@ def set_precision(precision: str) -> None:
         ValueError: There is no such precision.
     """
     check_choice("precision", precision, PRECISIONS)
-    jax.config.update("jax_default_matmul_precision", "highest" if precision == "highest" else "tensorfloat32")
+    jax.config.update("jax_default_matmul_precision", MATMUL_PRECISION[precision])
 
 
-def check_placement(dtype: str, device: str) -> None:
+def check_placement(dtype: str, device: str | None) -> None:
     """Refuse a dtype or device that this backend or this machine lacks.
 
     Raises:
@@ -44,26 +47,44 @@ def check_placement(dtype: str, device: str) -> None:
         RuntimeError: The device is known but none is visible.
     """
     check_choice("dtype", dtype, DTYPES)
-    check_choice("device", device, DEVICES)
+    if device is not None:
+        check_choice("device", device, DEVICES)
     if device == "gpu" and not _gpus():
         raise RuntimeError(f"no GPU is visible to jax {jax.__version__}")
 
 
-def to_device(device: str) -> jax.Device:
-    """Return the framework's own device of that name."""
-    return jax.devices(device)[0]
+def to_device(device: str | None) -> jax.Device | None:
+    """Return the framework's own device of that name; None is its default."""
+    return jax.config.jax_default_device if device is None else jax.devices(device)[0]  # type: ignore[attr-defined]
+
+
+def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of a model multiply in the model's precision, and create arrays where the model is."""
+
+    @wraps(method)
+    def run(model: Any, *args: Any, **options: Any) -> Any:
+        with ExitStack() as stack:
+            if model.precision is not None:
+                stack.enter_context(jax.default_matmul_precision(MATMUL_PRECISION[model.precision]))
+            if (device := model.device) is not None:
+                stack.enter_context(jax.default_device(device))
+            return method(model, *args, **options)
+
+    return run
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Array, "B L"]:
-    """Take token ids from the outside, checked."""
-    if isinstance(ids, jax.core.Tracer):
-        check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, None)
-        return ids.astype(jnp.int32)
-    values = np.asarray(ids)
-    check_ids(name, values.shape, values.dtype.name, vocab_size, max_positions, values)
+    """Take token ids from the outside, checked.
+
+    Their values are looked at where that is free: not on a GPU, nor where code is traced. What a bad id means there is
+    up to the framework: torch stops, XLA takes the nearest row, TensorFlow stops on a CPU and takes zeros on a GPU.
+    """
     if isinstance(ids, Array):
+        check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, _values(ids))
         return ids.astype(jnp.int32)
-    return jnp.asarray(values.astype(np.int32))  # a copy: the caller's array is never aliased
+    array = np.asarray(ids)
+    check_ids(name, array.shape, array.dtype.name, vocab_size, max_positions, array)
+    return jnp.asarray(array.astype(np.int32))  # a copy: the caller's array is never aliased
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[Array, "B L"]:
@@ -100,6 +121,13 @@ def describe() -> dict[str, str]:
         "matrix products": jax.config.jax_default_matmul_precision or "default",  # type: ignore[attr-defined]
         "float64": "on" if jax.config.jax_enable_x64 else "off until asked for",  # type: ignore[attr-defined]
     }
+
+
+def _values(ids: Array) -> np.ndarray | None:
+    """Return the values of ids where that is free: on a CPU, where nothing is traced."""
+    if isinstance(ids, jax.core.Tracer) or any(device.platform != "cpu" for device in ids.devices()):
+        return None
+    return np.asarray(ids) if ids.is_fully_addressable else None
 
 
 def _gpus() -> list[jax.Device]:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 from numpy import ndarray
 
-from reference_numpy.checks import check_integer, check_next_ids, check_positions, check_same_batch
+from reference_numpy.checks import check_choice, check_integer, check_next_ids, check_positions, check_same_batch
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights
 from reference_numpy.taps import Tap, no_tap, within
@@ -25,7 +25,7 @@ from transformer_jax.embedding import LearnedPosition, OutputProjection, Sinusoi
 from transformer_jax.encoder import Encoder
 from transformer_jax.layers import Dropout, LayerNorm
 from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
-from transformer_jax.runtime import check_placement, set_precision, to_device, to_ids, to_mask, to_memory
+from transformer_jax.runtime import PRECISIONS, as_placed, check_placement, to_device, to_ids, to_mask, to_memory
 from transformer_jax.weights import get_weights, set_weights
 
 if TYPE_CHECKING:
@@ -43,9 +43,11 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise RuntimeError("float64 is off in JAX: switch it on by jax.config.update('jax_enable_x64', True)")
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         self.config = config
-        self.device: jax.Device | None = None  # where weights are put; None is JAX's default
+        self.precision: str | None = None  # of its matrix products; None is that of the process
         self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, rngs=rngs)
         self.target_embedding = (
             self.source_embedding
@@ -67,8 +69,8 @@ class Transformer(nnx.Module):
         config: TransformerConfig,
         weights: Mapping[str, ndarray],
         dtype: str = "float32",
-        device: str = "cpu",
-        precision: str = "highest",
+        device: str | None = None,
+        precision: str | None = None,
     ) -> Transformer:
         """Build a model in inference mode that holds a copy of the given weights.
 
@@ -76,8 +78,9 @@ class Transformer(nnx.Module):
             config: What the weights are weights of.
             weights: One array per canonical name, of any floating-point dtype.
             dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``.
-            precision: ``highest`` or ``fast``; it holds for the whole process (see ``set_precision``).
+            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
+                None leaves it as it is.
 
         Raises:
             TypeError: A weight is not of a floating-point dtype.
@@ -85,17 +88,21 @@ class Transformer(nnx.Module):
             RuntimeError: The device is not visible.
         """
         check_placement(dtype, device)
-        set_precision(precision)
+        if precision is not None:
+            check_choice("precision", precision, PRECISIONS)
         if dtype == "float64":
             jax.config.update("jax_enable_x64", True)  # JAX has float64 for the whole process or not at all
         # Shapes only: no time is spent on initial values, nor on keys for them.
         model = nnx.eval_shape(lambda: cls(config, dtype, rngs=_one_key()))
-        model.device = to_device(device)
-        set_weights(model, weights)
-        rngs = nnx.Rngs(dropout=0)
-        for _, module in nnx.iter_modules(model):
-            if isinstance(module, nnx.Dropout):
-                module.rngs = rngs.dropout.fork()
+        model.precision = precision
+        with jax.default_device(to_device(device)):
+            set_weights(model, weights)
+            rngs = nnx.Rngs(dropout=0)
+            for _, module in nnx.iter_modules(model):
+                if isinstance(module, nnx.Dropout):
+                    module.rngs = rngs.dropout.fork()
+        if device is not None:  # the arrays are there, and now bound to stay there
+            nnx.update(model, jax.device_put(nnx.state(model), to_device(device)))
         model.eval()
         return model
 
@@ -103,6 +110,7 @@ class Transformer(nnx.Module):
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
         return get_weights(self)
 
+    @as_placed
     def __call__(
         self,
         source_ids: Int[Array, "B S"],
@@ -127,9 +135,10 @@ class Transformer(nnx.Module):
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
-        memory = self._encode(source_ids, source_mask, tap)
-        return self._decode(target_ids, memory, source_mask, target_mask, tap)
+        memory = self.encode(source_ids, source_mask, tap)
+        return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap)
 
+    @as_placed
     def encode(
         self,
         source_ids: Int[Array, "B S"],
@@ -138,8 +147,13 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B S d_model"]:
         """Return the memory: one vector per source position. Arguments and errors as in the call."""
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        return self._encode(source_ids, source_mask, tap)
+        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+        if self.source_embedding_norm is not None:
+            x = self.source_embedding_norm(x)
+        x = self.dropout(tap("source_embedding.output", x))
+        return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"))
 
+    @as_placed
     def decode(
         self,
         target_ids: Int[Array, "B T"],
@@ -155,8 +169,16 @@ class Transformer(nnx.Module):
         check_same_batch(source_ids.shape, target_ids.shape)
         memory_shape = (*source_ids.shape, self.config.d_model)
         memory = to_memory(memory, memory_shape, self.source_embedding.table.dtype.name)
-        return self._decode(target_ids, memory, source_mask, target_mask, tap)
+        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.dropout(tap("target_embedding.output", x))
+        self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
+        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
+        x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
+        return self._logits(x, tap)
 
+    @as_placed
     def init_cache(
         self,
         source_ids: Int[Array, "B S"],
@@ -176,11 +198,14 @@ class Transformer(nnx.Module):
             TypeError: Ids or sizes that are not integers, or a mask that is not boolean.
             ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        check_positions("capacity", capacity, self.config.max_positions)
-        check_integer("beam_size", beam_size, minimum=1)
+        capacity = check_positions("capacity", capacity, self.config.max_positions)
+        beam_size = check_integer("beam_size", beam_size, minimum=1)
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        return self._init_cache(source_ids, source_mask, capacity, beam_size)
+        memory = self.encode(source_ids, source_mask)
+        positions = jnp.asarray(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
+        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
+    @as_placed
     def decode_step(
         self, target_ids: Int[Array, " R"], cache: DecoderCache, tap: Tap = no_tap
     ) -> tuple[Float[Array, "R V"], DecoderCache]:
@@ -199,10 +224,27 @@ class Transformer(nnx.Module):
             ValueError: Ids outside the vocabulary, not one for each hypothesis, or no room for another position.
         """
         ids = target_ids if isinstance(target_ids, Array) else np.asarray(target_ids)
-        ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None)[0]
+        target_ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None)[0]
         length = None if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
-        check_next_ids(ids.shape, length, cache.self_mask.shape)
-        return self._decode_step(ids, cache, tap)
+        check_next_ids(target_ids.shape, length, cache.self_mask.shape)
+        cache = jax.tree.map(lambda x: x, cache)  # a copy: the caller's stays as it is
+        n = cache.length
+        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+        cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token[:, None, None, None], n, 3)
+        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
+        return self._logits(x, tap)[:, 0], cache
+
+    @property
+    def device(self) -> jax.Device | None:
+        """Where the parameters are bound to be; None where JAX is free to move them, or several devices hold them."""
+        table = self.source_embedding.table.get_value()
+        if isinstance(table, jax.core.Tracer) or not isinstance(table, Array) or not table.committed:
+            return None
+        first, *others = table.devices()
+        return None if others else first
 
     def _take_source(self, ids, mask):
         config = self.config
@@ -217,39 +259,6 @@ class Transformer(nnx.Module):
         if mask is None:
             return ids, target_padding_mask(ids, config.pad_id)
         return ids, to_mask("target_mask", mask, ids.shape)
-
-    def _encode(self, source_ids, source_mask, tap):
-        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
-        if self.source_embedding_norm is not None:
-            x = self.source_embedding_norm(x)
-        x = self.dropout(tap("source_embedding.output", x))
-        return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"))
-
-    def _decode(self, target_ids, memory, source_mask, target_mask, tap):
-        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.dropout(tap("target_embedding.output", x))
-        self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
-        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
-        x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
-        return self._logits(x, tap)
-
-    def _init_cache(self, source_ids, source_mask, capacity, beam_size):
-        memory = self._encode(source_ids, source_mask, no_tap)
-        positions = jnp.asarray(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
-        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
-
-    def _decode_step(self, target_ids, cache, tap=no_tap):
-        cache = jax.tree.map(lambda x: x, cache)  # a copy: the caller's stays as it is
-        n = cache.length
-        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
-        cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token[:, None, None, None], n, 3)
-        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return self._logits(x, tap)[:, 0], cache
 
     def _logits(self, x, tap):
         return tap("logits", self.output_proj(x))
@@ -270,7 +279,7 @@ def _one_key():
 
 
 def load_transformer(
-    path: str | Path, dtype: str = "float32", device: str = "cpu", precision: str = "highest"
+    path: str | Path, dtype: str = "float32", device: str | None = None, precision: str | None = None
 ) -> Transformer:
     """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
     return Transformer.from_weights(*load_weights(path), dtype, device, precision)

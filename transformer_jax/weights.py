@@ -21,12 +21,12 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
         ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights)
-    device = find(model, "device")  # which the models of the other packages need not have
     for name in parameter_shapes(model.config):
         parameter = find(model, name)
         # JAX may alias a NumPy array for as long as it lives: this copy is JAX's alone.
         array = rounded(name, weights[name], parameter.dtype.name)
-        parameter.set_value(jax.device_put(array, device))
+        old = parameter.get_value()
+        parameter.set_value(jax.device_put(array, old.sharding if getattr(old, "committed", False) else None))
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:

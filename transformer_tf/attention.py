@@ -139,7 +139,7 @@ class MultiHeadAttention(Block):
         ``query``, ``key``, ``value`` per head; ``scores``, ``weights``, ``context``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.num_heads = config.num_heads
         bias = config.attention_bias

@@ -35,7 +35,7 @@ class DecoderLayer(Block):
     """
 
     def __init__(
-        self, config: TransformerConfig, dtype: str = "float32", with_self_attention: bool = True, **kwargs: Any
+        self, config: TransformerConfig, dtype: str | None = None, with_self_attention: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(dtype=dtype, **kwargs)
         config = config.in_decoder
@@ -120,7 +120,7 @@ class Decoder(Block):
         Those of each layer under ``layers.{i}``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.layers = [
             DecoderLayer(config, dtype, config.has_self_attention(i)) for i in range(config.num_decoder_layers)

@@ -40,7 +40,7 @@ def sinusoidal_encoding(
 class TokenEmbedding(Block):
     """Look up one learned vector per token, times sqrt(d_model) (section 3.4)."""
 
-    def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
         self.table = _normal_table(self, vocab_size, config.d_model)
@@ -53,7 +53,7 @@ class TokenEmbedding(Block):
 class SinusoidalPosition(Block):
     """Add to each vector the sines and cosines of its position (section 3.5)."""
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.config = config
 
@@ -73,7 +73,7 @@ class SinusoidalPosition(Block):
 class LearnedPosition(Block):
     """Add to each vector a learned vector of its position (Table 3, row E)."""
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.offset = config.position_offset
         self.table = _normal_table(self, config.max_length, config.d_model)
@@ -91,7 +91,7 @@ class OutputProjection(Block):
     """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
 
     def __init__(
-        self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32", **kwargs: Any
+        self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str | None = None, **kwargs: Any
     ) -> None:
         super().__init__(dtype=dtype, **kwargs)
         shape = (config.d_model, config.target_vocab_size)

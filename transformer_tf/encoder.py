@@ -29,7 +29,7 @@ class EncoderLayer(Block):
         Those of both sub-layers; ``self_attention_norm.output``, ``feed_forward_norm.output``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype=dtype)
@@ -65,7 +65,7 @@ class Encoder(Block):
         Those of each layer under ``layers.{i}``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.layers = [EncoderLayer(config, dtype=dtype) for _ in range(config.num_encoder_layers)]
         self.final_norm = LayerNorm(config, dtype=dtype) if config.final_norm else None

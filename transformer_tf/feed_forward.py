@@ -26,7 +26,7 @@ class PositionwiseFeedForward(Block):
         ``inner`` after the activation; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         bias = config.feed_forward_bias
         self.inner_proj = Linear(config.d_model, config.d_ff, bias=bias, dtype=dtype)

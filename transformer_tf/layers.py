@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from reference_numpy.config import TransformerConfig
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-__all__ = ["ACTIVATIONS", "Block", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
+__all__ = ["ACTIVATIONS", "Block", "Configured", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 
 
 def gelu(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
@@ -50,14 +51,51 @@ def masked_softmax(
     return tf.cast(tf.where(mask, weights, tf.zeros([], wide.dtype)), scores.dtype)
 
 
-class Block(keras.layers.Layer):
+class Configured:
+    """What Keras can save, copy and build again, by the arguments of its constructor."""
+
+    _given: dict[str, Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let Keras find the class by its name."""
+        super().__init_subclass__(**kwargs)
+        keras.saving.register_keras_serializable(__package__)(cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Keep the arguments, as Keras itself does where they are plain numbers."""
+        layer = super().__new__(cls, *args, **kwargs)
+        given = inspect.signature(cls.__init__).bind(layer, *args, **kwargs).arguments
+        own = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
+        vars(layer)["_given"] = {**own, **given.get("kwargs", {})}  # not by setattr, or Keras would save it
+        return layer
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what ``from_config`` needs to build the layer again: Keras saves it beside the weights."""
+        given = {
+            name: value.to_dict()
+            if isinstance(value, TransformerConfig)
+            else keras.saving.serialize_keras_object(value)
+            for name, value in self._given.items()
+        }
+        return {**given, **keras.layers.Layer.get_config(self)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Build a layer from ``get_config``."""
+        given = {name: keras.saving.deserialize_keras_object(value, custom_objects) for name, value in config.items()}
+        if "config" in given:
+            given["config"] = TransformerConfig.from_dict(given["config"])
+        return cls(**given)
+
+
+class Block(Configured, keras.layers.Layer):
     """A layer that is complete once constructed.
 
     Keras would otherwise run ``call`` on symbolic tensors at the first use to find the weights, and every tap would
     fire for them too.
     """
 
-    def __init__(self, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.built = True
 
@@ -80,22 +118,22 @@ class Block(keras.layers.Layer):
         return tf.recompute_grad(call)(*inputs)
 
 
-class Linear(keras.layers.Dense):
+class Linear(Configured, keras.layers.Dense):
     """Multiply by a matrix and add a bias: ``x W + b``."""
 
-    def __init__(self, d_in: int, d_out: int, *, bias: bool, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, d_in: int, d_out: int, *, bias: bool, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(d_out, use_bias=bias, dtype=dtype, **kwargs)
         self.build((None, d_in))
 
 
-class LayerNorm(keras.layers.LayerNormalization):
+class LayerNorm(Configured, keras.layers.LayerNormalization):
     """Normalise the last axis, then scale and shift it (Ba et al., 2016).
 
     Kind ``standard`` divides by sqrt(biased variance + epsilon), kind ``annotated`` by (unbiased standard
     deviation + epsilon), as the Annotated Transformer does.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(epsilon=config.layer_norm_epsilon, dtype=dtype, **kwargs)
         self.kind = config.layer_norm_kind
         self.build((None, config.d_model))

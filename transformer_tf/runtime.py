@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -34,7 +36,7 @@ def set_precision(precision: str) -> None:
     tf.config.experimental.enable_tensor_float_32_execution(precision == "fast")
 
 
-def check_placement(dtype: str, device: str) -> None:
+def check_placement(dtype: str, device: str | None) -> None:
     """Refuse a dtype or device that this backend or this machine lacks.
 
     Raises:
@@ -42,16 +44,17 @@ def check_placement(dtype: str, device: str) -> None:
         RuntimeError: The device is known but none is visible.
     """
     check_choice("dtype", dtype, DTYPES)
-    check_choice("device", device, DEVICES)
+    if device is not None:
+        check_choice("device", device, DEVICES)
     if keras.backend.backend() != "tensorflow":
         raise RuntimeError(f"transformer_tf needs Keras on TensorFlow: KERAS_BACKEND is {keras.backend.backend()}")
     if device == "gpu" and not tf.config.list_physical_devices("GPU"):
         raise RuntimeError(f"no GPU is visible to tensorflow {tf.__version__}")
 
 
-def to_device(device: str) -> str:
-    """Return the framework's own device of that name."""
-    return f"/{device.upper()}:0"
+def to_device(device: str | None) -> str | None:
+    """Return the framework's own device of that name; None is its default."""
+    return None if device is None else f"/{device.upper()}:0"
 
 
 def placed(device: str | None) -> AbstractContextManager[Any]:
@@ -59,10 +62,26 @@ def placed(device: str | None) -> AbstractContextManager[Any]:
     return nullcontext() if device is None else tf.device(device)
 
 
+def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of a model compute where the model is."""
+
+    @wraps(method)
+    def run(model: Any, *args: Any, **options: Any) -> Any:
+        with placed(model.device):
+            return method(model, *args, **options)
+
+    return run
+
+
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Tensor, "B L"]:
-    """Take token ids from the outside, checked."""
+    """Take token ids from the outside, checked.
+
+    Their values are looked at where that is free: not on a GPU, nor where code is traced. What a bad id means there is
+    up to the framework: torch stops, XLA takes the nearest row, TensorFlow stops on a CPU and takes zeros on a GPU.
+    """
     if tf.is_tensor(ids):
-        values = tf.get_static_value(ids)  # None inside a traced function
+        on_host = "CPU" in getattr(ids, "backing_device", "CPU")  # a traced tensor is nowhere, and its values unknown
+        values = tf.get_static_value(ids) if on_host else None
         check_ids(name, tuple(ids.shape), ids.dtype.name, vocab_size, max_positions, values)
     else:
         ids = np.asarray(ids)

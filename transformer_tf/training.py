@@ -95,7 +95,7 @@ class Trainer:
 
     def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
         check_trainable(model.variable_dtype, mixed_bfloat16=settings.mixed_bfloat16, supported=MIXED_BFLOAT16)
-        check_integer("seed", seed, minimum=0)
+        seed = check_integer("seed", seed, minimum=0)
         self.model = model
         self.settings = settings
         self.seed = seed

@@ -22,17 +22,25 @@ from reference_numpy.taps import Tap, no_tap, within
 from transformer_tf.decoder import Decoder, DecoderCache
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_tf.encoder import Encoder
-from transformer_tf.layers import Dropout, LayerNorm
+from transformer_tf.layers import Configured, Dropout, LayerNorm
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
-from transformer_tf.runtime import check_placement, set_precision, to_device, to_ids, to_mask, to_memory
+from transformer_tf.runtime import (
+    as_placed,
+    check_placement,
+    placed,
+    set_precision,
+    to_device,
+    to_ids,
+    to_mask,
+    to_memory,
+)
 from transformer_tf.weights import get_weights, set_weights
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-@keras.saving.register_keras_serializable(__package__)
-class Transformer(keras.Model):
+class Transformer(Configured, keras.Model):
     """Map source tokens and the target tokens so far to the logits of each next target token.
 
     Taps:
@@ -42,11 +50,11 @@ class Transformer(keras.Model):
         the attention weights (``**.weights``).
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         self.config = config
-        self.device: str | None = None  # where calls run; None is TensorFlow's default
+        self.device: str | None = None  # where calls run; None is where the caller's scope says
         self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype=dtype)
         self.target_embedding = (
             self.source_embedding
@@ -63,23 +71,14 @@ class Transformer(keras.Model):
         self.dropout = Dropout(config.dropout.embedding, dtype=dtype)
         self.built = True
 
-    def get_config(self) -> dict[str, Any]:
-        """Return what ``from_config`` needs to build the model again: Keras saves it beside the weights."""
-        return {"config": self.config.to_dict(), "dtype": self.compute_dtype}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Transformer:
-        """Build a model from ``get_config``."""
-        return cls(TransformerConfig.from_dict(config["config"]), dtype=config["dtype"])
-
     @classmethod
     def from_weights(
         cls,
         config: TransformerConfig,
         weights: Mapping[str, ndarray],
         dtype: str = "float32",
-        device: str = "cpu",
-        precision: str = "highest",
+        device: str | None = None,
+        precision: str | None = None,
     ) -> Transformer:
         """Build a model in inference mode that holds a copy of the given weights.
 
@@ -87,8 +86,9 @@ class Transformer(keras.Model):
             config: What the weights are weights of.
             weights: One array per canonical name, of any floating-point dtype.
             dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``.
-            precision: ``highest`` or ``fast``; it holds for the whole process (see ``set_precision``).
+            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
+                None leaves it as it is.
 
         Raises:
             TypeError: A weight is not of a floating-point dtype.
@@ -96,8 +96,9 @@ class Transformer(keras.Model):
             RuntimeError: The device is not visible.
         """
         check_placement(dtype, device)
-        set_precision(precision)
-        with tf.device(to_device(device)):
+        if precision is not None:
+            set_precision(precision)
+        with placed(to_device(device)):
             model = cls(config, dtype=dtype)
         model.device = to_device(device)
         set_weights(model, weights)
@@ -107,13 +108,14 @@ class Transformer(keras.Model):
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
         return get_weights(self)
 
+    @as_placed
     def __call__(
         self,
         source_ids: Int[Tensor, "B S"],
         target_ids: Int[Tensor, "B T"] | None = None,
         source_mask: Bool[Tensor, "B S"] | None = None,
         target_mask: Bool[Tensor, "B T"] | None = None,
-        tap: Tap = no_tap,
+        tap: Tap | None = None,
         training: bool | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Return the logits of the token after each target position.
@@ -130,28 +132,32 @@ class Transformer(keras.Model):
             TypeError: Ids that are not integers, or a mask that is not boolean.
             ValueError: Ids or masks of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        if target_ids is None and isinstance(source_ids, tuple | list) and len(source_ids) == 2:
-            source_ids, target_ids = source_ids  # Keras' fit hands over both in one structure
-        # Checked here and not in `call`, where Keras would decorate the message.
-        source_ids, source_mask = self._take_source(source_ids, source_mask)
-        target_ids, target_mask = self._take_target(target_ids, target_mask)
-        check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
-        with tf.device(self.device):
-            return super().__call__(source_ids, target_ids, source_mask, target_mask, tap=tap, training=training)
+        if isinstance(source_ids, Mapping):  # Keras hands over all inputs in one structure
+            return self(**source_ids, tap=tap, training=training)
+        if target_ids is None and isinstance(source_ids, tuple | list):
+            return self(*source_ids, tap=tap, training=training)
+        if not keras.backend.is_keras_tensor(source_ids):  # of a functional model, whose values come later
+            # Checked here and not in `call`, where Keras would decorate the message.
+            source_ids, source_mask = self._take_source(source_ids, source_mask)
+            target_ids, target_mask = self._take_target(target_ids, target_mask)
+            check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
+        options = {} if tap is None else {"tap": tap}  # a function, which could not be saved
+        return super().__call__(source_ids, target_ids, source_mask, target_mask, training=training, **options)
 
     def call(
         self,
         source_ids: Int[Tensor, "B S"],
         target_ids: Int[Tensor, "B T"],
-        source_mask: Bool[Tensor, "B S"],
-        target_mask: Bool[Tensor, "B T"],
+        source_mask: Bool[Tensor, "B S"] | None = None,
+        target_mask: Bool[Tensor, "B T"] | None = None,
         tap: Tap = no_tap,
         training: bool | None = None,
     ) -> Float[Tensor, "B T V"]:
-        """Return the logits, given checked ids and masks: what Keras calls."""
-        memory = self._encode(source_ids, source_mask, tap, training)
-        return self._decode(target_ids, memory, source_mask, target_mask, tap, training)
+        """Return the logits: what Keras calls."""
+        memory = self.encode(source_ids, source_mask, tap, training)
+        return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap, training)
 
+    @as_placed
     def encode(
         self,
         source_ids: Int[Tensor, "B S"],
@@ -161,9 +167,13 @@ class Transformer(keras.Model):
     ) -> Float[Tensor, "B S d_model"]:
         """Return the memory: one vector per source position. Arguments and errors as in the call."""
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        with tf.device(self.device):
-            return self._encode(source_ids, source_mask, tap, training)
+        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+        if self.source_embedding_norm is not None:
+            x = self.source_embedding_norm(x)
+        x = self.dropout(tap("source_embedding.output", x), training=training)
+        return self.encoder(x, source_mask[:, None, None, :], tap=within(tap, "encoder"), training=training)
 
+    @as_placed
     def decode(
         self,
         target_ids: Int[Tensor, "B T"],
@@ -180,9 +190,16 @@ class Transformer(keras.Model):
         check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
         memory_shape = (*source_ids.shape, self.config.d_model)
         memory = to_memory(memory, memory_shape, self.compute_dtype)
-        with tf.device(self.device):
-            return self._decode(target_ids, memory, source_mask, target_mask, tap, training)
+        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.dropout(tap("target_embedding.output", x), training=training)
+        self_mask = causal_mask(keras.ops.shape(x)[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
+        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
+        x = self.decoder(x, memory, self_mask, cross_mask, tap=within(tap, "decoder"), training=training)
+        return self._logits(x, tap)
 
+    @as_placed
     def init_cache(
         self,
         source_ids: Int[Tensor, "B S"],
@@ -202,12 +219,15 @@ class Transformer(keras.Model):
             TypeError: Ids or sizes that are not integers, or a mask that is not boolean.
             ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        check_positions("capacity", capacity, self.config.max_positions)
-        check_integer("beam_size", beam_size, minimum=1)
+        if not tf.is_tensor(capacity):  # which it may be in a function that is traced once for all sizes
+            capacity = check_positions("capacity", capacity, self.config.max_positions)
+            beam_size = check_integer("beam_size", beam_size, minimum=1)
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        with tf.device(self.device):
-            return self._init_cache(source_ids, source_mask, capacity, beam_size)
+        memory = self.encode(source_ids, source_mask, training=False)
+        positions = tf.cast(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
+        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
+    @as_placed
     def decode_step(
         self, target_ids: Int[Tensor, " R"], cache: DecoderCache, tap: Tap = no_tap
     ) -> tuple[Float[Tensor, "R V"], DecoderCache]:
@@ -230,8 +250,15 @@ class Transformer(keras.Model):
         length = tf.get_static_value(cache.length)  # None inside a traced function
         length = None if length is None else int(length)
         check_next_ids(tuple(target_ids.shape), length, tuple(cache.self_mask.shape))
-        with tf.device(self.device):
-            return self._decode_step(target_ids, cache, tap)
+        cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: the caller's stays as it is
+        n = cache.length
+        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+        cache.self_mask = keras.ops.slice_update(cache.self_mask, [0, 0, 0, n], holds_token[:, None, None, None])
+        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
+        return self._logits(x, tap)[:, 0], cache
 
     def _take_source(self, ids, mask):
         config = self.config
@@ -247,45 +274,12 @@ class Transformer(keras.Model):
             return ids, target_padding_mask(ids, config.pad_id)
         return ids, to_mask("target_mask", mask, tuple(ids.shape))
 
-    def _encode(self, source_ids, source_mask, tap, training):
-        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
-        if self.source_embedding_norm is not None:
-            x = self.source_embedding_norm(x)
-        x = self.dropout(tap("source_embedding.output", x), training=training)
-        return self.encoder(x, source_mask[:, None, None, :], tap=within(tap, "encoder"), training=training)
-
-    def _decode(self, target_ids, memory, source_mask, target_mask, tap, training):
-        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.dropout(tap("target_embedding.output", x), training=training)
-        self_mask = causal_mask(keras.ops.shape(x)[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
-        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
-        x = self.decoder(x, memory, self_mask, cross_mask, tap=within(tap, "decoder"), training=training)
-        return self._logits(x, tap)
-
-    def _init_cache(self, source_ids, source_mask, capacity, beam_size):
-        memory = self._encode(source_ids, source_mask, no_tap, training=False)
-        positions = tf.cast(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
-        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
-
-    def _decode_step(self, target_ids, cache, tap=no_tap):
-        cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: a tf.function must not change what it is given
-        n = cache.length
-        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
-        cache.self_mask = keras.ops.slice_update(cache.self_mask, [0, 0, 0, n], holds_token[:, None, None, None])
-        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return self._logits(x, tap)[:, 0], cache
-
     def _logits(self, x, tap):
         return tap("logits", self.output_proj(x))
 
 
 def load_transformer(
-    path: str | Path, dtype: str = "float32", device: str = "cpu", precision: str = "highest"
+    path: str | Path, dtype: str = "float32", device: str | None = None, precision: str | None = None
 ) -> Transformer:
     """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
     return Transformer.from_weights(*load_weights(path), dtype, device, precision)

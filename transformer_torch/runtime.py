@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import debug_unwrap
 
 from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
 
@@ -32,7 +33,7 @@ def set_precision(precision: str) -> None:
     torch.set_float32_matmul_precision("highest" if precision == "highest" else "high")
 
 
-def check_placement(dtype: str, device: str) -> None:
+def check_placement(dtype: str, device: str | None) -> None:
     """Refuse a dtype or device that this backend or this machine lacks.
 
     Raises:
@@ -40,28 +41,31 @@ def check_placement(dtype: str, device: str) -> None:
         RuntimeError: The device is known but none is visible.
     """
     check_choice("dtype", dtype, DTYPES)
-    check_choice("device", device, DEVICES)
+    if device is not None:
+        check_choice("device", device, DEVICES)
     if device == "gpu" and not torch.cuda.is_available():
         raise RuntimeError(f"no GPU is visible to torch {torch.__version__}")
 
 
-def to_device(device: str) -> torch.device:
-    """Return the framework's own device of that name."""
+def to_device(device: str | None) -> torch.device:
+    """Return the framework's own device of that name; None is its default."""
+    if device is None:
+        return torch.get_default_device()
     return torch.device("cuda" if device == "gpu" else device)
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, device: torch.device) -> Int[Tensor, "B L"]:
-    """Take token ids from the outside, checked."""
+    """Take token ids from the outside, checked.
+
+    Their values are looked at where that is free: not on a GPU, nor where code is traced. What a bad id means there is
+    up to the framework: torch stops, XLA takes the nearest row, TensorFlow stops on a CPU and takes zeros on a GPU.
+    """
     if isinstance(ids, Tensor):
-        values = None if torch.compiler.is_compiling() else ids.detach().cpu().numpy()
-        check_ids(name, ids.shape, dtype_name(ids), vocab_size, max_positions, values)
+        check_ids(name, ids.shape, dtype_name(ids), vocab_size, max_positions, _values(ids))
         return ids.to(device, torch.int64)
     array = np.asarray(ids)
     check_ids(name, array.shape, array.dtype.name, vocab_size, max_positions, array)
-    tensor = torch.from_numpy(array.astype(np.int64))  # a copy: the caller's array is never aliased
-    if device.type == "cuda":  # from pinned memory the copy does not wait for the GPU's earlier work
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+    return _copied(array.astype(np.int64), device)
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) -> Bool[Tensor, "B L"]:
@@ -71,7 +75,7 @@ def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) 
         return mask.to(device)
     array = np.asarray(mask)
     check_mask(name, array.shape, array.dtype.name, shape)
-    return torch.tensor(array, device=device)
+    return _copied(array, device)
 
 
 def to_memory(memory: Any, shape: tuple[int, ...], dtype: str, device: torch.device) -> Float[Tensor, "B S d_model"]:
@@ -93,6 +97,22 @@ def describe() -> dict[str, str]:
         "version": torch.__version__,
         "device": ", ".join(gpus) or "cpu",
         "threads": str(torch.get_num_threads()),
-        "matrix products": torch.get_float32_matmul_precision(),
-        "TF32": str(torch.backends.cuda.matmul.allow_tf32),
+        # Not get_float32_matmul_precision, which raises once one of these has been set.
+        "matrix products": f"{torch.backends.mkldnn.matmul.fp32_precision} on a CPU, "  # type: ignore[attr-defined]
+        f"{torch.backends.cuda.matmul.fp32_precision} on a GPU",
     }
+
+
+def _values(ids: Tensor) -> np.ndarray | None:
+    """Return the values of ids where that is free: on a CPU, where nothing is traced, faked or transformed."""
+    if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.device.type != "cpu":
+        return None
+    return ids.numpy() if debug_unwrap(ids) is ids else None
+
+
+def _copied(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return a tensor on a device that does not alias the caller's array."""
+    tensor = torch.tensor(array, device="cpu")
+    if device.type == "cuda" and type(tensor) is Tensor:  # from pinned memory nothing waits for the GPU's earlier work
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -94,7 +94,7 @@ class Trainer:
             mixed_bfloat16=settings.mixed_bfloat16,
             supported=MIXED_BFLOAT16,
         )
-        check_integer("seed", seed, minimum=0)
+        seed = check_integer("seed", seed, minimum=0)
         self.model = model.eval()
         self.settings = settings
         self.seed = seed

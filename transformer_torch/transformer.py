@@ -65,8 +65,8 @@ class Transformer(nn.Module):
         config: TransformerConfig,
         weights: Mapping[str, ndarray],
         dtype: str = "float32",
-        device: str = "cpu",
-        precision: str = "highest",
+        device: str | None = None,
+        precision: str | None = None,
     ) -> Transformer:
         """Build a model in inference mode that holds a copy of the given weights.
 
@@ -74,8 +74,9 @@ class Transformer(nn.Module):
             config: What the weights are weights of.
             weights: One array per canonical name, of any floating-point dtype.
             dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``.
-            precision: ``highest`` or ``fast``; it holds for the whole process (see ``set_precision``).
+            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
+                None leaves it as it is.
 
         Raises:
             TypeError: A weight is not of a floating-point dtype.
@@ -83,7 +84,8 @@ class Transformer(nn.Module):
             RuntimeError: The device is not visible.
         """
         check_placement(dtype, device)
-        set_precision(precision)
+        if precision is not None:
+            set_precision(precision)
         with torch.device("meta"):  # shapes only: no time is spent on initial values
             model = cls(config, dtype)
         model.to_empty(device=to_device(device))
@@ -118,8 +120,8 @@ class Transformer(nn.Module):
         source_ids, source_mask = self._take_source(source_ids, source_mask)
         target_ids, target_mask = self._take_target(target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
-        memory = self._encode(source_ids, source_mask, tap)
-        return self._decode(target_ids, memory, source_mask, target_mask, tap)
+        memory = self.encode(source_ids, source_mask, tap)
+        return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap)
 
     def encode(
         self,
@@ -129,7 +131,11 @@ class Transformer(nn.Module):
     ) -> Float[Tensor, "B S d_model"]:
         """Return the memory: one vector per source position. Arguments and errors as in the call."""
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        return self._encode(source_ids, source_mask, tap)
+        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
+        if self.source_embedding_norm is not None:
+            x = self.source_embedding_norm(x)
+        x = self.dropout(tap("source_embedding.output", x))
+        return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"))
 
     def decode(
         self,
@@ -146,7 +152,14 @@ class Transformer(nn.Module):
         check_same_batch(source_ids.shape, target_ids.shape)
         memory_shape = (*source_ids.shape, self.config.d_model)
         memory = to_memory(memory, memory_shape, dtype_name(self.source_embedding.table), self.device)
-        return self._decode(target_ids, memory, source_mask, target_mask, tap)
+        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.dropout(tap("target_embedding.output", x))
+        self_mask = causal_mask(x.shape[1], x.device) & target_mask[:, None, None, :]  # [B, 1, T, T]
+        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
+        x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
+        return self._logits(x, tap)
 
     @torch.no_grad()
     def init_cache(
@@ -168,10 +181,12 @@ class Transformer(nn.Module):
             TypeError: Ids or sizes that are not integers, or a mask that is not boolean.
             ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        check_positions("capacity", capacity, self.config.max_positions)
-        check_integer("beam_size", beam_size, minimum=1)
+        capacity = check_positions("capacity", capacity, self.config.max_positions)
+        beam_size = check_integer("beam_size", beam_size, minimum=1)
         source_ids, source_mask = self._take_source(source_ids, source_mask)
-        return self._init_cache(source_ids, source_mask, capacity, beam_size)
+        memory = self.encode(source_ids, source_mask)
+        positions = self.target_position.vectors(capacity).to(memory.dtype)  # [capacity, d_model]
+        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
     @torch.no_grad()
     def decode_step(
@@ -192,9 +207,15 @@ class Transformer(nn.Module):
             ValueError: Ids outside the vocabulary, not one for each hypothesis, or no room for another position.
         """
         ids = target_ids if isinstance(target_ids, Tensor) else np.asarray(target_ids)
-        ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None, self.device)[0]
-        check_next_ids(ids.shape, cache.length, cache.self_mask.shape)
-        return self._decode_step(ids, cache, tap)
+        target_ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None, self.device)[0]
+        check_next_ids(target_ids.shape, cache.length, cache.self_mask.shape)
+        n = cache.length
+        cache.self_mask[:, 0, 0, n] = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        if self.target_embedding_norm is not None:
+            x = self.target_embedding_norm(x)
+        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
+        return self._logits(x, tap)[:, 0], cache
 
     def _apply(self, fn, recurse=True):
         """Let a tied table stay one parameter also where new parameters are made, as by ``to_empty``."""
@@ -222,43 +243,12 @@ class Transformer(nn.Module):
             return ids, target_padding_mask(ids, config.pad_id)
         return ids, to_mask("target_mask", mask, ids.shape, self.device)
 
-    def _encode(self, source_ids, source_mask, tap):
-        x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
-        if self.source_embedding_norm is not None:
-            x = self.source_embedding_norm(x)
-        x = self.dropout(tap("source_embedding.output", x))
-        return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"))
-
-    def _decode(self, target_ids, memory, source_mask, target_mask, tap):
-        x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.dropout(tap("target_embedding.output", x))
-        self_mask = causal_mask(x.shape[1], x.device) & target_mask[:, None, None, :]  # [B, 1, T, T]
-        cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
-        x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
-        return self._logits(x, tap)
-
-    def _init_cache(self, source_ids, source_mask, capacity, beam_size):
-        memory = self._encode(source_ids, source_mask, no_tap)
-        positions = self.target_position.vectors(capacity).to(memory.dtype)  # [capacity, d_model]
-        return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
-
-    def _decode_step(self, target_ids, cache, tap=no_tap):
-        n = cache.length
-        cache.self_mask[:, 0, 0, n] = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
-        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
-        if self.target_embedding_norm is not None:
-            x = self.target_embedding_norm(x)
-        x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return self._logits(x, tap)[:, 0], cache
-
     def _logits(self, x, tap):
         return tap("logits", self.output_proj(x))
 
 
 def load_transformer(
-    path: str | Path, dtype: str = "float32", device: str = "cpu", precision: str = "highest"
+    path: str | Path, dtype: str = "float32", device: str | None = None, precision: str | None = None
 ) -> Transformer:
     """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
     return Transformer.from_weights(*load_weights(path), dtype, device, precision)

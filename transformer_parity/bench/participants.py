@@ -39,7 +39,7 @@ class Package(Participant):
         return self.package.describe()
 
     def load(self, work: Work, weights: Path) -> None:
-        model = self.package.load_transformer(weights, work.weights_dtype, work.device)  # in full float32, without TF32
+        model = self.package.load_transformer(weights, work.weights_dtype, work.device, "highest")  # without TF32
         self._run = self.ready(model, work)
 
     def ready(self, model: Any, work: Any) -> Callable[[], Any]:

@@ -153,7 +153,7 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]]) -> No
         marks = {name: "fails" if backends[name]["installed"] else "not installed" for name in not_working}
         table.add_row("", *(Text(marks.get(name, ""), "red") for name in backends))
     console.print(table)
-    said = "Switches stand as each framework sets them on import; loading a model sets them to its precision."
+    said = "Switches stand as each framework sets them on import; a check sets them to its precision."
     console.print(said, style="dim")
     for name, found in backends.items():
         if not found["installed"]:

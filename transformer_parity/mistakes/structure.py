@@ -26,7 +26,10 @@ from transformer_parity.mistakes.mistake import (
 PROJECTED = "self.output_proj(merge_heads(context))"
 LOGITS = 'tap("logits", self.output_proj(x))'
 UNMASKED = "    if mask is None:"
-ENCODED, THEN = "self._encode(source_ids, source_mask", "        return self._decode"
+MEMORY_OF = "memory = self.encode(source_ids, source_mask, tap, "
+ENCODE = 'one vector per source position. Arguments and errors as in the call."""\n'
+DECODE = 'given the memory of the same source ids. Arguments and errors as in the call."""\n'
+NO_MASK = "        source_mask = np.ones(np.shape(source_ids), bool) if source_mask is None else source_mask\n"
 WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
 KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
@@ -163,7 +166,7 @@ STRUCTURE = table(
                 "transformer",
                 torch=("model.eval()", "model"),
                 jax=("        model.eval()\n", ""),
-                tf=(f"{ENCODED}, tap, training)\n{THEN}", f"{ENCODED}, tap, True)\n{THEN}"),
+                tf=(f"{MEMORY_OF}training)", f"{MEMORY_OF}True)"),
             )
         },
     }
@@ -252,18 +255,15 @@ EDGES = [
             },
             (f"{SELF}.weights", "encoder/encode"): {
                 "encode without padding mask": changed(
-                    "transformer",
-                    **dict.fromkeys(("numpy", "torch"), (f"return {ENCODED}", f"return {ENCODED} | True")),
+                    "transformer", **dict.fromkeys(("numpy", "torch"), (ENCODE, f"{ENCODE}{NO_MASK}"))
                 )
             },
             (f"{CROSS}.weights", "decoder/decode"): {
-                "decode without padding mask": instead(
-                    "transformer", "memory_shape = (", "source_mask = source_mask | True\n        memory_shape = ("
-                )
+                "decode without padding mask": instead("transformer", DECODE, f"{DECODE}{NO_MASK}")
             },
             (f"{SELF}.weights", "full/given_masks"): {
                 "given masks not used": instead(
-                    "transformer", 'to_mask("source_mask", mask,', 'to_mask("source_mask", mask | True,'
+                    "transformer", "self.encode(source_ids, source_mask, tap", "self.encode(source_ids, None, tap"
                 )
             },
             (f"{CAUSAL}.weights", "full/starts_with_padding"): {

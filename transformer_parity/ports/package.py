@@ -152,6 +152,7 @@ class PackagePort:
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPackage:
         """Build a model that holds a copy of the weights."""
         package = self.import_package()
+        package.set_precision(placement.precision)  # also of what is called without a model
         return self.loaded(package, package.Transformer.from_weights(config, weights, *placement), placement.dtype)
 
     def import_package(self) -> Any:
