@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from reference_numpy.search_plan import OnStep, SearchResult, pad_search, plan_search, power_of_two, search_result
+from transformer_tf.runtime import placed
 from transformer_tf.transformer import Transformer
 
 
@@ -24,7 +25,7 @@ def run_search(
     batch, last = len(source_ids), plan.capacity
     source_ids, source_mask, plan = pad_search(source_ids, source_mask, plan, model.config.max_positions, _rounded_up)
     dtype = keras.backend.result_type(model.compute_dtype, "float32")  # bfloat16 is too coarse to sum in
-    with tf.device(model.device):
+    with placed(model.device):
         limits, penalties = tf.constant(plan.limits, tf.int32), tf.constant(plan.penalties, dtype)
         plan = plan._replace(limits=limits, penalties=penalties)
         state = kind.start(plan)
@@ -69,7 +70,7 @@ _TRACED: WeakKeyDictionary[Transformer, dict[Any, Callable[..., Any]]] = WeakKey
 def _call(function, model, *args, **sizes):
     """Call a function of a model, tensors and numbers, traced once for all of them, and once for each size."""
     traced = _TRACED.setdefault(model, {})
-    with tf.device(model.device):
+    with placed(model.device):
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
         key = function, *map(type, args), *sizes.values()  # among the types is the kind of search
         if key not in traced:
