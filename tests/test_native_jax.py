@@ -209,15 +209,16 @@ def test_precision_is_the_models_own(port):
         step, _ = model.decode_step(TARGET[:, 0], model.init_cache(SOURCE, 1))
         return (model(SOURCE, TARGET) ** 2).sum() + step.sum()
 
-    for precision, expected in ((None, ""), ("highest", "Precision.HIGHEST"), ("fast", "Precision.HIGH")):
-        model = port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG), precision=precision)
-        graph, state = nnx.split(model)
-        gradient = jax.grad(lambda state, graph=graph: loss(nnx.merge(graph, state)), allow_int=True)
-        text = str(jax.make_jaxpr(gradient)(state))
-        products, found = text.count("dot_general["), re.findall(r"precision=\(?([\w.]+)", text)
-        assert products > 50
-        assert found == ([expected] * products if precision else []), set(found)
-        assert jax.config.jax_default_matmul_precision is None
+    with jax.default_matmul_precision(None):  # whatever another test has set
+        for precision, expected in ((None, ""), ("highest", "Precision.HIGHEST"), ("fast", "Precision.HIGH")):
+            model = port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG), precision=precision)
+            graph, state = nnx.split(model)
+            gradient = jax.grad(lambda state, graph=graph: loss(nnx.merge(graph, state)), allow_int=True)
+            text = str(jax.make_jaxpr(gradient)(state))
+            products, found = text.count("dot_general["), re.findall(r"precision=\(?([\w.]+)", text)
+            assert products > 50
+            assert found == ([expected] * products if precision else []), set(found)
+            assert jax.config.jax_default_matmul_precision is None
 
 
 def test_shapes_without_computing(port):

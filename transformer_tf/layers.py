@@ -57,9 +57,9 @@ class Configured:
     _given: dict[str, Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let Keras find the class by its name."""
+        """Let Keras find the class by the names of its package and its own."""
         super().__init_subclass__(**kwargs)
-        keras.saving.register_keras_serializable(__package__)(cls)
+        keras.saving.register_keras_serializable(cls.__module__.partition(".")[0])(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Keep the arguments, as Keras itself does where they are plain numbers."""
