@@ -54,6 +54,15 @@ def test_every_preset_that_is_not_a_row_of_table_3_is_named():
         assert f"`{preset}`" in README
 
 
+def test_every_habit_of_a_framework_is_listed_with_its_test():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "native.md").read_text("utf-8")))
+    there = set()
+    for path in (ROOT / "tests").glob("test_native*.py"):
+        tests = re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
+        there |= {name for name in tests if path.stem != "test_native" or re.match(r"test_(torch|jax|tf)_", name)}
+    assert named == there
+
+
 def test_ci_runs_the_two_commands_of_the_first_screen():
     first, second = blocks("bash")
     assert first.splitlines()[-1] == ".venv/bin/parity check"
