@@ -375,8 +375,13 @@ class Raising(DecodePackage):
     ("participant", "code", "reason"),
     [
         (Wrong("torch"), 1, "DIVERGES  torch: sentence 1, token 3: "),
-        (Dying("torch"), 3, "FAILED    torch: the process ended with exit code 7 in run: out of luck"),
-        (Raising("torch"), 3, "FAILED    torch: MemoryError: too large"),
+        *(
+            pytest.param(*row, marks=pytest.mark.extended("timed steps"))
+            for row in (
+                (Dying("torch"), 3, "FAILED    torch: the process ended with exit code 7 in run: out of luck"),
+                (Raising("torch"), 3, "FAILED    torch: MemoryError: too large"),
+            )
+        ),
     ],
     ids=["wrong", "dying", "raising"],
 )
@@ -679,6 +684,7 @@ def test_only_marian_has_a_beam():
     ]
 
 
+@pytest.mark.extended("timed steps")
 def test_a_picture_compares_with_nobody_who_is_wrong(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(OURS["decode"], "torch", Wrong("torch"))
     seen = []

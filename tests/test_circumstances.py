@@ -202,7 +202,18 @@ def case(server, command):
     return Case(server, command)
 
 
-every = pytest.mark.parametrize("command", RUNS)
+SHOWN = ("check", "golden", "train", "translate")  # what writes, what runs for long, what streams
+
+
+def commands(names):
+    """Return a test's commands: all but a few are extended."""
+    extended = pytest.mark.extended("circumstances")
+    return pytest.mark.parametrize(
+        "command", [name if name in SHOWN else pytest.param(name, marks=extended) for name in names]
+    )
+
+
+every, some = commands(RUNS), commands(sorted(WRITES))
 
 
 @every
@@ -229,7 +240,7 @@ def test_a_full_disk(case, command):
     case.check()
 
 
-@pytest.mark.parametrize("command", sorted(WRITES))
+@some
 def test_a_read_only_folder(server, command):
     case = Case(server, command, READ_ONLY)
     assert case.end("") == 3
@@ -246,7 +257,7 @@ def test_another_user(case, command):
     case.check()
 
 
-@pytest.mark.parametrize("command", sorted(WRITES))
+@some
 def test_a_folder_that_may_not_be_entered(case, command):
     case.out.chmod(0)
     case.arguments = [argument.replace("/out/", "/out/inner/") for argument in case.arguments]

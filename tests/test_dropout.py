@@ -20,6 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import tiers
 from conftest import Backend
 from numpy import ndarray
 
@@ -363,9 +364,13 @@ def check_mixed_precision(backend: Backend) -> None:
         assert rounded < 0.5, f"{what}: {rounded:.0%} of the values fit in bfloat16"
 
 
-@pytest.mark.parametrize(("norm_order", "site"), [*(("post", site) for site in SITES), ("pre", "residual")])
-def test_each_site_is_where_the_config_says(backend, norm_order, site):
-    check_sites(backend, norm_order, site)
+@pytest.mark.parametrize(
+    "place",
+    tiers.first_alone([*(("post", site) for site in SITES), ("pre", "residual")], "sites", "jax", "tf"),
+    ids="-".join,
+)
+def test_each_site_is_where_the_config_says(backend, place):
+    check_sites(backend, *place)
 
 
 def test_masks_have_the_right_scale_and_share_and_are_unrelated(backend):
@@ -388,6 +393,7 @@ def test_random_numbers_of_the_caller_stay_as_they_are(backend):
     check_callers_numbers(backend)
 
 
+@pytest.mark.extended("training", "jax", "tf")
 def test_mixed_precision_keeps_weights_and_moments_in_float32(port):
     check_mixed_precision(port)
 

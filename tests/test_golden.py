@@ -569,6 +569,7 @@ def test_one_dtype_alone(truth, copy, tmp_path, capsys):
     assert compare(truth, other, "--stage", "activations") == 0
 
 
+@pytest.mark.extended("golden vectors")
 def test_several_presets(tmp_path, capsys):
     out = tmp_path / "both"
     assert main(["golden", "--preset", "paper_learned,annotated", "--dtype", "float64", "--out", str(out)]) == 0

@@ -43,7 +43,7 @@ def test_skeleton_agrees(framework, folder, capsys):
     assert run_skeleton(framework, capsys, port_cases) == NOT_ASKED
 
 
-@pytest.mark.extended("skeletons", "tf")
+@pytest.mark.extended("skeletons", "jax", "tf")
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("jax", "tf")])
 def test_skeleton_agrees_in_one_case_of_each_component(framework, folder, capsys):
     run_skeleton(framework, capsys, lambda config: [*{case.component: case for case in port_cases(config)}.values()])

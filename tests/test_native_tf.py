@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tiers
 from conftest import assert_same_bits, random_weights, tiny_config
 from test_native import SOURCE, TARGET, assert_close, build, run_alone
 
@@ -47,7 +48,7 @@ def test_a_tied_table_is_one_variable_in_two_places(port, tie, tmp_path):
 # --- Training ---
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", tiers.first_alone([1, 2], "training"))
 def test_frozen_layers_stay_as_they_are(port, slices):
     """Their moments too, which a state has all the same; and from when on does not matter."""
     model = build(port)
@@ -212,7 +213,7 @@ def test_functional_model(port, form, tmp_path):
     close(port, keras.models.load_model(tmp_path / "model.keras")(IDS), expected)
 
 
-@pytest.mark.parametrize("form", ["tuple", "dict", "dict with masks", "data", "functional"])
+@pytest.mark.parametrize("form", tiers.first_alone(["data", "dict with masks", "dict", "tuple", "functional"], "forms"))
 def test_fit_evaluate_and_predict(port, form):
     import keras
     import tensorflow as tf
@@ -237,6 +238,7 @@ def test_fit_evaluate_and_predict(port, form):
     close(port, predicted, model(inputs), 1e-5)
 
 
+@pytest.mark.extended("habits")
 def test_exported(port, tmp_path):
     """A SavedModel serves without this package. Keras takes the inputs it is not told for floats."""
     import keras
@@ -299,6 +301,7 @@ def test_summary_and_clone(port, capsys):
     assert_same_bits(clone.export_weights(), model.export_weights())
 
 
+@pytest.mark.extended("habits")
 def test_jit_compile(port):
     import keras
 
@@ -354,5 +357,6 @@ assert not tf.config.experimental.tensor_float_32_execution_enabled()
 """
 
 
+@pytest.mark.extended("places")
 def test_scopes_of_devices_and_strategies_are_respected():
     run_alone(PLACES)

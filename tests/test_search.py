@@ -171,7 +171,7 @@ def textbook_beam_search(model, source, beam_size, max_length, penalty, min_leng
     return sorted(finished, key=lambda hypothesis: -hypothesis[0])
 
 
-@pytest.mark.parametrize("kind", ["gnmt", "power"])
+@pytest.mark.parametrize("kind", ["gnmt", pytest.param("power", marks=REPEATED)])
 @pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=REPEATED), 0.6, pytest.param(1.5, marks=REPEATED)])
 def test_a_wide_beam_finds_what_enumeration_finds(backend, alpha, kind):
     config, weights = lively(size=5)
@@ -244,6 +244,7 @@ def textbook_greedy(model, source, max_length):
     return [(total, tokens)]
 
 
+@REPEATED
 def test_the_search_stops_as_early_as_is_exact(backend):
     """It goes on while the likeliest unfinished hypothesis could become the best, and not a step longer."""
     config, weights = lively()
@@ -270,6 +271,7 @@ def log_probability_of(model, source, tokens):
 
 
 @pytest.mark.parametrize("beam_size", [pytest.param(1, marks=REPEATED), 2, pytest.param(4, marks=REPEATED)])
+@REPEATED
 def test_hugging_face_finds_the_same(backend, beam_size):
     """On a ``marian`` preset, with n^alpha as length penalty; it starts with padding, which is never said."""
     config = tiny_config("marian", max_length=64)
@@ -440,7 +442,7 @@ def test_a_sentence_does_not_depend_on_its_batch(backend, search):
         assert alone.scores[0] == pytest.approx(together.scores[row], rel=TOLERANCE)
 
 
-@pytest.mark.extended("searches", "tf")
+@REPEATED
 def test_the_maximum_length_follows_each_source(backend):
     config, weights = lively()
     weights["output_proj.bias"][config.eos_id] = -1e3  # it never ends by itself
@@ -454,7 +456,7 @@ def test_the_maximum_length_follows_each_source(backend):
 
 
 @pytest.mark.parametrize("search", EITHER)
-@pytest.mark.extended("searches", "tf")
+@REPEATED
 def test_lengths_and_start_symbol(backend, search):
     config, weights = lively()
     weights["output_proj.bias"][config.eos_id] += 1e3
@@ -476,6 +478,7 @@ def test_lengths_and_start_symbol(backend, search):
 
 
 @pytest.mark.parametrize("search", EITHER)
+@REPEATED
 def test_padding_is_never_said(backend, search):
     for overrides in ({}, {"bos_id": 0}):  # the start symbol may be padding
         config, weights = lively(**overrides)
@@ -488,6 +491,7 @@ def test_padding_is_never_said(backend, search):
         assert (found.scores < -900).all()  # the probability that padding takes is not given to others
 
 
+@REPEATED
 def test_ties_go_to_the_lower_id(backend):
     config, weights = lively()
     weights = {name: np.zeros_like(array) for name, array in weights.items()}
@@ -553,7 +557,7 @@ def test_each_step_is_shown(backend, search):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=REPEATED)])
 def test_types_of_the_result(backend, dtype):
     _check_types(backend, dtype)
 

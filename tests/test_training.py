@@ -14,6 +14,7 @@ from functools import cache, partial
 import ml_dtypes
 import numpy as np
 import pytest
+import tiers
 from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy as ref
@@ -528,7 +529,7 @@ def test_between_two_steps_the_model_is_in_inference_mode(backend, trainers):
         np.testing.assert_array_equal(logits[0], backend.to_numpy(twin(*BATCH[:2])))
 
 
-@pytest.mark.parametrize("kind", ["plain", "dropout"])
+@pytest.mark.parametrize("kind", tiers.first_alone(["plain", "dropout"], "training", "jax", "tf"))
 def test_evaluation(backend, trainers, kind):
     """The plain likelihood: no dropout, no smoothing; between any two steps, and after another state was loaded."""
     trainer = trainers(backend, kind)
@@ -639,6 +640,7 @@ def uninterrupted(backends, trainers, tmp_path_factory):
 HANDOVER = [make_batch(seed) for seed in range(8)]
 
 
+@pytest.mark.extended("training", "torch", "jax", "tf")  # each runs all four
 def test_a_run_goes_on_in_another_framework(backend, uninterrupted, trainers):
     for other, (path, losses, final) in uninterrupted.items():
         trainer, checkpoint = trainers(backend), ref.load_checkpoint(path)
@@ -1018,6 +1020,7 @@ def test_the_reference_learns_to_reverse(learning):
     assert sum(totals) / sum(tokens) < 0.4  # guessing among the six in use costs log 6 for four tokens in five: 1.4
 
 
+@pytest.mark.extended("training", "jax", "tf")
 def test_every_port_learns_alike(port, learning, trainers):
     weights, losses, _ = learning
     trainer = trainers(port, weights=weights)

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiers
 from matplotlib.image import imread
 from test_decoding import twins
 from test_search import lively
@@ -108,6 +109,7 @@ def test_every_line_is_answered_in_order(model, capfd):
     assert parity(capfd, model, lines, "--backend", "numpy") == (0, expected, "")
 
 
+@pytest.mark.extended("translations", "tf")
 def test_every_backend_says_the_same(model, capfd, backend):
     lines = random_lines(20, seed=1)
     for options, asked in (({}, ()), ({"beam_size": 4}, ("--beam", 4))):
@@ -346,7 +348,7 @@ def test_at_a_terminal_each_line_is_answered_at_once(model):
 
 # --- Several backends ---
 
-BOTH = pytest.mark.parametrize("asked", [(), ("--beam", 3)], ids=["greedy", "beam"])
+BOTH = pytest.mark.parametrize("asked", tiers.first_alone([(), ("--beam", 3)], "translations"), ids=["greedy", "beam"])
 
 
 @BOTH

@@ -80,6 +80,12 @@ def presets() -> list:
     return parameters
 
 
+def first_alone(values, kind: str, *backends: str) -> list:
+    """Return the values of a parameter: all but the first are extended, for these backends or for all."""
+    first, *rest = values
+    return [first, *(pytest.param(value, marks=pytest.mark.extended(kind, *backends)) for value in rest)]
+
+
 def keep_what_is_compiled(config):
     """Let JAX keep executables on disk, for all processes of this run and of later ones on the same processor.
 
