@@ -42,9 +42,9 @@ ALLOWED = [
     ),
     ("torch jax tf", "", "lacks module functional", SHIPPED),
     ("torch jax tf", "", "lacks module backward*", DERIVED),
-    ("torch jax tf", "__init__", "lacks definition __all__.transformer_backward", DERIVED),
+    ("torch jax tf", "__init__", "lacks definition exports.transformer_backward", DERIVED),
     *(
-        ("torch jax tf", "__init__", f"lacks definition __all__.{name}", FACTS)
+        ("torch jax tf", "__init__", f"lacks definition exports.{name}", FACTS)
         for name in (
             *("PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
             *("count_parameters", "parameter_shapes", "tap_shapes", "load_weights", "save_weights"),
@@ -57,7 +57,7 @@ ALLOWED = [
     (
         "torch jax tf",
         "__init__",
-        "lacks definition __all__.additive_attention",
+        "lacks definition exports.additive_attention",
         "the paper's comparison, not the model",
     ),
     ("torch jax tf", "attention", "lacks definition additive_attention", "the paper's comparison, not the model"),
@@ -104,9 +104,9 @@ ALLOWED = [
     ("torch", "layers", "adds definition Linear.reset_parameters", "torch draws initial values there"),
     ("tf", "layers", "adds definition gelu*", "TensorFlow's own is not exact in float64"),
     ("tf", "layers", "adds definition Configured*", KERAS),
-    ("tf", "layers", "adds definition __all__.Configured", KERAS),
+    ("tf", "layers", "adds definition exports.Configured", KERAS),
     ("tf", "layers", "adds definition Block*", KERAS),
-    ("tf", "layers", "adds definition __all__.Block", KERAS),
+    ("tf", "layers", "adds definition exports.Block", KERAS),
     ("torch", "training.Trainer", "docstring", COMPILED),
     ("torch", "training.Trainer.__init__", "adds parameter compile", COMPILED),
     ("jax tf", "attention", "lacks definition KeyValueCache.__init__", "a dataclass, which both can take apart"),
@@ -143,8 +143,8 @@ def read(package: str) -> dict[str, str]:
 
 
 @cache
-def describe(text: str) -> dict[str, dict]:
-    """Return everything there is to compare in a module, by path, in order."""
+def describe(text: str, module: str) -> dict[str, dict]:
+    """Return everything there is to compare in a module, by path, in order; a package exports what it imports."""
     tree = ast.parse(text)
     comments = shape_comments(text)
     found = {"": {"docstring": ast.get_docstring(tree)}}
@@ -158,8 +158,10 @@ def describe(text: str) -> dict[str, dict]:
             for method in methods:
                 name = "__call__" if method.name in CALLS and not has_call else method.name
                 found[f"{node.name}.{name}"] = describe_function(method, comments)
+        elif isinstance(node, ast.ImportFrom) and module == "__init__":
+            found |= {f"exports.{alias.asname or alias.name}": {} for alias in node.names}
         elif isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
-            found |= {f"__all__.{name}": {} for name in ast.literal_eval(node.value)}
+            found |= {f"exports.{name}": {} for name in ast.literal_eval(node.value)}
         elif isinstance(node, ast.Assign) and not node.targets[0].id.isupper():
             found[node.targets[0].id] = {}  # such as Dropout = nn.Dropout
     return found
@@ -220,7 +222,7 @@ def differences(reference: dict[str, str], port: dict[str, str]):
     """Yield where and how a port differs from the reference, given the text of both by module."""
     yield from compare_names("", "module", list(reference), list(port))
     for module in reference.keys() & port.keys():
-        ours, theirs = describe(reference[module]), describe(port[module])
+        ours, theirs = (describe(side[module], module) for side in (reference, port))
         yield from compare_names(module, "definition", public(ours), public(theirs))
         for path in ours.keys() & theirs.keys():
             place = f"{module}.{path}".rstrip(".")
@@ -294,7 +296,7 @@ CHANGES = {
     "name of a function": ("attention", "def merge_heads", "def join_heads", "lacks definition merge_heads"),
     "order of functions": ("attention", "def split_heads", "def merge_heads(x): ...\ndef split_heads", "order"),
     "a function more": ("masks", "def causal_mask", "def window_mask(): ...\ndef causal_mask", "adds definition"),
-    "an export less": ("__init__", '"Decoder",\n', "", "lacks definition __all__.Decoder"),
+    "an export less": ("__init__", "import Decoder, ", "import ", "lacks definition exports.Decoder"),
 }
 
 
