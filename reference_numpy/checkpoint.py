@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.checks import check_fields
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import (
     FIRST_MOMENT,
@@ -128,10 +129,7 @@ def _check_training(training: Any) -> None:
     """Refuse what cannot be the metadata of a training run, down to its fields."""
     if not isinstance(training, dict):
         raise TypeError(f"its training state must be an object with named fields: got {type(training).__name__}")
-    if unknown := sorted(set(training) - TRAINING_FIELDS):
-        raise ValueError(f"unknown fields of the training state: {', '.join(unknown)}")
-    if missing := sorted(TRAINING_FIELDS - set(training)):
-        raise ValueError(f"missing fields of the training state: {', '.join(missing)}")
+    check_fields("fields of the training state", training, TRAINING_FIELDS)
     _check_progress(training["progress"])
 
 

@@ -117,9 +117,7 @@ def check_mask(name: str, shape: Shape, dtype: str, needed: Shape) -> None:
 
 def check_same_batch(source_shape: Shape, target_shape: Shape) -> None:
     """Raise ValueError unless source and target hold the same number of sentences."""
-    source, target = source_shape[0], target_shape[0]
-    if None not in (source, target) and source != target:
-        raise ValueError(f"source_ids and target_ids must agree in batch size: got {source} and {target}")
+    _check_agree("source_ids and target_ids", "batch size", source_shape[0], target_shape[0])
 
 
 def check_positions(name: str, value: Any, max_positions: int | None) -> int:

@@ -103,8 +103,7 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         if isinstance(self.dropout, Mapping):
             sites = {site.name for site in dataclasses.fields(DropoutRates)}
-            if unknown := sorted(map(str, set(self.dropout) - sites)):
-                raise ValueError(f"unknown dropout sites: {', '.join(unknown)}")
+            check_fields("dropout sites", {*sites, *self.dropout}, sites)
             object.__setattr__(self, "dropout", DropoutRates(**self.dropout))
         if not isinstance(self.dropout, DropoutRates):
             raise TypeError(f"dropout must be DropoutRates: got {type(self.dropout).__name__}")
@@ -250,12 +249,23 @@ class TransformerConfig:
         return cls(**fields)
 
 
-_PAPER_BASE: dict[str, Any] = {}  # the defaults above
-_ALL_SITES = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)
+_ALL_SITES = DropoutRates(attention=0.1, feed_forward=0.1)
+_BIASES = {"attention_bias": True, "output_bias": True}
+_T2T_POSITIONS = {"position_layout": "split", "position_timescale": "m_minus_1"}
+_MARIAN = {"position_layout": "split", **_BIASES, "activation": "swish", "pad_id": 1, "bos_id": 1, "eos_id": 0}
+_FAIRSEQ = {  # in which BART was written
+    "layer_norm_epsilon": 1e-5,
+    "position_offset": 2,
+    "attention_bias": True,
+    "pad_id": 1,
+    "bos_id": 2,
+    "eos_id": 2,
+    "label_smoothing_kind": "off_target",
+}
 
 # Table 3 of the paper, one preset a row; the letter in the comment is the table's.
 TABLE_3: dict[str, dict[str, Any]] = {
-    "paper_base": _PAPER_BASE,
+    "paper_base": {},  # the defaults above
     "paper_h1": {"num_heads": 1},  # A
     "paper_h4": {"num_heads": 4},  # A
     "paper_h16": {"num_heads": 16},  # A
@@ -274,12 +284,7 @@ TABLE_3: dict[str, dict[str, Any]] = {
     "paper_smoothing_0.0": {"label_smoothing": 0.0},  # D
     "paper_smoothing_0.2": {"label_smoothing": 0.2},  # D
     "paper_learned": {"position_encoding": "learned"},  # E
-    "paper_big": {
-        "d_model": 1024,
-        "d_ff": 4096,
-        "num_heads": 16,
-        "dropout": DropoutRates(embedding=0.3, residual=0.3),
-    },
+    "paper_big": {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "dropout": DropoutRates(embedding=0.3, residual=0.3)},
 }
 
 # What published code does. Each is compared with that code, or with a transcription of its formulas, in the tests.
@@ -287,11 +292,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     # tensor2tensor's first release (June 2017), the code nearest to the paper; its target-space embedding is left out.
     # It zeroes the padding row on lookup only, so a checkpoint whose row is not zero has no exact equal here.
     "t2t_2017": {
+        **_T2T_POSITIONS,
         "attention_bias": True,
-        "position_layout": "split",
-        "position_timescale": "m_minus_1",
-        "eos_id": 1,
         "bos_id": 0,
+        "eos_id": 1,
         "label_smoothing_kind": "off_target",
     },
     # The Annotated Transformer (Harvard NLP, 2022): its prose is post-norm, its code is not.
@@ -300,8 +304,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "final_norm": True,
         "layer_norm_kind": "annotated",
         "tie_embeddings": "none",
-        "attention_bias": True,
-        "output_bias": True,
+        **_BIASES,
         "dropout": _ALL_SITES,
         "pad_id": 2,
         "bos_id": 0,
@@ -313,77 +316,35 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "final_norm": True,
         "layer_norm_epsilon": 1e-5,
         "tie_embeddings": "none",
-        "attention_bias": True,
-        "output_bias": True,
+        **_BIASES,
         "dropout": _ALL_SITES,
     },
     # Hugging Face's MarianMTModel as the OPUS-MT checkpoints configure it; decoding starts with PAD.
-    "marian": {
-        "layer_norm_epsilon": 1e-5,
-        "position_layout": "split",
-        "attention_bias": True,
-        "output_bias": True,
-        "activation": "swish",
-        "max_length": 512,
-        "pad_id": 1,
-        "bos_id": 1,
-        "eos_id": 0,
-        "label_smoothing_kind": "uniform",
-    },
+    "marian": {**_MARIAN, "layer_norm_epsilon": 1e-5, "max_length": 512},
     # Marian NMT, the C++ program that trains those checkpoints: other frequencies, other epsilon. Like tensor2tensor,
     # it starts decoding from a zero vector: here, from a start symbol whose row of the table is zero.
-    "marian_cpp": {
-        "layer_norm_epsilon": 1e-6,
-        "position_layout": "split",
-        "position_timescale": "m_minus_1",
-        "attention_bias": True,
-        "output_bias": True,
-        "activation": "swish",
-        "pad_id": 1,
-        "bos_id": 1,
-        "eos_id": 0,
-        "label_smoothing_kind": "uniform",
-    },
+    "marian_cpp": {**_MARIAN, "position_timescale": "m_minus_1"},
     # fairseq's `transformer` architecture: positions start behind the padding id; decoding starts with EOS.
-    "fairseq": {
-        "layer_norm_epsilon": 1e-5,
-        "position_layout": "split",
-        "position_timescale": "m_minus_1",
-        "position_offset": 2,
-        "tie_embeddings": "none",
-        "attention_bias": True,
-        "pad_id": 1,
-        "bos_id": 2,
-        "eos_id": 2,
-        "label_smoothing_kind": "off_target",
-    },
+    "fairseq": {**_FAIRSEQ, **_T2T_POSITIONS, "tie_embeddings": "none"},
     # BART (Lewis et al., 2020), as Hugging Face's BartModel has it: a norm on the embeddings, positions behind two rows
     # that nobody reads; decoding starts with EOS.
     "bart": {
-        "layer_norm_epsilon": 1e-5,
+        **_FAIRSEQ,
         "position_encoding": "learned",
-        "position_offset": 2,
         "max_length": 1026,
         "scale_embedding": False,
         "embedding_norm": True,
-        "attention_bias": True,
         "output_bias": True,
         "activation": "gelu",
         "dropout": _ALL_SITES,
-        "pad_id": 1,
-        "bos_id": 2,
-        "eos_id": 2,
-        "label_smoothing_kind": "off_target",
     },
     # Flax's WMT example. It keeps its table sqrt(d_model) times larger and divides the logits instead.
     "flax_wmt": {
         "norm_order": "pre",
         "final_norm": True,
-        "position_layout": "split",
-        "position_timescale": "m_minus_1",
+        **_T2T_POSITIONS,
         "dropout": _ALL_SITES,
         "bos_id": 0,
-        "eos_id": 2,
         "label_smoothing_kind": "off_target",
     },
     # keras_hub's TransformerEncoder and TransformerDecoder under its TokenAndPositionEmbedding.
@@ -392,9 +353,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "position_encoding": "learned",
         "scale_embedding": False,
         "tie_embeddings": "none",
-        "attention_bias": True,
-        "output_bias": True,
-        "dropout": DropoutRates(embedding=0.0, attention=0.1, residual=0.1),
+        **_BIASES,
+        "dropout": DropoutRates(embedding=0.0, attention=0.1),
         "label_smoothing": 0.0,
     },
 }
