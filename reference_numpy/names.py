@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Protocol, runtime_checkable
+from functools import reduce
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +26,15 @@ class Model(Protocol):
     """A Transformer of any package: the attribute path of each of its parameters is the parameter's name."""
 
     config: TransformerConfig
+
+
+def find(model: Any, path: str) -> Any:
+    """Return the attribute of a model that a dotted path leads to."""
+
+    def step(owner: Any, key: str) -> Any:
+        return owner[int(key)] if key.isdecimal() else getattr(owner, key)
+
+    return reduce(step, path.split("."), model)
 
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:

@@ -15,13 +15,12 @@ from reference_numpy.checks import check_accumulation, check_integer, check_labe
 from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import log_softmax
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
-from reference_numpy.names import check_training_state, parameter_shapes
+from reference_numpy.names import check_training_state, find, parameter_shapes
 from reference_numpy.optimizer import Adam, clip_factor, global_norm
 from reference_numpy.runtime import to_ids
 from reference_numpy.taps import Recorder
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from reference_numpy.transformer import Transformer
-from reference_numpy.weights import find
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

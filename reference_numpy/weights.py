@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
-from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
-from reference_numpy.names import Model, check_weights, parameter_shapes, rounded
+from reference_numpy.names import Model, check_weights, find, parameter_shapes, rounded
 
 
 def init_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
@@ -49,12 +47,3 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
     return {name: find(model, name).copy() for name in parameter_shapes(model.config)}
-
-
-def find(model: Any, path: str) -> Any:
-    """Return the attribute of a model that a dotted path leads to."""
-
-    def step(owner: Any, key: str) -> Any:
-        return owner[int(key)] if key.isdecimal() else getattr(owner, key)
-
-    return reduce(step, path.split("."), model)

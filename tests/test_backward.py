@@ -17,6 +17,7 @@ from conftest import assert_same_bits, random_weights, tiny_config
 import reference_numpy as ref
 from reference_numpy import backward, backward_functions, functional
 from reference_numpy.backward import cross_entropy_backward, scaled_dot_product_attention_backward
+from reference_numpy.names import find
 
 RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.25, feed_forward=0.35)
 DEPTH = {"num_encoder_layers": 2, "num_decoder_layers": 2}
@@ -220,7 +221,7 @@ def check_model(model, seed=None, *, smooth):
     shapes = ref.tap_shapes(config, *source.shape, target.shape[1])
     assert [(name, array.shape) for name, array in of_taps.items()] == [*shapes.items()]
     for name, gradient in of_parameters.items():
-        parameter = ref.weights.find(model, name)
+        parameter = find(model, name)
         original = parameter.copy()
 
         def moved(displacement, parameter=parameter, original=original):

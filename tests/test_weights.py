@@ -10,6 +10,7 @@ from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy
 from reference_numpy import load_weights, parameter_shapes, save_weights
+from reference_numpy.names import find
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
@@ -103,14 +104,14 @@ def change_in_place(backend, model):
     """Add one to every parameter, where it lies."""
     if backend.name == "numpy":
         for name in parameter_shapes(model.config):
-            parameter = reference_numpy.weights.find(model, name)
+            parameter = find(model, name)
             parameter += 1
     elif backend.name == "torch":
         for parameter in model.parameters():
             parameter.data.add_(1)
     elif backend.name == "jax":
         for name in parameter_shapes(model.config):
-            parameter = backend.package.weights.find(model, name)
+            parameter = find(model, name)
             parameter.set_value(parameter.get_value() + 1)
     else:
         for variable in model.trainable_variables:

@@ -18,13 +18,12 @@ from jax import Array
 
 from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
-from reference_numpy.names import check_training_state, parameter_shapes, rounded, tap_shapes
+from reference_numpy.names import check_training_state, find, parameter_shapes, rounded, tap_shapes
 from reference_numpy.taps import no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_jax.optimizer import Adam, Arrays, clip_factor, global_norm
 from transformer_jax.runtime import quick_compilation, to_ids
 from transformer_jax.transformer import Transformer
-from transformer_jax.weights import find
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

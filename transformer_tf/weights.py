@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
-from typing import Any
 
 import keras
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import tensorflow as tf
 from numpy import ndarray
 
-from reference_numpy.names import Model, check_weights, parameter_shapes, rounded
+from reference_numpy.names import Model, check_weights, find, parameter_shapes, rounded
 
 KERAS_NAMES = {"scale": "gamma", "bias": "beta"}  # of a norm; everything else has the canonical name
 
@@ -31,15 +29,6 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
     return {name: parameter.numpy() for name, parameter in parameters(model).items()}
-
-
-def find(model: Any, path: str) -> Any:
-    """Return the attribute of a model that a dotted path leads to."""
-
-    def step(owner: Any, key: str) -> Any:
-        return owner[int(key)] if key.isdecimal() else getattr(owner, key)
-
-    return reduce(step, path.split("."), model)
 
 
 def parameters(model: Model) -> dict[str, tf.Variable]:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor, nn
 
-from reference_numpy.names import Model, check_weights, parameter_shapes, rounded
+from reference_numpy.names import Model, check_weights, find, parameter_shapes, rounded
 from transformer_torch.runtime import dtype_name
 
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "bias": "bias", "table": "table"}
@@ -36,15 +34,6 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
     return {name: copy_out(name, parameter) for name, parameter in parameters(model).items()}
-
-
-def find(model: Any, path: str) -> Any:
-    """Return the attribute of a model that a dotted path leads to."""
-
-    def step(owner: Any, key: str) -> Any:
-        return owner[int(key)] if key.isdecimal() else getattr(owner, key)
-
-    return reduce(step, path.split("."), model)
 
 
 def parameters(model: Model) -> dict[str, nn.Parameter]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy import names
 from reference_numpy.config import TransformerConfig
 from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.training_config import Gradients, TrainingConfig
@@ -105,7 +106,7 @@ def find(package: Any, model: Any, block: str) -> Any:
     """Return the module, method or function that a block's path leads to."""
     if block in FUNCTIONS:
         return getattr(package, block)
-    return package.weights.find(model, block) if block else model
+    return names.find(model, block) if block else model
 
 
 def call_tapped(

@@ -21,10 +21,9 @@ from numpy import ndarray
 
 import transformer_jax  # the stand-in
 from reference_numpy import TransformerConfig
-from reference_numpy.names import tap_shapes
+from reference_numpy.names import find, tap_shapes
 from reference_numpy.taps import Tap, no_tap
 from reference_numpy.training_config import Gradients, TrainingConfig
-from transformer_jax.weights import find
 from transformer_parity.ports.user import Port
 
 Arrays = dict[str, jax.Array]
