@@ -22,7 +22,6 @@ from numpy import ndarray
 from reference_numpy.attention import MultiHeadAttention, merge_heads, split_heads
 from reference_numpy.backward_functions import (
     ACTIVATIONS_BACKWARD,
-    annotated_layer_norm_backward,
     layer_norm_backward,
     linear_backward,
     lookup_backward,
@@ -458,8 +457,7 @@ def _through_linear(linear: Linear, x: ndarray, of_y: ndarray, trace: Trace) -> 
 
 def _through_norm(norm: LayerNorm, x: ndarray, of_y: ndarray, trace: Trace) -> ndarray:
     """Return the gradient of what a norm read; note those of its parameters."""
-    norm_backward = annotated_layer_norm_backward if norm.kind == "annotated" else layer_norm_backward
-    of_x, of_scale, of_bias = norm_backward(x, norm.scale, norm.epsilon, of_y)
+    of_x, of_scale, of_bias = layer_norm_backward(x, norm.scale, norm.epsilon, of_y, norm.kind)
     trace.note("scale", of_scale)
     trace.note("bias", of_bias)
     return of_x

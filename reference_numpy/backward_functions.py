@@ -43,43 +43,30 @@ def layer_norm_backward(
     scale: Float[ndarray, " d_model"],
     epsilon: float,
     of_y: Float[ndarray, "*axes d_model"],
+    kind: str = "standard",
 ) -> tuple[Float[ndarray, "*axes d_model"], Float[ndarray, " d_model"], Float[ndarray, " d_model"]]:
     """Return the gradients of ``x``, scale and bias.
 
-    With ``n = (x - mean) / sigma`` and ``y = n scale + bias``: ``dx = (dn - mean(dn) - n mean(n dn)) / sigma``. The two
-    means are what ``x`` does to its own mean and to its own ``sigma``.
+    With ``n = (x - mean) / sigma`` and ``y = n scale + bias``: ``dx = (dn - mean(dn) - n share sum(n dn)) / sigma``.
+    The last two terms are what ``x`` does to its own mean and to its own ``sigma``, as ``dsigma = share sum(n dx)``.
+
+    The share is ``1 / d_model``, or, for kind ``annotated``, ``sigma / ((d_model - 1) std)``: there ``sigma`` is the
+    unbiased std plus epsilon, whose derivative is taken as zero at a std of zero.
     """
     d_model = x.shape[-1]
     normed = x - sum_last(x) / d_model
-    sigma = np.sqrt(np.vecdot(normed, normed)[..., None] / d_model + epsilon)
+    squares = np.vecdot(normed, normed)[..., None]
+    if kind == "annotated":
+        std = np.sqrt(squares / (d_model - 1))
+        sigma = std + epsilon
+        share = sigma / ((d_model - 1) * np.where(std == 0.0, 1.0, std).astype(x.dtype, copy=False))
+    else:
+        sigma = np.sqrt(squares / d_model + epsilon)
+        share = 1.0 / d_model
     normed /= sigma
-    return _norm_backward(normed, sigma, 1.0 / d_model, scale, of_y)
-
-
-def annotated_layer_norm_backward(
-    x: Float[ndarray, "*axes d_model"],
-    scale: Float[ndarray, " d_model"],
-    epsilon: float,
-    of_y: Float[ndarray, "*axes d_model"],
-) -> tuple[Float[ndarray, "*axes d_model"], Float[ndarray, " d_model"], Float[ndarray, " d_model"]]:
-    """Return the gradients of ``x``, scale and bias, where ``n = (x - mean) / (std + epsilon)`` with an unbiased std.
-
-    The derivative of a deviation is ``(x - mean) / ((d_model - 1) std)``; at a std of zero it is taken as zero.
-    """
-    d_model = x.shape[-1]
-    normed = x - sum_last(x) / d_model
-    std = np.sqrt(np.vecdot(normed, normed)[..., None] / (d_model - 1))
-    sigma = std + epsilon
-    normed /= sigma
-    share = sigma / ((d_model - 1) * np.where(std == 0.0, 1.0, std).astype(x.dtype, copy=False))
-    return _norm_backward(normed, sigma, share, scale, of_y)
-
-
-def _norm_backward(normed, sigma, share, scale, of_y):
-    """Go back through scale and bias, then through mean and sigma: ``dsigma = share sum(n dx)``."""
     product = of_y * normed
     of_x = of_y * scale  # first that of ``n``
-    of_x -= sum_last(of_x) / scale.size
+    of_x -= sum_last(of_x) / d_model
     normed *= np.vecdot(product, scale)[..., None] * share  # as sum(n dn) = sum(n dy scale)
     of_x -= normed
     of_x /= sigma

@@ -79,32 +79,18 @@ def layer_norm(
     scale: Float[ndarray, " d_model"],
     bias: Float[ndarray, " d_model"],
     epsilon: float,
+    kind: str = "standard",
 ) -> Float[ndarray, "*axes d_model"]:
     """Normalise the last axis by the biased variance about the mean (Ba et al., 2016, equations 3 and 4).
 
-    The variance is taken in two passes: the mean of squares minus the square of the mean loses every digit when
-    the mean is large.
+    Kind ``annotated`` divides as the Annotated Transformer does: by the unbiased standard deviation, with epsilon
+    added outside the root. The variance is taken in two passes: the mean of squares minus the square of the mean
+    loses every digit when the mean is large.
     """
     d_model = x.shape[-1]
     y = x - sum_last(x) / d_model
-    variance = np.vecdot(y, y)[..., None] / d_model
-    y /= np.sqrt(variance + epsilon)
-    y *= scale
-    y += bias
-    return y
-
-
-def annotated_layer_norm(
-    x: Float[ndarray, "*axes d_model"],
-    scale: Float[ndarray, " d_model"],
-    bias: Float[ndarray, " d_model"],
-    epsilon: float,
-) -> Float[ndarray, "*axes d_model"]:
-    """Normalise as the Annotated Transformer does: unbiased standard deviation, epsilon added outside the root."""
-    d_model = x.shape[-1]
-    y = x - sum_last(x) / d_model
-    variance = np.vecdot(y, y)[..., None] / (d_model - 1)
-    y /= np.sqrt(variance) + epsilon
+    squares = np.vecdot(y, y)[..., None]
+    y /= np.sqrt(squares / (d_model - 1)) + epsilon if kind == "annotated" else np.sqrt(squares / d_model + epsilon)
     y *= scale
     y += bias
     return y

@@ -8,15 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
-from reference_numpy.functional import (
-    ACTIVATIONS,
-    annotated_layer_norm,
-    draw_keep,
-    dropout,
-    layer_norm,
-    linear,
-    masked_softmax,
-)
+from reference_numpy.functional import ACTIVATIONS, draw_keep, dropout, layer_norm, linear, masked_softmax
 from reference_numpy.taps import Tap, no_tap
 
 if TYPE_CHECKING:
@@ -52,8 +44,7 @@ class LayerNorm:
 
     def __call__(self, x: Float[ndarray, "*axes d_model"]) -> Float[ndarray, "*axes d_model"]:
         """Normalise each position of ``x``."""
-        normalise = annotated_layer_norm if self.kind == "annotated" else layer_norm
-        return normalise(x, self.scale, self.bias, self.epsilon)
+        return layer_norm(x, self.scale, self.bias, self.epsilon, self.kind)
 
 
 class Dropout:

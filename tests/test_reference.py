@@ -94,7 +94,7 @@ def test_layer_norm_by_hand():
     close(functional.layer_norm(x, scale, bias, 0.19), np.array([[-1.5, -0.5, 0.5, 1.5]]) / 1.2 * scale + bias)
     x = np.array([[1.0, 2.0, 3.0]])  # unbiased standard deviation 1, and 1 + 0.25 = 5/4
     scale, bias = scale[:3], bias[:3]
-    close(functional.annotated_layer_norm(x, scale, bias, 0.25), np.array([[-0.8, 0.0, 0.8]]) * scale + bias)
+    close(functional.layer_norm(x, scale, bias, 0.25, "annotated"), np.array([[-0.8, 0.0, 0.8]]) * scale + bias)
 
 
 def test_layer_norm_survives_a_large_mean_in_float32():

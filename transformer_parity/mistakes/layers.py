@@ -54,7 +54,7 @@ def norm(usual: str, **others: str) -> Edits:
     }
     return changed(
         "layers",
-        numpy=("normalise = ", f"{new.pop('numpy')}\n        normalise = "),
+        numpy=("return layer_norm(", f"{new.pop('numpy')}\n        return layer_norm("),
         **{port: (start, text) for port, text in new.items()},
     )
 
