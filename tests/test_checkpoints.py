@@ -222,6 +222,12 @@ def test_any_progress_comes_back(tmp_path_factory, progress):
     assert_same(load_checkpoint(path), dataclasses.replace(ANY, progress=progress))
 
 
+def test_a_step_and_a_seed_of_numpy_come_back_as_python(path):
+    save_checkpoint(path, with_state(make(), step=np.int64(3), seed=np.uint32(4)))
+    state = load_checkpoint(path).state
+    assert [(type(value), value) for value in (state.step, state.seed)] == [(int, 3), (int, 4)]
+
+
 CIRCLE: list = []
 CIRCLE.append(CIRCLE)
 DEEP: list = []
@@ -247,7 +253,7 @@ def test_progress_that_would_not_come_back_is_refused(path, saved, value):
     ("change", "error", "reason"),
     [
         (lambda c: with_state(c, step=-1), ValueError, "step must be at least 0: got -1"),
-        (lambda c: with_state(c, step=np.int64(1)), TypeError, "step must be an integer"),
+        (lambda c: with_state(c, step=1.0), TypeError, "step must be an integer: got 1.0"),
         (lambda c: with_state(c, seed=True), TypeError, "seed must be an integer: got True"),
         (lambda c: with_state(c, first_moment={}), ValueError, "first moments hold 0 tensors"),
         (
