@@ -71,6 +71,38 @@ def test_a_tied_table_of_a_model_on_the_meta_device(port):
     torch.testing.assert_close(model.eval()(SOURCE, TARGET), expected(SOURCE, TARGET), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("way", ["as built", "deepcopy", "pickle"])
+@pytest.mark.parametrize("tie", ["target_output", "all"])
+def test_a_state_dict_is_assigned_to_a_model_on_the_meta_device(port, tie, way):
+    """The tie and the positions, which no state dict has, are then as they were."""
+    expected = build(port, tie_embeddings=tie)
+    with torch.device("meta"):
+        model = port.package.Transformer(expected.config, "float64")
+    model = TIES[way](model)
+    torch.nn.ModuleList([model]).load_state_dict(torch.nn.ModuleList([expected]).state_dict(), assign=True)
+    assert model.output_proj.weight is model.target_embedding.table
+    assert sum(p.numel() for p in model.parameters()) == ref.count_parameters(model.config)
+    expected = build(port, tie_embeddings=tie)  # whose parameters are its own
+    assert losses(port.package.Trainer(model, SETTINGS)) == losses(port.package.Trainer(expected, SETTINGS))
+    assert_same_bits(model.export_weights(), expected.export_weights())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_that_has_a_tied_table_once(port, assign):
+    model, expected = (build(port, tie_embeddings="target_output") for _ in range(2))
+    torch.nn.init.zeros_(model.output_proj.weight)
+    state = expected.state_dict()
+    del state["output_proj.weight"]
+    names = list(state)
+    model.load_state_dict(state, assign=assign)
+    assert list(state) == names
+    assert model.output_proj.weight is model.target_embedding.table
+    assert_same_bits(model.export_weights(), expected.export_weights())
+    del state["target_embedding.table"]
+    with pytest.raises(RuntimeError, match="Missing key.*target_embedding"):
+        model.load_state_dict(state)
+
+
 # --- Positions: rounded once, on the host, and then simply there ---
 
 LENGTHS = (5, 1500)  # the second is longer than what is kept

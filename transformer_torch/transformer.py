@@ -58,6 +58,8 @@ class Transformer(nn.Module):
         self.decoder = Decoder(config, dtype)
         self.output_proj = OutputProjection(config, self.target_embedding, dtype)
         self.dropout = Dropout(config.dropout.embedding)
+        self.register_load_state_dict_pre_hook(_complete)
+        self.register_load_state_dict_post_hook(_settle)
 
     @classmethod
     def from_weights(
@@ -220,9 +222,12 @@ class Transformer(nn.Module):
     def _apply(self, fn, recurse=True):
         """Let a tied table stay one parameter also where new parameters are made, as by ``to_empty``."""
         super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+    def _tie(self):
         if self.config.tie_embeddings != "none":
             self.output_proj.weight = self.target_embedding.table
-        return self
 
     @property
     def device(self) -> torch.device:
@@ -245,6 +250,21 @@ class Transformer(nn.Module):
 
     def _logits(self, x, tap):
         return tap("logits", self.output_proj(x))
+
+
+def _complete(model, state_dict, prefix, *_):
+    """Let a state dict that has a tied table once have it in both places."""
+    table, weight = prefix + "target_embedding.table", prefix + "output_proj.weight"
+    if model.config.tie_embeddings != "none" and table in state_dict:
+        state_dict.setdefault(weight, state_dict[table])
+
+
+def _settle(model, incompatible_keys):
+    """Let a tied table stay one parameter, and positions have values, where ``assign=True`` made new parameters."""
+    model._tie()
+    for position in (model.source_position, model.target_position):
+        if isinstance(position, SinusoidalPosition) and position.table.device != model.device:
+            position.to_empty(device=model.device).to(model.source_embedding.table.dtype)
 
 
 def load_transformer(
