@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, devi
         return ids.to(device, torch.int64)
     array = np.asarray(ids)
     check_ids(name, array.shape, array.dtype.name, vocab_size, max_positions, array)
-    return _copied(array.astype(np.int64), device)
+    return _copied(array, np.int64, device)
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) -> Bool[Tensor, "B L"]:
@@ -75,14 +76,19 @@ def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) 
         return mask.to(device)
     array = np.asarray(mask)
     check_mask(name, array.shape, array.dtype.name, shape)
-    return _copied(array, device)
+    return _copied(array, np.bool_, device)
 
 
 def to_memory(memory: Any, shape: tuple[int, ...], dtype: str, device: torch.device) -> Float[Tensor, "B S d_model"]:
     """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
-    array = memory if isinstance(memory, Tensor) else torch.as_tensor(np.asarray(memory))
-    check_memory(array.shape, dtype_name(array), shape, dtype)
-    return array.to(device)
+    if isinstance(memory, Tensor):
+        check_memory(memory.shape, dtype_name(memory), shape, dtype)
+        return memory.to(device)
+    array = np.asarray(memory)
+    check_memory(array.shape, array.dtype.name, shape, dtype)
+    if array.dtype == ml_dtypes.bfloat16:  # which torch takes as bits
+        return _copied(array.view(np.int16), np.int16, device).view(torch.bfloat16)
+    return _copied(array, array.dtype.newbyteorder("="), device)
 
 
 def dtype_name(x: Tensor) -> str:
@@ -110,9 +116,9 @@ def _values(ids: Tensor) -> np.ndarray | None:
     return ids.numpy() if debug_unwrap(ids) is ids else None
 
 
-def _copied(array: np.ndarray, device: torch.device) -> Tensor:
-    """Return a tensor on a device that does not alias the caller's array."""
-    tensor = torch.tensor(array, device="cpu")
+def _copied(array: np.ndarray, dtype: Any, device: torch.device) -> Tensor:
+    """Return a tensor on a device that does not alias the caller's array, whose strides may be negative."""
+    tensor = torch.from_numpy(np.array(array, dtype))
     if device.type == "cuda" and type(tensor) is Tensor:  # from pinned memory nothing waits for the GPU's earlier work
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
