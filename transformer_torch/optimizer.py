@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,11 @@ class Adam(torch.optim.Adam):
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: TrainingConfig) -> None:
         super().__init__(parameters, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True)
-        for parameter in self.param_groups[0]["params"]:  # as the optimizer itself would on its first step
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take more parameters, whose moments begin at zero."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:  # as the optimizer itself would on its first step
             self.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
@@ -38,10 +43,13 @@ class Adam(torch.optim.Adam):
             }
 
     def update(self, learning_rate: float) -> None:
-        """Take a step along the gradient that the parameters hold: change parameters and moments in place."""
-        (group,) = self.param_groups
-        group["lr"] = learning_rate
+        """Take a step along the gradient that the parameters hold: change parameters and moments in place.
+
+        All groups of parameters have the one learning rate.
+        """
+        for group in self.param_groups:
+            group["lr"] = learning_rate
         self.step()
-        for parameter in group["params"]:
-            if parameter.grad is None:  # frozen: one that thaws counts all the steps
-                self.state[parameter]["step"] += 1
+        frozen = [p for group in self.param_groups for p in group["params"] if p.grad is None]
+        if frozen:  # what thaws counts all the steps
+            torch._foreach_add_([self.state[p]["step"] for p in frozen], 1)
