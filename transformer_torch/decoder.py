@@ -60,7 +60,7 @@ class DecoderLayer(nn.Module):
         While decoding, ``memory`` is its keys and values, and ``past`` has those of earlier target positions.
         """
         if self.norm_order == "post":
-            if self.self_attention and self.self_attention_norm:
+            if self.self_attention is not None and self.self_attention_norm is not None:
                 attended = self.self_attention(x, x, self_mask, within(tap, "self_attention"), past)
                 x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
             attended = self.cross_attention(x, memory, cross_mask, within(tap, "cross_attention"))
@@ -68,7 +68,7 @@ class DecoderLayer(nn.Module):
             transformed = self.feed_forward(x, within(tap, "feed_forward"))
             x = tap("feed_forward_norm.output", self.feed_forward_norm(x + self.dropout(transformed)))
         else:
-            if self.self_attention and self.self_attention_norm:
+            if self.self_attention is not None and self.self_attention_norm is not None:
                 normed = tap("self_attention_norm.output", self.self_attention_norm(x))
                 attended = self.self_attention(normed, normed, self_mask, within(tap, "self_attention"), past)
                 x = x + self.dropout(attended)
