@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -99,7 +100,7 @@ def test_a_state_dict_that_has_a_tied_table_once(port, assign):
     assert model.output_proj.weight is model.target_embedding.table
     assert_same_bits(model.export_weights(), expected.export_weights())
     del state["target_embedding.table"]
-    with pytest.raises(RuntimeError, match="Missing key.*target_embedding"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*target_embedding"):
         model.load_state_dict(state)
 
 
@@ -260,6 +261,16 @@ def test_a_compiled_model_is_trained(port):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("part", ["self_attention", "self_attention_norm", "cross_attention", "feed_forward"])
+def test_a_compiled_part_of_a_layer(port, part):
+    """It has no truth value."""
+    model, plain = build(port), build(port)
+    compiled(model.decoder.layers[0], part)
+    with torch.no_grad():  # torch warns of itself otherwise
+        torch.testing.assert_close(model(SOURCE, TARGET), plain(SOURCE, TARGET), rtol=1e-12, atol=1e-12)
+    torch.compiler.reset()
+
+
 def test_frozen_parts_stay_as_they_are(port):
     model = build(port)
     before = model.export_weights()
@@ -301,6 +312,21 @@ def test_what_thaws_goes_on_as_if_it_had_been_resumed(port):
     model.requires_grad_()
     assert losses(trainer) == losses(resumed)
     assert_same_bits(model.export_weights(), resumed.model.export_weights())
+
+
+def test_groups_of_parameters_added_to_a_trainer(port):
+    """They are trained too, and one that is frozen stays as it is."""
+    trainer, expected = (port.package.Trainer(build(port), SETTINGS) for _ in range(2))
+    added, frozen = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    trainer.optimizer.add_param_group({"params": [added]})
+    trainer.optimizer.add_param_group({"params": frozen})
+    added.grad = torch.ones(3)
+    trainer.optimizer.zero_grad = lambda: trainer.model.zero_grad()  # what is added takes no part in the loss
+    assert losses(trainer) == losses(expected)
+    assert_same_bits(trainer.model.export_weights(), expected.model.export_weights())
+    assert trainer.optimizer.state[added]["step"] == trainer.optimizer.state[frozen]["step"] == 3
+    assert (added < 1.0).all()
+    assert (frozen == 1.0).all()
 
 
 def test_the_callers_autocast_holds_in_training(port):
@@ -364,6 +390,40 @@ def test_a_parametrized_layer(port):
     torch.testing.assert_close(found, 2.0 * plain.encoder.layers[0].feed_forward.inner_proj.weight.grad)
 
 
+class Tripled(torch.nn.Module):
+    def forward(self, weight):
+        return 3.0 * weight
+
+    def right_inverse(self, weight):
+        return weight / 3.0
+
+
+def test_a_parametrized_layer_in_a_trainer(port):
+    """Gradients are those of the weight that is computed; what would be lost silently is refused."""
+    from torch.nn.utils import parametrize
+
+    model, plain = build(port), build(port)
+    layer = model.encoder.layers[0].feed_forward.inner_proj
+    parametrize.register_parametrization(layer, "weight", Tripled())
+    found, expected = (port.package.gradients(each, *BATCH) for each in (model, plain))
+    assert [*found.parameters] == [*expected.parameters]
+    for name, gradient in found.parameters.items():
+        assert_close(gradient, expected.parameters[name])
+    trainer = port.package.Trainer(model, SETTINGS)
+    before = model.export_weights()
+    losses(trainer)
+    name = "encoder.layers.0.feed_forward.inner_proj.kernel"
+    assert not np.array_equal(model.export_weights()[name], before[name])
+    state = port.package.Trainer(plain, SETTINGS).export_state()
+    for refused in (
+        lambda: port.package.set_weights(model, before),
+        trainer.export_state,
+        lambda: trainer.load_state(state),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is not a parameter of its own"):
+            refused()
+
+
 # --- A search leaves its model to others. ---
 
 
@@ -412,6 +472,56 @@ def test_forward_hooks_fire_in_a_search(port):
     assert {"layers.0", "layers.0.self_attention.query_proj", "layers.0.feed_forward.output_proj"} <= fired
 
 
+def dropped_out(port):
+    """Return a model in training mode, and one in inference mode that has the same weights."""
+    dropout = {"embedding": 0.5, "residual": 0.5, "attention": 0.5}
+    return build(port, dropout=dropout).train(), build(port, dropout=dropout)
+
+
+def patched(layer):
+    """Let a function of the layer's own, as tools set it, run what the layer would."""
+
+    def forward(original, *args):
+        layer.was_called = True
+        return original(*args)
+
+    layer.forward, layer.was_called = functools.partial(forward, layer.forward), False
+
+
+def compiled(layer, name):
+    setattr(layer, name, torch.compile(getattr(layer, name), backend="eager"))
+
+
+CHANGES = {
+    "a compiled layer": lambda layers: layers.append(torch.compile(layers.pop(0), backend="eager")),
+    "a compiled attention": lambda layers: compiled(layers[0], "self_attention"),
+    "a patched layer": lambda layers: patched(layers[0]),
+    "a patched projection": lambda layers: patched(layers[0].feed_forward.inner_proj),
+    "a patched dropout": lambda layers: patched(layers[0].dropout),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_a_search_with_layers_that_run_others(port, change, part):
+    """Those are in inference mode too, and afterwards as they were."""
+    model, plain = dropped_out(port)
+    CHANGES[change](getattr(model, part).layers)
+    before = modes(model)
+    found, expected = (port.package.beam_search(each, SOURCE, max_length=6) for each in (model, plain))
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-12)
+    assert modes(model) == before
+    assert all(getattr(module, "was_called", True) for module in model.modules())
+    torch.compiler.reset()
+
+
+def test_a_search_with_a_compiled_model(port):
+    model, plain = dropped_out(port)
+    found = port.package.greedy_search(torch.compile(model, backend="eager"), SOURCE, max_length=6)
+    np.testing.assert_array_equal(found.ids, port.package.greedy_search(plain, SOURCE, max_length=6).ids)
+
+
 # In a process of its own, whose switches no other test has touched.
 UNTOUCHED = """
 import torch, transformer_torch as port
@@ -432,6 +542,33 @@ assert switches() == ("ieee", "ieee")
 def test_precision_is_left_alone():
     """Nor does torch's newer way of setting it make the description fail."""
     run_alone(UNTOUCHED)
+
+
+# --- What arrays there are beside the usual ones. ---
+
+
+def test_arrays_with_any_strides(port):
+    model, mask = build(port), SOURCE != 0
+    expected = model(SOURCE, TARGET, mask)
+    for turned in (lambda x: x[:, ::-1].copy()[:, ::-1], lambda x: x[::-1].copy()[::-1], np.asfortranarray):
+        found = model(turned(SOURCE), turned(TARGET), turned(mask))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        memory = turned(model.encode(SOURCE, mask).detach().numpy())
+        torch.testing.assert_close(model.decode(TARGET, memory, SOURCE, None, mask), expected, rtol=0, atol=0)
+    narrow = model(SOURCE.astype(np.uint16)[:, ::-1][:, ::-1], TARGET.astype(">i4"), mask)
+    torch.testing.assert_close(narrow, expected, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_memory_that_cannot_be_written_to(port, dtype):
+    """As JAX gives its arrays away, those of bfloat16 among them."""
+    model = build(port, dtype)
+    tensor = model.encode(SOURCE).detach()
+    array = port.to_numpy(tensor.float()).astype(dtype) if dtype == "bfloat16" else tensor.numpy()
+    array.flags.writeable = False
+    found, expected = (model.decode(TARGET, memory, SOURCE) for memory in (array, tensor))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_default_device_is_respected(port):

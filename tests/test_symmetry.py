@@ -125,6 +125,7 @@ ALLOWED = [
         "*",
         "its optimizers find the gradient with the parameters, and count the steps",
     ),
+    ("torch", "optimizer", "adds definition Adam.add_param_group", "where its optimizers take parameters"),
     ("jax", "optimizer", "lacks definition Adam.__init__", "a dataclass, which JAX can take apart"),
     ("jax", "optimizer.Adam*", "*", "a pure function returns what is new"),
     ("jax", "optimizer", "adds definition Arrays", "what its pure functions take and return has a name"),
@@ -132,6 +133,8 @@ ALLOWED = [
     ("tf", "runtime", "adds definition placed", "the others compute where their arrays are"),
     ("tf", "weights", "adds definition variables", "Keras' variables know whether they are trained"),
     ("torch tf", "weights", "adds definition parameters", "for the optimizer, which takes them all at once"),
+    ("torch", "weights", "adds definition computed_with", "torch can compute a weight from other parameters"),
+    ("torch", "training", "adds definition inference", "a module is in training mode or not; a search asks for it too"),
     ("torch", "weights", "adds definition copy_*", "only torch transposes, moments and gradients too"),
     ("torch", "weights", "docstring", "only torch transposes"),
 ]

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
 from transformer_torch.embedding import OutputProjection
 from transformer_torch.layers import Linear
+from transformer_torch.training import inference
 from transformer_torch.transformer import Transformer
 
 LARGE = 2**20  # weights: from here on, oneDNN's own layout pays
@@ -52,12 +53,23 @@ def run_search(
 def _inference_twin(module):
     """Return a module in inference mode with the same parameters and hooks, on which things can be set.
 
-    The module itself may be in use elsewhere: another thread may train it.
+    The module itself may be in use elsewhere: another thread may train it. What torch.compile wraps runs without it. A
+    ``forward`` that was set on a module may run the module itself, which is put into inference mode for that long: such
+    a model must not be trained meanwhile.
     """
+    if "_orig_mod" in module._modules:  # of torch.compile
+        return _inference_twin(module._modules["_orig_mod"])
     twin = object.__new__(type(module))
-    children = {name: child and _inference_twin(child) for name, child in module._modules.items()}
+    children = {name: None if child is None else _inference_twin(child) for name, child in module._modules.items()}
     vars(twin).update({**vars(module), "_modules": children, "training": False, "_compiled_call_impl": None})
+    if "forward" in vars(module):
+        twin.forward = partial(_run_in_inference_mode, module)
     return twin
+
+
+def _run_in_inference_mode(module, *args, **kwargs):
+    with inference(module):
+        return module.forward(*args, **kwargs)
 
 
 def _lay_out_for_few_rows(model, rows):
@@ -73,7 +85,7 @@ def _lay_out_for_few_rows(model, rows):
     if rows > FEW or torch.is_autocast_enabled("cpu"):  # which does not know oneDNN's layout
         return
     for name, module in (*model.decoder.named_modules(), ("output_proj", model.output_proj)):
-        if type(module) in (Linear, OutputProjection) and not name.endswith(ONCE):
+        if type(module) in (Linear, OutputProjection) and "forward" not in vars(module) and not name.endswith(ONCE):
             module.forward = partial(_multiply, _relaid(module.weight, rows), module.bias)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
@@ -22,7 +23,7 @@ from reference_numpy.training_config import Gradients, StepResult, TrainingConfi
 from transformer_torch.optimizer import Adam, clip_factor, global_norm
 from transformer_torch.runtime import dtype_name, to_ids
 from transformer_torch.transformer import Transformer
-from transformer_torch.weights import copy_in, copy_out, parameters
+from transformer_torch.weights import computed_with, copy_in, copy_out, parameters
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -63,8 +64,10 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
     """
     batch = _take(model, source_ids, target_ids, labels)
     transformer, seen = _transformer(model), Recorder()
-    trained = {name: p for name, p in parameters(transformer).items() if p.requires_grad}
-    with _inference(model):  # a tap behind frozen parts has a gradient because it asks for one
+    with inference(model), parametrize.cached():  # what a parametrized layer computes with is then one tensor
+        weights = computed_with(transformer)
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        # A tap behind frozen parts has a gradient because it asks for one.
         total, tokens = _loss(model, batch, transformer.config, lambda name, x: seen(name, x.requires_grad_()))
     loss = total / tokens.clamp(min=1)
     found = iter(torch.autograd.grad(loss, [*trained.values(), *seen.values()]))
@@ -72,7 +75,7 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
         loss.item(),
         {name: copy_out(name, next(found)) for name in trained},
         {name: copy_out(name, next(found)) for name in seen},
-        tuple(name for name in parameters(transformer) if name not in trained),
+        tuple(name for name in weights if name not in trained),
     )
 
 
@@ -82,7 +85,8 @@ class Trainer:
     Arguments, result and errors as in ``reference_numpy.Trainer``.
 
     The model may be wrapped, by torch.compile or DistributedDataParallel, say; then the latter's mean over the
-    processes is taken of gradients that are each per target token of one process.
+    processes is taken of gradients that are each per target token of one process. Parametrized layers
+    (``torch.nn.utils.parametrize``) are trained, but their state is refused: it has no moments of the weights.
 
     Args:
         compile: Hand the forward and backward pass to torch.compile: slow first steps, faster ones after them.
@@ -133,7 +137,7 @@ class Trainer:
         Arguments and errors as in ``train_step``.
         """
         batch = _take(self.model, source_ids, target_ids, labels)
-        with _inference(self.model):
+        with inference(self.model):
             return _loss(self.model, batch, _transformer(self.model).config.replace(label_smoothing=0.0))
 
     def export_state(self) -> TrainingState:
@@ -199,7 +203,7 @@ def _loss(model, batch, config, tap=no_tap):
 
 
 @contextmanager
-def _inference(model: nn.Module) -> Iterator[None]:
+def inference(model: nn.Module) -> Iterator[None]:
     """Switch dropout off, and leave each part of the model in the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

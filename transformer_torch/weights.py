@@ -33,12 +33,26 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
-    return {name: copy_out(name, parameter) for name, parameter in parameters(model).items()}
+    return {name: copy_out(name, weight) for name, weight in computed_with(model).items()}
+
+
+def computed_with(model: Model) -> dict[str, Tensor]:
+    """Return what the model computes with by canonical name, parametrized or not; a kernel is still transposed."""
+    return {name: find(model, _torch_path(name)) for name in parameter_shapes(model.config)}
 
 
 def parameters(model: Model) -> dict[str, nn.Parameter]:
-    """Return the model's own parameters by canonical name; a kernel is still transposed."""
-    return {name: find(model, _torch_path(name)) for name in parameter_shapes(model.config)}
+    """Return the model's own parameters by canonical name; a kernel is still transposed.
+
+    Raises:
+        ValueError: A weight is computed from others, as by ``torch.nn.utils.parametrize``.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for name, weight in computed_with(model).items():
+        if not isinstance(weight, nn.Parameter):
+            raise ValueError(f"{name} is not a parameter of its own: remove the layer's parametrization first")
+        found[name] = weight
+    return found
 
 
 @torch.no_grad()
