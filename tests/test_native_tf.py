@@ -356,3 +356,23 @@ assert not tf.config.experimental.tensor_float_32_execution_enabled()
 
 def test_scopes_of_devices_and_strategies_are_respected():
     run_alone(PLACES)
+
+
+@pytest.mark.parametrize("form", [tuple, list, dict])
+def test_masks_beside_inputs_in_one_structure(port, form):
+    """A mask by keyword counts, in whatever form the ids come; twice the same is an error."""
+    model, mask = build(port), np.array([[1, 0, 1, 1], [1, 1, 1, 0]], bool)  # not that of the padding
+    inputs = IDS if form is dict else form(IDS.values())
+    expected = port.to_numpy(model(SOURCE, TARGET, source_mask=mask))
+    np.testing.assert_array_equal(port.to_numpy(model(inputs, source_mask=mask)), expected)
+    assert (expected != port.to_numpy(model(inputs))).any()
+    twice = {**IDS, "source_mask": mask} if form is dict else form([*IDS.values(), mask])
+    with pytest.raises(TypeError, match="multiple values for.* 'source_mask'"):
+        model(twice, source_mask=mask)
+
+
+@pytest.mark.parametrize("source", [[[5, 6], [8, 9]], ([5, 6], [8, 9]), np.array([[5, 6], [8, 9]]), []])
+def test_a_forgotten_target_is_an_error(port, source):
+    """Rows of source ids are not taken for arguments."""
+    with pytest.raises(TypeError, match=r"(target|source)_ids must be integers"):
+        build(port)(source)
