@@ -367,7 +367,7 @@ def test_masks_beside_inputs_in_one_structure(port, form):
     np.testing.assert_array_equal(port.to_numpy(model(inputs, source_mask=mask)), expected)
     assert (expected != port.to_numpy(model(inputs))).any()
     twice = {**IDS, "source_mask": mask} if form is dict else form([*IDS.values(), mask])
-    with pytest.raises(TypeError, match="multiple values for.* 'source_mask'"):
+    with pytest.raises(TypeError, match=r"multiple values for.* 'source_mask'"):
         model(twice, source_mask=mask)
 
 

@@ -42,6 +42,7 @@ def cross_entropy(
     Arguments, result and errors as in ``reference_numpy.cross_entropy``.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
+    check_labels(labels.shape, logits.shape[:2])
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     log_probabilities = jax.nn.log_softmax(wide)  # [B, T, V]
     # A comparison, not take_along_axis: its gradient is one more fused loop, not a scatter into [B, T, V].

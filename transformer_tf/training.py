@@ -42,6 +42,7 @@ def cross_entropy(
     Arguments, result and errors as in ``reference_numpy.cross_entropy``.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
+    check_labels(tuple(labels.shape), tuple(logits.shape[:2]))
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
     log_probabilities = tf.nn.log_softmax(wide)  # [B, T, V]
     right = tf.gather(log_probabilities, labels, batch_dims=2)  # [B, T]
