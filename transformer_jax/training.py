@@ -22,7 +22,7 @@ from reference_numpy.names import check_training_state, parameter_shapes, rounde
 from reference_numpy.taps import no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_jax.optimizer import Adam, Arrays, clip_factor, global_norm
-from transformer_jax.runtime import quick_compilation, to_ids
+from transformer_jax.runtime import as_placed, quick_compilation, to_ids
 from transformer_jax.transformer import Transformer
 from transformer_jax.weights import find
 
@@ -168,6 +168,7 @@ class Trainer:
         self.step, self.seed = state.step, state.seed
 
 
+@as_placed
 def _take(model, source_ids, target_ids, labels):
     """Take a batch from the outside, checked."""
     config = model.config
