@@ -59,8 +59,8 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
     check_training_state(checkpoint.config, state)
     _check_progress(checkpoint.progress)
     training = {
-        "step": state.step,
-        "seed": state.seed,
+        "step": int(state.step),
+        "seed": int(state.seed),
         "settings": checkpoint.settings.to_dict(),
         "progress": checkpoint.progress,
     }
