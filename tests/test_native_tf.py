@@ -382,3 +382,15 @@ def test_a_forgotten_target_is_an_error(port, source):
     """Rows of source ids are not taken for arguments."""
     with pytest.raises(TypeError, match=r"(target|source)_ids must be integers"):
         build(port)(source)
+
+
+def test_recomputed_layers_restore_seeds_and_nothing_else(port, monkeypatch):
+    """Frozen weights are no state of dropout."""
+    import keras
+
+    layer = port.package.EncoderLayer(CONFIG.replace(dropout={"residual": 0.5}))
+    layer.feed_forward.trainable = False
+    scope, kept = keras.StatelessScope, []
+    monkeypatch.setattr(keras, "StatelessScope", lambda state: kept.extend(state) or scope(state))
+    layer.recomputed(np.ones((2, 4, 24), "float32"), mask=None, training=True)
+    assert [variable.path for variable, _ in kept] == [layer.dropout.seed_generator.state.path]
