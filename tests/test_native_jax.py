@@ -344,3 +344,12 @@ def test_float64_that_is_off_is_an_error():
 
 def test_everything_is_where_the_model_is():
     run_alone(TWO_DEVICES, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+
+
+def test_a_memory_is_copied(port):
+    """What the caller does to its own array later changes nothing."""
+    memory = np.zeros(2 * 4 * 24 + 16)
+    memory = memory[-memory.ctypes.data % 64 // 8 :][: 2 * 4 * 24].reshape(2, 4, 24)  # where JAX would alias it
+    taken = port.package.runtime.to_memory(memory, (2, 4, 24), "float64")
+    memory += 1.0
+    assert not port.to_numpy(taken).any()
