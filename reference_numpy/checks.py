@@ -207,9 +207,8 @@ def _check_shape(name: str, shape: Shape, needed: Shape) -> None:
 
 
 def check_labels(shape: Shape, target_shape: Shape) -> None:
-    """Refuse labels of another shape than what the decoder reads: each position has one right next token."""
-    if any(None not in pair and pair[0] != pair[1] for pair in zip(shape, target_shape, strict=True)):
-        raise ValueError(f"labels must have the shape of target_ids {list(target_shape)}: got {list(shape)}")
+    """Refuse labels of another shape than what the decoder reads or says: each position has one right next token."""
+    _check_shape("labels", shape, target_shape)
 
 
 def check_accumulation(accumulation_steps: int, batch: int) -> None:

@@ -49,7 +49,8 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
     """Take token ids from the outside, checked.
 
     Their values are looked at where that is free: not on a GPU, nor where code is traced. What a bad id means there is
-    up to the framework: torch stops, XLA takes the nearest row, TensorFlow stops on a CPU and takes zeros on a GPU.
+    up to the framework: torch stops, TensorFlow stops on a CPU and takes zeros on a GPU, XLA takes the nearest row; but
+    JAX counts negative ids from the end.
     """
     ids = np.asarray(ids)
     check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, ids)

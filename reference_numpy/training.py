@@ -47,6 +47,7 @@ def cross_entropy(
         ValueError: Labels of the wrong shape or outside the vocabulary.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
+    check_labels(labels.shape, logits.shape[:2])
     log_probabilities = log_softmax(logits)  # [B, T, V]
     right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]  # [B, T]
     smoothing = config.label_smoothing

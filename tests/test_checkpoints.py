@@ -97,6 +97,12 @@ def test_round_trip_of_every_preset(path, preset):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_integers_of_numpy_come_back_as_python_has_them(path):
+    save_checkpoint(path, with_state(make(), step=np.int64(3), seed=np.uint32(4)))
+    state = load_checkpoint(path).state
+    assert (type(state.step), state.step, type(state.seed), state.seed) == (int, 3, int, 4)
+
+
 @pytest.mark.parametrize("moments", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_every_dtype_keeps_its_bits(path, dtype, moments):

@@ -418,23 +418,28 @@ def test_tf_traces_a_search_once(port, search, monkeypatch):
     """Other lengths, limits and weights, one sentence more, and a look at each step, meet what is compiled already."""
     import tensorflow as tf
 
-    model, find, traces, sizes = build(port), getattr(port.package, search), [], set()
+    model, find, encoded, traces, sizes = build(port), getattr(port.package, search), [], [], set()
     three = np.concatenate([SOURCE, SOURCE[:1]])
     four_and_longer = np.pad(three, ((0, 1), (0, 2)), constant_values=7)
-    decode_step, call = model.decode_step, port.package.search_loop._call
+    encode, decode_step, call = type(model).encode, model.decode_step, port.package.search_loop._call
 
     def traced_decode_step(model, *args):
         traces.append(args)
         return decode_step(*args)
 
-    def sized_call(function, model, *args, **options):
-        sizes.add((function, *options.values(), *(tuple(np.shape(x)) for x in tf.nest.flatten(args))))
-        return call(function, model, *args, **options)
+    def traced_encode(model, *args, **options):
+        encoded.append(args)
+        return encode(model, *args, **options)
+
+    def sized_call(function, model, *args):
+        sizes.add((function, *(tuple(np.shape(x)) for x in tf.nest.flatten(args))))
+        return call(function, model, *args)
 
     monkeypatch.setattr(type(model), "decode_step", traced_decode_step)
+    monkeypatch.setattr(type(model), "encode", traced_encode)
     monkeypatch.setattr(port.package.search_loop, "_call", sized_call)
     first = find(model, three, max_length=9)
-    assert (len(traces), len(sizes)) == (1, 2)  # the encoder, and the loop
+    assert (len(encoded), len(traces), len(sizes)) == (1, 1, 2)  # the encoder, and the loop
     find(model, four_and_longer, max_length=9)
     find(model, three, max_length=12, min_length=4, start_id=5)
     find(model, three, max_length=9, on_step=lambda ids: None)
@@ -443,9 +448,11 @@ def test_tf_traces_a_search_once(port, search, monkeypatch):
     assert (other.scores != first.scores).all()
     if search == "beam_search":
         find(model, three, max_length=9, length_penalty=1.0, length_penalty_kind="power")
-    assert (len(traces), len(sizes)) == (1, 2)
+    assert (len(encoded), len(traces), len(sizes)) == (1, 1, 2)
     find(model, three, max_length=33)  # the loop is compiled anew, but not traced
-    assert (len(traces), len(sizes)) == (1, 4)
+    if search == "beam_search":
+        find(model, three, max_length=9, beam_size=2)
+    assert (len(encoded), len(traces), len(sizes)) == (1, 1, 3 if search == "greedy_search" else 4)
 
 
 @pytest.mark.only("tf")

@@ -297,6 +297,7 @@ import jax, numpy as np
 from flax import nnx
 from conftest import assert_same_bits, random_weights, tiny_config
 from test_native import assert_close
+from reference_numpy import TrainingConfig
 import transformer_jax as port
 first, second = jax.devices()
 SOURCE, TARGET = np.array([[5, 6, 7, 36], [8, 9, 0, 0]]), np.array([[1, 3, 4], [1, 5, 0]])
@@ -310,6 +311,8 @@ assert bound.device == first
 with jax.default_device(second):
     there = port.Transformer.from_weights(config, weights)
 assert there.source_embedding.table.devices() == {second}
+port.set_weights(there, weights)
+assert there.source_embedding.table.devices() == {second} and there.device is None
 
 nnx.update(bound, jax.device_put(nnx.state(bound), second))
 assert bound.device == second
@@ -321,6 +324,9 @@ with jax.transfer_guard_device_to_device("disallow"):  # nothing is created else
     step, cache = bound.decode_step(TARGET[:, 0], cache)
 for x in jax.tree.leaves((logits, step, cache)):
     assert isinstance(x, int) or x.devices() == {second}, x
+trainer = port.Trainer(bound, TrainingConfig())
+with jax.transfer_guard_device_to_device("disallow"):
+    trainer.evaluate(SOURCE, TARGET, TARGET)
 np.testing.assert_array_equal(logits, free(SOURCE, TARGET))
 found = port.greedy_search(bound, SOURCE, max_length=3)
 np.testing.assert_array_equal(found.ids, port.greedy_search(free, SOURCE, max_length=3).ids)
@@ -342,3 +348,12 @@ def test_float64_that_is_off_is_an_error():
 @pytest.mark.extended("places")
 def test_everything_is_where_the_model_is():
     run_alone(TWO_DEVICES, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+
+
+def test_a_memory_is_copied(port):
+    """What the caller does to its own array later changes nothing."""
+    memory = np.zeros(2 * 4 * 24 + 16)
+    memory = memory[-memory.ctypes.data % 64 // 8 :][: 2 * 4 * 24].reshape(2, 4, 24)  # where JAX would alias it
+    taken = port.package.runtime.to_memory(memory, (2, 4, 24), "float64")
+    memory += 1.0
+    assert not port.to_numpy(taken).any()

@@ -341,6 +341,12 @@ with tf.device("/CPU:1"):
 first = port.Transformer.from_weights(config, weights, device="cpu")
 with tf.device("/CPU:1"):
     assert first(SOURCE, TARGET).device[-5:] == "CPU:0"
+    assert {ids.device[-5:] for ids in port.training._take(first, SOURCE, TARGET, TARGET)} == {"CPU:0"}
+    take, taken = port.Transformer._take_source, []
+    port.Transformer._take_source = lambda *args: taken.append(take(*args)) or taken[-1]
+    port.greedy_search(first, SOURCE, max_length=3)
+    assert {x.device[-5:] for x in taken[0]} == {"CPU:0"}
+    port.Transformer._take_source = take
 np.testing.assert_array_equal(found.ids, port.greedy_search(first, SOURCE, max_length=3).ids)
 
 strategy = tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
@@ -360,3 +366,35 @@ assert not tf.config.experimental.tensor_float_32_execution_enabled()
 @pytest.mark.extended("places")
 def test_scopes_of_devices_and_strategies_are_respected():
     run_alone(PLACES)
+
+
+@pytest.mark.parametrize("form", [tuple, list, dict])
+def test_masks_beside_inputs_in_one_structure(port, form):
+    """A mask by keyword counts, in whatever form the ids come; twice the same is an error."""
+    model, mask = build(port), np.array([[1, 0, 1, 1], [1, 1, 1, 0]], bool)  # not that of the padding
+    inputs = IDS if form is dict else form(IDS.values())
+    expected = port.to_numpy(model(SOURCE, TARGET, source_mask=mask))
+    np.testing.assert_array_equal(port.to_numpy(model(inputs, source_mask=mask)), expected)
+    assert (expected != port.to_numpy(model(inputs))).any()
+    twice = {**IDS, "source_mask": mask} if form is dict else form([*IDS.values(), mask])
+    with pytest.raises(TypeError, match=r"multiple values for.* 'source_mask'"):
+        model(twice, source_mask=mask)
+
+
+@pytest.mark.parametrize("source", [[[5, 6], [8, 9]], ([5, 6], [8, 9]), np.array([[5, 6], [8, 9]]), []])
+def test_a_forgotten_target_is_an_error(port, source):
+    """Rows of source ids are not taken for arguments."""
+    with pytest.raises(TypeError, match=r"(target|source)_ids must be integers"):
+        build(port)(source)
+
+
+def test_recomputed_layers_restore_seeds_and_nothing_else(port, monkeypatch):
+    """Frozen weights are no state of dropout."""
+    import keras
+
+    layer = port.package.EncoderLayer(CONFIG.replace(dropout={"residual": 0.5}))
+    layer.feed_forward.trainable = False
+    scope, kept = keras.StatelessScope, []
+    monkeypatch.setattr(keras, "StatelessScope", lambda state: kept.extend(state) or scope(state))
+    layer.recomputed(np.ones((2, 4, 24), "float32"), mask=None, training=True)
+    assert [variable.path for variable, _ in kept] == [layer.dropout.seed_generator.state.path]

@@ -320,6 +320,17 @@ def test_cross_entropy_of_nothing_but_padding(backend):
     assert (float(total), int(tokens)) == (0.0, 0)
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (3, 2), (3,)])
+def test_cross_entropy_of_labels_of_another_shape(backend, shape):
+    """Such as those that would broadcast without a word."""
+    logits, labels = backend.from_numpy(np.zeros((3, 3, 5))), backend.from_numpy(np.zeros(shape, int))
+    needed = "shape (3, 3)" if len(shape) == 2 else "shape [batch, length]"
+    assert refusal(backend.package.cross_entropy, logits, labels, loss_config()) == (
+        ValueError,
+        f"labels must have {needed}: got {shape}",
+    )
+
+
 @pytest.mark.parametrize("label", [-100, -1, 5])
 def test_cross_entropy_of_a_label_outside_the_vocabulary(backend, label):
     """Such as the one that torch drops without a word."""
@@ -661,12 +672,12 @@ BAD_BATCHES = {
     "labels too short": (
         (SOURCE, TARGET, RIGHT[:, :4]),
         ValueError,
-        "labels must have the shape of target_ids [8, 5]: got [8, 4]",
+        "labels must have shape (8, 5): got (8, 4)",
     ),
     "labels of fewer sentences": (
         (SOURCE, TARGET, RIGHT[:4]),
         ValueError,
-        "labels must have the shape of target_ids [8, 5]: got [4, 5]",
+        "labels must have shape (8, 5): got (4, 5)",
     ),
     "flat labels": (
         (SOURCE, TARGET, RIGHT.ravel()),

@@ -77,7 +77,8 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
     """Take token ids from the outside, checked.
 
     Their values are looked at where that is free: not on a GPU, nor where code is traced. What a bad id means there is
-    up to the framework: torch stops, XLA takes the nearest row, TensorFlow stops on a CPU and takes zeros on a GPU.
+    up to the framework: torch stops, TensorFlow stops on a CPU and takes zeros on a GPU, XLA takes the nearest row; but
+    JAX counts negative ids from the end.
     """
     if isinstance(ids, Array):
         check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, _values(ids))
@@ -98,7 +99,7 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "
     """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
     memory = memory if isinstance(memory, Array) else np.asarray(memory)
     check_memory(memory.shape, memory.dtype.name, shape, dtype)
-    return jnp.asarray(memory)
+    return memory if isinstance(memory, Array) else jnp.array(memory)  # a copy: the caller's array is never aliased
 
 
 @cache

@@ -22,7 +22,7 @@ from reference_numpy.names import check_training_state, find, parameter_shapes, 
 from reference_numpy.taps import no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_jax.optimizer import Adam, Arrays, clip_factor, global_norm
-from transformer_jax.runtime import quick_compilation, to_ids
+from transformer_jax.runtime import as_placed, quick_compilation, to_ids
 from transformer_jax.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def cross_entropy(
     Arguments, result and errors as in ``reference_numpy.cross_entropy``.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
+    check_labels(labels.shape, logits.shape[:2])
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     log_probabilities = jax.nn.log_softmax(wide)  # [B, T, V]
     # A comparison, not take_along_axis: its gradient is one more fused loop, not a scatter into [B, T, V].
@@ -166,6 +167,7 @@ class Trainer:
         self.step, self.seed = state.step, state.seed
 
 
+@as_placed
 def _take(model, source_ids, target_ids, labels):
     """Take a batch from the outside, checked."""
     config = model.config

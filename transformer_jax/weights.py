@@ -23,10 +23,19 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
         parameter = find(model, name)
         # JAX may alias a NumPy array for as long as it lives: this copy is JAX's alone.
         array = rounded(name, weights[name], parameter.dtype.name)
-        old = parameter.get_value()
-        parameter.set_value(jax.device_put(array, old.sharding if getattr(old, "committed", False) else None))
+        parameter.set_value(_put(array, parameter.get_value()))
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
     return {name: np.array(find(model, name)[...]) for name in parameter_shapes(model.config)}
+
+
+def _put(array, old):
+    """Put an array where the old one is, and bind it to that place if the old one is bound."""
+    if not hasattr(old, "committed"):  # a shape, which is nowhere
+        return jax.device_put(array)
+    if old.committed:
+        return jax.device_put(array, old.sharding)
+    with jax.default_device(*old.devices()):
+        return jax.device_put(array)

@@ -109,7 +109,8 @@ class Block(Configured, keras.layers.Layer):
         since ``tf.recompute_grad`` takes floats only.
         """
         # Dropout draws from where it stands now, both times. Keras' own RematScope would draw anew.
-        seeds = [(variable, variable.value) for variable in self.non_trainable_variables]
+        dropouts = [layer for layer in self._flatten_layers() if isinstance(layer, Dropout) and layer.rate]
+        seeds = [(layer.seed_generator.state, layer.seed_generator.state.value) for layer in dropouts]
 
         def call(*inputs: Tensor) -> Tensor:
             with keras.StatelessScope(seeds):

@@ -20,7 +20,8 @@ def run_search(
     kind: Any, model: Transformer, source_ids: Any, source_mask: Any, on_step: OnStep | None, options: Any
 ) -> SearchResult:
     """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
-    source_ids, source_mask = (x.numpy() for x in model._take_source(source_ids, source_mask))
+    with placed(model.device):
+        source_ids, source_mask = (x.numpy() for x in model._take_source(source_ids, source_mask))
     plan = plan_search(model.config, source_mask, *options)
     batch, last = len(source_ids), plan.capacity
     source_ids, source_mask, plan = pad_search(source_ids, source_mask, plan, model.config.max_positions, _rounded_up)
@@ -29,7 +30,7 @@ def run_search(
         limits, penalties = tf.constant(plan.limits, tf.int32), tf.constant(plan.penalties, dtype)
         plan = plan._replace(limits=limits, penalties=penalties)
         state = kind.start(plan)
-    cache = _call(_init_cache, model, source_ids, source_mask, capacity=plan.capacity, beam_size=plan.beam_size)
+    cache = _call(_init_cache, model, source_ids, source_mask, plan.capacity, plan.beam_size)
     for n in [last] if on_step is None else range(1, last + 1):
         state, cache = _call(_advance, model, state, cache, plan, n)
         if on_step is not None:
@@ -40,9 +41,9 @@ def run_search(
     return search_result(np.array(ids[:batch], np.int64), np.array(scores[:batch]), plan.pad_id)
 
 
-def _init_cache(model, source_ids, source_mask, **sizes):
+def _init_cache(model, source_ids, source_mask, capacity, beam_size):
     """Encode the source, and return the cache before the first step."""
-    return model.init_cache(source_ids, source_mask=source_mask, **sizes)
+    return model.init_cache(source_ids, capacity, beam_size, source_mask)
 
 
 def _advance(model, state, cache, plan, last):
@@ -67,14 +68,14 @@ def _rounded_up(length):
 _TRACED: WeakKeyDictionary[Transformer, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 
 
-def _call(function, model, *args, **sizes):
-    """Call a function of a model, tensors and numbers, traced once for all of them, and once for each size."""
+def _call(function, model, *args):
+    """Call a function of a model, tensors and numbers, traced once for all of them."""
     traced = _TRACED.setdefault(model, {})
     with placed(model.device):
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
-        key = function, *map(type, args), *sizes.values()  # among the types is the kind of search
+        key = function, *map(type, args)  # among the types is the kind of search
         if key not in traced:
-            of_model = partial(function, proxy(model), **sizes)  # a model would live as long as its functions
+            of_model = partial(function, proxy(model))  # a model would live as long as its functions
             signature = tf.nest.map_structure(lambda x: tf.TensorSpec([None] * x.shape.rank, x.dtype), args)
             traced[key] = tf.function(of_model, signature, autograph=False, jit_compile=function is _advance)
         return traced[key](*args)

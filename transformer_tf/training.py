@@ -22,7 +22,7 @@ from reference_numpy.taps import Recorder, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_tf.layers import Dropout
 from transformer_tf.optimizer import Adam, clip_factor, global_norm
-from transformer_tf.runtime import placed, to_ids
+from transformer_tf.runtime import as_placed, placed, to_ids
 from transformer_tf.weights import parameters, variables
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def cross_entropy(
     Arguments, result and errors as in ``reference_numpy.cross_entropy``.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
+    check_labels(tuple(labels.shape), tuple(logits.shape[:2]))
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
     log_probabilities = tf.nn.log_softmax(wide)  # [B, T, V]
     right = tf.gather(log_probabilities, labels, batch_dims=2)  # [B, T]
@@ -211,6 +212,7 @@ class Trainer:
         return _loss(self.model, batch, self.model.config.replace(label_smoothing=0.0))
 
 
+@as_placed
 def _take(model, source_ids, target_ids, labels):
     """Take a batch from the outside, checked."""
     config = model.config

@@ -132,10 +132,11 @@ class Transformer(Configured, keras.Model):
             TypeError: Ids that are not integers, or a mask that is not boolean.
             ValueError: Ids or masks of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        if isinstance(source_ids, Mapping):  # Keras hands over all inputs in one structure
-            return self(**source_ids, tap=tap, training=training)
-        if target_ids is None and isinstance(source_ids, tuple | list):
-            return self(*source_ids, tap=tap, training=training)
+        if target_ids is None and _is_structure(source_ids):  # as Keras hands over all inputs in one
+            args, options = ((), source_ids) if isinstance(source_ids, Mapping) else (source_ids, {})
+            masks = {"source_mask": source_mask, "target_mask": target_mask}
+            masks = {name: mask for name, mask in masks.items() if mask is not None}
+            return self(*args, **options, **masks, tap=tap, training=training)
         if not keras.backend.is_keras_tensor(source_ids):  # of a functional model, whose values come later
             # Checked here and not in `call`, where Keras would decorate the message.
             source_ids, source_mask = self._take_source(source_ids, source_mask)
@@ -276,6 +277,13 @@ class Transformer(Configured, keras.Model):
 
     def _logits(self, x, tap):
         return tap("logits", self.output_proj(x))
+
+
+def _is_structure(inputs):
+    """Whether these are the inputs of a call in one, and not the rows of its source ids."""
+    if isinstance(inputs, tuple | list):
+        return any(len(np.shape(x)) == 2 for x in inputs)
+    return isinstance(inputs, Mapping)
 
 
 def load_transformer(

@@ -39,6 +39,7 @@ def cross_entropy(
     Arguments, result and errors as in ``reference_numpy.cross_entropy``.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
+    check_labels(labels.shape, logits.shape[:2])
     log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # [B, T, V]
     # What gather would pick; the backward pass of nll_loss is twice as fast.
     flat = log_probabilities.flatten(0, 1), labels.flatten()

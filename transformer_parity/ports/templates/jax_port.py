@@ -87,7 +87,10 @@ class MyPort(Port):
     ) -> tuple[jax.Array, Arrays, Arrays]:
         ids = jnp.array(source_ids), jnp.array(target_ids), jnp.array(labels)
         loss, (of_model, of_taps) = _loss_and_gradients(self.model, zeros, *ids)
-        return loss, {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(of_model)}, of_taps
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        # By the parameter and not by its path: of the two paths to a tied table, Flax gives the first in the alphabet.
+        found = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(of_model)}
+        return loss, {names[id(find(self.model, path))]: array for path, array in found.items()}, of_taps
 
     def start_training(self, settings: TrainingConfig) -> None:
         """Make an Adam optimizer."""
