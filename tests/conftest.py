@@ -218,8 +218,8 @@ def pytest_configure(config):
     config.requested_devices = _choices(config, "--devices", DEVICES)
     tiers.keep_what_is_compiled(config)  # before JAX is imported
     config.requested_backends = [Backend(name) for name in names]
-    if not hasattr(config, "workerinput"):  # whether they are there is asked once, and not in pytest-xdist's processes
-        for backend in config.requested_backends:
+    if not config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        for backend in config.requested_backends:  # at once; pytest-xdist's processes import what their tests need
             _ = backend.package
     if "gpu" in config.requested_devices:
         for backend in config.requested_backends:

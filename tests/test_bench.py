@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import tiers
 
 import reference_numpy as ref
 from reference_numpy.search_plan import SearchResult
@@ -401,7 +402,9 @@ def test_who_is_wrong_or_fails_gets_no_time(participant, code, reason, capsys, t
 
 
 @pytest.mark.needs(os.name != "nt", "signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number", tiers.first_alone([signal.SIGINT, signal.SIGTERM], "signals"), ids=["SIGINT", "SIGTERM"]
+)
 def test_an_interruption_prints_what_is_there_and_leaves_no_process_and_no_file(number, tmp_path):
     arguments = ["bench", "decode", *QUICK, "--backends", "numpy", "--rounds", "100000", "--json", tmp_path / "a.json"]
     temporary = tmp_path / "temporary"

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import numpy as np
 import psutil
 import pytest
+import tiers
 
 import reference_numpy as ref
 from transformer_parity.cases.case import ACTIVATIONS
@@ -140,7 +141,7 @@ def test_an_absent_gpu_is_incomplete_not_a_pass(capsys, monkeypatch):
     assert "INCOMPLETE" in printed
 
 
-@pytest.mark.parametrize("name", ["SIGINT", *(["SIGTERM"] if os.name != "nt" else [])])
+@pytest.mark.parametrize("name", tiers.first_alone(["SIGINT", *(["SIGTERM"] if os.name != "nt" else [])], "signals"))
 def test_an_interruption_keeps_what_was_compared(name):
     command = [sys.executable, "-m", "transformer_parity", *TORCH_ONLY, "--dtype", "float64"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

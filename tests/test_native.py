@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiers
 from conftest import PACKAGES, assert_same_bits, random_weights, tiny_config
 
 from reference_numpy import Recorder, count_parameters, parameter_shapes, tap_shapes
@@ -302,7 +303,7 @@ def test_jax_reorders_a_cache_in_blocks(port, capacity):
 
 
 @pytest.mark.only("jax")
-@pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
+@pytest.mark.parametrize("search", tiers.first_alone(["beam_search", "greedy_search"], "searches"))
 def test_jax_compiles_a_search_once(port, search, caplog):
     """Other lengths, limits and weights, one sentence more, and a look at each step, meet what is compiled already."""
     import jax
@@ -413,7 +414,7 @@ def test_tf_decodes_in_a_function(port):
 
 
 @pytest.mark.only("tf")
-@pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
+@pytest.mark.parametrize("search", tiers.first_alone(["beam_search", "greedy_search"], "searches"))
 def test_tf_traces_a_search_once(port, search, monkeypatch):
     """Other lengths, limits and weights, one sentence more, and a look at each step, meet what is compiled already."""
     import tensorflow as tf

@@ -348,7 +348,8 @@ def test_the_known_answer_comes_last_and_is_right_where_nothing_is_changed(write
     assert outcomes(run("-k", "known_answer"))["passed"] == 1  # in all stages
 
 
-@pytest.mark.parametrize("forward", [pytest.param("pass", marks=pytest.mark.extended("processes of pytest")), ROUNDED])
+@pytest.mark.extended("processes of pytest")
+@pytest.mark.parametrize("forward", ["pass", ROUNDED])
 def test_several_processes(forward, write, run, pytester):
     write(forward)
     pytester.makepyfile(test_own="def test_own(): pass")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiers
 
 import reference_numpy as ref
 from reference_numpy.files import open_file, write_file
@@ -318,7 +319,9 @@ def test_curves_of_several_runs_in_one_picture(finished, tmp_path, capfd):
         assert message in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    "number", tiers.first_alone([signal.SIGINT, signal.SIGTERM], "signals"), ids=["ctrl-c", "sigterm"]
+)
 def test_a_stopped_run_is_saved_and_says_how_to_go_on(number, tmp_path):
     command = [sys.executable, "-m", "transformer_parity", "train", "--task", "dates", "--backend", "numpy"]
     folder = tmp_path / "run"

@@ -842,6 +842,7 @@ def test_a_state_too_large_for_the_dtype(backend, trainers, moment):
 # --- Mixed precision ---
 
 
+@pytest.mark.extended("training", "jax")
 def test_mixed_precision(port, trainers):
     trainer = trainers(port, "mixed")
     exact = ref.gradients(ref.Transformer.from_weights(CONFIG, WEIGHTS), *BATCH).loss

@@ -299,12 +299,6 @@ EDGES = [
                     verdict=FAILED,
                 )
             },
-            ("", "full/no_first_self_attention"): {
-                "self-attention in every layer": but(
-                    in_ports_alone(instead("decoder", "config.has_self_attention(i)", "True")),
-                    announced=f"unexpected {CAUSAL}_norm.output",
-                )
-            },
             ("logits", "full/tied_target"): {
                 "output tied to the source table": but(
                     {
