@@ -22,7 +22,7 @@ from reference_numpy.taps import Tap, no_tap
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-QUERY_BLOCK = 256  # above this many queries, and where nobody looks, not all scores are there at the same time
+QUERY_BLOCK = 256  # above this many queries, and without taps, not all scores are there at the same time
 
 
 def scaled_dot_product_attention(
@@ -64,7 +64,7 @@ def scaled_dot_product_attention(
     scores = query @ key.mT
     scores *= 1.0 / math.sqrt(d_k)
     scores = tap("scores", scores)  # [B, H, L, M]
-    weights = masked_softmax(scores, mask, out=scores if tap is no_tap else None)  # in the same place if nobody looks
+    weights = masked_softmax(scores, mask, out=scores if tap is no_tap else None)  # in the same place without taps
     weights = tap("weights", weights)  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)

@@ -327,7 +327,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     # fairseq's `transformer` architecture: positions start behind the padding id; decoding starts with EOS.
     "fairseq": {**_FAIRSEQ, **_T2T_POSITIONS, "tie_embeddings": "none"},
     # BART (Lewis et al., 2020), as Hugging Face's BartModel has it: a norm on the embeddings, positions behind two rows
-    # that nobody reads; decoding starts with EOS.
+    # that are never read; decoding starts with EOS.
     "bart": {
         **_FAIRSEQ,
         "position_encoding": "learned",

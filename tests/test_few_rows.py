@@ -37,7 +37,7 @@ inner = search_loop._relaid
     ids=["oneDNN's layout", "[in, out]", "float64"],
 )
 def test_the_result_is_the_references(weights, beam_size, dtype, large, packed, seen, monkeypatch):
-    monkeypatch.setattr(search_loop, "LARGE", large)
+    monkeypatch.setattr(search_loop, "LARGE_WEIGHT", large)
     work = DecodeWork("tiny", batch=3, source=7, target=6, beam_size=beam_size)
     model = transformer_torch.Transformer.from_weights(work.config, weights, dtype)
     found = work.search.search(transformer_torch, model, work.source_ids)
@@ -83,10 +83,10 @@ def test_autocast_and_many_rows_keep_the_usual_layout(weights, seen, monkeypatch
     with torch.autocast("cpu", torch.bfloat16):
         transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     assert seen == []
-    monkeypatch.setattr(search_loop, "FEW", 2)
+    monkeypatch.setattr(search_loop, "FEW_ROWS", 2)
     transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     assert seen == []
-    monkeypatch.setattr(search_loop, "FEW", 3)
+    monkeypatch.setattr(search_loop, "FEW_ROWS", 3)
     transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     assert seen != []
 

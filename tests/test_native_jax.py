@@ -11,21 +11,25 @@ import numpy as np
 import pytest
 import tiers
 from conftest import assert_same_bits, random_weights, tiny_config
-from test_native import ONE_LAYER, SOURCE, TARGET, assert_close, build, run_alone
+from test_native import (
+    BATCH,
+    LABELS,
+    NO_DROPOUT,
+    ONE_LAYER,
+    SETTINGS,
+    SOURCE,
+    TARGET,
+    assert_close,
+    build,
+    losses,
+    run_alone,
+)
 
 import reference_numpy as ref
-from reference_numpy import TrainingConfig
 
 pytestmark = pytest.mark.only("jax")
 
-LABELS = np.array([[3, 4, 2], [5, 2, 0]])
-BATCH = SOURCE, TARGET, LABELS
-SETTINGS = TrainingConfig(warmup_steps=4, learning_rate_factor=0.5)
 CONFIG = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
-
-
-def losses(trainer, steps=3):
-    return [float(trainer.train_step(*BATCH).loss) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("tie", tiers.first_alone(["all", "target_output"], "ties"))
@@ -42,14 +46,11 @@ def test_a_tied_table_is_one_parameter_in_two_places(port, tie):
     assert len(jax.tree.leaves(gradients)) == len(leaves)
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh"])  # which a partial function would be
-def test_deepcopy_and_pickle_of_layers(port, activation):
+def test_deepcopy_and_pickle_of_layers(port):
     """Every module of the package can be copied: none holds a function that belongs to a process."""
     from flax import nnx
 
-    model = build(
-        port, dtype="float32", activation=activation, dropout={"residual": 0.1, "feed_forward": 0.1, "attention": 0.1}
-    )
+    model = build(port, "float32", activation="gelu_tanh", dropout=dict.fromkeys(NO_DROPOUT, 0.1))
     x = np.ones((2, 4, 24), np.float32)
     for part in (model.encoder, model.source_embedding, model.output_proj):
         for twin in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
@@ -271,12 +272,14 @@ def test_ensemble(port):
     import jax
     from flax import nnx
 
-    models = [port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG, seed)) for seed in range(3)]
+    models = [
+        port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG, seed), "float64") for seed in range(3)
+    ]
     graph, _ = nnx.split(models[0])
     stacked = nnx.merge(graph, jax.tree.map(lambda *x: jax.numpy.stack(x), *(nnx.state(model) for model in models)))
     logits = nnx.vmap(lambda model: model(SOURCE, TARGET), in_axes=0)(stacked)
     for i, model in enumerate(models):
-        np.testing.assert_allclose(port.to_numpy(logits)[i], port.to_numpy(model(SOURCE, TARGET)), rtol=1e-4, atol=1e-4)
+        assert_close(port.to_numpy(logits)[i], port.to_numpy(model(SOURCE, TARGET)))
     drawn = nnx.vmap(lambda rngs: port.package.Transformer(CONFIG, rngs=rngs))(nnx.Rngs(0).split(2))
     assert drawn.source_embedding.table.shape == (2, 37, 24)
 
@@ -296,7 +299,7 @@ TWO_DEVICES = """
 import jax, numpy as np
 from flax import nnx
 from conftest import assert_same_bits, random_weights, tiny_config
-from test_native import assert_close
+from test_native import NO_DROPOUT, assert_close
 from reference_numpy import TrainingConfig
 import transformer_jax as port
 first, second = jax.devices()

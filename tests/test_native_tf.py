@@ -6,20 +6,12 @@ import numpy as np
 import pytest
 import tiers
 from conftest import assert_same_bits, random_weights, tiny_config
-from test_native import SOURCE, TARGET, assert_close, build, run_alone
+from test_native import BATCH, LABELS, SETTINGS, SOURCE, TARGET, assert_close, build, losses, run_alone
 
 import reference_numpy as ref
 from reference_numpy import TrainingConfig, parameter_shapes
 
 pytestmark = pytest.mark.only("tf")
-
-LABELS = np.array([[3, 4, 2], [5, 2, 0]])
-BATCH = SOURCE, TARGET, LABELS
-SETTINGS = TrainingConfig(warmup_steps=4, learning_rate_factor=0.5)
-
-
-def losses(trainer, steps=3):
-    return [float(trainer.train_step(*BATCH).loss) for _ in range(steps)]
 
 
 def moved(before, after):

@@ -11,24 +11,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bits, random_weights, tiny_config
-from test_native import SOURCE, TARGET, assert_close, build, run_alone
+from test_native import BATCH, SETTINGS, SOURCE, TARGET, assert_close, build, losses, run_alone
 
 import reference_numpy as ref
+import transformer_torch
 from reference_numpy import TrainingConfig, parameter_shapes
 
 pytestmark = pytest.mark.only("torch")
 
-LABELS = np.array([[3, 4, 2], [5, 2, 0]])
-BATCH = SOURCE, TARGET, LABELS
-SETTINGS = TrainingConfig(warmup_steps=4, learning_rate_factor=0.5)
-
 
 def modes(model):
     return [module.training for module in model.modules()]
-
-
-def losses(trainer, steps=3):
-    return [float(trainer.train_step(*BATCH).loss) for _ in range(steps)]
 
 
 TIES = {
@@ -42,9 +35,7 @@ TIES = {
 
 def _refilled(model):
     """Return a model that was left without values, with those that it had."""
-    ref.weights.check_weights(model.config, weights := random_weights(model.config))
-    torch_package = __import__("transformer_torch")
-    torch_package.set_weights(model, weights)
+    transformer_torch.set_weights(model, random_weights(model.config))
     return model
 
 
@@ -175,16 +166,11 @@ def test_positions_without_data(port):
         assert module(torch.zeros(1, 5, 24)).shape == (1, 5, 24)
 
 
-def test_positions_are_copied_and_shared_by_threads(port):
+def test_positions_are_copied(port):
     module = position(port)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         torch.testing.assert_close(twin(torch.zeros(1, 5, 24)), encoded(5), rtol=0, atol=0)
     assert not module.state_dict()  # nothing that is to be learned or stored
-    with ThreadPoolExecutor(2) as pool:
-        for length, result in zip(
-            LENGTHS * 8, pool.map(lambda n: module(torch.zeros(1, n, 24)), LENGTHS * 8), strict=True
-        ):
-            torch.testing.assert_close(result, encoded(length), rtol=0, atol=0)
 
 
 def test_print_says_what_a_module_is(port):
@@ -462,6 +448,21 @@ def test_two_searches_and_a_trainer_at_a_time(port):
         np.testing.assert_array_equal(search.result().scores, expected.scores)
     assert modes
     assert all(modes)
+
+
+def test_tokens_of_a_search_are_not_read_back(port, monkeypatch):
+    """They come from the search itself; those of a caller are read in each step."""
+    runtime, read = port.package.runtime, []
+    check = runtime.check_ids
+    monkeypatch.setattr(
+        runtime, "check_ids", lambda name, *rest: read.append((name, rest[-1] is None)) or check(name, *rest)
+    )
+    model = build(port)
+    port.package.greedy_search(model, SOURCE, max_length=3, min_length=3)
+    assert read.count(("target_ids", True)) == 3
+    assert ("target_ids", False) not in read
+    model.decode_step(torch.tensor([1, 1]), model.init_cache(SOURCE, 2))
+    assert ("target_ids", False) in read
 
 
 def test_forward_hooks_fire_in_a_search(port):

@@ -231,7 +231,7 @@ def _loss(model, batch, config, tap=no_tap):
 
 @lru_cache(maxsize=8)
 def _compile_gradients(structure: _Structure) -> Callable[..., Any]:
-    # Called once or twice for one model, so nobody waits for the result, only for the compiler.
+    # Called once or twice for one model, so that compiling is most of the time.
     return jax.jit(partial(_gradients, structure), compiler_options=quick_compilation())
 
 
@@ -248,7 +248,7 @@ def _compile_step(structure: _Structure, settings: TrainingConfig, platform: str
         # Where XLA compiles for a CPU, this pass takes nnx.remat's barriers away before the order is settled in which
         # to compute: a layer would be computed again at once, and all of it kept.
         options["xla_disable_hlo_passes"] = "cse_barrier_expander"
-    # The old moments, which nobody else can hold, make room for the new ones; the old parameters may be in a clone.
+    # The old moments, which are the trainer's alone, make room for the new ones; the old parameters may be in a clone.
     return jax.jit(partial(_step, structure, settings), donate_argnames="optimizer", compiler_options=options)
 
 

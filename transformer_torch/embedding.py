@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-KEPT = 1024  # positions: the rows of sines and cosines that are not computed anew for each batch
+KEPT_POSITIONS = 1024  # positions: the rows of sines and cosines that are not computed anew for each batch
 
 
 def sinusoidal_encoding(
@@ -63,7 +63,7 @@ class SinusoidalPosition(nn.Module):
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         super().__init__()
         self.config = config
-        table = torch.empty(KEPT, config.d_model, dtype=getattr(torch, dtype))
+        table = torch.empty(KEPT_POSITIONS, config.d_model, dtype=getattr(torch, dtype))
         self.register_buffer("table", table, persistent=False)
         self._fill()
 
@@ -74,7 +74,7 @@ class SinusoidalPosition(nn.Module):
 
     def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
         """Return what is added at each of the first positions."""
-        if torch.compiler.is_exporting() or length > KEPT:  # what is exported is for any length
+        if torch.compiler.is_exporting() or length > KEPT_POSITIONS:  # what is exported is for any length
             return self._encoding(length).to(self.table)
         return self.table[:length]
 
@@ -92,7 +92,7 @@ class SinusoidalPosition(nn.Module):
 
     def _fill(self):
         if type(self.table) is Tensor and not self.table.is_meta:  # a fake tensor has no values either
-            self.table.copy_(self._encoding(KEPT))
+            self.table.copy_(self._encoding(KEPT_POSITIONS))
 
     def _encoding(self, length):
         config = self.config

@@ -111,8 +111,12 @@ def describe() -> dict[str, str]:
 
 
 def _values(ids: Tensor) -> np.ndarray | None:
-    """Return the values of ids where that is free: on a CPU, where nothing is traced, faked or transformed."""
-    if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.device.type != "cpu":
+    """Return the values of ids where that is free: on a CPU, where nothing is traced, faked or transformed.
+
+    Nor are tensors read that were made in inference mode, such as the tokens of a search: it would take a twentieth of
+    a small model's decoding step.
+    """
+    if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.device.type != "cpu" or ids.is_inference():
         return None
     return ids.numpy() if debug_unwrap(ids) is ids else None
 

@@ -14,9 +14,10 @@ from transformer_torch.layers import Linear
 from transformer_torch.training import inference
 from transformer_torch.transformer import Transformer
 
-LARGE = 2**20  # weights: from here on, oneDNN's own layout pays
-FEW = 64  # rows: up to here, another layout does
-ONCE = ("cross_attention.key_proj", "cross_attention.value_proj")  # what multiplies the memory, and not in each step
+LARGE_WEIGHT = 2**20  # weights: from here on, oneDNN's own layout pays
+FEW_ROWS = 64  # rows: up to here, another layout does
+# What multiplies the memory, once for a search.
+MEMORY_PROJECTIONS = ("cross_attention.key_proj", "cross_attention.value_proj")
 
 
 def run_search(
@@ -37,7 +38,7 @@ def run_search(
         cache = decoder.init_cache(source_ids, plan.capacity, plan.beam_size, source_mask)
         state, rows = kind.start(plan), None
     for n in range(1, plan.capacity + 1):
-        with torch.inference_mode():  # and not while the caller looks on, who may want gradients
+        with torch.inference_mode():  # not around ``on_step``, which may take gradients
             if rows is not None:
                 cache.reorder(rows)
             logits, cache = decoder.decode_step(state.tokens.reshape(-1), cache)
@@ -82,16 +83,20 @@ def _lay_out_for_few_rows(model, rows):
     weight = model.output_proj.weight
     if weight.device.type != "cpu" or weight.dtype == torch.bfloat16:  # for which BLAS has good layouts of its own
         return
-    if rows > FEW or torch.is_autocast_enabled("cpu"):  # which does not know oneDNN's layout
+    if rows > FEW_ROWS or torch.is_autocast_enabled("cpu"):  # which does not know oneDNN's layout
         return
     for name, module in (*model.decoder.named_modules(), ("output_proj", model.output_proj)):
-        if type(module) in (Linear, OutputProjection) and "forward" not in vars(module) and not name.endswith(ONCE):
+        if (
+            type(module) in (Linear, OutputProjection)
+            and "forward" not in vars(module)
+            and not name.endswith(MEMORY_PROJECTIONS)
+        ):
             module.forward = partial(_multiply, _relaid(module.weight, rows), module.bias)
 
 
 def _relaid(weight, rows):
     """Return a weight [out, in] in the layout that is quickest for few rows."""
-    if weight.numel() >= LARGE and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+    if weight.numel() >= LARGE_WEIGHT and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return weight.t().contiguous().t()
 
