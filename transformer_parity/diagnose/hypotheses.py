@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import CHOICES, IMPLEMENTATIONS, TransformerConfig
+from reference_numpy.config import CHOICES, TransformerConfig
 from reference_numpy.names import parameter_shapes
+from reference_numpy.presets import IMPLEMENTATIONS
 from transformer_parity.mistakes.catalogue import EVERYWHERE, FORWARD, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.mistakes.edited_package import edited_package
 from transformer_parity.mistakes.mistake import Mistake
