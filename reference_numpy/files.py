@@ -4,7 +4,8 @@ A checkpoint is a weight file that holds more: the moments of the optimizer, und
 a prefix, and what else a training run has to remember, in the metadata. Either may hold a vocabulary.
 
 The metadata has one entry, an object in JSON: ``version``, ``config``, ``sha256`` with the checksum of each tensor by
-its name, and in a checkpoint ``training``. Version 1 is without checksums, and is still read.
+its name, in a checkpoint ``training``, and ``part`` (``encoder`` or ``decoder``) where the file holds no more than that
+part's tensors. Version 1 is without checksums, and is still read.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from safetensors.numpy import save_file
 
 from reference_numpy.checks import check_choice
 from reference_numpy.config import TransformerConfig
-from reference_numpy.names import FLOAT_DTYPES, check_weights, rounded
+from reference_numpy.names import FLOAT_DTYPES, check_weights, parameter_shapes, rounded
 
 METADATA_KEY = "transformer-parity"  # one key only: with several, the bytes of the file depend on hash order
 FORMAT_VERSION = 2
@@ -41,6 +42,7 @@ def save_weights(
     weights: Mapping[str, ndarray],
     dtype: str | None = None,
     vocabulary: bytes | None = None,
+    part: str | None = None,
 ) -> None:
     """Write config and weights to one file, atomically: whatever fails, an old file stays whole.
 
@@ -50,17 +52,20 @@ def save_weights(
         weights: One array per canonical name.
         dtype: How to store them: float64, float32, float16 or bfloat16. None keeps each array's own.
         vocabulary: A sentencepiece model, so that the file alone can translate.
+        part: ``encoder`` or ``decoder`` writes that part of the weights alone; None writes all.
 
     Raises:
         TypeError: A weight is not of a floating-point dtype, or the vocabulary is not bytes.
         ValueError: The weights are not those of the config, or overflow the storage dtype.
         OSError: The file cannot be written.
     """
-    check_weights(config, weights)
+    check_weights(config, weights, part=part)
     if dtype is not None:
         check_choice("dtype", dtype, FLOAT_DTYPES)
-    tensors = {name: rounded(name, array, dtype or array.dtype.name) for name, array in weights.items()}
-    write_file(path, {"config": config.to_dict()}, tensors, vocabulary)
+    kept = {name: weights[name] for name in parameter_shapes(config, part)}
+    tensors = {name: rounded(name, array, dtype or array.dtype.name) for name, array in kept.items()}
+    description = {"config": config.to_dict(), **({} if part is None else {"part": part})}
+    write_file(path, description, tensors, vocabulary)
 
 
 def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray]]:
@@ -182,7 +187,7 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
     beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
     names = [name for name in file.keys() if name != VOCABULARY and not name.startswith(beside)]  # noqa: SIM118
     weights = {name: _read_tensor(description, file, name) for name in names}
-    check_weights(config, weights)
+    check_weights(config, weights, part=description.get("part"))
     return config, weights
 
 
@@ -219,6 +224,6 @@ def _read_description(text: str | None) -> dict[str, Any]:
         raise ValueError(f"format version must be 1 or {FORMAT_VERSION}: got {version!r}")
     if version > 1 and not isinstance(content.get("sha256"), dict):
         raise ValueError("its metadata must have an object 'sha256', with the checksum of each tensor")
-    if unknown := sorted(set(content) - {"version", "config", "training", *(["sha256"] * (version > 1))}):
+    if unknown := sorted(set(content) - {"version", "config", "part", "training", *(["sha256"] * (version > 1))}):
         raise ValueError(f"its metadata has unknown entries: {', '.join(unknown)}")
     return content
