@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from reference_numpy.config import IMPLEMENTATIONS, PRESETS, DropoutRates, TransformerConfig
+from reference_numpy.config import DropoutRates, TransformerConfig
 from reference_numpy.masks import causal_mask
+from reference_numpy.presets import IMPLEMENTATIONS, PRESETS
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STEPS, Case, shrunk, tiny
 from transformer_parity.cases.inputs import (
@@ -106,6 +107,10 @@ def _components() -> Iterator[Case]:
     ids = token_ids(config)
     yield Case("encoder/encode", "encoder", config, "encode", {"source_ids": ids["source_ids"]})
     yield Case("decoder/decode", "decoder", config, "decode", {**ids, "memory": memory})
+    once: dict[str, Any] = {"fast": False, "dtypes": ("float64", "float32")}  # they compute as the two before
+    yield Case("encoder/alone", "encoder", config, "Encoder", {"source_ids": ids["source_ids"]}, **once)
+    given = {"target_ids": ids["target_ids"], "memory": memory, "source_mask": source_mask[:, 0, 0]}
+    yield Case("decoder/alone", "decoder", config, "Decoder", given, **once)
 
     pre = tiny(norm_order="pre", layer_norm_kind="annotated", activation="gelu", position_layout="split")
     yield Case("encoder_layer/pre", "encoder layer", pre, "encoder.layers.0", {"x": memory, "mask": source_mask})
