@@ -12,8 +12,9 @@ from test_layout import ROOT, circle, imports
 PACKAGE = ROOT / "transformer_parity"
 # From the lowest to the highest: a sub-package imports those before it.
 ORDER = (
-    *("system", "text", "ports", "cases", "compare", "mistakes", "diagnose", "golden"),
-    *("figures", "report", "check", "attacks", "bench", "translate", "train", "cli"),
+    *("system", "text", "containers", "ports", "cases", "compare", "checkpoints"),
+    *("mistakes", "diagnose", "golden", "figures", "report", "check", "attacks", "bench"),
+    *("translate", "train", "cli"),
 )
 # Modules beside the sub-packages: entry points and public names, which import from any of them.
 ABOVE = {"__init__": 0, "__main__": 1, "plugin": 1}  # names that they import, at most
