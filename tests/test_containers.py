@@ -76,6 +76,7 @@ class Call:
 
 RUN = (os.system, "touch ran")
 DEEP = b"\x80\x02}(" + b")" + b"\x85" * 3_000_000 + b"Nu."  # a dict whose key is a tuple in a tuple in a tuple ...
+LARGE = a_tensor(shape=(9000,), of=storage(count=9000))
 ELSEWHERE = b"}(" + text("path") + text("/etc/passwd") + b"ub"  # BUILD: attributes of the object before it
 DOTTED = text("collections") + text("OrderedDict.fromkeys") + b"\x93"  # STACK_GLOBAL
 
@@ -106,8 +107,8 @@ ZIPPED = {  # the pickle, and a part of what is said about it
     "a negative stride": (state(a_tensor(strides=(-1,))), "torch.save does not write"),
     "one number a billion times": (state(a_tensor(shape=(2**30,), strides=(0,))), "does not lie within"),
     "strides that are missing": (state(a_tensor(strides=())), "torch.save does not write"),
-    "one storage a thousand times": (
-        state(*[a_tensor(shape=(9000,), of=storage(count=9000))] * 1000),
+    "a thousand of one storage": (
+        state(*[LARGE] * 1000),
         "repeat its numbers",
     ),
     "no tensors": (b"\x80\x02]q\x00.", "tensors by their names: got list"),
