@@ -32,7 +32,7 @@ from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.names import count_parameters, parameter_shapes, tap_shapes
 from reference_numpy.runtime import describe, set_precision
 from reference_numpy.search import beam_search, greedy_search
-from reference_numpy.search_plan import LENGTH_PENALTIES, SearchResult, length_penalty
+from reference_numpy.search_plan import LENGTH_PENALTIES, SearchResult, SearchRules, length_penalty
 from reference_numpy.taps import Recorder, no_tap, within
 from reference_numpy.training import Trainer, cross_entropy, gradients
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState

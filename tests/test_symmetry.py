@@ -49,7 +49,7 @@ ALLOWED = [
             *("PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
             *("count_parameters", "parameter_shapes", "tap_shapes", "load_weights", "save_weights"),
             *("Gradients", "StepResult", "TrainingConfig", "TrainingState"),
-            *("LENGTH_PENALTIES", "SearchResult", "length_penalty"),
+            *("LENGTH_PENALTIES", "SearchResult", "SearchRules", "length_penalty"),
             *("Checkpoint", "average_weights", "load_checkpoint", "load_vocabulary", "save_checkpoint"),
         )
     ),
