@@ -26,7 +26,7 @@ from reference_numpy.embedding import (
 )
 from reference_numpy.encoder import Encoder, EncoderLayer
 from reference_numpy.feed_forward import PositionwiseFeedForward
-from reference_numpy.files import load_vocabulary, load_weights, save_weights
+from reference_numpy.files import VocabularyFiles, load_notes, load_vocabulary, load_weights, save_weights
 from reference_numpy.layers import Dropout, LayerNorm, Linear
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.names import count_parameters, parameter_shapes, tap_shapes

@@ -50,7 +50,8 @@ ALLOWED = [
             *("count_parameters", "parameter_shapes", "tap_shapes", "load_weights", "save_weights"),
             *("Gradients", "StepResult", "TrainingConfig", "TrainingState"),
             *("LENGTH_PENALTIES", "SearchResult", "SearchRules", "length_penalty"),
-            *("Checkpoint", "average_weights", "load_checkpoint", "load_vocabulary", "save_checkpoint"),
+            *("Checkpoint", "average_weights", "load_checkpoint", "save_checkpoint"),
+            *("VocabularyFiles", "load_notes", "load_vocabulary"),
         )
     ),
     ("torch jax tf", "__init__", "docstring", "each package names its framework"),
