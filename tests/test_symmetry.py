@@ -38,7 +38,17 @@ MODES = "Keras hands the mode down from the outermost call"
 ALLOWED = [
     *(
         ("torch jax tf", "", f"lacks module {name}", FACTS)
-        for name in ("checkpoint", "checks", "config", "files", "names", "search_plan", "taps", "training_config")
+        for name in (
+            "checkpoint",
+            "checks",
+            "config",
+            "files",
+            "names",
+            "presets",
+            "search_plan",
+            "taps",
+            "training_config",
+        )
     ),
     ("torch jax tf", "", "lacks module functional", SHIPPED),
     ("torch jax tf", "", "lacks module backward*", DERIVED),
