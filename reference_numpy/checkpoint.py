@@ -16,6 +16,7 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.files import (
     FIRST_MOMENT,
     SECOND_MOMENT,
+    VocabularyFiles,
     load_weights,
     open_file,
     read_moments,
@@ -38,7 +39,7 @@ class Checkpoint:
     weights: dict[str, ndarray]  # by canonical name
     state: TrainingState
     progress: dict[str, Any]  # plain JSON values: the position in the data, and what else the loop has to remember
-    vocabulary: bytes | None = None  # a sentencepiece model, so that the file alone can translate
+    vocabulary: bytes | VocabularyFiles | None = None  # a sentencepiece model, so that the file alone can translate
 
 
 def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:

@@ -1,10 +1,13 @@
 """The weight file: safetensors, with the config as JSON in its metadata. Nothing in it is ever executed.
 
 A checkpoint is a weight file that holds more: the moments of the optimizer, under the names of their parameters behind
-a prefix, and what else a training run has to remember, in the metadata. Either may hold a vocabulary.
+a prefix, and what else a training run has to remember, in the metadata. Either may hold a vocabulary: one sentencepiece
+model as the tensor ``vocabulary``, or files of another kind as tensors ``vocabulary.<kind>.<name>``, bytes each.
 
 The metadata has one entry, an object in JSON: ``version``, ``config``, ``sha256`` with the checksum of each tensor by
-its name, and in a checkpoint ``training``. Version 1 is without checksums, and is still read.
+its name, and in a checkpoint ``training``. A weight file may also have ``search``, how to search with its model, and
+``origin``, where it came from: objects, each with a checksum of its own among those of the tensors. Version 1 has no
+checksums, and is still read.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors looks up by name
 import numpy as np
@@ -33,6 +36,15 @@ FORMAT_VERSION = 2
 FIRST_MOMENT = "first_moment."  # before the name of the parameter
 SECOND_MOMENT = "second_moment."
 VOCABULARY = "vocabulary"
+NOTES = ("search", "origin")
+MOST_NOTES = 2**20  # bytes of JSON
+
+
+class VocabularyFiles(NamedTuple):
+    """A vocabulary that was not trained here: its kind, a word of letters, digits and ``_``, and its files by name."""
+
+    kind: str
+    files: Mapping[str, bytes]
 
 
 def save_weights(
@@ -40,7 +52,8 @@ def save_weights(
     config: TransformerConfig,
     weights: Mapping[str, ndarray],
     dtype: str | None = None,
-    vocabulary: bytes | None = None,
+    vocabulary: bytes | VocabularyFiles | None = None,
+    notes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Write config and weights to one file, atomically: whatever fails, an old file stays whole.
 
@@ -49,18 +62,21 @@ def save_weights(
         config: What the weights are weights of.
         weights: One array per canonical name.
         dtype: How to store them: float64, float32, float16 or bfloat16. None keeps each array's own.
-        vocabulary: A sentencepiece model, so that the file alone can translate.
+        vocabulary: A sentencepiece model, or files of another kind, so that the file alone can translate.
+        notes: Objects of plain values that JSON can hold, by name: ``search`` and ``origin``.
 
     Raises:
-        TypeError: A weight is not of a floating-point dtype, or the vocabulary is not bytes.
-        ValueError: The weights are not those of the config, or overflow the storage dtype.
+        TypeError: A weight is not of a floating-point dtype, the vocabulary is not bytes, or a note is no object.
+        ValueError: The weights are not those of the config, or overflow the storage dtype; or a note has another name,
+            is too long, or is nothing that JSON can hold.
         OSError: The file cannot be written.
     """
     check_weights(config, weights)
     if dtype is not None:
         check_choice("dtype", dtype, FLOAT_DTYPES)
     tensors = {name: rounded(name, array, dtype or array.dtype.name) for name, array in weights.items()}
-    write_file(path, {"config": config.to_dict()}, tensors, vocabulary)
+    noted = {name: _checked_note(name, note) for name, note in (notes or {}).items()}
+    write_file(path, {"config": config.to_dict(), **noted}, tensors, vocabulary)
 
 
 def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray]]:
@@ -72,11 +88,12 @@ def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray
     """
     with open_file(path, "weight file") as (description, file):
         read_vocabulary(description, file)  # a file that is damaged anywhere is not trusted
+        read_notes(description)
         return read_weights(description, file)
 
 
-def load_vocabulary(path: str | Path) -> bytes | None:
-    """Read the sentencepiece model from a weight file or a checkpoint; None if it holds none.
+def load_vocabulary(path: str | Path) -> bytes | VocabularyFiles | None:
+    """Read the vocabulary from a weight file or a checkpoint, as it was given to be written; None if it holds none.
 
     Raises:
         OSError: The file cannot be read.
@@ -86,8 +103,22 @@ def load_vocabulary(path: str | Path) -> bytes | None:
         return read_vocabulary(description, file)
 
 
+def load_notes(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Read the notes of a weight file, those it has of ``search`` and ``origin``.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is truncated, corrupt or not ours.
+    """
+    with open_file(path, "weight file") as (description, _):
+        return read_notes(description)
+
+
 def write_file(
-    path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, ndarray], vocabulary: bytes | None
+    path: str | Path,
+    description: Mapping[str, Any],
+    tensors: Mapping[str, ndarray],
+    vocabulary: bytes | VocabularyFiles | None,
 ) -> None:
     """Write a description and tensors, already checked, to one file, atomically.
 
@@ -95,17 +126,16 @@ def write_file(
         path: The file to write or replace.
         description: Plain values that JSON can hold.
         tensors: C-contiguous arrays; safetensors silently scrambles others, as it writes the memory as it lies.
-        vocabulary: A sentencepiece model, or None.
+        vocabulary: A sentencepiece model, files of another kind, or None.
 
     Raises:
         TypeError: The vocabulary is not bytes.
+        ValueError: Its kind is no word.
         OSError: The file cannot be written.
     """
-    if vocabulary is not None:
-        if not isinstance(vocabulary, bytes):
-            raise TypeError(f"vocabulary must be bytes: got {type(vocabulary).__name__}")
-        tensors = {**tensors, VOCABULARY: np.frombuffer(vocabulary, np.uint8)}
+    tensors = {**tensors, **_vocabulary_tensors(vocabulary)}
     checksums = {name: checksum(name, array) for name, array in tensors.items()}
+    checksums |= {name: note_checksum(name, description[name]) for name in NOTES if name in description}
     description = {**description, "version": FORMAT_VERSION, "sha256": checksums}
     text = json.dumps(description, sort_keys=True, allow_nan=False)
     try:
@@ -118,6 +148,38 @@ def write_file(
         raise OSError(f"cannot write {path}: {error}") from error
     except OSError as error:  # which names the temporary file, or none
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _vocabulary_tensors(vocabulary: bytes | VocabularyFiles | None) -> dict[str, ndarray]:
+    """Return a vocabulary as tensors."""
+    if vocabulary is None:
+        return {}
+    if isinstance(vocabulary, VocabularyFiles):
+        if not vocabulary.kind.isidentifier() or not vocabulary.files:
+            raise ValueError(f"vocabulary must have a kind that is a word, and files: got {vocabulary.kind!r}")
+        named = {f"{VOCABULARY}.{vocabulary.kind}.{name}": content for name, content in vocabulary.files.items()}
+    else:
+        named = {VOCABULARY: vocabulary}
+    for name, content in named.items():
+        if not isinstance(content, bytes):
+            raise TypeError(f"{name} must be bytes: got {type(content).__name__}")
+    return {name: np.frombuffer(content, np.uint8) for name, content in named.items()}
+
+
+def _checked_note(name: str, note: Any) -> dict[str, Any]:
+    """Return a note as it is read again; refuse what is none."""
+    check_choice("note", name, NOTES)
+    if not isinstance(note, Mapping):
+        raise TypeError(f"{name} must be an object with named fields: got {type(note).__name__}")
+    text = json.dumps(dict(note), allow_nan=False)
+    if len(text) > MOST_NOTES:
+        raise ValueError(f"{name} must be at most {MOST_NOTES:,} bytes of JSON: got {len(text):,}")
+    return json.loads(text)
+
+
+def note_checksum(name: str, note: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a note: of its name and itself as a list in JSON, with sorted names."""
+    return hashlib.sha256(json.dumps([name, note], sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def checksum(name: str, array: ndarray) -> str:
@@ -180,7 +242,7 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
     """Read config and weights from an open file; the moments of a checkpoint are left unread."""
     config = TransformerConfig.from_dict(description.get("config", {}))
     beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
-    names = [name for name in file.keys() if name != VOCABULARY and not name.startswith(beside)]  # noqa: SIM118
+    names = [name for name in file.keys() if not _is_vocabulary(name) and not name.startswith(beside)]  # noqa: SIM118
     weights = {name: _read_tensor(description, file, name) for name in names}
     check_weights(config, weights)
     return config, weights
@@ -192,14 +254,41 @@ def read_moments(description: Mapping[str, Any], file: safe_open, prefix: str) -
     return {name.removeprefix(prefix): _read_tensor(description, file, name) for name in names}
 
 
-def read_vocabulary(description: Mapping[str, Any], file: safe_open) -> bytes | None:
+def read_vocabulary(description: Mapping[str, Any], file: safe_open) -> bytes | VocabularyFiles | None:
     """Read the vocabulary of an open file; None if it holds none."""
-    if VOCABULARY not in file.keys():  # noqa: SIM118  not a dict
+    names = [name for name in file.keys() if _is_vocabulary(name)]  # noqa: SIM118  not a dict
+    contents = {name: _read_bytes(description, file, name) for name in names}
+    if not contents:
         return None
-    vocabulary = _read_tensor(description, file, VOCABULARY)
-    if vocabulary.dtype != np.uint8 or vocabulary.ndim != 1:
-        raise ValueError(f"{VOCABULARY} must be uint8 [bytes]: got {vocabulary.dtype} {list(vocabulary.shape)}")
-    return vocabulary.tobytes()
+    if names == [VOCABULARY]:
+        return contents[VOCABULARY]
+    kinds = {name.split(".")[1] for name in names if name.count(".") > 1}
+    if len(kinds) != 1 or VOCABULARY in names:
+        raise ValueError(f"it must hold one vocabulary: got {', '.join(sorted(names))}")
+    (kind,) = kinds
+    return VocabularyFiles(kind, {name.removeprefix(f"{VOCABULARY}.{kind}."): contents[name] for name in sorted(names)})
+
+
+def read_notes(description: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the notes of an open file, and refuse one that is not what was written."""
+    notes = {name: description[name] for name in NOTES if name in description}
+    for name, note in notes.items():
+        _checked_note(name, note)
+        if (found := note_checksum(name, note)) != (needed := description["sha256"].get(name)):
+            raise ValueError(f"{name} is damaged: its SHA-256 must be {needed}: got {found}")
+    return notes
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name == VOCABULARY or name.startswith(f"{VOCABULARY}.")
+
+
+def _read_bytes(description: Mapping[str, Any], file: safe_open, name: str) -> bytes:
+    """Read a tensor of an open file that holds bytes."""
+    content = _read_tensor(description, file, name)
+    if content.dtype != np.uint8 or content.ndim != 1:
+        raise ValueError(f"{name} must be uint8 [bytes]: got {content.dtype} {list(content.shape)}")
+    return content.tobytes()
 
 
 def _read_tensor(description: Mapping[str, Any], file: safe_open, name: str) -> ndarray:
@@ -219,6 +308,6 @@ def _read_description(text: str | None) -> dict[str, Any]:
         raise ValueError(f"format version must be 1 or {FORMAT_VERSION}: got {version!r}")
     if version > 1 and not isinstance(content.get("sha256"), dict):
         raise ValueError("its metadata must have an object 'sha256', with the checksum of each tensor")
-    if unknown := sorted(set(content) - {"version", "config", "training", *(["sha256"] * (version > 1))}):
+    if unknown := sorted(set(content) - {"version", "config", "training", *(("sha256", *NOTES) * (version > 1))}):
         raise ValueError(f"its metadata has unknown entries: {', '.join(unknown)}")
     return content

@@ -23,7 +23,8 @@ from transformer_parity.cli.main import main
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting
 from transformer_parity.compare.verdict import Verdict
 from transformer_parity.text.pairs import read_pairs
-from transformer_parity.text.vocabulary import Vocabulary, batch, pick
+from transformer_parity.text.subwords import Subwords
+from transformer_parity.text.vocabulary import batch, pick
 
 TORCH_ONLY = ["check", "--backends", "numpy,torch"]
 
@@ -193,17 +194,16 @@ def test_text_errors(tmp_path):
 
 
 def test_subword_ids_avoid_the_special_ones_of_any_model():
-    vocabulary = Vocabulary.train([line for pair in read_pairs() for line in pair], 300)
+    vocabulary = Subwords.train([line for pair in read_pairs() for line in pair], 300)
     for special in ({"pad_id": 0, "bos_id": 1, "eos_id": 2}, {"pad_id": 1, "bos_id": 1, "eos_id": 0}):
         config = ref.TransformerConfig(source_vocab_size=400, target_vocab_size=400, **special)
-        ids = vocabulary.ids("Where is the train?", config, start=True)
-        assert ids[0] == config.bos_id
+        ids = vocabulary.numbered(config).ids("Where is the train?")
         assert ids[-1] == config.eos_id
-        assert not set(ids[1:-1]) & set(special.values())
-        assert len(ids) == len(vocabulary.pieces("Where is the train?")) + 2
+        assert not set(ids[:-1]) & set(special.values())
+        assert len(ids) == len(vocabulary.pieces("Where is the train?")) + 1
     small = ref.TransformerConfig(source_vocab_size=50, target_vocab_size=50)
     with pytest.raises(ValueError, match="subwords need a vocabulary of"):
-        vocabulary.ids("a", small)
+        vocabulary.numbered(small)
 
 
 def test_batches_are_padded_and_spread_over_lengths():
@@ -213,8 +213,8 @@ def test_batches_are_padded_and_spread_over_lengths():
     assert lengths == sorted(lengths)
     assert lengths[0] < 10 < 60 < lengths[-1]
     config = ref.TransformerConfig(source_vocab_size=400, target_vocab_size=400)
-    vocabulary = Vocabulary.train([line for pair in pairs for line in pair], 300)
-    ids = batch(chosen, vocabulary, config)
+    vocabulary = Subwords.train([line for pair in pairs for line in pair], 300)
+    ids = batch(chosen, vocabulary.numbered(config), config)
     assert (ids["target_ids"][:, 0] == config.bos_id).all()
     assert (ids["source_ids"][0] == config.pad_id).sum() > (ids["source_ids"][-1] == config.pad_id).sum() == 0
     assert np.issubdtype(ids["source_ids"].dtype, np.integer)

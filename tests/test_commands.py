@@ -30,7 +30,8 @@ from transformer_parity.ports.registry import PORTS
 from transformer_parity.report import presets
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.text.pairs import read_pairs
-from transformer_parity.text.vocabulary import Vocabulary, batch
+from transformer_parity.text.subwords import Subwords
+from transformer_parity.text.vocabulary import batch
 from transformer_parity.train import corpora
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -292,12 +293,12 @@ def test_attention_of_every_backend(backends, which):
     weights = np.array([axes.images[0].get_array() for axes in panels])
     weights = weights.reshape(len(names), 4, *weights.shape[1:])  # [backend, head, query, key]
     np.testing.assert_allclose(weights.sum(axis=-1), 1.0, atol=1e-14)
-    vocabulary = Vocabulary.train([line for pair in read_pairs() for line in pair])
+    vocabulary = Subwords.train([line for pair in read_pairs() for line in pair])
     size = vocabulary.size + 3
     config = ref.TransformerConfig(source_vocab_size=size, target_vocab_size=size, **attention.SMALL)
     seen = ref.Recorder(f"{which if which != 'cross' else 'decoder'}.layers.1.**.weights")
     model = ref.Transformer.from_weights(config, hard_weights(config), "float64")
-    model(**batch([(attention.SOURCE, attention.TARGET)], vocabulary, config), tap=seen)
+    model(**batch([(attention.SOURCE, attention.TARGET)], vocabulary.numbered(config), config), tap=seen)
     assert np.linalg.norm(weights - list(seen.values())[which == "cross"]) <= 1e-12 * np.linalg.norm(weights)
     assert {axes.images[0].get_clim() for axes in panels} == {(0.0, weights.max())}
     assert [axes.get_ylabel() for axes in panels if axes.get_ylabel()] == names

@@ -16,7 +16,8 @@ from conftest import tiny_config
 
 from transformer_parity.text.dates import FIRST, FORMATS, LANGUAGES, LAST, date_lines, date_pairs, is_held_out, write
 from transformer_parity.text.pairs import read_pairs
-from transformer_parity.text.vocabulary import LONGEST, Vocabulary, pad
+from transformer_parity.text.subwords import Subwords
+from transformer_parity.text.vocabulary import LONGEST, pad
 from transformer_parity.train import batches
 from transformer_parity.train.batches import Batches, number
 
@@ -38,77 +39,83 @@ def sentences():
 
 @pytest.fixture(scope="module", params=["unigram", "char"])
 def vocabulary(request, sentences):
-    return Vocabulary.train(sentences, 400, request.param)
+    return Subwords.train(sentences, 400, request.param)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_text_is_the_inverse_of_ids(vocabulary, sentences, preset):
     config = config_for(vocabulary, preset)
+    numbered = vocabulary.numbered(config)
     for line in sentences[:300]:
-        ids = vocabulary.ids(line, config, start=True)
-        assert vocabulary.text(ids, config) == line
-        assert vocabulary.text(vocabulary.ids(line, config), config) == line
-        assert vocabulary.text(vocabulary.ids(line, config, end=False), config) == line
-        assert vocabulary.text(np.array([*ids, *[config.pad_id] * 3, ids[1]], np.int32), config) == line
+        ids = numbered.ids(line)
+        assert numbered.target_ids(line) == ids
+        assert ids[-1] == config.eos_id
+        assert numbered.text(ids) == line
+        assert numbered.text(ids[:-1]) == line
+        assert numbered.text([config.bos_id, *ids]) == line
+        assert numbered.text(np.array([config.bos_id, *ids, *[config.pad_id] * 3, ids[0]], np.int32)) == line
 
 
 def test_subwords_make_room_for_any_special_ids(vocabulary, sentences):
     config = config_for(vocabulary, pad_id=17, bos_id=vocabulary.size + 2, eos_id=4)
-    used = {token for line in sentences for token in vocabulary.ids(line, config, end=False)}
+    numbered = vocabulary.numbered(config)
+    used = {token for line in sentences for token in numbered.ids(line)[:-1]}
     assert not used & {config.pad_id, config.bos_id, config.eos_id}
     assert {3, 5, 16, 18} <= used
-    assert [vocabulary.text(vocabulary.ids(line, config), config) for line in sentences] == sentences
+    assert [numbered.text(numbered.ids(line)) for line in sentences] == sentences
 
 
 def test_text_is_exact_up_to_normalisation(vocabulary):
     config = config_for(vocabulary)
-    assert vocabulary.text(vocabulary.ids("  \uff37here \t is   it? ", config), config) == "Where is it?"
-    assert vocabulary.text([], config) == ""
-    assert vocabulary.text([config.eos_id, 5], config) == ""
-    first, *rest = vocabulary.ids("Where is it?", config)
-    assert vocabulary.text([first, config.bos_id, config.pad_id, *rest], config) == "Where is it?"
+    vocabulary = vocabulary.numbered(config)
+    assert vocabulary.text(vocabulary.ids("  \uff37here \t is   it? ")) == "Where is it?"
+    assert vocabulary.text([]) == ""
+    assert vocabulary.text([config.eos_id, 5]) == ""
+    first, *rest = vocabulary.ids("Where is it?")
+    assert vocabulary.text([first, config.bos_id, config.pad_id, *rest]) == "Where is it?"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_is_unknown_is_read_and_written_all_the_same(vocabulary, preset):
     size = vocabulary.size + 9  # a model with more ids than there are subwords
     config = tiny_config(preset, source_vocab_size=size, target_vocab_size=size)
-    ids = vocabulary.ids("Wo ist 漢?", config)
-    assert vocabulary.text(ids, config).startswith("Wo ist ")
-    assert "⁇" in vocabulary.text(ids, config)
+    vocabulary = vocabulary.numbered(config)
+    ids = vocabulary.ids("Wo ist 漢?")
+    assert vocabulary.text(ids).startswith("Wo ist ")
+    assert "⁇" in vocabulary.text(ids)
     for token in (*range(size), size + 100, -1):
-        vocabulary.text([token, *ids], config)
-    assert "⁇" in vocabulary.text([size - 1], config)
+        vocabulary.text([token, *ids])
+    assert "⁇" in vocabulary.text([size - 1])
 
 
 def test_a_character_vocabulary_holds_every_character():
     lines = ["aaaa bbbb aaaa", "aaaa Übär"]
-    vocabulary = Vocabulary.train(lines, 8, "char")  # a b r ä Ü, the space, and unknown
+    vocabulary = Subwords.train(lines, 8, "char")  # a b r ä Ü, the space, and unknown
     assert vocabulary.size == 7
     assert vocabulary.pieces("Ürb ab") == ["Ü", "r", "b", "▁", "a", "b"]
     with pytest.raises(ValueError, match="6 subwords are too few for this text: it needs 7"):
-        Vocabulary.train(lines, 6, "char")
+        Subwords.train(lines, 6, "char")
 
 
 def test_a_vocabulary_is_rebuilt_from_its_model(vocabulary, sentences):
-    again = Vocabulary(vocabulary.model)
+    again = Subwords(vocabulary.model)
     assert again.model == vocabulary.model
     assert (again.size, again.pieces(sentences[0])) == (vocabulary.size, vocabulary.pieces(sentences[0]))
 
 
 def test_a_vocabulary_is_learned_the_same_again(sentences):
-    assert Vocabulary.train(sentences, 400).model == Vocabulary.train(iter(sentences), 400).model
+    assert Subwords.train(sentences, 400).model == Subwords.train(iter(sentences), 400).model
 
 
 @pytest.mark.parametrize("model", [b"", b"no model"])
 def test_no_vocabulary_from_other_bytes(model):
     with pytest.raises(ValueError, match="not a sentencepiece model"):
-        Vocabulary(model)
+        Subwords(model)
 
 
 def test_kinds_of_vocabulary():
     with pytest.raises(ValueError, match="kind must be one of unigram, char: got 'bpe'"):
-        Vocabulary.train(["a"], kind="bpe")
+        Subwords.train(["a"], kind="bpe")
 
 
 # Dates
@@ -230,12 +237,12 @@ def test_dates_depend_on_the_seed_only(dates):
 def test_date_lines_hold_every_character(dates, held_out_dates):
     characters = set("".join(date_lines()))
     assert set("".join(line for pair in dates + held_out_dates for line in pair)) <= characters
-    vocabulary = Vocabulary.train(date_lines(), kind="char")
-    config = config_for(vocabulary)
+    subwords = Subwords.train(date_lines(), kind="char")
+    vocabulary = subwords.numbered(config_for(subwords))
     for source, target in held_out_dates[:2000]:
-        assert vocabulary.text(vocabulary.ids(source, config), config) == " ".join(source.split())
-        assert vocabulary.text(vocabulary.ids(target, config), config) == target
-        assert len(vocabulary.ids(target, config)) == 11
+        assert vocabulary.text(vocabulary.ids(source)) == " ".join(source.split())
+        assert vocabulary.text(vocabulary.ids(target)) == target
+        assert len(vocabulary.ids(target)) == 11
 
 
 # Batches
@@ -448,11 +455,11 @@ def test_a_batch_of_yours_changes_no_later_one():
 
 CHECKSUMS = """
 import zlib
-from test_data import CONFIG, Batches, Vocabulary, corpus, date_lines, date_pairs, epoch
+from test_data import CONFIG, Batches, Subwords, corpus, date_lines, date_pairs, epoch
 batches = Batches(corpus(), CONFIG, 60, seed=3)
 order = [array.tobytes() for batch in epoch(batches) for array in (batch.source_ids, batch.target_ids, batch.labels)]
 pairs = repr(date_pairs(2000, 3, held_out=False)) + repr(date_pairs(2000, 3, held_out=True))
-model = Vocabulary.train(date_lines(), kind="char").model
+model = Subwords.train(date_lines(), kind="char").model
 print(*map(zlib.crc32, (b"".join(order), pairs.encode(), model)))
 """
 
@@ -538,7 +545,7 @@ def test_an_encoding_error_names_file_and_line(tmp_path):
 
 def test_a_file_in_one_line_is_refused_or_left_out_at_once(vocabulary):
     config = config_for(vocabulary)
-    numbered = number([("a b " * 250_000, "a"), ("a", "b")], vocabulary, config)
+    numbered = number([("a b " * 250_000, "a"), ("a", "b")], vocabulary.numbered(config))
     assert len(numbered[0][0]) > 100_000
     assert Batches(numbered, config, 100, max_length=LONGEST).dropped == 1
     with pytest.raises(ValueError, match=r"a sentence is [\d,]+ tokens long, and may have at most 4,096"):
@@ -547,16 +554,17 @@ def test_a_file_in_one_line_is_refused_or_left_out_at_once(vocabulary):
 
 def test_an_absurd_vocabulary_is_refused_at_once():
     with pytest.raises(ValueError, match="at most 1,114,112 entries: got 1,000,000,000,000"):
-        Vocabulary.train(["a b"], 10**12)
+        Subwords.train(["a b"], 10**12)
 
 
 def test_numbered_text(sentences):
-    vocabulary = Vocabulary.train(sentences, 400)
+    vocabulary = Subwords.train(sentences, 400)
     config = config_for(vocabulary)
     pairs = read_pairs()[:50]
-    numbered = number(pairs, vocabulary, config)
+    vocabulary = vocabulary.numbered(config)
+    numbered = number(pairs, vocabulary)
     for (source, target), (source_ids, target_ids) in zip(pairs, numbered, strict=True):
         assert source_ids[-1] == target_ids[-1] == config.eos_id
         assert config.bos_id not in [*source_ids, *target_ids]
-        assert (vocabulary.text(source_ids, config), vocabulary.text(target_ids, config)) == (source, target)
+        assert (vocabulary.text(source_ids), vocabulary.text(target_ids)) == (source, target)
     assert Batches(numbered, config, 200).padding < 0.35

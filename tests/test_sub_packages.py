@@ -131,5 +131,5 @@ def test_a_sub_package_has_few_files_and_one_sentence(name):
 
 
 def test_parsed_options_stay_in_the_command_line():
-    users = {name.split("/")[0] for name, path in files().items() if "argparse" in path.read_text("utf-8")}
+    users = {name.split("/")[0] for name, path in files().items() if "import argparse" in path.read_text("utf-8")}
     assert users == {"cli"}

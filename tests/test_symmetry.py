@@ -38,7 +38,17 @@ MODES = "Keras hands the mode down from the outermost call"
 ALLOWED = [
     *(
         ("torch jax tf", "", f"lacks module {name}", FACTS)
-        for name in ("checkpoint", "checks", "config", "files", "names", "search_plan", "taps", "training_config")
+        for name in (
+            "checkpoint",
+            "checks",
+            "config",
+            "files",
+            "names",
+            "presets",
+            "search_plan",
+            "taps",
+            "training_config",
+        )
     ),
     ("torch jax tf", "", "lacks module functional", SHIPPED),
     ("torch jax tf", "", "lacks module backward*", DERIVED),
@@ -49,8 +59,9 @@ ALLOWED = [
             *("PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
             *("count_parameters", "parameter_shapes", "tap_shapes", "load_weights", "save_weights"),
             *("Gradients", "StepResult", "TrainingConfig", "TrainingState"),
-            *("LENGTH_PENALTIES", "SearchResult", "length_penalty"),
-            *("Checkpoint", "average_weights", "load_checkpoint", "load_vocabulary", "save_checkpoint"),
+            *("LENGTH_PENALTIES", "SearchResult", "SearchRules", "length_penalty"),
+            *("Checkpoint", "average_weights", "load_checkpoint", "save_checkpoint"),
+            *("VocabularyFiles", "load_notes", "load_vocabulary"),
         )
     ),
     ("torch jax tf", "__init__", "docstring", "each package names its framework"),

@@ -27,7 +27,7 @@ from transformer_parity.compare.near_ties import Doubt
 from transformer_parity.figures import attention
 from transformer_parity.ports.protocol import Placement, SearchOptions
 from transformer_parity.ports.registry import PORTS
-from transformer_parity.text.vocabulary import Vocabulary
+from transformer_parity.text.subwords import Subwords
 from transformer_parity.translate import picture as pictures
 from transformer_parity.translate import translator
 from transformer_parity.translate.agreement import Comparison
@@ -44,7 +44,7 @@ COMMAND = [sys.executable, "-m", "transformer_parity", "translate"]
 
 def save(path, config, weights):
     """Save a model that translates letters into letters."""
-    vocabulary = Vocabulary.train([LETTERS], kind="char")
+    vocabulary = Subwords.train([LETTERS], kind="char")
     ref.save_weights(path, config, weights, vocabulary=vocabulary.model)
     return path
 
@@ -87,9 +87,9 @@ def all_hypotheses(model, lines, **options):
     loaded = ref.Transformer.from_weights(trained.config, trained.weights, "float64")
     answers = []
     for line in lines:
-        source_ids = np.array([trained.vocabulary.ids(line, trained.config)])
+        source_ids = np.array([trained.vocabulary.ids(line)])
         found = SearchOptions(**options).search(ref, loaded, source_ids)
-        texts = [trained.vocabulary.text(ids, trained.config) for ids in found.nbest_ids[0]]
+        texts = [trained.vocabulary.text(ids) for ids in found.nbest_ids[0]]
         answers.append(texts if line.strip() else [""])
     return answers
 
@@ -126,7 +126,7 @@ def test_lines_are_searched_when_they_are_due(model):
 
     class Spy:
         def search(self, source_ids, options):
-            batches.append([trained.vocabulary.text(ids, trained.config) for ids in source_ids])
+            batches.append([trained.vocabulary.text(ids) for ids in source_ids])
             return port.search(source_ids, options)
 
     lines = ["aaaa", "b", "ccccc", "d", "eeee", "ff", "gggggg", "h", "iiii"]
@@ -170,7 +170,7 @@ def test_what_separates_lines_is_the_newline_alone(model, capfd, monkeypatch):
 def test_a_translation_is_one_line(tmp_path, capfd):
     """Whatever the subwords are; some programs take this character for the end of a line."""
     config, weights = lively()
-    vocabulary = Vocabulary.train(["abcdefgh\x85"], kind="char")
+    vocabulary = Subwords.train(["abcdefgh\x85"], kind="char")
     ref.save_weights(tmp_path / "model", config, weights, vocabulary=vocabulary.model)
     _, said, _ = parity(capfd, tmp_path / "model", ["ab", "cd"], "--backend", "numpy", "--json")
     assert any("\x85" in json.loads(line)["hypotheses"][0]["pieces"] for line in said)
@@ -203,14 +203,14 @@ def test_json_has_it_all(model, capfd):
     found = [json.loads(line) for line in found]
     assert code == 0
     assert [(answer["line"], answer["source"]) for answer in found] == list(enumerate(lines, 1))
-    config, vocabulary = read_trained(model).config, read_trained(model).vocabulary
+    vocabulary = read_trained(model).vocabulary
     assert found[5]["hypotheses"] == []
     for answer, line in zip(found, plain, strict=True):
         assert len(answer["hypotheses"]) == (3 if answer["source"] else 0)
         for best in answer["hypotheses"][:1]:
             assert f"{best['score']:.4f}\t{best['text']}" == line
         for said in answer["hypotheses"]:
-            assert said["text"] == vocabulary.text(said["ids"], config)
+            assert said["text"] == vocabulary.text(said["ids"])
             assert said["text"] == spelled(said["pieces"])
 
 
@@ -468,7 +468,7 @@ def test_the_picture_shows_what_each_token_attends_to(model, tmp_path, capfd, mo
     config = trained.config
     assert keys == [*"abcde", "</s>"]
     assert spelled(queries) == found[1]
-    source_ids = np.array([trained.vocabulary.ids("abcde", config)])
+    source_ids = np.array([trained.vocabulary.ids("abcde")])
     loaded = ref.Transformer.from_weights(config, trained.weights, "float64")
     said_ids = ref.greedy_search(loaded, source_ids).ids
     seen = ref.Recorder("decoder.layers.2.cross_attention.weights")

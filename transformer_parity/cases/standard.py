@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from reference_numpy.config import IMPLEMENTATIONS, PRESETS, DropoutRates, TransformerConfig
+from reference_numpy.config import DropoutRates, TransformerConfig
 from reference_numpy.masks import causal_mask
+from reference_numpy.presets import IMPLEMENTATIONS, PRESETS
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STEPS, Case, shrunk, tiny
 from transformer_parity.cases.inputs import (

@@ -17,7 +17,8 @@ from transformer_parity.compare.verdict import Asked
 from transformer_parity.ports.package import COMPILED_IN_FULL
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.text.pairs import read_pairs
-from transformer_parity.text.vocabulary import SPECIAL, VOCAB_SIZE, Vocabulary, batch, pick
+from transformer_parity.text.subwords import SPECIAL, VOCAB_SIZE, Subwords
+from transformer_parity.text.vocabulary import batch, pick
 
 CASES, TEXT = ONLY = ("cases", "text")
 
@@ -106,15 +107,16 @@ class Selection:
         if self.weights is not None:
             config, _ = ref.load_weights(self.weights)
             smaller = min(config.source_vocab_size, config.target_vocab_size)
-            vocabulary = Vocabulary.train(lines, min(smaller - SPECIAL, VOCAB_SIZE))
+            subwords = Subwords.train(lines, min(smaller - SPECIAL, VOCAB_SIZE))
             configs = {self.weights.name: config}
         else:
-            vocabulary = Vocabulary.train(lines)
-            sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), vocabulary.size + SPECIAL)
+            subwords = Subwords.train(lines)
+            sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), subwords.size + SPECIAL)
             configs = {name: TransformerConfig.preset(name, **sizes) for name in self.presets or ["paper_base"]}
         chosen = pick(pairs, self.sentences)
+        inputs = {name: batch(chosen, subwords.numbered(config), config) for name, config in configs.items()}
         return [
-            Case(f"{SENTENCES}/{name}", SENTENCES, config, "", batch(chosen, vocabulary, config), self.weights)
+            Case(f"{SENTENCES}/{name}", SENTENCES, config, "", inputs[name], self.weights)
             for name, config in configs.items()
         ]
 

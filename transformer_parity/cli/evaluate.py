@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         console = PlainConsole(file=terminal)
         for path in options.weights:
             trained = read_trained(path)
-            corpus = held_out(trained.vocabulary, options.text, options.sentences)
+            corpus = held_out(options.text, options.sentences)
             for backend in options.backends:
                 with console.status(Text(printable(f"{backend}: {path}"))):
                     results.append(evaluate(trained, corpus, backend, options.device, search))

@@ -23,7 +23,8 @@ from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError
 from transformer_parity.text.pairs import read_pairs
-from transformer_parity.text.vocabulary import SPECIAL, VOCAB_SIZE, Vocabulary
+from transformer_parity.text.subwords import SPECIAL, VOCAB_SIZE, Subwords
+from transformer_parity.text.vocabulary import Vocabulary, batch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,8 +83,9 @@ def draw_attention(asked: Asked) -> Figure:
     from matplotlib.figure import Figure
 
     config, weights, vocabulary, model = _model(asked)
-    source = [*vocabulary.pieces(asked.source), "</s>"]
-    target = ["<s>", *vocabulary.pieces(asked.target)]
+    inputs = batch([(asked.source, asked.target)], vocabulary, config)
+    source = vocabulary.names(inputs["source_ids"][0], source=True)
+    target = ["<s>", *vocabulary.names(inputs["target_ids"][0][1:])]
     block, queries, keys = {
         "encoder": ("Self-attention of encoder", source, source),
         "decoder": ("Self-attention of decoder", target, target),
@@ -95,10 +97,6 @@ def draw_attention(asked: Asked) -> Figure:
     sizes = config if asked.which == "encoder" else config.in_decoder
     if asked.which == "decoder" and not config.has_self_attention(asked.layer):
         raise UsageError("--layer must not be 0 in this model: the decoder's first layer has no self-attention")
-    inputs = {
-        "source_ids": np.array([vocabulary.ids(asked.source, config)]),
-        "target_ids": np.array([vocabulary.ids(asked.target, config, start=True, end=False)]),
-    }
     tap = TAPS[asked.which].format(asked.layer)
     ports = [PORTS[name] for name in asked.backends]
     seen = attention_weights(config, weights, inputs, tap, ports, asked.dtype)
@@ -190,12 +188,13 @@ def _model(asked: Asked) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
     """Return a config, weights, subwords, and the title of the model."""
     lines = [line for pair in read_pairs(*(asked.text or ())) for line in pair]
     if asked.weights is None:
-        vocabulary = Vocabulary.train(lines)
-        sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), vocabulary.size + SPECIAL)
+        subwords = Subwords.train(lines)
+        sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), subwords.size + SPECIAL)
         config = TransformerConfig.preset(asked.preset, **SMALL, **sizes)
-        return config, hard_weights(config), vocabulary, f"a small random model, not trained, built as {asked.preset}"
+        title = f"a small random model, not trained, built as {asked.preset}"
+        return config, hard_weights(config), subwords.numbered(config), title
     config, weights = ref.load_weights(asked.weights)
     size = min(config.source_vocab_size, config.target_vocab_size) - SPECIAL
-    vocabulary = Vocabulary.train(lines, min(size, VOCAB_SIZE))
+    vocabulary = Subwords.train(lines, min(size, VOCAB_SIZE)).numbered(config)
     text = "the text that ships" if asked.text is None else asked.text[0].name
     return config, weights, vocabulary, f"{asked.weights.name}, with subwords learned from {text}"

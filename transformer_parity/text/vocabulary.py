@@ -1,141 +1,108 @@
-"""Real sentences: the parallel text that ships with this project or two line-aligned files, cut into subwords."""
+"""What a vocabulary does: lines of text become the ids of a model, and ids become text."""
 
 from __future__ import annotations
 
-import io
+import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from typing import ClassVar, Self
 
 import numpy as np
-import sentencepiece
 from numpy import ndarray
 
-from reference_numpy.checks import check_choice
 from reference_numpy.config import TransformerConfig
 from transformer_parity.text.pairs import Pairs
 
-VOCAB_SIZE = 1000
-UNLIMITED = 0x110000  # characters in Unicode
 LONGEST = 4096  # tokens of a sentence; what is longer, such as a file in one line, would take hours and all memory
-SPECIAL = 3  # ids a model may keep for itself: padding, start and end
 
 
-class Vocabulary:
-    """A joint subword vocabulary (sentencepiece), free of any model's special ids.
+class Vocabulary(ABC):
+    """The vocabulary of a trained model, in the model's own ids.
 
     Args:
-        model: A serialized sentencepiece model.
+        files: What it is made of, by name.
 
     Attributes:
-        model: The same bytes, to be kept with the weights that were trained on it.
-        size: How many subwords there are, the unknown one included.
-
-    Raises:
-        ValueError: The bytes are no sentencepiece model.
+        kind: What a weight file calls it; `transformer_parity.text.kinds` builds one from kind and files.
+        sizes: How many ids a model must have, for what it reads and for what it writes.
+        source_languages: Codes of the languages that it tells apart in what it reads; empty if it reads one.
+        target_languages: Likewise in what it writes.
+        needs_direction: Whether it numbers no line until ``between`` says of which language.
+        start_id: What the decoder starts with in this direction; None is the ``bos_id`` of the config.
+        forced_ids: What every translation in this direction starts with.
     """
 
-    def __init__(self, model: bytes) -> None:
-        self._processor = sentencepiece.SentencePieceProcessor()
-        try:
-            self._processor.LoadFromSerializedProto(model)
-        except RuntimeError as error:
-            raise ValueError(f"not a sentencepiece model: {error}") from error
-        self.model = model
-        self.size: int = self._processor.get_piece_size()
+    kind: ClassVar[str]
+    sizes: tuple[int, int]
+    source_languages: Sequence[str] = ()
+    target_languages: Sequence[str] = ()
+    needs_direction: bool = False
+    start_id: int | None = None
+    forced_ids: tuple[int, ...] = ()
 
-    @classmethod
-    def train(cls, lines: Iterable[str], size: int = VOCAB_SIZE, kind: str = "unigram") -> Vocabulary:
-        """Learn at most ``size`` subwords from lines of text; a small text yields fewer.
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self._files = dict(files)
+
+    def files(self) -> dict[str, bytes]:
+        """Return what it is made of, to travel with the weights."""
+        return dict(self._files)
+
+    @abstractmethod
+    def ids(self, line: str) -> list[int]:
+        """Return the ids of a line to translate, as the encoder reads them: with the end symbol, if the model has it.
+
+        An empty line has the fewest: no more than the symbols that every line has.
+        """
+
+    @abstractmethod
+    def target_ids(self, line: str) -> list[int]:
+        """Return the ids of a translation, as the model says them: from the forced ones to the end symbol."""
+
+    @abstractmethod
+    def text(self, ids: Iterable[int]) -> str:
+        """Return what a translation says, without special symbols."""
+
+    @abstractmethod
+    def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:
+        """Spell out each id of a translation, or of a line to translate."""
+
+    def between(self, source: str | None, target: str | None) -> Self:
+        """Return the vocabulary for translations from one language into another.
 
         Args:
-            lines: The text.
-            size: The most subwords.
-            kind: unigram, or char: every character is a subword, and there is no other.
+            source: A code of ``source_languages``; None where there are none, or none is needed.
+            target: Likewise of ``target_languages``.
 
         Raises:
-            ValueError: The size is too small to hold every character of the text.
+            ValueError: A code is missing or not known, or there are no languages to choose from.
         """
-        check_choice("kind", kind, ("unigram", "char"))
-        if size < 2:
-            raise ValueError(f"a subword vocabulary needs at least 2 entries: got {size}")
-        if size > UNLIMITED:
-            raise ValueError(f"a subword vocabulary has at most {UNLIMITED:,} entries: got {size:,}")
-        model = io.BytesIO()
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(lines),
-                model_writer=model,
-                model_type=kind,
-                vocab_size=size if kind == "unigram" else UNLIMITED,  # it would leave out rare characters in silence
-                add_dummy_prefix=kind == "unigram",  # words at the start of a line and elsewhere look alike
-                hard_vocab_limit=False,
-                character_coverage=1.0,
-                unk_id=0,
-                bos_id=-1,
-                eos_id=-1,
-                pad_id=-1,
-                minloglevel=2,
-            )
-        except RuntimeError as error:
-            raise ValueError(f"{size} subwords are too few for this text: {error}") from error
-        vocabulary = cls(model.getvalue())
-        if vocabulary.size > size:
-            raise ValueError(f"{size} subwords are too few for this text: it needs {vocabulary.size}")
-        return vocabulary
-
-    def pieces(self, line: str) -> list[str]:
-        """Cut a line into subwords."""
-        return self._processor.encode(line, out_type=str)
-
-    def ids(self, line: str, config: TransformerConfig, start: bool = False, end: bool = True) -> list[int]:
-        """Cut a line into subwords and number them with ids that are not special ids of the config.
-
-        Raises:
-            ValueError: The model's vocabulary is too small for this one.
-        """
-        free = _free_ids(config)
-        if self.size > len(free):
-            special = len({config.pad_id, config.bos_id, config.eos_id})
-            available = min(config.source_vocab_size, config.target_vocab_size)
-            raise ValueError(f"{self.size} subwords need a vocabulary of {self.size + special}: got {available}")
-        numbered = [free[piece] for piece in self._processor.encode(line)]
-        return [config.bos_id] * start + numbered + [config.eos_id] * end
-
-    def text(self, ids: Iterable[int], config: TransformerConfig) -> str:
-        """Turn ids back into a line: what stands before the first ``eos_id``, without padding and ``bos_id``.
-
-        An id that stands for no subword, as a model may produce one, reads as an unknown subword.
-        """
-        pieces = _pieces(config, self.size)
-        tokens = [int(token) for token in ids]
-        if tokens[:1] == [config.bos_id]:  # first of all, because bos_id may be eos_id
-            tokens = tokens[1:]
-        if config.eos_id in tokens:
-            tokens = tokens[: tokens.index(config.eos_id)]
-        silent = (config.pad_id, config.bos_id)
-        unknown = self._processor.unk_id()
-        return self._processor.decode([pieces.get(token, unknown) for token in tokens if token not in silent])
-
-    def names(self, ids: Iterable[int], config: TransformerConfig) -> list[str]:
-        """Spell out each id: a subword, or ``</s>``, ``<s>`` or ``<pad>`` for the special ids of the config."""
-        pieces = _pieces(config, self.size)
-        special = {config.pad_id: "<pad>", config.bos_id: "<s>", config.eos_id: "</s>"}
-        unknown = self._processor.unk_id()
-        return [special.get(token) or self._processor.id_to_piece(pieces.get(token, unknown)) for token in ids]
+        check_code("source", source, self.source_languages, needed=self.needs_direction)
+        check_code("target", target, self.target_languages, needed=self.needs_direction)
+        return self
 
 
-@lru_cache
-def _free_ids(config: TransformerConfig) -> tuple[int, ...]:
-    """Return the ids, ascending, that source and target have in common and that are not special ids of the config."""
-    special = {config.pad_id, config.bos_id, config.eos_id}
-    available = min(config.source_vocab_size, config.target_vocab_size)
-    return tuple(token for token in range(available) if token not in special)
+def check_code(side: str, code: str | None, known: Sequence[str], *, needed: bool) -> None:
+    """Refuse a language that a vocabulary does not have, or none where one is needed.
+
+    Raises:
+        ValueError: See above; the message names those that look alike.
+    """
+    if code is None:
+        if needed:
+            some = ", ".join(known[:4]) + (f" and {len(known) - 4} others" if len(known) > 4 else "")
+            raise ValueError(f"this vocabulary needs a {side} language: one of {some}")
+        return
+    if not known:
+        raise ValueError(f"this vocabulary has no {side} languages to choose from: got {code!r}")
+    if code not in known:
+        raise ValueError(f"this vocabulary has no {side} language {code!r}: {nearest(code, known)}")
 
 
-@lru_cache
-def _pieces(config: TransformerConfig, size: int) -> Mapping[int, int]:
-    """Return which of so many subwords each id stands for."""
-    return {token: piece for piece, token in enumerate(_free_ids(config)[:size])}
+def nearest(code: str, known: Sequence[str]) -> str:
+    """Return a clause that names the known codes that are most like one."""
+    begin_alike = [other for other in known if other.lower().startswith(code.lower()[:2])]
+    alike = list(dict.fromkeys([*difflib.get_close_matches(code, known, 5, 0.5), *begin_alike]))[:5]
+    return f"did you mean {', '.join(alike)}?" if alike else f"it has {', '.join(known[:10])}, ..."
 
 
 def pick(pairs: Pairs, count: int) -> Pairs:
@@ -147,9 +114,10 @@ def pick(pairs: Pairs, count: int) -> Pairs:
 
 def batch(pairs: Pairs, vocabulary: Vocabulary, config: TransformerConfig) -> dict[str, ndarray]:
     """Return the ids of a batch of sentence pairs, padded: what the decoder reads starts with ``bos_id``."""
+    start = config.bos_id if vocabulary.start_id is None else vocabulary.start_id
     return {
-        "source_ids": pad([vocabulary.ids(source, config) for source, _ in pairs], config),
-        "target_ids": pad([vocabulary.ids(target, config, start=True, end=False) for _, target in pairs], config),
+        "source_ids": pad([vocabulary.ids(source) for source, _ in pairs], config),
+        "target_ids": pad([[start, *vocabulary.target_ids(target)[:-1]] for _, target in pairs], config),
     }
 
 

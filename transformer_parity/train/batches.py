@@ -24,13 +24,9 @@ MAX_BOUNDS = 256  # candidates for a bucket's longest sentence
 Numbered = tuple[Sequence[int], Sequence[int]]
 
 
-def number(pairs: Iterable[tuple[str, str]], vocabulary: Vocabulary, config: TransformerConfig) -> list[Numbered]:
-    """Return pairs of sentences as ids; each side ends with ``eos_id``, and neither begins with ``bos_id``.
-
-    Raises:
-        ValueError: The model's vocabulary is too small for this one.
-    """
-    return [(vocabulary.ids(source, config), vocabulary.ids(target, config)) for source, target in pairs]
+def number(pairs: Iterable[tuple[str, str]], vocabulary: Vocabulary) -> list[Numbered]:
+    """Return pairs of sentences as ids: what the encoder reads, and what the decoder is to say."""
+    return [(vocabulary.ids(source), vocabulary.target_ids(target)) for source, target in pairs]
 
 
 @dataclass(frozen=True)

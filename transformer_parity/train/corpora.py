@@ -12,7 +12,7 @@ from typing import Any
 from reference_numpy.checks import check_choice
 from transformer_parity.text.dates import date_lines, date_pairs
 from transformer_parity.text.pairs import Pairs, read_pairs
-from transformer_parity.text.vocabulary import Vocabulary
+from transformer_parity.text.subwords import Subwords
 
 DATES_TRAINED, DATES_HELD_OUT = 100_000, 2_000
 MOST_HELD_OUT = 1_000  # pairs of a text, where none are given for validation
@@ -55,14 +55,11 @@ RECIPES = {
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Sentence pairs to learn from, pairs held out, and the vocabulary of both."""
+class HeldOut:
+    """Sentence pairs to evaluate on."""
 
     task: str
-    vocabulary: Vocabulary
-    training: Pairs
     held_out: Pairs
-    origin: dict[str, Any]  # what it takes to build it again, in JSON's types
 
     @property
     def metric(self) -> str:
@@ -79,25 +76,34 @@ class Corpus:
         return sacrebleu.corpus_bleu(list(translations), [list(references)]).score
 
 
+@dataclass(frozen=True)
+class Corpus(HeldOut):
+    """Sentence pairs to learn from as well, and the subwords of both."""
+
+    training: Pairs
+    vocabulary: Subwords
+    origin: dict[str, Any]  # what it takes to build it again, in JSON's types
+
+
 @cache
-def date_vocabulary() -> Vocabulary:
+def date_vocabulary() -> Subwords:
     """Return the characters that dates are written in."""
-    return Vocabulary.train(date_lines(), kind="char")
+    return Subwords.train(date_lines(), kind="char")
 
 
-def dates(seed: int, vocabulary: Vocabulary | None = None) -> Corpus:
+def dates(seed: int, vocabulary: Subwords | None = None) -> Corpus:
     """Return human-written dates and their ISO 8601 form, character by character."""
     vocabulary = vocabulary or date_vocabulary()
     training = date_pairs(DATES_TRAINED, seed, held_out=False)
     origin = {"task": "dates", "seed": seed, "checksum": _checksum(training)}
-    return Corpus("dates", vocabulary, training, date_pairs(DATES_HELD_OUT, seed, held_out=True), origin)
+    return Corpus("dates", date_pairs(DATES_HELD_OUT, seed, held_out=True), training, vocabulary, origin)
 
 
 def text(
     files: Sequence[str | Path],
     held_out: Sequence[str | Path] | None,
     vocab_size: int,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: Subwords | None = None,
 ) -> Corpus:
     """Return the sentences of two line-aligned files, in subwords learned from them.
 
@@ -121,32 +127,32 @@ def text(
         training = [pair for pair in pairs if pair not in chosen]
         if not training:
             raise ValueError(f"{files[0]} and {files[1]} hold one pair of sentences only: nothing is left to learn")
-    vocabulary = vocabulary or Vocabulary.train((line for pair in training for line in pair), vocab_size)
+    vocabulary = vocabulary or Subwords.train((line for pair in training for line in pair), vocab_size)
     origin = {
         "task": "text",
         "files": [str(Path(path).resolve()) for path in files],
         "held_out": held_out and [str(Path(path).resolve()) for path in held_out],
         "checksum": _checksum(training + validation),
     }
-    return Corpus("text", vocabulary, training, validation, origin)
+    return Corpus("text", validation, training, vocabulary, origin)
 
 
-def held_out_dates(seed: int, vocabulary: Vocabulary, count: int) -> Corpus:
+def held_out_dates(seed: int, count: int) -> HeldOut:
     """Return dates on days that are in no training set."""
-    return Corpus("dates", vocabulary, [], date_pairs(count, seed, held_out=True), {})
+    return HeldOut("dates", date_pairs(count, seed, held_out=True))
 
 
-def held_out(files: Sequence[str | Path], vocabulary: Vocabulary, sentences: int | None) -> Corpus:
+def held_out(files: Sequence[str | Path], sentences: int | None) -> HeldOut:
     """Return the first sentences of two files, for evaluation.
 
     Raises:
         OSError: A file cannot be read.
         ValueError: The files are no line-aligned text.
     """
-    return Corpus("text", vocabulary, [], read_pairs(*files)[:sentences], {})
+    return HeldOut("text", read_pairs(*files)[:sentences])
 
 
-def rebuild(origin: Any, vocabulary: Vocabulary, moved: Mapping[str, Sequence[Path] | None]) -> Corpus:
+def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path] | None]) -> Corpus:
     """Return the corpus that a run was trained on.
 
     Args:

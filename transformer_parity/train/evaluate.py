@@ -10,10 +10,10 @@ from typing import Any
 
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.ports.protocol import Placement, SearchOptions
-from transformer_parity.text.vocabulary import LONGEST, Vocabulary
+from transformer_parity.text.vocabulary import LONGEST
 from transformer_parity.train import corpora
 from transformer_parity.train.batches import Batches, number
-from transformer_parity.train.corpora import Corpus
+from transformer_parity.train.corpora import HeldOut
 from transformer_parity.train.learner import Learner
 from transformer_parity.train.run import longest_translation
 from transformer_parity.translate.trained import Trained
@@ -23,11 +23,10 @@ DATES = 1000  # of them, unless another number is asked for
 TOKENS = 2048  # of a batch
 
 
-def held_out(vocabulary: Vocabulary, text: Sequence[Path] | None, sentences: int | None) -> Corpus:
+def held_out(text: Sequence[Path] | None, sentences: int | None) -> HeldOut:
     """Return the sentences to evaluate on.
 
     Args:
-        vocabulary: That of the model.
         text: Source and target file; None is generated dates.
         sentences: The first ones only; None is all of a text, and 1,000 dates.
 
@@ -36,19 +35,19 @@ def held_out(vocabulary: Vocabulary, text: Sequence[Path] | None, sentences: int
         ValueError: The files are no line-aligned text.
     """
     if text is None:
-        return corpora.held_out_dates(SEED, vocabulary, sentences or DATES)
-    return corpora.held_out(text, vocabulary, sentences)
+        return corpora.held_out_dates(SEED, sentences or DATES)
+    return corpora.held_out(text, sentences)
 
 
-def evaluate(trained: Trained, corpus: Corpus, backend: str, device: str, search: SearchOptions) -> dict[str, Any]:
+def evaluate(trained: Trained, corpus: HeldOut, backend: str, device: str, search: SearchOptions) -> dict[str, Any]:
     """Return loss, perplexity, score and time of one model in one backend, in plain values."""
     config = trained.config
     learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, Placement("float32", device))
-    batches = Batches(number(corpus.held_out, corpus.vocabulary, config), config, TOKENS, max_length=LONGEST)
+    batches = Batches(number(corpus.held_out, trained.vocabulary), config, TOKENS, max_length=LONGEST)
     loss = learner.validate(batches.once())
     sources = [source for source, _ in corpus.held_out]
     start = time.perf_counter()
-    lines = learner.translate(sources, corpus.vocabulary, longest_translation(batches), search)
+    lines = learner.translate(sources, trained.vocabulary, longest_translation(batches), search)
     seconds = time.perf_counter() - start
     return {
         "file": str(trained.path),

@@ -62,7 +62,7 @@ class Learner:
         """Put other weights into the model."""
         self.package.set_weights(self.model, weights)
 
-    def checkpoint(self, progress: dict[str, Any], vocabulary: Vocabulary) -> Checkpoint:
+    def checkpoint(self, progress: dict[str, Any], vocabulary: bytes) -> Checkpoint:
         """Return everything there is to save."""
         return Checkpoint(
             self.model.config,
@@ -70,5 +70,5 @@ class Learner:
             self.model.export_weights(),
             self.trainer.export_state(),
             progress,
-            vocabulary.model,
+            vocabulary,
         )

@@ -190,10 +190,11 @@ class Run:
         self._read_losses()
         found = {}
         pairs = self.corpus.held_out[:sample]
+        vocabulary = self.corpus.vocabulary.numbered(self.learners[0].model.config)
         max_length = longest_translation(self.held_out)
         for learner in self.learners:
             loss = learner.validate(self.held_out.once())
-            lines = learner.translate([source for source, _ in pairs], self.corpus.vocabulary, max_length)
+            lines = learner.translate([source for source, _ in pairs], vocabulary, max_length)
             score = self.corpus.score(lines, [target for _, target in pairs])
             found[learner.backend] = {"loss": loss, self.corpus.metric: score}
             found_by = {"backend": learner.backend, "averaged": averaged, "sentences": len(pairs)}
@@ -218,7 +219,7 @@ class Run:
             "seconds": self.seconds,
         }
         path = self.folder / f"checkpoint-{self.step:07}.safetensors"
-        save_checkpoint(path, self.learners[0].checkpoint(progress, self.corpus.vocabulary))
+        save_checkpoint(path, self.learners[0].checkpoint(progress, self.corpus.vocabulary.model))
         self.log.write("checkpoint", step=self.step, file=path.name)
         self.log.flush()
         self._saved = self.step

@@ -14,7 +14,8 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.training_config import TrainingConfig, TrainingState
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.system.machine import check_memory
-from transformer_parity.text.vocabulary import LONGEST, SPECIAL, Vocabulary
+from transformer_parity.text.subwords import SPECIAL, Subwords
+from transformer_parity.text.vocabulary import LONGEST
 from transformer_parity.train import corpora
 from transformer_parity.train.batches import Batches, number
 from transformer_parity.train.corpora import Corpus, Recipe
@@ -51,9 +52,8 @@ class Setup:
             ValueError: The text does not fit the model, or a dtype or device the backend.
             RuntimeError: A device is not visible.
         """
-        training, held_out = (
-            number(pairs, self.corpus.vocabulary, self.config) for pairs in (self.corpus.training, self.corpus.held_out)
-        )
+        vocabulary = self.corpus.vocabulary.numbered(self.config)
+        training, held_out = (number(pairs, vocabulary) for pairs in (self.corpus.training, self.corpus.held_out))
         slices, most = self.settings.accumulation_steps, max(self.tokens_per_batch, LONGEST)
         batches = Batches(training, self.config, self.tokens_per_batch, self.seed, slices, most)
         validation = Batches(held_out, self.config, self.tokens_per_batch, max_length=most)
@@ -164,13 +164,13 @@ def resume(
     checkpoint = load_checkpoint(path)
     progress = checkpoint.progress
     try:
-        if checkpoint.vocabulary is None:
+        if not isinstance(checkpoint.vocabulary, bytes):
             raise KeyError("vocabulary")
         kept = Plan(**progress["plan"])
         position, tokens, seconds = progress["position"], progress["tokens_per_batch"], progress["seconds"]
         check_integer("tokens_per_batch", tokens, minimum=1)
         check_number("seconds", seconds, "at least 0", lambda x: x >= 0)
-        corpus = corpora.rebuild(progress["corpus"], Vocabulary(checkpoint.vocabulary), moved)
+        corpus = corpora.rebuild(progress["corpus"], Subwords(checkpoint.vocabulary), moved)
     except KeyError as error:
         raise ValueError(f"{path} cannot be resumed: it lacks {error}") from error
     except (TypeError, ValueError) as error:
@@ -204,7 +204,7 @@ def resume(
     )
 
 
-def _model_config(recipe: Recipe, vocabulary: Vocabulary, changes: Changes) -> TransformerConfig:
+def _model_config(recipe: Recipe, vocabulary: Subwords, changes: Changes) -> TransformerConfig:
     """Return the conventions of a preset at the sizes of a recipe, with any of them replaced."""
     vocab_size = vocabulary.size + SPECIAL
     fields = {

@@ -15,14 +15,16 @@ class Line:
     Attributes:
         number: Counted from 1.
         text: The text, as read.
-        ids: Its subwords, and the end symbol.
-        most: How many of them it may have.
+        ids: Its subwords, and the symbols that every line has.
+        most: How many ids it may have.
+        least: How many it has unless it is blank.
     """
 
     number: int
     text: str
     ids: Sequence[int]
     most: int
+    least: int = 2
 
     @property
     def is_too_long(self) -> bool:
@@ -32,7 +34,7 @@ class Line:
     @property
     def can_be_translated(self) -> bool:
         """Whether it holds anything, and not too much."""
-        return len(self.ids) > 1 and not self.is_too_long
+        return len(self.ids) >= self.least and not self.is_too_long
 
 
 @dataclass(frozen=True)

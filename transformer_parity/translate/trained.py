@@ -11,6 +11,7 @@ from numpy import ndarray
 from reference_numpy.checks import check_integer
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import open_file, read_vocabulary, read_weights
+from transformer_parity.text.kinds import build_vocabulary
 from transformer_parity.text.vocabulary import Vocabulary
 
 
@@ -34,11 +35,15 @@ def read_trained(path: Path) -> Trained:
     """
     with open_file(path, "weight file") as (description, file):
         config, weights = read_weights(description, file)
-        model = read_vocabulary(description, file)
+        stored = read_vocabulary(description, file)
         step = None
         if "training" in description:
             step = description["training"]["step"]
             check_integer("step", step, minimum=0)
-    if model is None:
+    if stored is None:
         raise ValueError(f"{path} holds no vocabulary: parity train writes one, save_weights only when given it")
-    return Trained(path, step, config, weights, Vocabulary(model))
+    try:
+        vocabulary = build_vocabulary(stored, config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Trained(path, step, config, weights, vocabulary)

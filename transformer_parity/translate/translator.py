@@ -102,8 +102,9 @@ class Translator:
         self, lines: Iterable[str], search: Callable[[ndarray], Sequence[Found]]
     ) -> Iterator[tuple[Line, Found | None]]:
         """Search batches in the order in which their first lines are due; yield None for what is left empty."""
+        least = len(self.vocabulary.ids("")) + 1
         numbered = (
-            Line(number, text, self.vocabulary.ids(text, self.config), most_tokens(self.config))
+            Line(number, text, self.vocabulary.ids(text), most_tokens(self.config), least)
             for number, text in enumerate(lines, 1)
         )
         while window := list(islice(numbered, self.window)):
@@ -129,5 +130,5 @@ class Translator:
 
     def _hypothesis(self, ids: ndarray, score: float) -> Hypothesis:
         tokens = tokens_of(ids, self.config)
-        text = " ".join(self.vocabulary.text(tokens, self.config).splitlines())  # a subword may be a newline
-        return Hypothesis(text, float(score), tokens, self.vocabulary.names(tokens, self.config))
+        text = " ".join(self.vocabulary.text(tokens).splitlines())  # a subword may be a newline
+        return Hypothesis(text, float(score), tokens, self.vocabulary.names(tokens))
