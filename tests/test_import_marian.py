@@ -9,9 +9,10 @@ import pytest
 import third_party
 import yaml
 from conftest import assert_same_bits, random_weights, tiny_config
-from programs import Marian
+from programs import Marian, softmax
 
 import reference_numpy as ref
+from reference_numpy.search_plan import SearchRules
 from transformer_parity.checkpoints import marian
 from transformer_parity.checkpoints.imported import Imported, Origin
 from transformer_parity.checkpoints.marian_settings import SETTINGS, settings_of
@@ -129,8 +130,9 @@ VARIANTS = {
 def test_logits_are_marians(save, name):
     path = save(VARIANTS[name])
     imported = read(path)
-    theirs, ours, *_ = both(path, imported)
+    theirs, ours, model, source, target = both(path, imported)
     assert third_party.relative_error(ours, theirs) <= 1e-12
+    assert (softmax(model(source, target))[..., theirs.shape[-1] :] == 0).all()
     assert imported.notes == ()
     assert (imported.origin.format, imported.origin.preset) == ("marian", "marian_cpp")
     assert imported.config.pad_id == imported.config.bos_id == max(OPTIONS["dim-vocabs"])
@@ -158,6 +160,18 @@ def test_neighbouring_conventions_differ(save, change):
     theirs, _, _, source, target = both(path, imported)
     other = ref.Transformer.from_weights(imported.config.replace(**change), imported.weights, dtype="float64")
     assert third_party.relative_error(other(source, target)[..., :V], theirs) > 1e-7
+
+
+def test_what_hugging_faces_converter_makes_of_it_is_another_model(save):
+    """Its frequencies and its epsilon are others: an OPUS-MT folder is not what was trained."""
+    path = save()
+    imported = read(path)
+    theirs, _, _, source, target = both(path, imported)
+    converted = imported.config.replace(position_timescale="m", layer_norm_epsilon=1e-5)
+    model = ref.Transformer.from_weights(converted, imported.weights, dtype="float64")
+    hugging_face = third_party.marian_logits(converted, imported.weights, source, target).numpy()
+    assert third_party.relative_error(model(source, target), hugging_face) <= 1e-12
+    assert np.abs(hugging_face[..., :V] - theirs).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -275,12 +289,16 @@ def test_wrong_tensors_are_refused_by_their_own_names(save, edit, message):
 
 def test_the_search_is_that_of_the_decoder_file(save):
     path = save()
-    assert read(path).search == SearchOptions(beam_size=12, length_penalty=0.0, length_penalty_kind="power")
+    rules = SearchRules.preset("marian", banned_ids=(1,))
+    assert read(path).search == SearchOptions.preset("marian", beam_size=12, length_penalty=0.0, rules=rules)
     decoder = path.with_name("model.npz.decoder.yml")
     decoder.write_text("models: [/elsewhere/model.npz]\nbeam-size: 6\nnormalize: 0.6\nword-penalty: 0\n")
     imported = read(path)
-    assert imported.search == SearchOptions(beam_size=6, length_penalty=0.6, length_penalty_kind="power")
+    assert imported.search == SearchOptions.preset("marian", beam_size=6, length_penalty=0.6, rules=rules)
     assert set(imported.origin.files) == {"model.npz", "model.npz.decoder.yml"}
+    decoder.write_text("word-penalty: 0.5")
+    with pytest.raises(ValueError, match=r"word-penalty must be 0: got 0\.5"):
+        read(path)
 
 
 def model_of(config):

@@ -30,7 +30,7 @@ from transformer_parity.checkpoints.table import AS_IS, ROW, TRANSPOSED, Row, gi
 from transformer_parity.containers import npz
 
 IGNORED = (SETTINGS, "special:*", "decoder_c0")
-NEVER = -1e4  # the bias of a target row that only fills the table up: float16 holds it, and its probability is 0
+NEVER = -1e4  # the bias of a target that does not exist: float16 holds it, and its probability is 0
 
 EXPRESSIBLE: dict[str, tuple[object, ...]] = {
     **PLAIN_HEADS,
@@ -128,29 +128,25 @@ def append_padding(
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
     """Append the row of zeros that is padding and start, at the same id on both sides.
 
-    The smaller of two vocabularies is filled up first; no target is ever one of those that fill it.
-
-    Raises:
-        ValueError: The target vocabulary is the smaller one, and no bias keeps what fills it up from being said.
+    The smaller of two vocabularies is filled up first. What is appended is never said, so that log-probabilities are
+    those of Marian, which has no such targets.
     """
     pad_id, size = max(config.source_vocab_size, config.target_vocab_size), config.target_vocab_size
-    if size < pad_id and not config.output_bias:
-        raise ValueError("--output-omit-bias needs a target vocabulary that is not smaller than the source's")
-    padded = dict(weights)
+    table = weights["source_embedding.table"]
+    padded = {**weights, "output_proj.bias": weights.get("output_proj.bias", np.zeros(size, table.dtype))}
     for name, axis in OF_VOCABULARY.items():
         if name in padded:
-            rows_more = pad_id + 1 - padded[name].shape[axis]
-            padded[name] = np.pad(padded[name], [(0, rows_more * (i == axis)) for i in range(padded[name].ndim)])
-    if config.output_bias:
-        padded["output_proj.bias"][size:pad_id] = NEVER
+            more = pad_id + 1 - padded[name].shape[axis]
+            padded[name] = np.pad(padded[name], [(0, more * (i == axis)) for i in range(padded[name].ndim)])
+    padded["output_proj.bias"][size:] = NEVER
     sizes = {f"{side}_vocab_size": pad_id + 1 for side in ("source", "target")}
-    return config.replace(**sizes, pad_id=pad_id, bos_id=pad_id), padded
+    return config.replace(**sizes, pad_id=pad_id, bos_id=pad_id, output_bias=True), padded
 
 
 def strip_padding(
     config: TransformerConfig, weights: Mapping[str, ndarray]
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Take off what ``append_padding`` appended, where padding is the last id.
+    """Take off what ``append_padding`` appended; padding that was not appended stays.
 
     Raises:
         ValueError: The decoder does not start from a vector of zeros, as Marian's does.
@@ -158,11 +154,11 @@ def strip_padding(
     source, target = weights["source_embedding.table"], target_table(weights)
     if target[config.bos_id].any():
         raise ValueError(f"Marian starts from a vector of zeros: the row of bos_id {config.bos_id} has other numbers")
-    if {config.pad_id} != {config.source_vocab_size - 1, config.target_vocab_size - 1}:
+    bias = weights.get("output_proj.bias", np.zeros(config.target_vocab_size, source.dtype))
+    last = {config.source_vocab_size - 1, config.target_vocab_size - 1}
+    if last != {config.pad_id} or bias[config.pad_id] != NEVER:
         return config, dict(weights)
-    sizes = {"source": config.pad_id, "target": config.pad_id}
-    bias = weights.get("output_proj.bias", np.zeros(config.target_vocab_size))[: config.pad_id]
-    sizes["target"] -= int((bias == NEVER).sum())
+    sizes = {"source": config.pad_id, "target": int((bias != NEVER).sum())}
     if config.tie_embeddings != "all" and sizes["target"] == config.pad_id:
         sizes["source"] = int(source.any(axis=1).nonzero()[0].max(initial=0)) + 1
     stripped = dict(weights)
@@ -170,8 +166,11 @@ def strip_padding(
         if name in stripped:
             size = sizes["source" if name.startswith("source") else "target"]
             stripped[name] = stripped[name][:size] if axis == 0 else stripped[name][:, :size]
-    ids = {"pad_id": 0, "bos_id": 0}  # of a model that has none
-    return config.replace(**ids, **{f"{side}_vocab_size": size for side, size in sizes.items()}), stripped
+    has_bias = bool(stripped["output_proj.bias"].any())
+    if not has_bias:
+        del stripped["output_proj.bias"]
+    without = {"pad_id": 0, "bos_id": 0, "output_bias": has_bias}
+    return config.replace(**without, **{f"{side}_vocab_size": size for side, size in sizes.items()}), stripped
 
 
 def target_table(weights: Mapping[str, ndarray]) -> ndarray:

@@ -9,10 +9,11 @@ from typing import Any
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.search_plan import SearchRules
 from transformer_parity.ports.protocol import SearchOptions
 
 SETTINGS = "special:model.yml"
-EOS_ID = 0  # Word::DEFAULT_EOS_ID
+EOS_ID, UNK_ID = 0, 1  # Word::DEFAULT_EOS_ID and DEFAULT_UNK_ID
 
 # Options for which there is one value here, and what else a model would be. What an old file does not have is meant so.
 NEEDED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -180,12 +181,12 @@ def read_search(path: Path) -> SearchOptions:
     from transformer_parity.containers import yaml
 
     settings = yaml.read(path.read_bytes(), path.name) if path.is_file() else {}
-    power = settings.get("normalize", 0)
-    return SearchOptions(
-        beam_size=settings.get("beam-size", 12),
-        length_penalty=float(power),
-        length_penalty_kind="power",
-    )
+    if settings.get("word-penalty", 0):
+        raise ValueError(f"{path.name}: word-penalty must be 0: got {settings['word-penalty']}; no search here has one")
+    penalty = float(settings.get("normalize", 0))
+    unknown = () if settings.get("allow-unk", False) else (UNK_ID,)
+    rules = SearchRules.preset("marian", banned_ids=unknown)
+    return SearchOptions.preset("marian", beam_size=settings.get("beam-size", 12), length_penalty=penalty, rules=rules)
 
 
 def settings_of(config: TransformerConfig, shared: bool) -> dict[str, object]:
