@@ -72,6 +72,9 @@ def take(
         ValueError: Tensors are missing, unknown, or not of the shape or a dtype that the config needs; the message has
             the format's names.
     """
+    layers = config.num_encoder_layers + config.num_decoder_layers
+    if layers > len(tensors):  # before the names of that many layers are spelled out
+        raise ValueError(f"{len(tensors)} tensors are too few for the config's {layers:,} layers")
     rows = spelled_out(table, config)
     shapes = parameter_shapes(config)
     if unnamed := [name for name in shapes if name not in rows]:
