@@ -133,26 +133,29 @@ def marian_logits(config, weights, source, target):
     ).logits
 
 
-@torch.no_grad()
 def marian_search(config, weights, source, max_length, **options):
     """Let Hugging Face search, and return ids [B, N, L] without the start symbol, and scores [B, N] or None."""
+    early = "never" if options["num_beams"] > 1 else False  # that is: as early as is exact
+    fields = {"max_new_tokens": max_length, "bad_words_ids": [[config.pad_id]], "early_stopping": early, **options}
+    return marian_generate(config, weights, source, {"decoder_start_token_id": config.bos_id, **fields})
+
+
+@torch.no_grad()
+def marian_generate(config, weights, source, fields):
+    """Let Hugging Face search by the fields of a generation config; result as of ``marian_search``."""
     found = marian_model(config, weights).generate(
         input_ids=torch.tensor(source),
         attention_mask=torch.tensor(source != config.pad_id),
         generation_config=GenerationConfig(
-            max_new_tokens=max_length,
-            decoder_start_token_id=config.bos_id,
             pad_token_id=config.pad_id,
             eos_token_id=config.eos_id,
-            bad_words_ids=[[config.pad_id]],
-            early_stopping="never" if options["num_beams"] > 1 else False,  # that is: as early as is exact
             return_dict_in_generate=True,
             output_scores=True,
-            **options,
+            **fields,
         ),
     )
     ids = found.sequences[:, 1:].reshape(len(source), -1, found.sequences.shape[1] - 1)
-    scores = found.sequences_scores.reshape(ids.shape[:2]).numpy() if options["num_beams"] > 1 else None
+    scores = found.sequences_scores.reshape(ids.shape[:2]).numpy() if fields["num_beams"] > 1 else None
     return ids.numpy(), scores
 
 

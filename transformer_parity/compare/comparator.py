@@ -16,7 +16,7 @@ from reference_numpy.search_plan import SearchResult
 from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.compare.expected import Expected, Reference
 from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Kept, Setting
-from transformer_parity.compare.near_ties import explain, score, score_tolerance, summary
+from transformer_parity.compare.near_ties import explain, score_tolerance, summary
 from transformer_parity.compare.outputs import (
     CACHED,
     FAST,
@@ -33,6 +33,7 @@ from transformer_parity.compare.outputs import (
     structure_problem,
     wide_tokens,
 )
+from transformer_parity.compare.prefixes import score
 from transformer_parity.compare.tolerances import NotFiniteError, relative_error
 from transformer_parity.compare.training_outputs import OPTIONAL, WHOLE, training_error
 from transformer_parity.compare.verdict import Author

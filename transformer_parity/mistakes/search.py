@@ -22,6 +22,7 @@ OWN = {"own_numbers": ("jax", "tf")}
 
 HOLDS_TOKEN = "(target_ids != self.config.pad_id) | (n == 0)"
 PENALISED = "best / plan.penalties[n]"
+LONGEST = 'longest = n if plan.rules.stop == "current" else plan.limits'
 
 TWICE_THE_BEAM = together(
     instead("search", "-inf)[:, :beam_size]", "-inf)"), instead("search", "candidates[:, :beam_size]]", "candidates]")
@@ -135,11 +136,7 @@ CATALOGUE = [
                 "stops at the first hypotheses that end": instead(
                     "search", "finished[:, -1] >= attainable", "finished[:, -1] > -9e9"
                 ),
-                "stops by the current length": changed(
-                    "search",
-                    ("plan.penalties[plan.limits]", "plan.penalties[n]"),
-                    tf=("tf.gather(plan.penalties, plan.limits)", "plan.penalties[n]"),
-                ),
+                "stops by the current length": instead("search", LONGEST, "longest = n"),
                 "ended hypotheses go on": instead("search", "where(~ends, best", "where(ends | True, best"),
                 "stops a token early": instead("search", "limits == n)", "limits == n + 1)"),
                 "hypotheses outside the beam may end": TWICE_THE_BEAM,
