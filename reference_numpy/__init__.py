@@ -16,7 +16,7 @@ from reference_numpy.attention import (
 from reference_numpy.backward import transformer_backward
 from reference_numpy.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint
 from reference_numpy.config import DropoutRates, TransformerConfig
-from reference_numpy.decoder import Decoder, DecoderCache, DecoderLayer
+from reference_numpy.decoder import DecoderCache, DecoderLayer, DecoderStack
 from reference_numpy.embedding import (
     LearnedPosition,
     OutputProjection,
@@ -24,7 +24,7 @@ from reference_numpy.embedding import (
     TokenEmbedding,
     sinusoidal_encoding,
 )
-from reference_numpy.encoder import Encoder, EncoderLayer
+from reference_numpy.encoder import EncoderLayer, EncoderStack
 from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.files import VocabularyFiles, load_notes, load_vocabulary, load_weights, save_weights
 from reference_numpy.layers import Dropout, LayerNorm, Linear
@@ -37,5 +37,5 @@ from reference_numpy.search_plan import LENGTH_PENALTIES, SearchResult, SearchRu
 from reference_numpy.taps import Recorder, no_tap, within
 from reference_numpy.training import Trainer, cross_entropy, gradients
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
-from reference_numpy.transformer import Transformer, load_transformer
+from reference_numpy.transformer import Decoder, Encoder, Transformer, load_transformer
 from reference_numpy.weights import get_weights, init_weights, set_weights

@@ -171,7 +171,7 @@ def test_global_policy_is_the_default(port):
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        models = port.package.Transformer(CONFIG), port.package.Encoder(CONFIG)
+        models = port.package.Transformer(CONFIG), port.package.EncoderStack(CONFIG)
         explicit = port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG))
     finally:
         keras.config.set_dtype_policy(before)
@@ -334,11 +334,11 @@ first = port.Transformer.from_weights(config, weights, device="cpu")
 with tf.device("/CPU:1"):
     assert first(SOURCE, TARGET).device[-5:] == "CPU:0"
     assert {ids.device[-5:] for ids in port.training._take(first, SOURCE, TARGET, TARGET)} == {"CPU:0"}
-    take, taken = port.Transformer._take_source, []
-    port.Transformer._take_source = lambda *args: taken.append(take(*args)) or taken[-1]
+    take, taken = port.Transformer._take, []
+    port.Transformer._take = lambda *args: taken.append(take(*args)) or taken[-1]
     port.greedy_search(first, SOURCE, max_length=3)
     assert {x.device[-5:] for x in taken[0]} == {"CPU:0"}
-    port.Transformer._take_source = take
+    port.Transformer._take = take
 np.testing.assert_array_equal(found.ids, port.greedy_search(first, SOURCE, max_length=3).ids)
 
 strategy = tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])

@@ -21,7 +21,7 @@ def run_search(
 ) -> SearchResult:
     """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
     with placed(model.device):
-        source_ids, source_mask = (x.numpy() for x in model._take_source(source_ids, source_mask))
+        source_ids, source_mask = (x.numpy() for x in model._take("source", source_ids, source_mask))
     plan = plan_search(model.config, source_mask, *options)
     batch, last = len(source_ids), plan.capacity
     source_ids, source_mask, plan = pad_search(source_ids, source_mask, plan, model.config.max_positions, _rounded_up)

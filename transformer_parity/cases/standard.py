@@ -107,6 +107,10 @@ def _components() -> Iterator[Case]:
     ids = token_ids(config)
     yield Case("encoder/encode", "encoder", config, "encode", {"source_ids": ids["source_ids"]})
     yield Case("decoder/decode", "decoder", config, "decode", {**ids, "memory": memory})
+    once: dict[str, Any] = {"fast": False, "dtypes": ("float64", "float32")}  # they compute as the two before
+    yield Case("encoder/alone", "encoder", config, "Encoder", {"source_ids": ids["source_ids"]}, **once)
+    given = {"target_ids": ids["target_ids"], "memory": memory, "source_mask": source_mask[:, 0, 0]}
+    yield Case("decoder/alone", "decoder", config, "Decoder", given, **once)
 
     pre = tiny(norm_order="pre", layer_norm_kind="annotated", activation="gelu", position_layout="split")
     yield Case("encoder_layer/pre", "encoder layer", pre, "encoder.layers.0", {"x": memory, "mask": source_mask})

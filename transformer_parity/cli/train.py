@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import reference_numpy as ref
-from reference_numpy.config import PRESETS
+from reference_numpy.presets import PRESETS
 from transformer_parity.cli.options import add_backends, positive
 from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.ports.protocol import Placement

@@ -37,7 +37,7 @@ class Learner:
         self.backend = backend
         self.model = package.Transformer.from_weights(config, weights, *placement)
         self.trainer = package.Trainer(self.model, settings, seed)
-        self.loaded = port.loaded(package, self.model, placement.dtype)
+        self.loaded = port.loaded(package, self.model, placement)
         self.environment: dict[str, str] = package.describe()
 
     def train_step(self, batch: Batch) -> StepResult:
