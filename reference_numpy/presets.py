@@ -20,6 +20,15 @@ _FAIRSEQ = {  # in which BART was written
     "eos_id": 2,
     "label_smoothing_kind": "off_target",
 }
+_BART = {
+    **_FAIRSEQ,
+    "position_encoding": "learned",
+    "max_length": 1026,
+    "embedding_norm": True,
+    "output_bias": True,
+    "activation": "gelu",
+}
+_PRE_NORM = {"norm_order": "pre", "final_norm": True}
 
 # Table 3 of the paper, one preset a row; the letter in the comment is the table's.
 TABLE_3: dict[str, dict[str, Any]] = {
@@ -84,17 +93,27 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "marian_cpp": {**_MARIAN, "position_timescale": "m_minus_1"},
     # fairseq's `transformer` architecture: positions start behind the padding id; decoding starts with EOS.
     "fairseq": {**_FAIRSEQ, **_T2T_POSITIONS, "tie_embeddings": "none"},
-    # BART (Lewis et al., 2020), as Hugging Face's BartModel has it: a norm on the embeddings, positions behind two rows
-    # that are never read; decoding starts with EOS.
-    "bart": {
-        **_FAIRSEQ,
-        "position_encoding": "learned",
-        "max_length": 1026,
-        "scale_embedding": False,
-        "embedding_norm": True,
-        "output_bias": True,
+    # What follows is as Hugging Face's classes of these names compute it, and as published checkpoints configure them.
+    # BART (Lewis et al., 2020): a norm on the embeddings, positions behind two rows that are never read; decoding
+    # starts with EOS.
+    "bart": {**_BART, "scale_embedding": False, "dropout": _ALL_SITES},
+    # PLBART (Ahmad et al., 2021), of programs: scaled embeddings. Decoding starts with a language.
+    "plbart": {**_BART, "dropout": {"attention": 0.1}, "bos_id": 0},
+    # mBART (Liu et al., 2020): BART with the norms in front. Decoding starts with EOS, then a language, or with that.
+    "mbart": {**_BART, **_PRE_NORM},
+    # M2M-100 (Fan et al., 2021), NLLB-200: fairseq with the norms in front; decoding starts with EOS, then a language.
+    "m2m_100": {**_FAIRSEQ, **_T2T_POSITIONS, **_PRE_NORM, "dropout": {"attention": 0.1}},
+    # PEGASUS (Zhang et al., 2020); decoding starts with PAD.
+    "pegasus": {
+        **_PRE_NORM,
+        **{"position_layout": "split", **_BIASES, "layer_norm_epsilon": 1e-5, "dropout": _ALL_SITES},
+        **{"pad_id": 0, "bos_id": 0, "eos_id": 1},
+    },
+    # Blenderbot (Roller et al., 2021), the large ones; decoding starts with BOS.
+    "blenderbot": {
+        **_PRE_NORM,
+        **{"position_encoding": "learned", "max_length": 128, **_BIASES, "layer_norm_epsilon": 1e-5},
         "activation": "gelu",
-        "dropout": _ALL_SITES,
     },
     # Flax's WMT example. It keeps its table sqrt(d_model) times larger and divides the logits instead.
     "flax_wmt": {
