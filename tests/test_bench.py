@@ -210,6 +210,23 @@ def test_operations_of_a_step_are_three_times_those_of_the_forward_pass():
     assert train.operations == 3 * forward.operations
 
 
+@pytest.mark.parametrize("work", [FORWARD, SMALL], ids=["forward", "decode"])
+def test_products_have_the_sizes_of_each_stack(work):
+    work = replace(work)
+    sizes = {"decoder_num_heads": 2, "decoder_d_k": 5, "decoder_d_v": 3, "decoder_d_ff": 7}
+    config = work.config.replace(d_k=6, d_v=9, skip_first_self_attention=True, **sizes)
+    vars(work)["config"] = config
+    shapes = ref.parameter_shapes(config)
+    found = {product.operand: product.right for product in work.products() if product.operand.endswith("kernel")}
+    assert found == {name: shape for name, shape in shapes.items() if name.endswith("kernel")}
+    heads = {"encoder": (config.num_heads, 6, 9), "decoder": (2, 5, 3)}
+    for product in work.products():
+        (stack, *_), kind = product.operand.split("."), product.operand.rpartition(".")[2]
+        if kind in ("key", "value"):
+            _, number, *matrix = product.right
+            assert (number, matrix[kind == "value"]) == (heads[stack][0], heads[stack][1 + (kind == "value")])
+
+
 @pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=["forward", "train", "decode"])
 def test_all_products_can_be_taken(work):
     products = Products()
