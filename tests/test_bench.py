@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import tiers
+from conftest import still_running
 
 import reference_numpy as ref
 from reference_numpy.search_plan import SearchResult
@@ -450,7 +451,7 @@ def test_an_interruption_prints_what_is_there_and_leaves_no_process_and_no_file(
     report, everything = read(tmp_path / "a.json")
     assert everything["interrupted"]
     assert 2 <= len(report["participants"][0]["seconds"]) < 100
-    assert psutil.wait_procs(started, 10)[1] == []
+    assert still_running(started, 10.0) == []
     assert list(temporary.iterdir()) == []
 
 
