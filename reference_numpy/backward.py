@@ -28,9 +28,9 @@ from reference_numpy.backward_functions import (
     masked_softmax_backward,
 )
 from reference_numpy.config import TransformerConfig
-from reference_numpy.decoder import Decoder, DecoderLayer
+from reference_numpy.decoder import DecoderLayer, DecoderStack
 from reference_numpy.embedding import LearnedPosition, OutputProjection, TokenEmbedding
-from reference_numpy.encoder import Encoder, EncoderLayer
+from reference_numpy.encoder import EncoderLayer, EncoderStack
 from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.functional import ACTIVATIONS, dropout, masked_softmax, relu
 from reference_numpy.layers import LayerNorm, Linear
@@ -284,7 +284,7 @@ def encoder_layer_backward(
 
 
 def encoder_backward(
-    encoder: Encoder, x: Float[ndarray, "B S d_model"], of_output: Float[ndarray, "B S d_model"], trace: Trace
+    encoder: EncoderStack, x: Float[ndarray, "B S d_model"], of_output: Float[ndarray, "B S d_model"], trace: Trace
 ) -> Float[ndarray, "B S d_model"]:
     """Return the gradient of ``x``, the embedded source."""
     read = [x, *(trace[f"layers.{i}.output"] for i in range(len(encoder.layers)))]
@@ -324,7 +324,7 @@ def decoder_layer_backward(
 
 
 def decoder_backward(
-    decoder: Decoder,
+    decoder: DecoderStack,
     x: Float[ndarray, "B T d_model"],
     memory: Float[ndarray, "B S d_model"],
     of_output: Float[ndarray, "B T d_model"],

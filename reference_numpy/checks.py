@@ -150,12 +150,17 @@ def check_room(length: Any, more: int | None, capacity: int | None) -> None:
         raise ValueError(f"a cache of {capacity} positions must have room: {length} are taken, got {more} more")
 
 
-def check_memory(shape: Shape, dtype: str, needed: Shape, needed_dtype: str) -> None:
-    """Raise TypeError unless the memory is of the model's dtype, ValueError unless it has the source's shape.
+def check_given(memory: Any, source_ids: Any, source_mask: Any) -> None:
+    """Raise ValueError unless there is a memory, and what says which of its positions hold tokens."""
+    if memory is None:
+        raise ValueError("memory must be given: a decoder alone has no encoder")
+    if source_ids is None and source_mask is None:
+        raise ValueError("source_ids or source_mask must be given, to tell what of the memory is padding: got neither")
 
-    A float32 model also takes what its encoder returns where mixed precision is on: bfloat16.
-    """
-    if dtype not in (needed_dtype, "bfloat16" if needed_dtype == "float32" else needed_dtype):
+
+def check_memory(shape: Shape, dtype: str, needed: Shape, needed_dtype: str) -> None:
+    """Raise TypeError unless the memory is of the model's dtype, ValueError unless it has the source's shape."""
+    if dtype != needed_dtype:
         raise TypeError(f"memory must be {needed_dtype}: got {dtype}")
     _check_shape("memory", shape, needed)
 

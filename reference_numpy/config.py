@@ -1,7 +1,6 @@
-"""The configuration of a Transformer, and the published models as points in that space.
+"""The configuration of a Transformer.
 
-Every field exists because two published implementations of this very model differ in it; every preset
-names one of them. Where the paper is silent, the preset ``paper_base`` says what it assumes and why.
+Every field exists because two published implementations of this very model differ in it; ``presets`` names them.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reference_numpy.checks import check_choice, check_fields, check_integer, check_number
+from reference_numpy.presets import PRESETS
 
 CHOICES = {
     "norm_order": ("post", "pre"),
@@ -247,116 +247,3 @@ class TransformerConfig:
             raise TypeError(f"a config must be a mapping of field names: got {type(fields).__name__}")
         check_fields("config fields", {*LATER, *fields}, (entry.name for entry in dataclasses.fields(cls)))
         return cls(**fields)
-
-
-_ALL_SITES = DropoutRates(attention=0.1, feed_forward=0.1)
-_BIASES = {"attention_bias": True, "output_bias": True}
-_T2T_POSITIONS = {"position_layout": "split", "position_timescale": "m_minus_1"}
-_MARIAN = {"position_layout": "split", **_BIASES, "activation": "swish", "pad_id": 1, "bos_id": 1, "eos_id": 0}
-_FAIRSEQ = {  # in which BART was written
-    "layer_norm_epsilon": 1e-5,
-    "position_offset": 2,
-    "attention_bias": True,
-    "pad_id": 1,
-    "bos_id": 2,
-    "eos_id": 2,
-    "label_smoothing_kind": "off_target",
-}
-
-# Table 3 of the paper, one preset a row; the letter in the comment is the table's.
-TABLE_3: dict[str, dict[str, Any]] = {
-    "paper_base": {},  # the defaults above
-    "paper_h1": {"num_heads": 1},  # A
-    "paper_h4": {"num_heads": 4},  # A
-    "paper_h16": {"num_heads": 16},  # A
-    "paper_h32": {"num_heads": 32},  # A
-    "paper_dk16": {"d_k": 16},  # B
-    "paper_dk32": {"d_k": 32},  # B
-    "paper_n2": {"num_encoder_layers": 2, "num_decoder_layers": 2},  # C
-    "paper_n4": {"num_encoder_layers": 4, "num_decoder_layers": 4},  # C
-    "paper_n8": {"num_encoder_layers": 8, "num_decoder_layers": 8},  # C
-    "paper_d256": {"d_model": 256, "d_k": 32, "d_v": 32},  # C
-    "paper_d1024": {"d_model": 1024, "d_k": 128, "d_v": 128},  # C
-    "paper_ff1024": {"d_ff": 1024},  # C
-    "paper_ff4096": {"d_ff": 4096},  # C
-    "paper_dropout_0.0": {"dropout": DropoutRates(embedding=0.0, residual=0.0)},  # D
-    "paper_dropout_0.2": {"dropout": DropoutRates(embedding=0.2, residual=0.2)},  # D
-    "paper_smoothing_0.0": {"label_smoothing": 0.0},  # D
-    "paper_smoothing_0.2": {"label_smoothing": 0.2},  # D
-    "paper_learned": {"position_encoding": "learned"},  # E
-    "paper_big": {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "dropout": DropoutRates(embedding=0.3, residual=0.3)},
-}
-
-# What published code does. Each is compared with that code, or with a transcription of its formulas, in the tests.
-IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    # tensor2tensor's first release (June 2017), the code nearest to the paper; its target-space embedding is left out.
-    # It zeroes the padding row on lookup only, so a checkpoint whose row is not zero has no exact equal here.
-    "t2t_2017": {
-        **_T2T_POSITIONS,
-        "attention_bias": True,
-        "bos_id": 0,
-        "eos_id": 1,
-        "label_smoothing_kind": "off_target",
-    },
-    # The Annotated Transformer (Harvard NLP, 2022): its prose is post-norm, its code is not.
-    "annotated": {
-        "norm_order": "pre",
-        "final_norm": True,
-        "layer_norm_kind": "annotated",
-        "tie_embeddings": "none",
-        **_BIASES,
-        "dropout": _ALL_SITES,
-        "pad_id": 2,
-        "bos_id": 0,
-        "eos_id": 1,
-        "label_smoothing_kind": "off_target_and_pad",
-    },
-    # torch.nn.Transformer's defaults: post-norm, and still a final norm. Embeddings and output are the user's.
-    "torch": {
-        "final_norm": True,
-        "layer_norm_epsilon": 1e-5,
-        "tie_embeddings": "none",
-        **_BIASES,
-        "dropout": _ALL_SITES,
-    },
-    # Hugging Face's MarianMTModel as the OPUS-MT checkpoints configure it; decoding starts with PAD.
-    "marian": {**_MARIAN, "layer_norm_epsilon": 1e-5, "max_length": 512},
-    # Marian NMT, the C++ program that trains those checkpoints: other frequencies, other epsilon. Like tensor2tensor,
-    # it starts decoding from a zero vector: here, from a start symbol whose row of the table is zero.
-    "marian_cpp": {**_MARIAN, "position_timescale": "m_minus_1"},
-    # fairseq's `transformer` architecture: positions start behind the padding id; decoding starts with EOS.
-    "fairseq": {**_FAIRSEQ, **_T2T_POSITIONS, "tie_embeddings": "none"},
-    # BART (Lewis et al., 2020), as Hugging Face's BartModel has it: a norm on the embeddings, positions behind two rows
-    # that are never read; decoding starts with EOS.
-    "bart": {
-        **_FAIRSEQ,
-        "position_encoding": "learned",
-        "max_length": 1026,
-        "scale_embedding": False,
-        "embedding_norm": True,
-        "output_bias": True,
-        "activation": "gelu",
-        "dropout": _ALL_SITES,
-    },
-    # Flax's WMT example. It keeps its table sqrt(d_model) times larger and divides the logits instead.
-    "flax_wmt": {
-        "norm_order": "pre",
-        "final_norm": True,
-        **_T2T_POSITIONS,
-        "dropout": _ALL_SITES,
-        "bos_id": 0,
-        "label_smoothing_kind": "off_target",
-    },
-    # keras_hub's TransformerEncoder and TransformerDecoder under its TokenAndPositionEmbedding.
-    "keras_hub": {
-        "layer_norm_epsilon": 1e-5,
-        "position_encoding": "learned",
-        "scale_embedding": False,
-        "tie_embeddings": "none",
-        **_BIASES,
-        "dropout": DropoutRates(embedding=0.0, attention=0.1),
-        "label_smoothing": 0.0,
-    },
-}
-
-PRESETS: dict[str, dict[str, Any]] = {**TABLE_3, **IMPLEMENTATIONS}

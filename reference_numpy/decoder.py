@@ -115,7 +115,7 @@ class DecoderCache:
             past.reorder(rows)
 
 
-class Decoder:
+class DecoderStack:
     """Turn the embedded target and the memory into one state per target position: a stack of decoder layers.
 
     Taps:

@@ -63,7 +63,7 @@ class EncoderLayer:
         return tap("output", x)
 
 
-class Encoder:
+class EncoderStack:
     """Turn the embedded source into the memory that the decoder reads: a stack of encoder layers.
 
     Taps:

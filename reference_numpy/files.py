@@ -5,9 +5,10 @@ a prefix, and what else a training run has to remember, in the metadata. Either 
 model as the tensor ``vocabulary``, or files of another kind as tensors ``vocabulary.<kind>.<name>``, bytes each.
 
 The metadata has one entry, an object in JSON: ``version``, ``config``, ``sha256`` with the checksum of each tensor by
-its name, and in a checkpoint ``training``. A weight file may also have ``search``, how to search with its model, and
-``origin``, where it came from: objects, each with a checksum of its own among those of the tensors. Version 1 has no
-checksums, and is still read.
+its name, in a checkpoint ``training``, and ``part`` (``encoder`` or ``decoder``) where the file holds no more than that
+part's tensors. A weight file may also have ``search``, how to search with its model, and ``origin``, where it came
+from: objects, each with a checksum of its own among those of the tensors. Version 1 is without checksums, and is still
+read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from safetensors.numpy import save_file
 
 from reference_numpy.checks import check_choice
 from reference_numpy.config import TransformerConfig
-from reference_numpy.names import FLOAT_DTYPES, check_weights, rounded
+from reference_numpy.names import FLOAT_DTYPES, check_weights, parameter_shapes, rounded
 
 METADATA_KEY = "transformer-parity"  # one key only: with several, the bytes of the file depend on hash order
 FORMAT_VERSION = 2
@@ -54,6 +55,7 @@ def save_weights(
     dtype: str | None = None,
     vocabulary: bytes | VocabularyFiles | None = None,
     notes: Mapping[str, Mapping[str, Any]] | None = None,
+    part: str | None = None,
 ) -> None:
     """Write config and weights to one file, atomically: whatever fails, an old file stays whole.
 
@@ -64,6 +66,7 @@ def save_weights(
         dtype: How to store them: float64, float32, float16 or bfloat16. None keeps each array's own.
         vocabulary: A sentencepiece model, or files of another kind, so that the file alone can translate.
         notes: Objects of plain values that JSON can hold, by name: ``search`` and ``origin``.
+        part: ``encoder`` or ``decoder`` writes that part of the weights alone; None writes all.
 
     Raises:
         TypeError: A weight is not of a floating-point dtype, the vocabulary is not bytes, or a note is no object.
@@ -71,12 +74,14 @@ def save_weights(
             is too long, or is nothing that JSON can hold.
         OSError: The file cannot be written.
     """
-    check_weights(config, weights)
+    check_weights(config, weights, part=part)
     if dtype is not None:
         check_choice("dtype", dtype, FLOAT_DTYPES)
-    tensors = {name: rounded(name, array, dtype or array.dtype.name) for name, array in weights.items()}
-    noted = {name: _checked_note(name, note) for name, note in (notes or {}).items()}
-    write_file(path, {"config": config.to_dict(), **noted}, tensors, vocabulary)
+    kept = {name: weights[name] for name in parameter_shapes(config, part)}
+    tensors = {name: rounded(name, array, dtype or array.dtype.name) for name, array in kept.items()}
+    description = {"config": config.to_dict(), **({} if part is None else {"part": part})}
+    description |= {name: _checked_note(name, note) for name, note in (notes or {}).items()}
+    write_file(path, description, tensors, vocabulary)
 
 
 def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray]]:
@@ -244,7 +249,7 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
     beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
     names = [name for name in file.keys() if not _is_vocabulary(name) and not name.startswith(beside)]  # noqa: SIM118
     weights = {name: _read_tensor(description, file, name) for name in names}
-    check_weights(config, weights)
+    check_weights(config, weights, part=description.get("part"))
     return config, weights
 
 
@@ -308,6 +313,7 @@ def _read_description(text: str | None) -> dict[str, Any]:
         raise ValueError(f"format version must be 1 or {FORMAT_VERSION}: got {version!r}")
     if version > 1 and not isinstance(content.get("sha256"), dict):
         raise ValueError("its metadata must have an object 'sha256', with the checksum of each tensor")
-    if unknown := sorted(set(content) - {"version", "config", "training", *(("sha256", *NOTES) * (version > 1))}):
+    usual = {"version", "config", "part", "training"}
+    if unknown := sorted(set(content) - usual - {*(("sha256", *NOTES) if version > 1 else ())}):
         raise ValueError(f"its metadata has unknown entries: {', '.join(unknown)}")
     return content

@@ -13,19 +13,21 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from reference_numpy.checks import check_integer
+from reference_numpy.checks import check_choice, check_integer
 from reference_numpy.config import TransformerConfig
 from reference_numpy.training_config import TrainingState
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+PARTS = {"encoder": ("source_", "encoder."), "decoder": ("target_", "decoder.", "output_proj.")}  # how names begin
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 @runtime_checkable
 class Model(Protocol):
-    """A Transformer of any package: the attribute path of each of its parameters is the parameter's name."""
+    """A Transformer of any package, or a part: the attribute path of each of its parameters is the parameter's name."""
 
     config: TransformerConfig
+    part: str | None
 
 
 def find(model: Any, path: str) -> Any:
@@ -37,12 +39,25 @@ def find(model: Any, path: str) -> Any:
     return reduce(step, path.split("."), model)
 
 
-def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every stored parameter, in the order of Figure 1.
 
     A tied matrix is listed once, under the name it is stored by.
+
+    Args:
+        config: The model.
+        part: ``encoder`` or ``decoder``: the parameters of that alone, a table that both share among them.
+
+    Raises:
+        ValueError: There is no such part.
     """
-    return dict(_parameters(config))
+    if part is None:
+        return dict(_parameters(config))
+    check_choice("part", part, tuple(PARTS))
+    other = "num_decoder_layers" if part == "encoder" else "num_encoder_layers"
+    begins = (*PARTS[part], *(["source_embedding."] if config.tie_embeddings == "all" else []))
+    shapes = _parameters(config.replace(**{other: 2}))  # however many there are
+    return {name: shape for name, shape in shapes if name.startswith(begins)}
 
 
 def tap_shapes(
@@ -62,19 +77,25 @@ def count_parameters(config: TransformerConfig) -> int:
     )
 
 
-def check_weights(config: TransformerConfig, weights: Mapping[str, np.ndarray], what: str = "weights") -> None:
+def check_weights(
+    config: TransformerConfig, weights: Mapping[str, np.ndarray], what: str = "weights", part: str | None = None
+) -> None:
     """Refuse weights that are not exactly those of the config; ``what`` names them in the message.
+
+    Of an encoder or a decoder alone, those of the other ``part`` may be among them, and are not looked at.
 
     Raises:
         TypeError: A tensor is not of a floating-point dtype.
         ValueError: Missing, extra, mis-shaped or non-finite tensors; the message names them.
     """
-    layers = config.num_encoder_layers + config.num_decoder_layers
+    layers = sum(getattr(config, f"num_{stack}_layers") for stack in PARTS if part in (None, stack))
     if layers > len(weights):  # before the names of that many layers are spelled out
         raise ValueError(f"{what} hold {len(weights)} tensors, too few for the config's {layers} layers")
-    shapes = parameter_shapes(config)
+    shapes = parameter_shapes(config, part)
+    others = () if part is None else tuple(start for stack in PARTS if stack != part for start in PARTS[stack])
+    unknown = [name for name in weights if name not in shapes and not name.startswith(others)]
     problems = [f"missing {name} {list(shape)}" for name, shape in shapes.items() if name not in weights]
-    problems += [f"unexpected {name} {list(np.shape(weights[name]))}" for name in weights if name not in shapes]
+    problems += [f"unexpected {name} {list(np.shape(weights[name]))}" for name in unknown]
     for name, shape in shapes.items():
         if name in weights and tuple(np.shape(weights[name])) != shape:
             problems.append(f"{name} must have shape {list(shape)}: got {list(np.shape(weights[name]))}")

@@ -1,6 +1,6 @@
 """Search (Vaswani et al., 2017, section 6.1): greedy and beam, one token after another.
 
-B batch, K beam size, N number of hypotheses, V target vocabulary, R = B * K rows of the decoder.
+B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from numpy import ndarray
 
 from reference_numpy.functional import log_softmax
 from reference_numpy.search_loop import run_search
-from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult
+from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult, SearchRules
+from reference_numpy.search_rules import apply_rules, within_pool
 from reference_numpy.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def greedy_search(
     source_mask: Any = None,
     on_step: OnStep | None = None,
     *,
+    rules: SearchRules | None = None,
     use_cache: bool = True,
 ) -> SearchResult:
     """Say the likeliest next token, again and again, until it is the end symbol.
@@ -44,6 +46,7 @@ def greedy_search(
         start_id: What the decoder reads first. None is ``config.bos_id``.
         source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
         on_step: Called after each step with the tokens so far [B, 1, n], padded behind the end symbol.
+        rules: How other programs search, where it is not what is described here. None is the paper's.
         use_cache: False decodes the whole prefix again for each token: the same result, and many times the work.
 
     Returns:
@@ -54,7 +57,7 @@ def greedy_search(
         ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, lengths that contradict each other or
             the model's positions, or a model that computes NaN.
     """
-    options = max_length, min_length, start_id
+    options = rules, max_length, min_length, start_id
     return run_search(Greedy, model, source_ids, source_mask, on_step, options, use_cache=use_cache)
 
 
@@ -71,6 +74,7 @@ def beam_search(
     source_mask: Any = None,
     on_step: OnStep | None = None,
     *,
+    rules: SearchRules | None = None,
     use_cache: bool = True,
 ) -> SearchResult:
     """Keep the likeliest unfinished hypotheses, let each go on in every way, and return the best that ended.
@@ -96,6 +100,7 @@ def beam_search(
         start_id: What the decoder reads first. None is ``config.bos_id``.
         source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
         on_step: Called after each step with the unfinished hypotheses [B, K, n], best first; padding where none is.
+        rules: How other programs search, where it is not what is described here. None is the paper's.
         use_cache: False decodes the whole prefix again for each token: the same result, and many times the work.
 
     Raises:
@@ -103,7 +108,7 @@ def beam_search(
         ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, a size, length or penalty that makes no
             sense, lengths that contradict each other or the model's positions, or a model that computes NaN.
     """
-    options = max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
+    options = rules, max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
     return run_search(Beam, model, source_ids, source_mask, on_step, options, use_cache=use_cache)
 
 
@@ -128,7 +133,7 @@ class Greedy(NamedTuple):
 
     def step(self, logits: Float[ndarray, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
         """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
-        log_probabilities = _next_log_probabilities(logits, n, plan)  # [B, V]
+        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [B, V]
         best, index = log_probabilities.max(-1, keepdims=True), log_probabilities.argmax(-1)
         tokens = np.where(self.unfinished, index, plan.pad_id)
         ids = self.ids
@@ -152,13 +157,13 @@ class Beam(NamedTuple):
     tokens: Int[ndarray, "B K"]  # what is read next
     ids: Int[ndarray, "B K capacity"]  # padding where no hypothesis is
     alive: Float[ndarray, "B K"]  # log-probabilities; -inf is no hypothesis
-    finished_ids: Int[ndarray, "B N capacity"]
-    finished: Float[ndarray, "B N"]  # scores, best first
+    finished_ids: Int[ndarray, "B P capacity"]
+    finished: Float[ndarray, "B P"]  # scores, best first
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
         """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
-        shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.num_hypotheses]
+        shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.pool_size]
         is_empty_one = (plan.limits > 0)[:, None] & (np.arange(plan.beam_size) == 0)
         return cls(
             tokens=np.full(shape, plan.start_id),
@@ -170,24 +175,31 @@ class Beam(NamedTuple):
 
     def step(self, logits: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[ndarray, " R"]]:
         """Return the state after the n-th token of each hypothesis, given the logits, and the row each goes on from."""
-        (batch, beam_size), num_hypotheses, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
+        (batch, beam_size), pool_size, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
         sentence = np.arange(batch)[:, None]
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
-        log_probabilities = _next_log_probabilities(logits, n, plan)  # [R, V]
+        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
         best, index = _top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
+        if plan.rules.beam_shrinks:
+            best = within_pool(best, self.finished)
         parent, token = index // vocabulary, index % vocabulary
         candidates = self.ids[sentence, parent]  # [B, 2K, capacity]
         candidates[:, :, n - 1] = token
         ends = (token == plan.eos_id) | (plan.limits == n)[:, None]
         # 2. Of those within the beam that end, keep the best.
         ended = np.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
-        finished, rank = _top(np.concatenate([self.finished, ended], 1), num_hypotheses)  # [B, N]
+        if plan.rules.pool == "first":
+            ended = within_pool(ended, self.finished)
+        finished, rank = _top(np.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = np.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
         alive, rank = _top(np.where(~ends, best, -inf), beam_size)  # [B, K]
-        attainable = alive[:, 0] / plan.penalties[plan.limits]  # if all that it has yet to say were certain
+        longest = n if plan.rules.stop == "current" else plan.limits
+        attainable = alive[:, 0] / plan.penalties[longest]  # if all that it has yet to say were certain
         is_over = finished[:, -1] >= attainable
+        if plan.rules.stop == "first":
+            is_over = finished[:, -1] != -inf
         alive = np.where(~is_over[:, None], alive, -inf)
         ids = np.where((alive != -inf)[:, :, None], candidates[sentence, rank], plan.pad_id)
         tokens, parent = token[sentence, rank], parent[sentence, rank]
@@ -198,18 +210,18 @@ class Beam(NamedTuple):
         """Whether any hypothesis is unfinished."""
         return (self.alive != -inf).any()
 
-    def best(self) -> tuple[Int[ndarray, "B N capacity"], Float[ndarray, "B N"]]:
+    def best(self) -> tuple[Int[ndarray, "B P capacity"], Float[ndarray, "B P"]]:
         """Return the best finished hypotheses of each sentence, best first, and their scores."""
         return self.finished_ids, self.finished
 
 
-def _next_log_probabilities(logits, n, plan):
+def _next_log_probabilities(logits, ids, n, plan):
     """Return the log-probability of each next token [R, V], with -inf for what may not be said."""
     log_probabilities = log_softmax(logits)
     log_probabilities[:, plan.pad_id] = -inf
     if n < plan.min_length:
         log_probabilities[:, plan.eos_id] = -inf
-    return log_probabilities
+    return apply_rules(log_probabilities, ids, n, plan)
 
 
 def _top(values, count):

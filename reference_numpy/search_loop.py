@@ -21,7 +21,7 @@ def run_search(
     use_cache: bool,
 ) -> SearchResult:
     """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
-    source_ids, source_mask = model._take_source(source_ids, source_mask)
+    source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = plan_search(model.config, source_mask, *options)
     plan = plan._replace(penalties=plan.penalties.astype(model.source_embedding.table.dtype))
     decoder = model if use_cache else _Uncached(model)
@@ -37,7 +37,7 @@ def run_search(
         if not state.goes_on():
             break
     ids, scores = state.best()
-    return search_result(ids, scores, plan.pad_id)
+    return search_result(ids, scores, plan)
 
 
 class _Uncached:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.checks import check_choice, check_integer, check_number, check_positions
+from reference_numpy.checks import check_choice, check_fields, check_integer, check_number, check_positions
 from reference_numpy.config import TransformerConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 LENGTH_PENALTIES = ("gnmt", "power")
-EXTRA_LENGTH = 50  # section 6.1: the longest translation is the input length + 50
+STOPS = ("attainable", "current", "first")
+POOLS = ("num_hypotheses", "beam", "first")
+LIMITS = ("cut", "forced", "scored")
 
 OnStep = Callable[[ndarray], None]  # is shown the unfinished hypotheses after each step, [B, K, n]
 
@@ -47,6 +50,121 @@ class SearchResult:
         return self.nbest_scores[:, 0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchRules:
+    """Where published searches differ. The defaults are the paper's; ``preset`` has those of other programs.
+
+    Sources: the paper, section 6.1; Hugging Face ``generate`` (transformers 5); fairseq ``SequenceGenerator``; Marian
+    ``BeamSearch`` and ``History``.
+
+    Attributes:
+        stop: When the beam search of a sentence ends, at the latest where nothing is unfinished. ``attainable``: no
+            unfinished hypothesis could still enter the pool, even if all that it has yet to say were certain.
+            ``current``: none would enter it as long as it is now (Hugging Face, ``early_stopping=False``). ``first``:
+            the pool is full (fairseq; Hugging Face, ``early_stopping=True``).
+        pool: Which finished hypotheses are kept. ``num_hypotheses``: the best that are asked for. ``beam``: the best
+            ``beam_size`` (Hugging Face). ``first``: the first ``beam_size`` (fairseq).
+        at_limit: How a hypothesis ends at its maximum length. ``cut``: with whatever is said there. ``forced``: with
+            the end symbol, as if it were certain (Hugging Face, ``forced_eos_token_id``). ``scored``: with the
+            end symbol and its own log-probability (fairseq).
+        beam_shrinks: Whether each finished hypothesis takes up a place of the beam for good (Marian). Then only the
+            places that are left are filled: an end outside them does not count.
+        forced_ids: What every hypothesis begins with, such as the language to translate into.
+        score_forced: Whether it counts with its own log-probability (fairseq), or with 0 (Hugging Face).
+        banned_ids: What is never said, besides padding.
+        renormalize: Whether the probabilities of what may be said are scaled to a sum of 1.
+        no_repeat_ngram_size: How many tokens in a row, the start symbol included, are said only once; 0 is any number.
+        max_length_factor: Where no maximum length is given, so much times the source length ...
+        max_length_extra: ... plus so much.
+    """
+
+    stop: str = "attainable"
+    pool: str = "num_hypotheses"
+    at_limit: str = "cut"
+    beam_shrinks: bool = False
+    forced_ids: tuple[int, ...] = ()
+    score_forced: bool = False
+    banned_ids: tuple[int, ...] = ()
+    renormalize: bool = False
+    no_repeat_ngram_size: int = 0
+    max_length_factor: float = 1.0
+    max_length_extra: int = 50  # section 6.1: the longest translation is the input length + 50
+
+    def __post_init__(self) -> None:
+        """Refuse what is no rule.
+
+        Raises:
+            TypeError: A size or an id is no integer, the factor no number, or a switch no bool.
+            ValueError: A choice is unknown, a number is negative, or the rules contradict each other.
+        """
+        for name, choices in (("stop", STOPS), ("pool", POOLS), ("at_limit", LIMITS)):
+            check_choice(name, getattr(self, name), choices)
+        for name in ("beam_shrinks", "score_forced", "renormalize"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False: got {getattr(self, name)!r}")
+        for name in ("forced_ids", "banned_ids"):
+            ids = getattr(self, name)
+            if not isinstance(ids, list | tuple):
+                raise TypeError(f"{name} must be a list of ids: got {ids!r}")
+            object.__setattr__(self, name, tuple(check_integer(name, token, minimum=0) for token in ids))
+        for name in ("no_repeat_ngram_size", "max_length_extra"):
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=0))
+        check_number("max_length_factor", self.max_length_factor, "at least 0", lambda number: number >= 0.0)
+        if self.beam_shrinks and self.pool == "num_hypotheses":
+            raise ValueError("a beam that shrinks needs a pool of its size: got pool 'num_hypotheses'")
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> SearchRules:
+        """Return the rules of a program: ``paper``, ``hf``, ``fairseq`` or ``marian``.
+
+        What a model's own settings add, such as the ids that are forced or banned, is given as overrides.
+
+        Raises:
+            TypeError: An override is no rule, or has the wrong type.
+            ValueError: The name is unknown, or an override makes no sense.
+        """
+        check_choice("rules", name, SEARCH_PRESETS)
+        return cls(**{**SEARCH_PRESETS[name], **overrides})
+
+    def max_lengths(self, source_lengths: Any) -> Any:
+        """Return the most tokens of a hypothesis, ``eos_id`` included, where no maximum length is given."""
+        return np.maximum(np.asarray(self.max_length_factor * source_lengths, int) + self.max_length_extra, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every rule as plain values that JSON can hold."""
+        return {**dataclasses.asdict(self), "forced_ids": list(self.forced_ids), "banned_ids": list(self.banned_ids)}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> SearchRules:
+        """Rebuild rules from ``to_dict``; what is missing is as by default.
+
+        Raises:
+            TypeError: A field has the wrong type.
+            ValueError: A field is unknown, or makes no sense.
+        """
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"rules must be a mapping of field names: got {type(fields).__name__}")
+        known = [entry.name for entry in dataclasses.fields(cls)]
+        check_fields("rules of a search", fields, [name for name in known if name in fields])
+        return cls(**fields)
+
+
+SEARCH_PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "hf": {"stop": "current", "pool": "beam"},
+    # Its limit is of 200 tokens and the end symbol.
+    "fairseq": {
+        **{"stop": "first", "pool": "first", "at_limit": "scored", "score_forced": True},
+        **{"max_length_factor": 0.0, "max_length_extra": 201},
+    },
+    # Of K places, each hypothesis that ends takes one: as many end as are kept.
+    "marian": {
+        **{"stop": "first", "pool": "beam", "beam_shrinks": True, "score_forced": True},
+        **{"max_length_factor": 3.0, "max_length_extra": 0},
+    },
+}
+
+
 class SearchPlan(NamedTuple):
     """The arguments of a search, checked, and what follows from them.
 
@@ -58,7 +176,9 @@ class SearchPlan(NamedTuple):
         limits: The most tokens of a hypothesis of each sentence, ``eos_id`` included.
         penalties: What the log-probability of a hypothesis of n tokens is divided by, for n up to the capacity.
         beam_size: How many unfinished hypotheses of each sentence are kept.
-        num_hypotheses: How many finished hypotheses of each sentence are kept.
+        num_hypotheses: How many finished hypotheses of each sentence are returned.
+        pool_size: How many of them are kept.
+        rules: Which other program's search it is.
     """
 
     pad_id: int
@@ -69,6 +189,8 @@ class SearchPlan(NamedTuple):
     penalties: Any  # [n]; likewise
     beam_size: int
     num_hypotheses: int
+    pool_size: int
+    rules: SearchRules
 
     @property
     def capacity(self) -> int:
@@ -91,6 +213,7 @@ def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
 def plan_search(
     config: TransformerConfig,
     source_mask: Bool[ndarray, "B S"],
+    rules: SearchRules | None,
     max_length: int | None,
     min_length: int,
     start_id: int | None,
@@ -113,8 +236,9 @@ def plan_search(
     start_id = check_integer("start_id", start_id, minimum=0)
     if start_id >= config.target_vocab_size:
         raise ValueError(f"start_id must lie in [0, {config.target_vocab_size}): got {start_id}")
+    rules = _check_rules(SearchRules() if rules is None else rules, config)
     if max_length is None:
-        limits = source_mask.sum(1) + EXTRA_LENGTH
+        limits = rules.max_lengths(source_mask.sum(1))
         if config.max_positions is not None:
             limits = np.minimum(limits, config.max_positions)
     else:
@@ -123,9 +247,25 @@ def plan_search(
     min_length = check_integer("min_length", min_length, minimum=1)
     if min_length > limits.min():
         raise ValueError(f"min_length must be at most max_length: got {min_length} and {limits.min()}")
+    if len(rules.forced_ids) >= limits.min():
+        raise ValueError(f"forced_ids must be fewer than max_length: got {len(rules.forced_ids)} and {limits.min()}")
     penalties = length_penalty(np.arange(limits.max() + 1, dtype=np.float64), alpha, length_penalty_kind)
     penalties[0] = 1.0  # no hypothesis is that short
-    return SearchPlan(config.pad_id, config.eos_id, start_id, min_length, limits, penalties, beam_size, num_hypotheses)
+    pool_size = num_hypotheses if rules.pool == "num_hypotheses" else beam_size
+    ids, sizes = (config.pad_id, config.eos_id, start_id), (beam_size, num_hypotheses, pool_size)
+    return SearchPlan(*ids, min_length, limits, penalties, *sizes, rules)
+
+
+def _check_rules(rules, config):
+    if not isinstance(rules, SearchRules):
+        raise TypeError(f"rules must be SearchRules: got {type(rules).__name__}")
+    for name in ("forced_ids", "banned_ids"):
+        for token in getattr(rules, name):
+            if token >= config.target_vocab_size:
+                raise ValueError(f"{name} must lie in [0, {config.target_vocab_size}): got {token}")
+            if token == config.eos_id or (token == config.pad_id and name == "forced_ids"):
+                raise ValueError(f"{name} must hold neither end symbol nor padding: got {token}")
+    return rules
 
 
 def pad_search(
@@ -157,16 +297,17 @@ def power_of_two(number: int) -> int:
 
 
 def search_result(
-    nbest_ids: Int[ndarray, "B N capacity"], nbest_scores: Float[ndarray, "B N"], pad_id: int
+    nbest_ids: Int[ndarray, "B pool capacity"], nbest_scores: Float[ndarray, "B pool"], plan: SearchPlan
 ) -> SearchResult:
-    """Return what was found, without the columns that no hypothesis needs.
+    """Return the best that was found, without the columns that no hypothesis needs.
 
     Raises:
         ValueError: A sentence has no hypothesis, because the model computes NaN or infinity for it.
     """
+    nbest_ids, nbest_scores = nbest_ids[:, : plan.num_hypotheses], nbest_scores[:, : plan.num_hypotheses]
     best = nbest_scores[:, 0]
     if not np.isfinite(best).all():
         sentence = int(np.flatnonzero(~np.isfinite(best))[0])
         raise ValueError(f"a hypothesis must have a finite score: the best of sentence {sentence} has {best[sentence]}")
-    length = int((nbest_ids != pad_id).any((0, 1)).nonzero()[0].max()) + 1  # no hypothesis has padding inside
+    length = int((nbest_ids != plan.pad_id).any((0, 1)).nonzero()[0].max()) + 1  # no hypothesis has padding inside
     return SearchResult(nbest_ids[:, :, :length], nbest_scores)

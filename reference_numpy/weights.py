@@ -38,12 +38,12 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
         TypeError: A weight is not of a floating-point dtype.
         ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
-    check_weights(model.config, weights)
-    for name in parameter_shapes(model.config):
+    check_weights(model.config, weights, part=model.part)
+    for name in parameter_shapes(model.config, model.part):
         parameter = find(model, name)
         parameter[...] = rounded(name, weights[name], parameter.dtype.name)
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
-    return {name: find(model, name).copy() for name in parameter_shapes(model.config)}
+    return {name: find(model, name).copy() for name in parameter_shapes(model.config, model.part)}

@@ -13,7 +13,8 @@ from test_search import lively, load_reference, sources
 
 import reference_numpy as ref
 from reference_numpy import SearchResult, search, search_loop
-from transformer_parity.compare.near_ties import PrefixScorer, explain, follow, score, summary
+from transformer_parity.compare.near_ties import explain, follow, summary
+from transformer_parity.compare.prefixes import PrefixScorer, score
 from transformer_parity.mistakes.edited_package import edited_package
 from transformer_parity.ports.protocol import Decoded, SearchOptions
 
@@ -123,7 +124,7 @@ BEAM_MISTAKES = {
     "no length penalty": ("best / plan.penalties[n], -inf", "best, -inf"),
     "length without the end symbol": ("best / plan.penalties[n], -inf", "best / plan.penalties[n - 1], -inf"),
     "stops at the first hypothesis": ("finished[:, -1] >= attainable", "np.isfinite(finished[:, 0])"),
-    "attainable at the current length": ("plan.penalties[plan.limits]  #", "plan.penalties[n]  #"),
+    "attainable at the current length": ('longest = n if plan.rules.stop == "current" else plan.limits', "longest = n"),
     "goes on after the end symbol": ("_top(np.where(~ends, best, -inf), beam_size)", "_top(best, beam_size)"),
     "stops a token early": ("(plan.limits == n)", "(plan.limits == n + 1)"),
     "no log-softmax": (

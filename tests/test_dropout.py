@@ -427,6 +427,9 @@ def test_sites_of_the_presets():
         "torch": everywhere,
         "flax_wmt": everywhere,
         "bart": everywhere,
+        "plbart": {*paper, "attention"},
+        "m2m_100": {*paper, "attention"},
+        "pegasus": everywhere,
         "keras_hub": {"attention", "residual"},
     }
     for preset in PRESETS:

@@ -21,7 +21,7 @@ from conftest import assert_same_bits, random_weights, tiny_config
 from safetensors.numpy import save_file
 
 from reference_numpy import load_weights, save_weights
-from reference_numpy.files import load_vocabulary
+from reference_numpy.files import VocabularyFiles, load_notes, load_vocabulary
 from transformer_parity.system.files import write_text
 
 
@@ -332,3 +332,100 @@ def test_folder_is_synced_after_the_file_is_in_place(path, config, monkeypatch):
     save_weights(path, config, random_weights(config))
     write_text(path.with_suffix(".txt"), "text")
     assert done == ["file", "replace", "folder"] * 2
+
+
+# What travels beside the weights
+
+FILES = VocabularyFiles("marian", {"source.spm": bytes(range(256)), "vocab.json": b"{}", "empty.txt": b""})
+NOTES = {"search": {"beam_size": 4, "rules": {"banned_ids": [7], "factor": 0.1}}, "origin": {"licence": "CC-BY 4.0 ©"}}
+
+
+def test_vocabularies_of_other_kinds_and_notes_come_back(path, config):
+    weights = random_weights(config)
+    save_weights(path, config, weights, vocabulary=FILES, notes=NOTES)
+    saved = path.read_bytes()
+    assert load_vocabulary(path) == FILES
+    assert load_notes(path) == NOTES
+    got_config, got = load_weights(path)
+    assert got_config == config
+    assert_same_bits(got, weights)
+    assert {name for name in header(saved) if name.startswith("vocabulary")} == {
+        f"vocabulary.marian.{name}" for name in FILES.files
+    }
+    description = json.loads(header(saved)["__metadata__"]["transformer-parity"])
+    for name, note in NOTES.items():
+        text = json.dumps([name, note], sort_keys=True)
+        assert description["sha256"][name] == sha256(text.encode()).hexdigest()
+    save_weights(path, config, weights, vocabulary=FILES, notes=dict(reversed(NOTES.items())))
+    assert path.read_bytes() == saved
+
+
+def test_a_file_without_them_is_what_it_was(path, config):
+    """Neither the description nor the tensors have anything new in them."""
+    save_weights(path, config, random_weights(config), vocabulary=bytes(range(256)))
+    entries = header(path.read_bytes())
+    names = {*random_weights(config), "vocabulary"}
+    assert set(entries) == {"__metadata__", *names}
+    text = entries["__metadata__"]["transformer-parity"]
+    assert set(entries["__metadata__"]) == {"transformer-parity"}
+    description = json.loads(text)
+    assert text == json.dumps(description, sort_keys=True)
+    assert set(description) == {"version", "config", "sha256"}
+    assert set(description["sha256"]) == names
+    assert load_notes(path) == {}
+
+
+def test_flipped_bits_of_notes_and_vocabularies_are_noticed(path, config):
+    save_weights(path, config, random_weights(config), vocabulary=FILES, notes=NOTES)
+    saved = path.read_bytes()
+    for part in (b"banned_ids", b"CC-BY", b"factor", b"[7]"):
+        place = saved.index(part) + 1
+        for bit in (1, 2, 4):
+            path.write_bytes(saved[:place] + bytes([saved[place] ^ bit]) + saved[place + 1 :])
+            refused(path)
+    path.write_bytes(saved.replace(b"CC-BY", b"CC-BX"))
+    refused(path, "origin is damaged: its SHA-256 must be [0-9a-f]{64}: got ")
+    path.write_bytes(saved.replace(b"vocabulary.marian.v", b"vocabulary.martin.v"))
+    refused(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"notes": {"search": [1]}}, TypeError, "search must be an object with named fields: got list"),
+        ({"notes": {"origin": {"x": object()}}}, TypeError, "not JSON serializable"),
+        ({"notes": {"origin": {"x": math.nan}}}, ValueError, "JSON"),
+        ({"notes": {"origin": {"x": "x" * 2**20}}}, ValueError, "origin must be at most 1,048,576 bytes of JSON: got"),
+        ({"notes": {"licence": {}}}, ValueError, "note must be one of search, origin: got 'licence'"),
+        ({"vocabulary": VocabularyFiles("a.b", {"x": b""})}, ValueError, "kind that is a word, and files: got 'a.b'"),
+        ({"vocabulary": VocabularyFiles("marian", {})}, ValueError, "kind that is a word, and files"),
+        (
+            {"vocabulary": VocabularyFiles("marian", {"x": "x"})},
+            TypeError,
+            "vocabulary.marian.x must be bytes: got str",
+        ),
+    ],
+)
+def test_what_cannot_travel_is_refused_and_nothing_is_written(path, config, saved, options, error, message):
+    with pytest.raises(error, match=message):
+        save_weights(path, config, random_weights(config), **options)
+    assert path.read_bytes() == saved
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            {"vocabulary": b"", "vocabulary.marian.a": b""},
+            "it must hold one vocabulary: got vocabulary, vocabulary.marian.a",
+        ),
+        ({"vocabulary.marian.a": b"", "vocabulary.nllb.b": b""}, "it must hold one vocabulary"),
+        ({"vocabulary.a": b""}, "it must hold one vocabulary: got vocabulary.a"),
+    ],
+)
+def test_a_file_holds_one_vocabulary(path, config, extra, message):
+    weights = random_weights(config)
+    tensors = weights | {name: np.frombuffer(content, np.uint8) for name, content in extra.items()}
+    description = {"version": 1, "config": config.to_dict()}
+    save_file(tensors, path, metadata={"transformer-parity": json.dumps(description)})
+    refused(path, message)

@@ -7,6 +7,7 @@ is transcribed in ``third_party``.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import third_party
 import torch
 from conftest import random_weights, tiny_config
 from third_party import assign_keras, relative_error, tensor, under
+from tiers import first_alone
 
 import reference_numpy as ref
 
@@ -165,18 +167,18 @@ def test_feed_forward_is_two_convolutions_with_kernel_size_one():
     assert relative_error(ours(x), theirs) <= AGREES
 
 
-@pytest.mark.parametrize(
-    ("preset", "logits_of"),
-    [
-        ("marian", third_party.marian_logits),
-        ("fairseq", third_party.fairseq_logits),
-        ("bart", third_party.bart_logits),
-    ],
-)
-def test_hugging_face(preset, logits_of):
+LOGITS = {
+    "marian": third_party.marian_logits,
+    "fairseq": third_party.fairseq_logits,
+    **{name: partial(third_party.hugging_face_logits, name) for name in third_party.FAMILY},
+}
+
+
+@pytest.mark.parametrize("preset", ["marian", "fairseq", *first_alone(third_party.FAMILY, "presets")])
+def test_hugging_face(preset):
     config = tiny_config(preset)
     weights = random_weights(config)
-    assert_only_we_agree(logits_of(config, weights, *sentences(config)), config, weights)
+    assert_only_we_agree(LOGITS[preset](config, weights, *sentences(config)), config, weights)
 
 
 @pytest.mark.only("tf")

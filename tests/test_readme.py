@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import reference_numpy as ref
-from reference_numpy.config import IMPLEMENTATIONS
+from reference_numpy.presets import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

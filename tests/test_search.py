@@ -68,7 +68,7 @@ def _compiled(quick):
 
     from transformer_jax import runtime, search_loop
 
-    sizes = ("kind", "beam_size", "num_hypotheses")
+    sizes = ("kind", "beam_size", "pool_size")
     asked = {
         "_start": {"static_argnames": ("structure", *sizes)},
         "_advance": {"static_argnames": "structure", "donate_argnames": ("state", "cache")},

@@ -38,7 +38,17 @@ MODES = "Keras hands the mode down from the outermost call"
 ALLOWED = [
     *(
         ("torch jax tf", "", f"lacks module {name}", FACTS)
-        for name in ("checkpoint", "checks", "config", "files", "names", "search_plan", "taps", "training_config")
+        for name in (
+            "checkpoint",
+            "checks",
+            "config",
+            "files",
+            "names",
+            "presets",
+            "search_plan",
+            "taps",
+            "training_config",
+        )
     ),
     ("torch jax tf", "", "lacks module functional", SHIPPED),
     ("torch jax tf", "", "lacks module backward*", DERIVED),
@@ -49,7 +59,7 @@ ALLOWED = [
             *("PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
             *("count_parameters", "parameter_shapes", "tap_shapes", "load_weights", "save_weights"),
             *("Gradients", "StepResult", "TrainingConfig", "TrainingState"),
-            *("LENGTH_PENALTIES", "SearchResult", "length_penalty"),
+            *("LENGTH_PENALTIES", "SearchResult", "SearchRules", "length_penalty"),
             *("Checkpoint", "average_weights", "load_checkpoint", "save_checkpoint"),
             *("VocabularyFiles", "load_notes", "load_vocabulary"),
         )
@@ -65,7 +75,7 @@ ALLOWED = [
     ("torch jax tf", "weights", "lacks definition init_weights", FACTS),
     ("torch jax tf", "search*", "lacks parameter use_cache", "the definition is proved by decoding without it"),
     ("torch jax tf", "*.__call__", "lacks parameter rng", STATE),
-    ("torch jax tf", "transformer.Transformer.*code", "lacks parameter rng", STATE),
+    ("torch jax tf", "transformer.*code", "lacks parameter rng", STATE),
     (
         "torch",
         "attention.scaled_dot_product_attention",
@@ -75,9 +85,9 @@ ALLOWED = [
     ("jax", "*.__init__", "adds parameter rngs", "NNX draws initial values on construction"),
     ("tf", "*.__init__", "adds parameter **kwargs", KERAS),
     ("tf", "transformer.Transformer.__call__", "adds parameter training", MODES),
-    ("tf", "transformer.Transformer.*code", "adds parameter training", MODES),
-    ("tf", "encoder.Encoder.__call__", "adds parameter training", MODES),
-    ("tf", "decoder.Decoder.__call__", "adds parameter training", MODES),
+    ("tf", "transformer.*code", "adds parameter training", MODES),
+    ("tf", "encoder.EncoderStack.__call__", "adds parameter training", MODES),
+    ("tf", "decoder.DecoderStack.__call__", "adds parameter training", MODES),
     ("tf", "transformer.Transformer.__call__", "parameter target_ids: *", "fit hands over both in one structure"),
     ("tf", "transformer.Transformer.__call__", "parameter tap: *", "a function as a default could not be exported"),
     ("tf", "transformer", "adds definition Transformer.call", "the arguments are checked before Keras sees them"),
@@ -85,7 +95,7 @@ ALLOWED = [
     ("torch", "*", "adds definition *.extra_repr", "how torch prints a module"),
     ("torch", "masks.causal_mask", "adds parameter device", DEVICE),
     ("torch", "runtime.to_*", "adds parameter device", DEVICE),
-    ("torch jax", "transformer", "adds definition Transformer.device", "follows from where the parameters are"),
+    ("torch jax", "transformer", "adds definition Part.device", "follows from where the parameters are"),
     ("torch jax tf", "runtime", "adds definition to_device", "NumPy has no device"),
     ("jax", "runtime", "adds definition quick_compilation", "XLA compiles for longer than a check runs"),
     (

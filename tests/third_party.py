@@ -11,16 +11,9 @@ import math
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    FSMTConfig,
-    FSMTForConditionalGeneration,
-    GenerationConfig,
-    MarianConfig,
-    MarianMTModel,
-)
+from transformers import FSMTConfig, FSMTForConditionalGeneration, GenerationConfig, MarianConfig, MarianMTModel
 
 from reference_numpy import sinusoidal_encoding, target_padding_mask
 from transformer_parity.bench.peers.marian import HUGGING_FACE_NAMES
@@ -35,6 +28,18 @@ TORCH_NAMES = {
         "scale": "weight",
         "kernel": "weight",
     },
+}
+
+FAMILY = {  # of BART, as Hugging Face calls them
+    name: (getattr(transformers, f"{title}Config"), getattr(transformers, f"{title}ForConditionalGeneration"))
+    for name, title in {
+        "bart": "Bart",
+        "plbart": "PLBart",
+        "mbart": "MBart",
+        "m2m_100": "M2M100",
+        "pegasus": "Pegasus",
+        "blenderbot": "Blenderbot",
+    }.items()
 }
 
 
@@ -128,46 +133,74 @@ def marian_logits(config, weights, source, target):
     ).logits
 
 
-@torch.no_grad()
 def marian_search(config, weights, source, max_length, **options):
     """Let Hugging Face search, and return ids [B, N, L] without the start symbol, and scores [B, N] or None."""
+    early = "never" if options["num_beams"] > 1 else False  # that is: as early as is exact
+    fields = {"max_new_tokens": max_length, "bad_words_ids": [[config.pad_id]], "early_stopping": early, **options}
+    return marian_generate(config, weights, source, {"decoder_start_token_id": config.bos_id, **fields})
+
+
+@torch.no_grad()
+def marian_generate(config, weights, source, fields):
+    """Let Hugging Face search by the fields of a generation config; result as of ``marian_search``."""
     found = marian_model(config, weights).generate(
         input_ids=torch.tensor(source),
         attention_mask=torch.tensor(source != config.pad_id),
         generation_config=GenerationConfig(
-            max_new_tokens=max_length,
-            decoder_start_token_id=config.bos_id,
             pad_token_id=config.pad_id,
             eos_token_id=config.eos_id,
-            bad_words_ids=[[config.pad_id]],
-            early_stopping="never" if options["num_beams"] > 1 else False,  # that is: as early as is exact
             return_dict_in_generate=True,
             output_scores=True,
-            **options,
+            **fields,
         ),
     )
     ids = found.sequences[:, 1:].reshape(len(source), -1, found.sequences.shape[1] - 1)
-    scores = found.sequences_scores.reshape(ids.shape[:2]).numpy() if options["num_beams"] > 1 else None
+    scores = found.sequences_scores.reshape(ids.shape[:2]).numpy() if fields["num_beams"] > 1 else None
     return ids.numpy(), scores
 
 
-@torch.no_grad()
-def bart_logits(config, weights, source, target):
-    """Run Hugging Face's BartForConditionalGeneration."""
-    sizes = {**hugging_face_sizes(config), "max_position_embeddings": config.max_length - config.position_offset}
-    model = BartForConditionalGeneration(BartConfig(vocab_size=config.target_vocab_size, **sizes)).eval()
+def hugging_face_model(name, config, weights):
+    """Return the model of BART's family that Hugging Face calls by a name, in float64."""
+    config_class, model_class = FAMILY[name]
+    behind = config.position_offset if config.position_encoding == "learned" else 0
+    sizes = {**hugging_face_sizes(config), "max_position_embeddings": config.max_length - behind}
+    special = {"activation_function": config.activation, "scale_embedding": config.scale_embedding}
+    model = model_class(config_class(vocab_size=config.target_vocab_size, **sizes, **special)).eval()
     tables = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head")
     state = {
         **hugging_face_layers(weights),
         **{f"{name}.weight": tensor(weights["source_embedding.table"]) for name in tables},
-        "final_logits_bias": tensor(weights["output_proj.bias"])[None],
     }
-    for side, stack in (("source", "encoder"), ("target", "decoder")):
-        state[f"model.{stack}.embed_positions.weight"] = tensor(weights[f"{side}_position.table"])
-        for theirs, ours in (("weight", "scale"), ("bias", "bias")):
-            state[f"model.{stack}.layernorm_embedding.{theirs}"] = tensor(weights[f"{side}_embedding_norm.{ours}"])
+    if config.output_bias:
+        state["final_logits_bias"] = tensor(weights["output_proj.bias"])[None]
+    norms = {
+        "source_embedding_norm": "encoder.layernorm_embedding",
+        "target_embedding_norm": "decoder.layernorm_embedding",
+    }
+    norms |= {f"{stack}.final_norm": f"{stack}.layer_norm" for stack in ("encoder", "decoder")}
+    for ours, theirs in norms.items():
+        for kind, array in under(weights, f"{ours}.").items():
+            state[f"model.{theirs}.{'weight' if kind == 'scale' else 'bias'}"] = tensor(array)
+    if config.position_encoding == "learned":
+        for side, stack in (("source", "encoder"), ("target", "decoder")):
+            state[f"model.{stack}.embed_positions.weight"] = tensor(weights[f"{side}_position.table"])
+    elif name == "pegasus":
+        exact = sinusoidal_encoding(config.max_length, config.d_model, "split", "m")
+        state |= _replaced_positions(model, exact, 2.0**-24)
     model.double().load_state_dict(state)
-    return model(
+    if name == "m2m_100":  # its table is no part of the state
+        exact = sinusoidal_encoding(config.max_length + 2, config.d_model, "split", "m_minus_1")
+        exact[config.pad_id] = 0.0
+        for stack in (model.model.encoder, model.model.decoder):
+            assert (stack.embed_positions.weights - tensor(exact)).abs().max() <= 1e-6 * config.max_length
+            stack.embed_positions.weights = tensor(exact)
+    return model
+
+
+@torch.no_grad()
+def hugging_face_logits(name, config, weights, source, target):
+    """Run a model of BART's family."""
+    return hugging_face_model(name, config, weights)(
         input_ids=torch.tensor(source),
         attention_mask=torch.tensor(source != config.pad_id),
         decoder_input_ids=torch.tensor(target),

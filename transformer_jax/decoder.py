@@ -114,7 +114,7 @@ class DecoderCache:
             past.reorder(rows)
 
 
-class Decoder(nnx.Module):
+class DecoderStack(nnx.Module):
     """Turn the embedded target and the memory into one state per target position: a stack of decoder layers.
 
     Taps:

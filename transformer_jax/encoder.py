@@ -58,7 +58,7 @@ class EncoderLayer(nnx.Module):
         return tap("output", x)
 
 
-class Encoder(nnx.Module):
+class EncoderStack(nnx.Module):
     """Turn the embedded source into the memory that the decoder reads: a stack of encoder layers.
 
     Taps:

@@ -1,6 +1,6 @@
 """Search (Vaswani et al., 2017, section 6.1): greedy and beam, one token after another.
 
-B batch, K beam size, N number of hypotheses, V target vocabulary, R = B * K rows of the decoder.
+B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult
+from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult, SearchRules
 from transformer_jax.search_loop import run_search
+from transformer_jax.search_rules import apply_rules, within_pool
 from transformer_jax.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -28,12 +29,14 @@ def greedy_search(
     start_id: int | None = None,
     source_mask: Any = None,
     on_step: OnStep | None = None,
+    *,
+    rules: SearchRules | None = None,
 ) -> SearchResult:
     """Say the likeliest next token, again and again, until it is the end symbol.
 
     Arguments, result and errors as in ``reference_numpy.greedy_search``.
     """
-    options = max_length, min_length, start_id
+    options = rules, max_length, min_length, start_id
     return run_search(Greedy, model, source_ids, source_mask, on_step, options)
 
 
@@ -49,12 +52,14 @@ def beam_search(
     start_id: int | None = None,
     source_mask: Any = None,
     on_step: OnStep | None = None,
+    *,
+    rules: SearchRules | None = None,
 ) -> SearchResult:
     """Keep the likeliest unfinished hypotheses, let each go on in every way, and return the best that ended.
 
     Arguments, result and errors as in ``reference_numpy.beam_search``.
     """
-    options = max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
+    options = rules, max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
     return run_search(Beam, model, source_ids, source_mask, on_step, options)
 
 
@@ -79,7 +84,7 @@ class Greedy(NamedTuple):
 
     def step(self, logits: Float[Array, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
         """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
-        log_probabilities = _next_log_probabilities(logits, n, plan)  # [B, V]
+        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [B, V]
         best, index = jax.lax.top_k(log_probabilities, 1)  # on a CPU, argmax takes twice as long
         tokens = jnp.where(self.unfinished, index[:, 0], plan.pad_id)
         ids = jax.lax.dynamic_update_index_in_dim(self.ids, tokens[:, None], n - 1, axis=2)
@@ -102,13 +107,13 @@ class Beam(NamedTuple):
     tokens: Int[Array, "B K"]  # what is read next
     ids: Int[Array, "B K capacity"]  # padding where no hypothesis is
     alive: Float[Array, "B K"]  # log-probabilities; -inf is no hypothesis
-    finished_ids: Int[Array, "B N capacity"]
-    finished: Float[Array, "B N"]  # scores, best first
+    finished_ids: Int[Array, "B P capacity"]
+    finished: Float[Array, "B P"]  # scores, best first
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
         """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
-        shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.num_hypotheses]
+        shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.pool_size]
         is_empty_one = (plan.limits > 0)[:, None] & (jnp.arange(plan.beam_size) == 0)
         return cls(
             tokens=jnp.full(shape, plan.start_id, jnp.int32),
@@ -120,24 +125,31 @@ class Beam(NamedTuple):
 
     def step(self, logits: Float[Array, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[Array, " R"]]:
         """Return the state after the n-th token of each hypothesis, given the logits, and the row each goes on from."""
-        (batch, beam_size), num_hypotheses, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
+        (batch, beam_size), pool_size, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
         sentence = jnp.arange(batch)[:, None]
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
-        log_probabilities = _next_log_probabilities(logits, n, plan)  # [R, V]
+        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
         best, index = jax.lax.top_k(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
+        if plan.rules.beam_shrinks:
+            best = within_pool(best, self.finished)
         parent, token = index // vocabulary, index % vocabulary
         candidates = self.ids[sentence, parent]  # [B, 2K, capacity]
         candidates = jax.lax.dynamic_update_index_in_dim(candidates, token, n - 1, axis=2)
         ends = (token == plan.eos_id) | (plan.limits == n)[:, None]
         # 2. Of those within the beam that end, keep the best.
         ended = jnp.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
-        finished, rank = jax.lax.top_k(jnp.concatenate([self.finished, ended], 1), num_hypotheses)  # [B, N]
+        if plan.rules.pool == "first":
+            ended = within_pool(ended, self.finished)
+        finished, rank = jax.lax.top_k(jnp.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = jnp.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
         alive, rank = jax.lax.top_k(jnp.where(~ends, best, -inf), beam_size)  # [B, K]
-        attainable = alive[:, 0] / plan.penalties[plan.limits]  # if all that it has yet to say were certain
+        longest = n if plan.rules.stop == "current" else plan.limits
+        attainable = alive[:, 0] / plan.penalties[longest]  # if all that it has yet to say were certain
         is_over = finished[:, -1] >= attainable
+        if plan.rules.stop == "first":
+            is_over = finished[:, -1] != -inf
         alive = jnp.where(~is_over[:, None], alive, -inf)
         ids = jnp.where((alive != -inf)[:, :, None], candidates[sentence, rank], plan.pad_id)
         tokens, parent = token[sentence, rank], parent[sentence, rank]
@@ -148,14 +160,14 @@ class Beam(NamedTuple):
         """Whether any hypothesis is unfinished."""
         return (self.alive != -inf).any()
 
-    def best(self) -> tuple[Int[Array, "B N capacity"], Float[Array, "B N"]]:
+    def best(self) -> tuple[Int[Array, "B P capacity"], Float[Array, "B P"]]:
         """Return the best finished hypotheses of each sentence, best first, and their scores."""
         return self.finished_ids, self.finished
 
 
-def _next_log_probabilities(logits, n, plan):
+def _next_log_probabilities(logits, ids, n, plan):
     """Return the log-probability of each next token [R, V], with -inf for what may not be said."""
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     token = jnp.arange(logits.shape[1])
     forbidden = (token == plan.pad_id) | ((n < plan.min_length) & (token == plan.eos_id))
-    return jnp.where(~forbidden, log_probabilities, -inf)
+    return apply_rules(jnp.where(~forbidden, log_probabilities, -inf), ids, n, plan)

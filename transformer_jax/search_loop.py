@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from reference_numpy.checks import check_ids, check_mask
-from reference_numpy.search_plan import OnStep, SearchResult, pad_search, plan_search, search_result
+from reference_numpy.search_plan import OnStep, SearchResult, SearchRules, pad_search, plan_search, search_result
 from transformer_jax.transformer import Transformer
+
+jax.tree_util.register_static(SearchRules)  # rules are no arrays: they say what is compiled
 
 BUCKET = 32  # lengths are rounded up to a multiple of it, so that few have to be compiled for
 
@@ -28,7 +30,7 @@ def run_search(
     plan = plan._replace(penalties=plan.penalties.astype(dtype))
     # The model is taken apart once: its leaves pass into compiled code, which is kept by structure and sizes.
     leaves, structure = jax.tree.flatten(model)
-    sizes = {"beam_size": plan.beam_size, "num_hypotheses": plan.num_hypotheses}
+    sizes = {"beam_size": plan.beam_size, "pool_size": plan.pool_size}
     state, cache = _start(structure, leaves, source_ids, source_mask, plan, kind=kind, **sizes)
     for n in [last] if on_step is None else range(1, last + 1):
         state, cache, goes_on = _advance(structure, leaves, state, cache, plan, n)
@@ -37,7 +39,7 @@ def run_search(
         if not goes_on:
             break
     ids, scores = state.best()
-    return search_result(np.array(ids, int)[:batch], np.array(scores)[:batch], plan.pad_id)
+    return search_result(np.array(ids, int)[:batch], np.array(scores)[:batch], plan)
 
 
 def _rounded_up(length):
@@ -45,10 +47,10 @@ def _rounded_up(length):
     return -(-length // BUCKET) * BUCKET
 
 
-@partial(jax.jit, static_argnames=("structure", "kind", "beam_size", "num_hypotheses"))
-def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, num_hypotheses):
+@partial(jax.jit, static_argnames=("structure", "kind", "beam_size", "pool_size"))
+def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, pool_size):
     """Encode the source, and return the state before the first step, with the cache."""
-    model, plan = _build(structure, leaves), plan._replace(beam_size=beam_size, num_hypotheses=num_hypotheses)
+    model, plan = _build(structure, leaves), plan._replace(beam_size=beam_size, pool_size=pool_size)
     cache = model.init_cache(source_ids, plan.capacity, beam_size, source_mask)
     return kind.start(plan), cache
 

@@ -18,8 +18,8 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
         TypeError: A weight is not of a floating-point dtype.
         ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
-    check_weights(model.config, weights)
-    for name in parameter_shapes(model.config):
+    check_weights(model.config, weights, part=model.part)
+    for name in parameter_shapes(model.config, model.part):
         parameter = find(model, name)
         # JAX may alias a NumPy array for as long as it lives: this copy is JAX's alone.
         array = rounded(name, weights[name], parameter.dtype.name)
@@ -28,7 +28,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
-    return {name: np.array(find(model, name)[...]) for name in parameter_shapes(model.config)}
+    return {name: np.array(find(model, name)[...]) for name in parameter_shapes(model.config, model.part)}
 
 
 def _put(array, old):

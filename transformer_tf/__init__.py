@@ -8,7 +8,7 @@ from transformer_tf.attention import (
     scaled_dot_product_attention,
     split_heads,
 )
-from transformer_tf.decoder import Decoder, DecoderCache, DecoderLayer
+from transformer_tf.decoder import DecoderCache, DecoderLayer, DecoderStack
 from transformer_tf.embedding import (
     LearnedPosition,
     OutputProjection,
@@ -16,12 +16,12 @@ from transformer_tf.embedding import (
     TokenEmbedding,
     sinusoidal_encoding,
 )
-from transformer_tf.encoder import Encoder, EncoderLayer
+from transformer_tf.encoder import EncoderLayer, EncoderStack
 from transformer_tf.feed_forward import PositionwiseFeedForward
 from transformer_tf.layers import Dropout, LayerNorm, Linear
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_tf.runtime import describe, set_precision
 from transformer_tf.search import beam_search, greedy_search
 from transformer_tf.training import Trainer, cross_entropy, gradients
-from transformer_tf.transformer import Transformer, load_transformer
+from transformer_tf.transformer import Decoder, Encoder, Transformer, load_transformer
 from transformer_tf.weights import get_weights, set_weights

@@ -113,7 +113,7 @@ class DecoderCache(Nested):
             past.reorder(rows)
 
 
-class Decoder(Block):
+class DecoderStack(Block):
     """Turn the embedded target and the memory into one state per target position: a stack of decoder layers.
 
     Taps:

@@ -58,7 +58,7 @@ class EncoderLayer(Block):
         return tap("output", x)
 
 
-class Encoder(Block):
+class EncoderStack(Block):
     """Turn the embedded source into the memory that the decoder reads: a stack of encoder layers.
 
     Taps:

@@ -1,6 +1,6 @@
 """Search (Vaswani et al., 2017, section 6.1): greedy and beam, one token after another.
 
-B batch, K beam size, N number of hypotheses, V target vocabulary, R = B * K rows of the decoder.
+B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult
+from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult, SearchRules
 from transformer_tf.search_loop import run_search
+from transformer_tf.search_rules import apply_rules, within_pool
 from transformer_tf.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -28,12 +29,14 @@ def greedy_search(
     start_id: int | None = None,
     source_mask: Any = None,
     on_step: OnStep | None = None,
+    *,
+    rules: SearchRules | None = None,
 ) -> SearchResult:
     """Say the likeliest next token, again and again, until it is the end symbol.
 
     Arguments, result and errors as in ``reference_numpy.greedy_search``.
     """
-    options = max_length, min_length, start_id
+    options = rules, max_length, min_length, start_id
     return run_search(Greedy, model, source_ids, source_mask, on_step, options)
 
 
@@ -49,12 +52,14 @@ def beam_search(
     start_id: int | None = None,
     source_mask: Any = None,
     on_step: OnStep | None = None,
+    *,
+    rules: SearchRules | None = None,
 ) -> SearchResult:
     """Keep the likeliest unfinished hypotheses, let each go on in every way, and return the best that ended.
 
     Arguments, result and errors as in ``reference_numpy.beam_search``.
     """
-    options = max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
+    options = rules, max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
     return run_search(Beam, model, source_ids, source_mask, on_step, options)
 
 
@@ -79,7 +84,7 @@ class Greedy(NamedTuple):
 
     def step(self, logits: Float[Tensor, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
         """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
-        log_probabilities = _next_log_probabilities(logits, n, plan)  # [B, V]
+        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [B, V]
         best = tf.reduce_max(log_probabilities, -1, keepdims=True)
         index = tf.argmax(log_probabilities, -1, tf.int32)
         tokens = tf.where(self.unfinished, index, plan.pad_id)
@@ -103,13 +108,13 @@ class Beam(NamedTuple):
     tokens: Int[Tensor, "B K"]  # what is read next
     ids: Int[Tensor, "B K capacity"]  # padding where no hypothesis is
     alive: Float[Tensor, "B K"]  # log-probabilities; -inf is no hypothesis
-    finished_ids: Int[Tensor, "B N capacity"]
-    finished: Float[Tensor, "B N"]  # scores, best first
+    finished_ids: Int[Tensor, "B P capacity"]
+    finished: Float[Tensor, "B P"]  # scores, best first
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
         """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
-        shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.num_hypotheses]
+        shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.pool_size]
         is_empty_one = (plan.limits > 0)[:, None] & (tf.range(plan.beam_size) == 0)
         return cls(
             tokens=tf.fill(shape, plan.start_id),
@@ -122,24 +127,31 @@ class Beam(NamedTuple):
     def step(self, logits: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[Tensor, " R"]]:
         """Return the state after the n-th token of each hypothesis, given the logits, and the row each goes on from."""
         (batch, beam_size), vocabulary = keras.ops.shape(self.alive), logits.shape[1]
-        num_hypotheses = keras.ops.shape(self.finished)[1]
+        pool_size = keras.ops.shape(self.finished)[1]
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
-        log_probabilities = _next_log_probabilities(logits, n, plan)  # [R, V]
+        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])  # [B, K, V]
         best, index = tf.math.top_k(tf.reshape(totals, [batch, -1]), 2 * beam_size)  # [B, 2K]
+        if plan.rules.beam_shrinks:
+            best = within_pool(best, self.finished)
         parent, token = index // vocabulary, index % vocabulary
         candidates = tf.gather(self.ids, parent, batch_dims=1)  # [B, 2K, capacity]
         candidates = keras.ops.slice_update(candidates, [0, 0, n - 1], token[:, :, None])
         ends = (token == plan.eos_id) | (plan.limits == n)[:, None]
         # 2. Of those within the beam that end, keep the best.
         ended = tf.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
-        finished, rank = tf.math.top_k(tf.concat([self.finished, ended], 1), num_hypotheses)  # [B, N]
+        if plan.rules.pool == "first":
+            ended = within_pool(ended, self.finished)
+        finished, rank = tf.math.top_k(tf.concat([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = tf.concat([self.finished_ids, candidates[:, :beam_size]], 1)
         finished_ids = tf.gather(finished_ids, rank, batch_dims=1)
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
         alive, rank = tf.math.top_k(tf.where(~ends, best, -inf), beam_size)  # [B, K]
-        attainable = alive[:, 0] / tf.gather(plan.penalties, plan.limits)  # if all that it has yet to say were certain
+        longest = n if plan.rules.stop == "current" else plan.limits
+        attainable = alive[:, 0] / tf.gather(plan.penalties, longest)  # if all that it has yet to say were certain
         is_over = finished[:, -1] >= attainable
+        if plan.rules.stop == "first":
+            is_over = finished[:, -1] != -inf
         alive = tf.where(~is_over[:, None], alive, -inf)
         ids, tokens, parent = (tf.gather(x, rank, batch_dims=1) for x in (candidates, token, parent))
         ids = tf.where((alive != -inf)[:, :, None], ids, plan.pad_id)
@@ -150,15 +162,15 @@ class Beam(NamedTuple):
         """Whether any hypothesis is unfinished."""
         return tf.reduce_any(self.alive != -inf)
 
-    def best(self) -> tuple[Int[Tensor, "B N capacity"], Float[Tensor, "B N"]]:
+    def best(self) -> tuple[Int[Tensor, "B P capacity"], Float[Tensor, "B P"]]:
         """Return the best finished hypotheses of each sentence, best first, and their scores."""
         return self.finished_ids, self.finished
 
 
-def _next_log_probabilities(logits, n, plan):
+def _next_log_probabilities(logits, ids, n, plan):
     """Return the log-probability of each next token [R, V], with -inf for what may not be said."""
     wide = keras.backend.result_type(logits.dtype, "float32")  # bfloat16 is too coarse to sum in
     log_probabilities = tf.nn.log_softmax(tf.cast(logits, wide))
     token = tf.range(logits.shape[1])
     forbidden = (token == plan.pad_id) | ((n < plan.min_length) & (token == plan.eos_id))
-    return tf.where(~forbidden, log_probabilities, -inf)
+    return apply_rules(tf.where(~forbidden, log_probabilities, -inf), ids, n, plan)

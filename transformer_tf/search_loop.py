@@ -21,7 +21,7 @@ def run_search(
 ) -> SearchResult:
     """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
     with placed(model.device):
-        source_ids, source_mask = (x.numpy() for x in model._take_source(source_ids, source_mask))
+        source_ids, source_mask = (x.numpy() for x in model._take("source", source_ids, source_mask))
     plan = plan_search(model.config, source_mask, *options)
     batch, last = len(source_ids), plan.capacity
     source_ids, source_mask, plan = pad_search(source_ids, source_mask, plan, model.config.max_positions, _rounded_up)
@@ -30,15 +30,16 @@ def run_search(
         limits, penalties = tf.constant(plan.limits, tf.int32), tf.constant(plan.penalties, dtype)
         plan = plan._replace(limits=limits, penalties=penalties)
         state = kind.start(plan)
+    arrays = plan._replace(rules=())  # rules are no arrays: they say what is compiled
     cache = _call(_init_cache, model, source_ids, source_mask, plan.capacity, plan.beam_size)
     for n in [last] if on_step is None else range(1, last + 1):
-        state, cache = _call(_advance, model, state, cache, plan, n)
+        state, cache = _call(_advance, model, state, cache, arrays, n, rules=plan.rules)
         if on_step is not None:
             on_step(np.array(state.ids[:batch, :, :n], np.int64))
         if not state.goes_on():
             break
     ids, scores = state.best()
-    return search_result(np.array(ids[:batch], np.int64), np.array(scores[:batch]), plan.pad_id)
+    return search_result(np.array(ids[:batch], np.int64), np.array(scores[:batch]), plan)
 
 
 def _init_cache(model, source_ids, source_mask, capacity, beam_size):
@@ -46,8 +47,9 @@ def _init_cache(model, source_ids, source_mask, capacity, beam_size):
     return model.init_cache(source_ids, capacity, beam_size, source_mask)
 
 
-def _advance(model, state, cache, plan, last):
+def _advance(model, state, cache, arrays, last, rules):
     """Take steps until ``last`` have been taken or all is said."""
+    plan = arrays._replace(rules=rules)
 
     def step(state, cache):
         logits, cache = model.decode_step(tf.reshape(state.tokens, [-1]), cache)
@@ -68,14 +70,14 @@ def _rounded_up(length):
 _TRACED: WeakKeyDictionary[Transformer, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 
 
-def _call(function, model, *args):
-    """Call a function of a model, tensors and numbers, traced once for all of them."""
+def _call(function, model, *args, **static):
+    """Call a function of a model, tensors and numbers, traced once for all of them; and again for what is static."""
     traced = _TRACED.setdefault(model, {})
     with placed(model.device):
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
-        key = function, *map(type, args)  # among the types is the kind of search
+        key = function, *static.values(), *map(type, args)  # among the types is the kind of search
         if key not in traced:
-            of_model = partial(function, proxy(model))  # a model would live as long as its functions
+            of_model = partial(function, proxy(model), **static)  # a model would live as long as its functions
             signature = tf.nest.map_structure(lambda x: tf.TensorSpec([None] * x.shape.rank, x.dtype), args)
             traced[key] = tf.function(of_model, signature, autograph=False, jit_compile=function is _advance)
         return traced[key](*args)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import keras
 import numpy as np
@@ -15,13 +15,13 @@ import tensorflow as tf
 from numpy import ndarray
 from tensorflow import Tensor
 
-from reference_numpy.checks import check_integer, check_next_ids, check_positions, check_same_batch
+from reference_numpy.checks import check_given, check_integer, check_next_ids, check_positions, check_same_batch
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights
 from reference_numpy.taps import Tap, no_tap, within
-from transformer_tf.decoder import Decoder, DecoderCache
+from transformer_tf.decoder import DecoderCache, DecoderStack
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
-from transformer_tf.encoder import Encoder
+from transformer_tf.encoder import EncoderStack
 from transformer_tf.layers import Configured, Dropout, LayerNorm
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_tf.runtime import (
@@ -40,34 +40,35 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-class Transformer(Configured, keras.Model):
-    """Map source tokens and the target tokens so far to the logits of each next target token.
+class Part(Configured, keras.Model):
+    """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
 
-    Taps:
-        ``source_embedding.output`` (what enters the stack, before dropout), those of the encoder,
-        ``target_embedding.output``, those of the decoder, ``logits``. A Recorder passed as ``tap`` returns any of
-        them beside the logits: every decoder layer's output for auxiliary losses (``decoder.layers.*.output``), or
-        the attention weights (``**.weights``).
+    Attributes:
+        part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
     """
+
+    part: str | None = None
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
+        tied = config.tie_embeddings == "all"
         self.config = config
         self.device: str | None = None  # where calls run; None is where the caller's scope says
-        self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype=dtype)
-        self.target_embedding = (
-            self.source_embedding
-            if config.tie_embeddings == "all"
-            else TokenEmbedding(config.target_vocab_size, config, dtype=dtype)
-        )
-        self.source_position = position(config, dtype=dtype)
-        self.target_position = position(config, dtype=dtype)
-        self.source_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
-        self.target_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
-        self.encoder = Encoder(config, dtype=dtype)
-        self.decoder = Decoder(config, dtype=dtype)
-        self.output_proj = OutputProjection(config, self.target_embedding, dtype=dtype)
+        if self.part != "decoder" or tied:
+            self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype=dtype)
+        if self.part != "decoder":
+            self.source_position = position(config, dtype=dtype)
+            self.source_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
+            self.encoder = EncoderStack(config, dtype=dtype)
+        if self.part != "encoder":
+            self.target_embedding = (
+                self.source_embedding if tied else TokenEmbedding(config.target_vocab_size, config, dtype=dtype)
+            )
+            self.target_position = position(config, dtype=dtype)
+            self.target_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
+            self.decoder = DecoderStack(config, dtype=dtype)
+            self.output_proj = OutputProjection(config, self.target_embedding, dtype=dtype)
         self.dropout = Dropout(config.dropout.embedding, dtype=dtype)
         self.built = True
 
@@ -79,12 +80,12 @@ class Transformer(Configured, keras.Model):
         dtype: str = "float32",
         device: str | None = None,
         precision: str | None = None,
-    ) -> Transformer:
+    ) -> Self:
         """Build a model in inference mode that holds a copy of the given weights.
 
         Args:
             config: What the weights are weights of.
-            weights: One array per canonical name, of any floating-point dtype.
+            weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
             dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
             device: ``cpu`` or ``gpu``. None leaves the place to the framework.
             precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
@@ -108,55 +109,23 @@ class Transformer(Configured, keras.Model):
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
         return get_weights(self)
 
-    @as_placed
-    def __call__(
-        self,
-        source_ids: Int[Tensor, "B S"],
-        target_ids: Int[Tensor, "B T"] | None = None,
-        source_mask: Bool[Tensor, "B S"] | None = None,
-        target_mask: Bool[Tensor, "B T"] | None = None,
-        tap: Tap | None = None,
-        training: bool | None = None,
-    ) -> Float[Tensor, "B T V"]:
-        """Return the logits of the token after each target position.
+    def _take(self, side, ids, mask):
+        """Return the ids of ``source`` or ``target`` and their mask, checked; a mask of None follows from the ids."""
+        config = self.config
+        ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
+        if mask is not None:
+            return ids, to_mask(f"{side}_mask", mask, tuple(ids.shape))
+        return ids, (padding_mask if side == "source" else target_padding_mask)(ids, config.pad_id)
 
-        Args:
-            source_ids: The source sentences, padded with ``config.pad_id``.
-            target_ids: The target sentences so far, starting with ``config.bos_id``, padded likewise.
-            source_mask: True where a source position holds a token. None derives it from the ids.
-            target_mask: True where a target position holds a token. None derives it from the ids.
-            tap: Receives each named intermediate and returns the value to go on with.
-            training: Applies dropout.
 
-        Raises:
-            TypeError: Ids that are not integers, or a mask that is not boolean.
-            ValueError: Ids or masks of the wrong shape, ids outside the vocabulary, or too many positions.
-        """
-        if target_ids is None and _is_structure(source_ids):  # as Keras hands over all inputs in one
-            args, options = ((), source_ids) if isinstance(source_ids, Mapping) else (source_ids, {})
-            masks = {"source_mask": source_mask, "target_mask": target_mask}
-            masks = {name: mask for name, mask in masks.items() if mask is not None}
-            return self(*args, **options, **masks, tap=tap, training=training)
-        if not keras.backend.is_keras_tensor(source_ids):  # of a functional model, whose values come later
-            # Checked here and not in `call`, where Keras would decorate the message.
-            source_ids, source_mask = self._take_source(source_ids, source_mask)
-            target_ids, target_mask = self._take_target(target_ids, target_mask)
-            check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
-        options = {} if tap is None else {"tap": tap}  # a function, which could not be saved
-        return super().__call__(source_ids, target_ids, source_mask, target_mask, training=training, **options)
+class Encoder(Part):
+    """Map source tokens to the memory: the left half of Figure 1, alone.
 
-    def call(
-        self,
-        source_ids: Int[Tensor, "B S"],
-        target_ids: Int[Tensor, "B T"],
-        source_mask: Bool[Tensor, "B S"] | None = None,
-        target_mask: Bool[Tensor, "B T"] | None = None,
-        tap: Tap = no_tap,
-        training: bool | None = None,
-    ) -> Float[Tensor, "B T V"]:
-        """Return the logits: what Keras calls."""
-        memory = self.encode(source_ids, source_mask, tap, training)
-        return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap, training)
+    Taps:
+        ``source_embedding.output`` (what enters the stack, before dropout), those of the stack under ``encoder``.
+    """
+
+    part = "encoder"
 
     @as_placed
     def encode(
@@ -166,31 +135,45 @@ class Transformer(Configured, keras.Model):
         tap: Tap = no_tap,
         training: bool | None = None,
     ) -> Float[Tensor, "B S d_model"]:
-        """Return the memory: one vector per source position. Arguments and errors as in the call."""
-        source_ids, source_mask = self._take_source(source_ids, source_mask)
+        """Return the memory: one vector per source position. Arguments and errors as in ``Transformer``."""
+        source_ids, source_mask = self._take("source", source_ids, source_mask)
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
         if self.source_embedding_norm is not None:
             x = self.source_embedding_norm(x)
         x = self.dropout(tap("source_embedding.output", x), training=training)
         return self.encoder(x, source_mask[:, None, None, :], tap=within(tap, "encoder"), training=training)
 
+    call = encode
+
+
+class Decoder(Part):
+    """Map target tokens and the memory to the logits of each next target token: the right half of Figure 1, alone.
+
+    Taps:
+        ``target_embedding.output`` (what enters the stack, before dropout), those of the stack under ``decoder``,
+        ``logits``.
+    """
+
+    part = "decoder"
+
     @as_placed
     def decode(
         self,
         target_ids: Int[Tensor, "B T"],
         memory: Float[Tensor, "B S d_model"],
-        source_ids: Int[Tensor, "B S"],
+        source_ids: Int[Tensor, "B S"] | None = None,
         target_mask: Bool[Tensor, "B T"] | None = None,
         source_mask: Bool[Tensor, "B S"] | None = None,
         tap: Tap = no_tap,
         training: bool | None = None,
     ) -> Float[Tensor, "B T V"]:
-        """Return the logits, given the memory of the same source ids. Arguments and errors as in the call."""
-        source_ids, source_mask = self._take_source(source_ids, source_mask)
-        target_ids, target_mask = self._take_target(target_ids, target_mask)
-        check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
-        memory_shape = (*source_ids.shape, self.config.d_model)
-        memory = to_memory(memory, memory_shape, self.compute_dtype)
+        """Return the logits, given the memory. Arguments and errors as in ``Transformer``.
+
+        Of source ids and source mask either may be None, not both: they say what of the memory is padding.
+        """
+        memory, source_mask = self._take_memory(memory, source_ids, source_mask)
+        target_ids, target_mask = self._take("target", target_ids, target_mask)
+        check_same_batch(tuple(memory.shape), tuple(target_ids.shape))
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
@@ -200,31 +183,37 @@ class Transformer(Configured, keras.Model):
         x = self.decoder(x, memory, self_mask, cross_mask, tap=within(tap, "decoder"), training=training)
         return self._logits(x, tap)
 
+    call = decode
+
     @as_placed
     def init_cache(
         self,
-        source_ids: Int[Tensor, "B S"],
+        source_ids: Int[Tensor, "B S"] | None,
         capacity: int,
         beam_size: int = 1,
         source_mask: Bool[Tensor, "B S"] | None = None,
+        memory: Float[Tensor, "B S d_model"] | None = None,
     ) -> DecoderCache:
-        """Encode the source, and return what ``decode_step`` needs to decode one target position after another.
+        """Return what ``decode_step`` needs to decode one target position after another.
 
         Args:
-            source_ids: The source sentences, padded with ``config.pad_id``.
+            source_ids: The source sentences, padded with ``config.pad_id``; None where memory and mask are given.
             capacity: How many target positions there is room for, that of the start symbol included.
             beam_size: How many hypotheses of each sentence are decoded at a time.
             source_mask: True where a source position holds a token. None derives it from the ids.
+            memory: What ``encode`` returns for the source. None computes it; a decoder alone has to be given it.
 
         Raises:
-            TypeError: Ids or sizes that are not integers, or a mask that is not boolean.
-            ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
+            TypeError: Ids or sizes that are not integers, a mask that is not boolean, or a memory of another dtype.
+            ValueError: Ids, mask or memory of the wrong shape, ids outside the vocabulary, or too many positions.
         """
         if not tf.is_tensor(capacity):  # which it may be in a function that is traced once for all sizes
             capacity = check_positions("capacity", capacity, self.config.max_positions)
             beam_size = check_integer("beam_size", beam_size, minimum=1)
-        source_ids, source_mask = self._take_source(source_ids, source_mask)
-        memory = self.encode(source_ids, source_mask, training=False)
+        if memory is None and isinstance(self, Encoder):
+            source_ids, source_mask = self._take("source", source_ids, source_mask)
+            memory = self.encode(source_ids, source_mask, training=False)
+        memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         positions = tf.cast(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
@@ -261,22 +250,81 @@ class Transformer(Configured, keras.Model):
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
         return self._logits(x, tap)[:, 0], cache
 
-    def _take_source(self, ids, mask):
-        config = self.config
-        ids = to_ids("source_ids", ids, config.source_vocab_size, config.max_positions)
-        if mask is None:
-            return ids, padding_mask(ids, config.pad_id)
-        return ids, to_mask("source_mask", mask, tuple(ids.shape))
-
-    def _take_target(self, ids, mask):
-        config = self.config
-        ids = to_ids("target_ids", ids, config.target_vocab_size, config.max_positions)
-        if mask is None:
-            return ids, target_padding_mask(ids, config.pad_id)
-        return ids, to_mask("target_mask", mask, tuple(ids.shape))
-
     def _logits(self, x, tap):
         return tap("logits", self.output_proj(x))
+
+    def _take_memory(self, memory, ids, mask):
+        """Return the memory and the mask of its source, checked."""
+        check_given(memory, ids, mask)
+        if ids is None:
+            mask = to_mask("source_mask", mask, tuple(np.shape(memory))[:2])
+        else:
+            _, mask = self._take("source", ids, mask)
+        shape = (*mask.shape, self.config.d_model)
+        return to_memory(memory, shape, self.compute_dtype), mask
+
+
+class Transformer(Encoder, Decoder):
+    """Map source tokens and the target tokens so far to the logits of each next target token.
+
+    Taps:
+        ``source_embedding.output`` (what enters the stack, before dropout), those of the encoder,
+        ``target_embedding.output``, those of the decoder, ``logits``. A Recorder passed as ``tap`` returns any of
+        them beside the logits: every decoder layer's output for auxiliary losses (``decoder.layers.*.output``), or
+        the attention weights (``**.weights``).
+    """
+
+    part = None
+
+    @as_placed
+    def __call__(
+        self,
+        source_ids: Int[Tensor, "B S"],
+        target_ids: Int[Tensor, "B T"] | None = None,
+        source_mask: Bool[Tensor, "B S"] | None = None,
+        target_mask: Bool[Tensor, "B T"] | None = None,
+        tap: Tap | None = None,
+        training: bool | None = None,
+    ) -> Float[Tensor, "B T V"]:
+        """Return the logits of the token after each target position.
+
+        Args:
+            source_ids: The source sentences, padded with ``config.pad_id``.
+            target_ids: The target sentences so far, starting with ``config.bos_id``, padded likewise.
+            source_mask: True where a source position holds a token. None derives it from the ids.
+            target_mask: True where a target position holds a token. None derives it from the ids.
+            tap: Receives each named intermediate and returns the value to go on with.
+            training: Applies dropout.
+
+        Raises:
+            TypeError: Ids that are not integers, or a mask that is not boolean.
+            ValueError: Ids or masks of the wrong shape, ids outside the vocabulary, or too many positions.
+        """
+        if target_ids is None and _is_structure(source_ids):  # as Keras hands over all inputs in one
+            args, options = ((), source_ids) if isinstance(source_ids, Mapping) else (source_ids, {})
+            masks = {"source_mask": source_mask, "target_mask": target_mask}
+            masks = {name: mask for name, mask in masks.items() if mask is not None}
+            return self(*args, **options, **masks, tap=tap, training=training)
+        if not keras.backend.is_keras_tensor(source_ids):  # of a functional model, whose values come later
+            # Checked here and not in `call`, where Keras would decorate the message.
+            source_ids, source_mask = self._take("source", source_ids, source_mask)
+            target_ids, target_mask = self._take("target", target_ids, target_mask)
+            check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
+        options = {} if tap is None else {"tap": tap}  # a function, which could not be saved
+        return super().__call__(source_ids, target_ids, source_mask, target_mask, training=training, **options)
+
+    def call(
+        self,
+        source_ids: Int[Tensor, "B S"],
+        target_ids: Int[Tensor, "B T"],
+        source_mask: Bool[Tensor, "B S"] | None = None,
+        target_mask: Bool[Tensor, "B T"] | None = None,
+        tap: Tap = no_tap,
+        training: bool | None = None,
+    ) -> Float[Tensor, "B T V"]:
+        """Return the logits: what Keras calls."""
+        memory = self.encode(source_ids, source_mask, tap, training)
+        return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap, training)
 
 
 def _is_structure(inputs):

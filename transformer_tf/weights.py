@@ -21,7 +21,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
         TypeError: A weight is not of a floating-point dtype.
         ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
-    check_weights(model.config, weights)
+    check_weights(model.config, weights, part=model.part)
     for name, parameter in parameters(model).items():
         parameter.assign(rounded(name, weights[name], parameter.dtype.name))
 
@@ -38,7 +38,7 @@ def parameters(model: Model) -> dict[str, tf.Variable]:
 
 def variables(model: Model) -> dict[str, keras.Variable]:
     """Return the model's own parameters by canonical name, as Keras' variables, which know whether they are trained."""
-    return {name: find(model, _keras_path(name)) for name in parameter_shapes(model.config)}
+    return {name: find(model, _keras_path(name)) for name in parameter_shapes(model.config, model.part)}
 
 
 def _keras_path(name: str) -> str:

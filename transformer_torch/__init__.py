@@ -8,7 +8,7 @@ from transformer_torch.attention import (
     scaled_dot_product_attention,
     split_heads,
 )
-from transformer_torch.decoder import Decoder, DecoderCache, DecoderLayer
+from transformer_torch.decoder import DecoderCache, DecoderLayer, DecoderStack
 from transformer_torch.embedding import (
     LearnedPosition,
     OutputProjection,
@@ -16,12 +16,12 @@ from transformer_torch.embedding import (
     TokenEmbedding,
     sinusoidal_encoding,
 )
-from transformer_torch.encoder import Encoder, EncoderLayer
+from transformer_torch.encoder import EncoderLayer, EncoderStack
 from transformer_torch.feed_forward import PositionwiseFeedForward
 from transformer_torch.layers import Dropout, LayerNorm, Linear
 from transformer_torch.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_torch.runtime import describe, set_precision
 from transformer_torch.search import beam_search, greedy_search
 from transformer_torch.training import Trainer, cross_entropy, gradients
-from transformer_torch.transformer import Transformer, load_transformer
+from transformer_torch.transformer import Decoder, Encoder, Transformer, load_transformer
 from transformer_torch.weights import get_weights, set_weights

@@ -111,7 +111,7 @@ class DecoderCache:
             past.reorder(rows)
 
 
-class Decoder(nn.Module):
+class DecoderStack(nn.Module):
     """Turn the embedded target and the memory into one state per target position: a stack of decoder layers.
 
     Taps:

@@ -59,7 +59,7 @@ class EncoderLayer(nn.Module):
         return tap("output", x)
 
 
-class Encoder(nn.Module):
+class EncoderStack(nn.Module):
     """Turn the embedded source into the memory that the decoder reads: a stack of encoder layers.
 
     Taps:

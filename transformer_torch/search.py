@@ -1,6 +1,6 @@
 """Search (Vaswani et al., 2017, section 6.1): greedy and beam, one token after another.
 
-B batch, K beam size, N number of hypotheses, V target vocabulary, R = B * K rows of the decoder.
+B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from torch import Tensor
 
-from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult
+from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult, SearchRules
 from transformer_torch.search_loop import run_search
+from transformer_torch.search_rules import apply_rules, within_pool
 from transformer_torch.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -30,12 +31,14 @@ def greedy_search(
     start_id: int | None = None,
     source_mask: Any = None,
     on_step: OnStep | None = None,
+    *,
+    rules: SearchRules | None = None,
 ) -> SearchResult:
     """Say the likeliest next token, again and again, until it is the end symbol.
 
     Arguments, result and errors as in ``reference_numpy.greedy_search``.
     """
-    options = max_length, min_length, start_id
+    options = rules, max_length, min_length, start_id
     return run_search(Greedy, model, source_ids, source_mask, on_step, options)
 
 
@@ -51,12 +54,14 @@ def beam_search(
     start_id: int | None = None,
     source_mask: Any = None,
     on_step: OnStep | None = None,
+    *,
+    rules: SearchRules | None = None,
 ) -> SearchResult:
     """Keep the likeliest unfinished hypotheses, let each go on in every way, and return the best that ended.
 
     Arguments, result and errors as in ``reference_numpy.beam_search``.
     """
-    options = max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
+    options = rules, max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
     return run_search(Beam, model, source_ids, source_mask, on_step, options)
 
 
@@ -81,7 +86,7 @@ class Greedy(NamedTuple):
 
     def step(self, logits: Float[Tensor, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
         """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
-        log_probabilities = _next_log_probabilities(logits, n, plan)  # [B, V]
+        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [B, V]
         best, index = log_probabilities.max(-1, keepdim=True)  # of equal ones, the first
         tokens = torch.where(self.unfinished, index[:, 0], plan.pad_id)
         ids = self.ids
@@ -105,13 +110,13 @@ class Beam(NamedTuple):
     tokens: Int[Tensor, "B K"]  # what is read next
     ids: Int[Tensor, "B K capacity"]  # padding where no hypothesis is
     alive: Float[Tensor, "B K"]  # log-probabilities; -inf is no hypothesis
-    finished_ids: Int[Tensor, "B N capacity"]
-    finished: Float[Tensor, "B N"]  # scores, best first
+    finished_ids: Int[Tensor, "B P capacity"]
+    finished: Float[Tensor, "B P"]  # scores, best first
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
         """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
-        shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.num_hypotheses]
+        shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.pool_size]
         is_empty_one = (plan.limits > 0)[:, None] & (torch.arange(plan.beam_size, device=plan.limits.device) == 0)
         return cls(
             tokens=plan.limits.new_full(shape, plan.start_id),
@@ -123,24 +128,31 @@ class Beam(NamedTuple):
 
     def step(self, logits: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[Tensor, " R"]]:
         """Return the state after the n-th token of each hypothesis, given the logits, and the row each goes on from."""
-        (batch, beam_size), num_hypotheses, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
+        (batch, beam_size), pool_size, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
         sentence = torch.arange(batch, device=logits.device)[:, None]
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
-        log_probabilities = _next_log_probabilities(logits, n, plan)  # [R, V]
+        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
         best, index = _top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
+        if plan.rules.beam_shrinks:
+            best = within_pool(best, self.finished)
         parent, token = index // vocabulary, index % vocabulary
         candidates = self.ids[sentence, parent]  # [B, 2K, capacity]
         candidates[:, :, n - 1] = token
         ends = (token == plan.eos_id) | (plan.limits == n)[:, None]
         # 2. Of those within the beam that end, keep the best.
         ended = torch.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
-        finished, rank = _top(torch.concatenate([self.finished, ended], 1), num_hypotheses)  # [B, N]
+        if plan.rules.pool == "first":
+            ended = within_pool(ended, self.finished)
+        finished, rank = _top(torch.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = torch.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
         alive, rank = _top(torch.where(~ends, best, -inf), beam_size)  # [B, K]
-        attainable = alive[:, 0] / plan.penalties[plan.limits]  # if all that it has yet to say were certain
+        longest = n if plan.rules.stop == "current" else plan.limits
+        attainable = alive[:, 0] / plan.penalties[longest]  # if all that it has yet to say were certain
         is_over = finished[:, -1] >= attainable
+        if plan.rules.stop == "first":
+            is_over = finished[:, -1] != -inf
         alive = torch.where(~is_over[:, None], alive, -inf)
         ids = torch.where((alive != -inf)[:, :, None], candidates[sentence, rank], plan.pad_id)
         tokens, parent = token[sentence, rank], parent[sentence, rank]
@@ -151,18 +163,18 @@ class Beam(NamedTuple):
         """Whether any hypothesis is unfinished."""
         return (self.alive != -inf).any()
 
-    def best(self) -> tuple[Int[Tensor, "B N capacity"], Float[Tensor, "B N"]]:
+    def best(self) -> tuple[Int[Tensor, "B P capacity"], Float[Tensor, "B P"]]:
         """Return the best finished hypotheses of each sentence, best first, and their scores."""
         return self.finished_ids, self.finished
 
 
-def _next_log_probabilities(logits, n, plan):
+def _next_log_probabilities(logits, ids, n, plan):
     """Return the log-probability of each next token [R, V], with -inf for what may not be said."""
     log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
     log_probabilities[:, plan.pad_id] = -inf
     if n < plan.min_length:
         log_probabilities[:, plan.eos_id] = -inf
-    return log_probabilities
+    return apply_rules(log_probabilities, ids, n, plan)
 
 
 def _top(values, count):

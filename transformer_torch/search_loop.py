@@ -24,7 +24,7 @@ def run_search(
     kind: Any, model: Transformer, source_ids: Any, source_mask: Any, on_step: OnStep | None, options: Any
 ) -> SearchResult:
     """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
-    source_ids, source_mask = model._take_source(source_ids, source_mask)
+    source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = plan_search(model.config, source_mask.cpu().numpy(), *options)
     device, dtype = model.device, model.source_embedding.table.dtype
     dtype = torch.promote_types(dtype, torch.float32)  # bfloat16 is too coarse to sum in
@@ -48,7 +48,7 @@ def run_search(
         if not state.goes_on():
             break
     ids, scores = (x.cpu().numpy() for x in state.best())
-    return search_result(ids, scores, plan.pad_id)
+    return search_result(ids, scores, plan)
 
 
 def _inference_twin(module):

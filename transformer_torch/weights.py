@@ -26,7 +26,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
         TypeError: A weight is not of a floating-point dtype.
         ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
-    check_weights(model.config, weights)
+    check_weights(model.config, weights, part=model.part)
     for name, parameter in parameters(model).items():
         copy_in(name, weights[name], parameter)
 
@@ -38,7 +38,7 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
 def computed_with(model: Model) -> dict[str, Tensor]:
     """Return what the model computes with by canonical name, parametrized or not; a kernel is still transposed."""
-    return {name: find(model, _torch_path(name)) for name in parameter_shapes(model.config)}
+    return {name: find(model, _torch_path(name)) for name in parameter_shapes(model.config, model.part)}
 
 
 def parameters(model: Model) -> dict[str, nn.Parameter]:

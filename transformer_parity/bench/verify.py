@@ -13,7 +13,8 @@ import reference_numpy as ref
 from reference_numpy.search_plan import SearchResult
 from transformer_parity.bench.measurements import DisagreementError
 from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
-from transformer_parity.compare.near_ties import differing, explain, score, score_tolerance, summary
+from transformer_parity.compare.near_ties import differing, explain, score_tolerance, summary
+from transformer_parity.compare.prefixes import score
 from transformer_parity.compare.tolerances import POLICY, relative_error, tolerance
 from transformer_parity.ports.protocol import Decoded
 

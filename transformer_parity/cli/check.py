@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 import reference_numpy as ref
-from reference_numpy.config import PRESETS
+from reference_numpy.presets import PRESETS
 from transformer_parity.cases.case import STAGES
 from transformer_parity.check.one_port import Job, Message
 from transformer_parity.check.processes import SILENCE, Outcome, run_all

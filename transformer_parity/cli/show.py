@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reference_numpy.config import PRESETS
+from reference_numpy.presets import PRESETS
 from transformer_parity.cli.options import add_backends, one_or_more
 from transformer_parity.cli.progress import PlainConsole
 from transformer_parity.figures import why_tables

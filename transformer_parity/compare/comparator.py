@@ -16,7 +16,7 @@ from reference_numpy.search_plan import SearchResult
 from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.compare.expected import Expected, Reference
 from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Kept, Setting
-from transformer_parity.compare.near_ties import explain, score, score_tolerance, summary
+from transformer_parity.compare.near_ties import explain, score_tolerance, summary
 from transformer_parity.compare.outputs import (
     CACHED,
     FAST,
@@ -33,6 +33,7 @@ from transformer_parity.compare.outputs import (
     structure_problem,
     wide_tokens,
 )
+from transformer_parity.compare.prefixes import score
 from transformer_parity.compare.tolerances import NotFiniteError, relative_error
 from transformer_parity.compare.training_outputs import OPTIONAL, WHOLE, training_error
 from transformer_parity.compare.verdict import Author
@@ -205,6 +206,10 @@ class _Path:
         yield self.author.compared(self.path, TOKENS, margin, noise, problem=problem, detail=summary(doubts))
         if scores is not None and not wrong:
             truth = score(exact, source_ids, ids, options)
+            if not np.isfinite(truth).all():  # of what may not be said
+                problem = f"scores must be finite: the reference finds {truth.min()} for these tokens"
+                yield self.author.compared(self.path, SCORES, math.inf, 0.0, problem=problem)
+                return
             usual = None if rounded is None else score(rounded, source_ids, ids, options)
             yield self.author.compared(self.path, SCORES, relative_error(scores, truth), score_tolerance(truth, usual))
 

@@ -8,21 +8,19 @@ noise that the reference itself shows in that dtype, it is a near-tie. Anything 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy import search
-from reference_numpy.config import TransformerConfig
-from reference_numpy.functional import log_softmax
+from reference_numpy.search_plan import SearchPlan
 from reference_numpy.transformer import Transformer
+from transformer_parity.compare.prefixes import Continuations, PrefixScorer, Tokens, score, tokens_of
 from transformer_parity.compare.tolerances import EPS, POLICY, relative_error
 from transformer_parity.ports.protocol import Decoded, SearchOptions
-
-Tokens = tuple[int, ...]  # a hypothesis or its beginning, without start symbol and padding
 
 
 @dataclass(frozen=True)
@@ -52,107 +50,6 @@ class Doubt:
     def __str__(self) -> str:
         where = f"sentence {self.sentence}" + (f", token {self.step}" if self.step else "")
         return f"{where}: {self.what}, margin {self.margin:.1e}, rounding noise {self.noise:.1e}"
-
-
-class Continuations:
-    """Some prefixes, each with every next token but padding.
-
-    Args:
-        prefixes: P hypotheses that have not ended.
-        exact: The log-probabilities of the prefixes with each next token in float64, [P, V].
-        rounded: Likewise, in ``dtype``, the working dtype.
-    """
-
-    def __init__(self, prefixes: Sequence[Tokens], exact: ndarray, rounded: ndarray, dtype: str) -> None:
-        self.rows = {prefix: row for row, prefix in enumerate(prefixes)}
-        self.prefixes = prefixes
-        self.exact = exact
-        self.rounded = rounded
-        self.dtype = dtype
-        self._order = np.argsort(-exact, axis=None, kind="stable")
-
-    def best(self, count: int, but: int | None = None) -> list[tuple[Tokens, float]]:
-        """Return the likeliest continuations, and how likely they are, but not those that end with some token."""
-        found: list[tuple[Tokens, float]] = []
-        for index in self._order.tolist():
-            row, token = divmod(index, self.exact.shape[1])
-            if len(found) == count or self.exact[row, token] == -math.inf:
-                break
-            if token != but:
-                found.append(((*self.prefixes[row], token), float(self.exact[row, token])))
-        return found
-
-    def total(self, tokens: Tokens) -> float:
-        """Return the log-probability of a continuation; -inf if it is none."""
-        row = self.rows.get(tokens[:-1])
-        return -math.inf if row is None else float(self.exact[row, tokens[-1]])
-
-    def noise(self, candidates: Iterable[Tokens]) -> float:
-        """Return how many nats rounding may amount to among some continuations: what the reference itself shows."""
-        at = [(self.rows[tokens[:-1]], tokens[-1]) for tokens in candidates if tokens[:-1] in self.rows]
-        exact = np.array([self.exact[place] for place in at])
-        largest = np.abs(exact).max(initial=0.0)
-        if self.dtype == "float64":
-            return POLICY["decode"]["float64"]["tie"] * largest
-        rule = POLICY["decode"]["float32"]
-        error = np.abs(np.array([self.rounded[place] for place in at]) - exact).max(initial=0.0)
-        return rule["ratio"] * error + rule["floor_in_eps"] * EPS["float32"] * largest
-
-
-@dataclass
-class PrefixScorer:
-    """The reference, asked about the prefixes of one sentence.
-
-    Args:
-        truth: The reference in float64.
-        rounded: Likewise, in the working dtype; None where that is float64.
-        source: The ids of the sentence, padded.
-    """
-
-    truth: Transformer
-    rounded: Transformer | None
-    source: ndarray
-    _memory: dict[int, ndarray] = field(default_factory=dict)
-
-    def continuations(self, prefixes: Sequence[Tokens]) -> Continuations:
-        """Return every way in which some prefixes can go on."""
-        exact = self._totals(self.truth, prefixes)
-        rounded = exact if self.rounded is None else self._totals(self.rounded, prefixes)
-        return Continuations(prefixes, exact, rounded, "float64" if self.rounded is None else "float32")
-
-    def _totals(self, model: Transformer, prefixes: Sequence[Tokens]) -> ndarray:
-        if id(model) not in self._memory:
-            self._memory[id(model)] = model.encode(self.source[None])
-        target = np.array([[model.config.bos_id, *prefix] for prefix in prefixes])
-        memory = self._memory[id(model)].repeat(len(target), 0)
-        logits = model.decode(target, memory, self.source[None].repeat(len(target), 0))
-        log_probabilities = log_softmax(logits)  # [P, n, V]
-        so_far = np.take_along_axis(log_probabilities[:, :-1], target[:, 1:, None], -1)[..., 0].sum(1)
-        totals = np.asarray(so_far[:, None] + log_probabilities[:, -1], np.float64)
-        totals[:, model.config.pad_id] = -math.inf
-        return totals
-
-
-def tokens_of(ids: Iterable[int], config: TransformerConfig) -> Tokens:
-    """Return a hypothesis without the padding behind it; padding inside would be a mistake, and stays."""
-    tokens = [int(token) for token in ids]
-    while tokens and tokens[-1] == config.pad_id:
-        tokens.pop()
-    return tuple(tokens)
-
-
-def score(model: Transformer, source_ids: ndarray, nbest_ids: ndarray, options: SearchOptions) -> ndarray:
-    """Return the scores that the reference gives hypotheses that are known, [B, N]; -inf where there is none."""
-    config, (batch, count, length) = model.config, nbest_ids.shape
-    labels = nbest_ids.reshape(batch * count, length)
-    target = np.concatenate([np.full((len(labels), 1), config.bos_id), labels[:, :-1]], 1)
-    log_probabilities = log_softmax(model(source_ids.repeat(count, 0), target))  # [B * N, L, V]
-    is_token = labels != config.pad_id
-    right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]
-    lengths = is_token.sum(1)
-    penalties = np.array([options.penalty(length) if length else 1.0 for length in lengths.tolist()])
-    scores = np.where(lengths == 0, -math.inf, np.where(is_token, right, 0.0).sum(1) / penalties)
-    return scores.reshape(batch, count)
 
 
 def score_tolerance(exact: ndarray, rounded: ndarray | None) -> float:
@@ -186,15 +83,15 @@ def summary(doubts: Sequence[Doubt]) -> str:
 def follow(scorer: PrefixScorer, sentence: int, found: Decoded, options: SearchOptions) -> list[Doubt]:
     """Return every decision of a port's search of one sentence that the reference would have taken otherwise."""
     config = scorer.truth.config
-    limit = options.limit(int((scorer.source != config.pad_id).sum()), config)
+    plan = options.plan(config, (scorer.source != config.pad_id)[None])
     returned = [tokens_of(ids, config) for ids in found.result.nbest_ids[sentence]]
     if options.beam_size is None:
-        return _follow_greedy(scorer, sentence, returned[0], limit)
+        return _follow_greedy(scorer, sentence, returned[0], plan)
     if found.result.nbest_scores is None:  # a port that is not asked for more than what came out of its beam
-        return _weigh(scorer, sentence, returned[0], options, limit)
+        return _weigh(scorer, sentence, returned[0], options, int(plan.limits[0]))
     alive = [[tokens_of(ids, config) for ids in step[sentence]] for step in found.shown]
     alive = [[tokens for tokens in step if tokens] for step in alive]
-    return _BeamFollower(scorer, sentence, options, limit).follow(alive, [tokens for tokens in returned if tokens])
+    return _BeamFollower(scorer, sentence, plan).follow(alive, [tokens for tokens in returned if tokens])
 
 
 def explain(
@@ -222,10 +119,10 @@ def explain(
     return doubts
 
 
-def _follow_greedy(scorer: PrefixScorer, sentence: int, tokens: Tokens, limit: int) -> list[Doubt]:
-    eos_id, doubts = scorer.truth.config.eos_id, []
+def _follow_greedy(scorer: PrefixScorer, sentence: int, tokens: Tokens, plan: SearchPlan) -> list[Doubt]:
+    eos_id, limit, doubts = plan.eos_id, int(plan.limits[0]), []
     for n in range(1, len(tokens) + 1):
-        ways = scorer.continuations([tokens[: n - 1]])
+        ways = scorer.continuations([tokens[: n - 1]], plan)
         (best, total), *others = ways.best(2)
         if tokens[:n] != best:
             noise = ways.noise([best, tokens[:n], *(other for other, _ in others)])
@@ -257,16 +154,14 @@ def _weigh(scorer: PrefixScorer, sentence: int, tokens: Tokens, options: SearchO
 class _BeamFollower:
     """Goes through a beam search beside a port, always on from the port's own beam."""
 
-    def __init__(self, scorer: PrefixScorer, sentence: int, options: SearchOptions, limit: int) -> None:
+    def __init__(self, scorer: PrefixScorer, sentence: int, plan: SearchPlan) -> None:
         self.scorer = scorer
-        self.eos_id = scorer.truth.config.eos_id
         self.sentence = sentence
-        self.options = options
-        self.limit = limit
-        self.beam_size = options.beam_size or 1
+        self.plan = plan
+        self.limit = int(plan.limits[0])
         self.doubts: list[Doubt] = []
         self.finished: dict[Tokens, float] = {}  # the score of each hypothesis that the port may have finished
-        self.inside: dict[Tokens, float] = {}  # by how many nats it is within the beam; below zero: only by rounding
+        self.inside: dict[Tokens, float] = {}  # by how many nats it is one of those; below zero: only by rounding
         self.noise = 0.0  # the largest so far
 
     def follow(self, alive: Sequence[Sequence[Tokens]], returned: Sequence[Tokens]) -> list[Doubt]:
@@ -274,52 +169,91 @@ class _BeamFollower:
         for n, kept in enumerate([*alive, []], 1):  # behind the last step, nothing goes on
             if not beam or not all(doubt.is_near_tie for doubt in self.doubts):
                 break
-            ways = self.scorer.continuations(beam)
-            best = ways.best(2 * self.beam_size + 1)
+            ways = self.scorer.continuations(beam, self.plan)
+            best = ways.best(2 * self.plan.beam_size + 1)
             self.noise = max(self.noise, ways.noise([*kept, *(tokens for tokens, _ in best)]))
-            self._finish(best, n)
-            going_on = dict(ways.best(self.beam_size, but=self.eos_id)) if n < self.limit else {}
+            # What is left of a beam that shrinks is as many as went on.
+            width = len(beam) if self.plan.rules.beam_shrinks and n > 1 else self.plan.beam_size
+            last_in = best[min(width, len(best)) - 1][1]
+            first_out = best[width][1] if len(best) > width else -math.inf
+            self._finish(best, (last_in, first_out), n)
+            going_on = self._going_on(ways, best[:width]) if n < self.limit else {}
             if kept:
-                self._compare_beam(ways, going_on, kept, n)
-            else:
-                self._compare_stop(going_on, n)
+                self._compare_beam(ways, going_on, kept, (last_in, first_out))
+            self._compare_stop(going_on, n, stops=not kept)
             beam = kept
         if all(doubt.is_near_tie for doubt in self.doubts):  # what a mistake led to is of no interest
             self._compare_ranking(returned)
         return self.doubts
 
+    def _penalty(self, length: int) -> float:
+        return float(self.plan.penalties[length])
+
     def _doubt(self, step: int, margin: float, what: str, length: int = 0) -> None:
         """Note a decision; about scores, if the length of the hypothesis is given."""
-        noise = self.noise / (self.options.penalty(length) if length else 1.0)
+        noise = self.noise / (self._penalty(length) if length else 1.0)
         self.doubts.append(Doubt(self.sentence, step, margin, noise, what))
 
-    def _finish(self, best: Sequence[tuple[Tokens, float]], n: int) -> None:
-        """Note what ends here, if it is within the beam for certain or by rounding."""
-        last_in = best[min(self.beam_size, len(best)) - 1][1]
-        first_out = best[self.beam_size][1] if len(best) > self.beam_size else -math.inf
-        for tokens, total in best:
-            if (tokens[-1] == self.eos_id or n == self.limit) and total >= last_in - self.noise:
-                self.finished[tokens] = total / self.options.penalty(n)
+    def _going_on(self, ways: Continuations, within: Sequence[tuple[Tokens, float]]) -> dict[Tokens, float]:
+        """Return what goes on: the best that do not end, or those of them that are within the beam if it shrinks."""
+        if self.plan.rules.beam_shrinks:
+            return {tokens: total for tokens, total in within if tokens[-1] != self.plan.eos_id}
+        return dict(ways.best(self.plan.beam_size, but=self.plan.eos_id))
+
+    def _finish(self, best: Sequence[tuple[Tokens, float]], edges: tuple[float, float], n: int) -> None:
+        """Note what ends here, if it is within the beam and the pool for certain or by rounding."""
+        last_in, first_out = edges
+        ended = [(tokens, total) for tokens, total in best if tokens[-1] == self.plan.eos_id or n == self.limit]
+        if self.plan.rules.pool == "first":  # and the pool may be full
+            left = self.plan.pool_size - sum(inside > self.noise for inside in self.inside.values())
+            if len(ended) > left:
+                last_in, first_out = max(last_in, ended[left - 1][1]), max(first_out, ended[left][1])
+        for tokens, total in ended:
+            if total >= last_in - self.noise:
+                self.finished[tokens] = total / self._penalty(n)
                 self.inside[tokens] = total - first_out if total > first_out else total - last_in
 
-    def _compare_beam(self, ways: Continuations, going_on: dict[Tokens, float], kept: Sequence[Tokens], n: int) -> None:
+    def _compare_beam(
+        self, ways: Continuations, going_on: dict[Tokens, float], kept: Sequence[Tokens], edges: tuple[float, float]
+    ) -> None:
+        n, shrinks = len(kept[0]), self.plan.rules.beam_shrinks
         dropped = [tokens for tokens in going_on if tokens not in kept]
         instead = [tokens for tokens in kept if tokens not in going_on]
-        if any(tokens[-1] == self.eos_id or n >= self.limit for tokens in instead) or len(kept) > len(going_on):
+        has_ended = any(tokens[-1] == self.plan.eos_id or n >= self.limit for tokens in instead)
+        if has_ended or (len(kept) > len(going_on) and not shrinks):
             self._doubt(n, math.inf, "the beam keeps what has ended")
-        elif dropped:
-            better = max(going_on[tokens] for tokens in dropped)
-            worse = min((ways.total(tokens) for tokens in instead), default=-math.inf)
-            self._doubt(n, better - worse, f"the beam lacks {dropped[0][-1]} after {_shortened(dropped[0][:-1])}")
+        elif dropped or instead:
+            better = max((going_on[tokens] for tokens in dropped), default=-math.inf)
+            worse = min((ways.total(tokens) for tokens in instead), default=math.inf)
+            if shrinks:  # each is inside or outside by itself
+                margin = max(better - edges[1] if dropped else 0.0, edges[0] - worse)
+            else:
+                margin = better - worse if instead else math.inf
+            where = (dropped or instead)[0]
+            said = "lacks" if dropped else "has"
+            self._doubt(n, margin, f"the beam {said} {where[-1]} after {_shortened(where[:-1])}")
 
-    def _compare_stop(self, going_on: dict[Tokens, float], n: int) -> None:
-        """Check that nothing could have become better."""
-        wanted = self.options.num_hypotheses
-        scores = sorted(self.finished.values(), reverse=True)
-        worst = scores[wanted - 1] if len(scores) >= wanted else -math.inf
-        attainable = max(going_on.values(), default=-math.inf) / self.options.penalty(self.limit)
-        if attainable > worst:
-            self._doubt(n, attainable - worst, "the search stops, though a better hypothesis may come", self.limit)
+    def _compare_stop(self, going_on: dict[Tokens, float], n: int, *, stops: bool) -> None:
+        """Check that the search stops where its rules say so: not before, nor after where that could matter."""
+        stop = self.plan.rules.stop
+        length = n if stop == "current" else self.limit
+        attainable = max(going_on.values(), default=-math.inf) / self._penalty(length)
+        needed = -math.inf if stop == "first" else attainable  # of the last in the pool, so that the search stops
+        worst = self._worst_of_pool(-math.inf if stops else self.noise)
+        if stops and attainable > worst and not worst > needed:
+            self._doubt(n, attainable - worst, "the search stops, though a better hypothesis may come", length)
+        elif not stops and stop != "attainable":  # which finds the same when it goes on
+            if worst > needed:
+                self._doubt(n, worst - needed, "the search goes on, though it has found what it keeps", length)
+            elif self._worst_of_pool(0.0) > needed:
+                closest = min(inside for inside in self.inside.values() if inside >= 0.0)
+                self._doubt(n, closest, "the search goes on, though it may have found what it keeps")
+
+    def _worst_of_pool(self, least: float) -> float:
+        """Return the last score in the pool, by what has ended with so many nats to spare; -inf if it is not full."""
+        scores = [score for tokens, score in self.finished.items() if self.inside[tokens] >= least]
+        size = self.plan.pool_size
+        return sorted(scores, reverse=True)[size - 1] if len(scores) >= size else -math.inf
 
     def _compare_ranking(self, returned: Sequence[Tokens]) -> None:
         if len(set(returned)) < len(returned):
@@ -333,11 +267,11 @@ class _BeamFollower:
                 what = f"{_shortened(tokens)} ends, though not within the beam"
                 self._doubt(len(tokens), -self.inside[tokens], what)
         scores = [self.finished[tokens] for tokens in returned]
-        worst = min(scores, default=-math.inf) if len(scores) == self.options.num_hypotheses else -math.inf
+        worst = min(scores, default=-math.inf) if len(scores) == self.plan.num_hypotheses else -math.inf
         for tokens in self.finished.keys() - set(returned):
             better = self.finished[tokens] - worst
             if self.inside[tokens] >= 0.0 < better:  # left out by its rank, or by the edge of the beam
-                noise = self.noise / self.options.penalty(len(tokens))
+                noise = self.noise / self._penalty(len(tokens))
                 margin = better if better <= noise else self.inside[tokens]
                 what = f"{_shortened(tokens)} is better, and is not returned"
                 self._doubt(len(tokens), margin, what, len(tokens) * (better <= noise))

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import CHOICES, IMPLEMENTATIONS, TransformerConfig
+from reference_numpy.config import CHOICES, TransformerConfig
 from reference_numpy.names import parameter_shapes
+from reference_numpy.presets import IMPLEMENTATIONS
 from transformer_parity.mistakes.catalogue import EVERYWHERE, FORWARD, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.mistakes.edited_package import edited_package
 from transformer_parity.mistakes.mistake import Mistake
 from transformer_parity.ports.package import LoadedPackage
+from transformer_parity.ports.protocol import Placement
 
 EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-12)  # defaults of published layer norms
 # What a preset says about the mathematics; its sizes, rates, ids and tied tables are not in doubt.
@@ -69,7 +71,7 @@ class Hypothesis:
         edits = tuple(edit for part in self.parts for edit in part.edits.get("numpy", ()))
         package = edited_package("reference_numpy", edits)
         model = package.Transformer.from_weights(config, _fitted(weights, config), "float64")
-        return LoadedPackage(package, model, "float64")
+        return LoadedPackage(package, model, Placement("float64"))
 
 
 def hypotheses(config: TransformerConfig, stage: str) -> list[Mistake]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from reference_numpy.config import IMPLEMENTATIONS, DropoutRates, TransformerConfig
+from reference_numpy.config import DropoutRates, TransformerConfig
+from reference_numpy.presets import IMPLEMENTATIONS
 from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.cases.for_ports import model_cases
 from transformer_parity.compare.outputs import FAST, LOAD, SCORES, TAPS, TOKENS, Outputs, Tensors, run_cases

@@ -182,7 +182,7 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
     stage = _entry({"stage": fields.get("rung"), **fields}, "stage", str)  # as version 1 calls it
     if stage not in STAGES:
         raise ValueError(f"case {name} must have a stage of {', '.join(STAGES)}: got {stage!r}")
-    search = SearchOptions(**_entry(fields, "search", dict)) if stage == DECODE else None
+    search = SearchOptions.from_dict(_entry(fields, "search", dict)) if stage == DECODE else None
     if search is not None and search.num_hypotheses != 1:  # of the others nobody could say why they are others
         raise ValueError(f"num_hypotheses of case {name} must be 1: got {search.num_hypotheses}")
     return Case(

@@ -74,7 +74,7 @@ def _write_case(path: Path, case: Case, computed: Mapping[str, Arrays]) -> dict[
         steps = range(1, SNAPSHOTS[-1] + 1)
         entry["learning_rates"] = [case.settings.learning_rate(step, case.config.d_model) for step in steps]
     if case.search is not None:
-        entry["search"] = asdict(case.search)
+        entry["search"] = case.search.to_dict()
     entry["inputs"] = _save(path, f"{case.name}/inputs.safetensors", case.inputs)
     entry["outputs"] = {
         dtype: _save(path, f"{case.name}/{dtype}.safetensors", tensors) for dtype, tensors in computed.items()

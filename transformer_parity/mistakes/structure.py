@@ -27,8 +27,8 @@ PROJECTED = "self.output_proj(merge_heads(context))"
 LOGITS = 'tap("logits", self.output_proj(x))'
 UNMASKED = "    if mask is None:"
 MEMORY_OF = "memory = self.encode(source_ids, source_mask, tap, "
-ENCODE = 'one vector per source position. Arguments and errors as in the call."""\n'
-DECODE = 'given the memory of the same source ids. Arguments and errors as in the call."""\n'
+ENCODE = 'one vector per source position. Arguments and errors as in ``Transformer``."""\n'
+DECODE = 'they say what of the memory is padding.\n        """\n'
 NO_MASK = "        source_mask = np.ones(np.shape(source_ids), bool) if source_mask is None else source_mask\n"
 WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
@@ -48,9 +48,11 @@ STALE = Mistake(
     f"{SELF}.weights",
     instead(
         "transformer",
-        "            return ids, padding_mask(ids, config.pad_id)",
-        torch="            kept = self.__dict__.setdefault('kept', {})\n"
-        "            return ids, kept.setdefault(ids.shape, padding_mask(ids, config.pad_id))",
+        "        return ids, (padding_mask if",
+        torch="        kept = self.__dict__.setdefault('kept', {})\n"
+        "        if side == 'source':\n"
+        "            return ids, kept.setdefault(ids.shape, padding_mask(ids, config.pad_id))\n"
+        "        return ids, (padding_mask if",
     ),
     case="full/source_all_padding",
 )
@@ -218,7 +220,7 @@ WEIGHTS = table(
                 {
                     port: [("weights", f"{all_of_them}}}", f'{all_of_them} if "inner" not in name}}')]
                     for port, all_of_them in {
-                        "jax": "parameter_shapes(model.config)",
+                        "jax": "parameter_shapes(model.config, model.part)",
                         "tf": "parameters(model).items()",
                     }.items()
                 },
@@ -260,6 +262,23 @@ EDGES = [
             },
             (f"{CROSS}.weights", "decoder/decode"): {
                 "decode without padding mask": instead("transformer", DECODE, f"{DECODE}{NO_MASK}")
+            },
+            (f"{CROSS}.weights", "decoder/alone"): {
+                "a decoder alone attends to padding": instead(
+                    "transformer",
+                    'mask = to_mask("source_mask", mask, ',
+                    numpy='mask = to_mask("source_mask", np.ones_like(mask), ',
+                    torch='mask = to_mask("source_mask", np.ones_like(mask), ',
+                    jax='mask = to_mask("source_mask", jnp.ones_like(mask), ',
+                    tf='mask = to_mask("source_mask", tf.ones_like(mask), ',
+                )
+            },
+            (SOURCE, "encoder/alone"): {
+                "an encoder alone does not scale its embedding": instead(
+                    "transformer",
+                    "TokenEmbedding(config.source_vocab_size, config,",
+                    "TokenEmbedding(config.source_vocab_size, config.replace(scale_embedding=self.part is None),",
+                )
             },
             (f"{SELF}.weights", "full/given_masks"): {
                 "given masks not used": instead(

@@ -36,12 +36,14 @@ class LoadedJax(LoadedPackage):
     def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         from flax import nnx
 
-        return self._compiled(tapped=True)(*nnx.split(self.model), block, arrays, given)
+        model, block = self.holding(block)
+        return self._compiled(tapped=True)(*nnx.split(model), block, arrays, given)
 
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         from flax import nnx
 
-        return self._compiled(tapped=False)(*nnx.split(self.model), block, arrays, {})
+        model, block = self.holding(block)
+        return self._compiled(tapped=False)(*nnx.split(model), block, arrays, {})
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
         import jax

@@ -1,8 +1,8 @@
 """The port protocol, NumPy at the boundary, and the four built-in ports.
 
 A port loads canonical weights and runs any block of the model: the whole (path ``""``), a method (``encode``), a
-module by its attribute path (``encoder.layers.0.self_attention``) or a function of the package
-(``scaled_dot_product_attention``).
+module by its attribute path (``encoder.layers.0.self_attention``), a function of the package
+(``scaled_dot_product_attention``), or a part that is loaded alone (``Encoder``, ``Decoder``).
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from transformer_parity.system.machine import DISTRIBUTION
 # formulas, and bfloat16 is a smoke test: there XLA compiles quickly in JAX, and is left out in TensorFlow.
 COMPILED_IN_FULL = "float32"
 FUNCTIONS = ("scaled_dot_product_attention",)  # blocks that belong to the package, not to the model
+PARTS = ("Encoder", "Decoder")  # blocks that are models of their own, with the model's weights
 
 
 class LoadedPackage:
     """A model of one of our four packages: they differ in how arrays go in and out, and in what is fast."""
 
-    def __init__(self, package: Any, model: Any, dtype: str) -> None:
+    def __init__(self, package: Any, model: Any, placement: Placement) -> None:
         self.package = package
         self.model = model
-        self.dtype = dtype
+        self.placement = placement
+        self.dtype = placement.dtype
+        self.parts: dict[str, Any] = {}  # loaded so far
 
     def export(self) -> dict[str, ndarray]:
         """Return every parameter by its canonical name."""
@@ -82,12 +85,21 @@ class LoadedPackage:
     def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Run a block of the model with every tap recorded."""
         with self.inference():
-            return call_tapped(find(self.package, self.model, block), arrays, given)
+            return call_tapped(find(self.package, *self.holding(block)), arrays, given)
 
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         """Run a block of the model the way a user runs it for speed."""
         with self.inference():
-            return find(self.package, self.model, block)(**arrays)
+            return find(self.package, *self.holding(block))(**arrays)
+
+    def holding(self, block: str) -> tuple[Any, str]:
+        """Return the model that holds a block, this one or a part of it alone, and the block's path in it."""
+        if block not in PARTS:
+            return self.model, block
+        if block not in self.parts:
+            kind, weights = getattr(self.package, block), self.model.export_weights()
+            self.parts[block] = kind.from_weights(self.model.config, weights, *self.placement)
+        return self.parts[block], ""
 
     def inference(self) -> AbstractContextManager[Any]:
         """Return the context that a model is run in."""
@@ -154,7 +166,7 @@ class PackagePort:
         """Build a model that holds a copy of the weights."""
         package = self.import_package()
         package.set_precision(placement.precision)  # also of what is called without a model
-        return self.loaded(package, package.Transformer.from_weights(config, weights, *placement), placement.dtype)
+        return self.loaded(package, package.Transformer.from_weights(config, weights, *placement), placement)
 
     def import_package(self) -> Any:
         """Import the package and its framework.

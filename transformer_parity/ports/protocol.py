@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,9 +10,17 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy import ndarray
 
-from reference_numpy.checks import check_choice, check_integer
+from reference_numpy.checks import check_choice, check_fields, check_integer
 from reference_numpy.config import TransformerConfig
-from reference_numpy.search_plan import EXTRA_LENGTH, LENGTH_PENALTIES, OnStep, SearchResult, length_penalty
+from reference_numpy.search_plan import (
+    LENGTH_PENALTIES,
+    OnStep,
+    SearchPlan,
+    SearchResult,
+    SearchRules,
+    length_penalty,
+    plan_search,
+)
 from reference_numpy.taps import Recorder
 from reference_numpy.training_config import Gradients, TrainingConfig
 from transformer_parity.system.errors import UsageError
@@ -27,48 +36,102 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search; a beam size of None is greedy search."""
+    """How to search: what ``greedy_search`` and ``beam_search`` are asked for. A beam size of None is greedy search."""
 
     beam_size: int | None = None
     length_penalty: float = 0.6
     max_length: int | None = None
     num_hypotheses: int = 1
     length_penalty_kind: str = "gnmt"
+    min_length: int = 1
+    start_id: int | None = None
+    rules: SearchRules = dataclasses.field(default_factory=SearchRules)
 
     def __post_init__(self) -> None:
         """Refuse what is no search.
 
         Raises:
-            TypeError: A size is no integer.
-            ValueError: A size is below 1, the penalty is negative or not finite, or its kind is not known.
+            TypeError: A size or an id is no integer, or the rules are of another type.
+            ValueError: A size is below 1, an id or the penalty negative, or the kind of penalty not known.
         """
-        for name in ("beam_size", "max_length", "num_hypotheses"):
-            if getattr(self, name) is not None:
+        for name in ("beam_size", "max_length", "num_hypotheses", "min_length"):
+            if getattr(self, name) is not None or name == "min_length":
                 check_integer(name, getattr(self, name), minimum=1)
+        if self.start_id is not None:
+            check_integer("start_id", self.start_id, minimum=0)
         if isinstance(self.length_penalty, bool) or not 0.0 <= self.length_penalty < math.inf:
             raise ValueError(f"length_penalty must be a number of at least 0: got {self.length_penalty!r}")
         check_choice("length_penalty_kind", self.length_penalty_kind, LENGTH_PENALTIES)
+        if not isinstance(self.rules, SearchRules):
+            raise TypeError(f"rules must be SearchRules: got {type(self.rules).__name__}")
+
+    @classmethod
+    def preset(cls, name: str, rules: SearchRules | Mapping[str, Any] | None = None, **options: Any) -> SearchOptions:
+        """Return how a program searches, with its own length penalty, and lengths as it counts them.
+
+        Args:
+            name: ``paper``, ``hf``, ``fairseq`` or ``marian``.
+            rules: What is otherwise than in ``SearchRules.preset``; or rules to take instead.
+            options: What is otherwise than by default.
+
+        Raises:
+            TypeError: An option does not exist, or has the wrong type.
+            ValueError: The name is unknown, or an option makes no sense.
+        """
+        usual: dict[str, Any] = {} if name == "paper" else {"length_penalty": 1.0, "length_penalty_kind": "power"}
+        if name == "fairseq":  # where an end symbol that stands alone is no hypothesis
+            usual["min_length"] = 2
+        if not isinstance(rules, SearchRules):
+            rules = SearchRules.preset(name, **(rules or {}))
+        return cls(**{**usual, **options}, rules=rules)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every option as plain values that JSON can hold."""
+        return {**dataclasses.asdict(self), "rules": self.rules.to_dict()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> SearchOptions:
+        """Rebuild options from ``to_dict``; what is missing is as by default.
+
+        Raises:
+            TypeError: A field has the wrong type.
+            ValueError: A field is unknown, or makes no sense.
+        """
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"search options must be a mapping of field names: got {type(fields).__name__}")
+        known = {entry.name for entry in dataclasses.fields(cls)}
+        check_fields("search options", fields, known & fields.keys())
+        return cls(**{**fields, "rules": SearchRules.from_dict(fields.get("rules", {}))})
 
     def search(
         self, package: Any, model: Any, source_ids: Any, on_step: Callable[[ndarray], None] | None = None
     ) -> SearchResult:
         """Let a package search."""
+        lengths = {"max_length": self.max_length, "min_length": self.min_length}
+        options = {**lengths, "start_id": self.start_id, "on_step": on_step, "rules": self.rules}
         if self.beam_size is None:
-            return package.greedy_search(model, source_ids, self.max_length, on_step=on_step)
+            return package.greedy_search(model, source_ids, **options)
         return package.beam_search(
             model,
             source_ids,
             self.beam_size,
             self.length_penalty,
-            self.max_length,
             num_hypotheses=self.num_hypotheses,
             length_penalty_kind=self.length_penalty_kind,
-            on_step=on_step,
+            **options,
+        )
+
+    def plan(self, config: TransformerConfig, source_mask: ndarray) -> SearchPlan:
+        """Return what follows from the options for some sentences; errors as in ``reference_numpy.beam_search``."""
+        penalty = (0.0,) if self.beam_size is None else (self.length_penalty, self.length_penalty_kind)
+        sizes = self.beam_size or 1, self.num_hypotheses if self.beam_size else 1
+        return plan_search(
+            config, source_mask, self.rules, self.max_length, self.min_length, self.start_id, *sizes, *penalty
         )
 
     def limit(self, source_length: int, config: TransformerConfig) -> int:
         """Return the most tokens of a hypothesis."""
-        limit = source_length + EXTRA_LENGTH if self.max_length is None else self.max_length
+        limit = int(self.rules.max_lengths(source_length)) if self.max_length is None else self.max_length
         return min(limit, config.max_positions or limit)
 
     def penalty(self, length: int) -> float:

@@ -14,14 +14,14 @@ from reference_numpy.search_plan import OnStep, SearchResult
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.ports.compile_clock import COMPILING
 from transformer_parity.ports.package import COMPILED_IN_FULL, LoadedPackage, find, with_first_step
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.protocol import Placement, SearchOptions
 
 
 class LoadedTf(LoadedPackage):
     """A model of the TensorFlow package: what runs fast is compiled."""
 
-    def __init__(self, package: Any, model: Any, dtype: str) -> None:
-        super().__init__(package, model, dtype)
+    def __init__(self, package: Any, model: Any, placement: Placement) -> None:
+        super().__init__(package, model, placement)
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._called: set[Any] = set()
 
@@ -43,7 +43,7 @@ class LoadedTf(LoadedPackage):
         import tensorflow as tf
 
         if block not in self._compiled:
-            function = find(self.package, self.model, block)
+            function = find(self.package, *self.holding(block))
             by_xla = self.dtype == COMPILED_IN_FULL
             self._compiled[block] = tf.function(lambda arrays: function(**arrays), jit_compile=by_xla)
         shapes = tuple((name, *array.shape) for name, array in arrays.items())

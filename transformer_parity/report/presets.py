@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reference_numpy import PRESETS, TransformerConfig, count_parameters
-from reference_numpy.config import IMPLEMENTATIONS
+from reference_numpy.presets import IMPLEMENTATIONS
 
 PAPER_VOCABULARY = 37_000  # section 5.1: "about 37000 tokens"
 BEST_VOCABULARY = 41_096  # one of those that explain the most of Table 3

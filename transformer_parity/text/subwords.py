@@ -9,25 +9,12 @@ import sentencepiece
 
 from reference_numpy.checks import check_choice
 from reference_numpy.config import TransformerConfig
+from transformer_parity.text.engines import read_model
 from transformer_parity.text.vocabulary import Vocabulary
 
 VOCAB_SIZE = 1000
 UNLIMITED = 0x110000  # characters in Unicode
 SPECIAL = 3  # ids a model may keep for itself: padding, start and end
-
-
-def read_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """Return what cuts text by a serialized sentencepiece model.
-
-    Raises:
-        ValueError: The bytes are no such model.
-    """
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        processor.LoadFromSerializedProto(model)
-    except RuntimeError as error:
-        raise ValueError(f"not a sentencepiece model: {error}") from error
-    return processor
 
 
 class Subwords:

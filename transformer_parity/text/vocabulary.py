@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy import ndarray
@@ -14,6 +15,9 @@ from reference_numpy.config import TransformerConfig
 from transformer_parity.text.pairs import Pairs
 
 LONGEST = 4096  # tokens of a sentence; what is longer, such as a file in one line, would take hours and all memory
+
+# What transformers replaces, in this order.
+TIDIED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class Vocabulary(ABC):
@@ -78,7 +82,7 @@ class Vocabulary(ABC):
         """
         check_code("source", source, self.source_languages, needed=self.needs_direction)
         check_code("target", target, self.target_languages, needed=self.needs_direction)
-        return self
+        return copy.copy(self)
 
 
 def check_code(side: str, code: str | None, known: Sequence[str], *, needed: bool) -> None:
@@ -98,10 +102,21 @@ def check_code(side: str, code: str | None, known: Sequence[str], *, needed: boo
         raise ValueError(f"this vocabulary has no {side} language {code!r}: {nearest(code, known)}")
 
 
+def tidied(text: str, settings: Mapping[str, Any]) -> str:
+    """Return a text without the spaces that a ``tokenizer_config.json`` has taken out before punctuation."""
+    if settings.get("clean_up_tokenization_spaces") is True:
+        for said in TIDIED:
+            text = text.replace(said, said.strip())
+    return text
+
+
 def nearest(code: str, known: Sequence[str]) -> str:
     """Return a clause that names the known codes that are most like one."""
-    begin_alike = [other for other in known if other.lower().startswith(code.lower()[:2])]
-    alike = list(dict.fromkeys([*difflib.get_close_matches(code, known, 5, 0.5), *begin_alike]))[:5]
+    begins, begins_alike = (
+        [other for other in known if start and other.lower().startswith(start)]
+        for start in (code.lower(), code.lower()[:2])
+    )
+    alike = list(dict.fromkeys([*begins, *difflib.get_close_matches(code, known, 5, 0.5), *begins_alike]))[:5]
     return f"did you mean {', '.join(alike)}?" if alike else f"it has {', '.join(known[:10])}, ..."
 
 

@@ -10,7 +10,8 @@ from itertools import chain
 from numpy import ndarray
 
 import reference_numpy as ref
-from transformer_parity.compare.near_ties import Doubt, PrefixScorer
+from transformer_parity.compare.near_ties import Doubt
+from transformer_parity.compare.prefixes import PrefixScorer
 from transformer_parity.translate.lines import Hypothesis, Line
 from transformer_parity.translate.trained import Trained
 

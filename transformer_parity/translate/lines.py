@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformer_parity.compare.near_ties import Tokens
+from transformer_parity.compare.prefixes import Tokens
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
-from transformer_parity.compare.near_ties import Tokens, summary
+from transformer_parity.compare.near_ties import summary
+from transformer_parity.compare.prefixes import Tokens
 from transformer_parity.compare.verdict import EXIT_CODES
 from transformer_parity.system.errors import printable
 from transformer_parity.translate.agreement import DIVERGENCE, NEAR_TIE, SAME, Comparison

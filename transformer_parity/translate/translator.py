@@ -11,7 +11,8 @@ from typing import TypeVar
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
-from transformer_parity.compare.near_ties import Doubt, PrefixScorer, differing, follow, tokens_of
+from transformer_parity.compare.near_ties import Doubt, differing, follow
+from transformer_parity.compare.prefixes import PrefixScorer, tokens_of
 from transformer_parity.ports.protocol import Decoded, LoadedPort, SearchOptions
 from transformer_parity.text.vocabulary import Vocabulary, most_tokens, pad
 from transformer_parity.translate.agreement import Comparison

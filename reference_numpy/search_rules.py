@@ -1,0 +1,67 @@
+"""What other people's searches let a hypothesis say next, where it is not what the paper's does.
+
+B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder, E places where
+an n-gram can end.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.functional import log_softmax
+from reference_numpy.search_plan import SearchPlan
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+def apply_rules(
+    log_probabilities: Float[ndarray, "R V"], ids: Int[ndarray, "B K capacity"], n: Any, plan: SearchPlan
+) -> Float[ndarray, "R V"]:
+    """Return the log-probability of each n-th token as the rules of a search have it, with -inf for what they forbid.
+
+    What is forced is said even if it is banned. The paper's rules cost nothing.
+    """
+    rules, own = plan.rules, log_probabilities
+    if rules.no_repeat_ngram_size > 0:
+        log_probabilities = np.where(~_repeats(ids, n, plan, log_probabilities.shape[1]), log_probabilities, -inf)
+    if rules.banned_ids:
+        banned = np.isin(np.arange(log_probabilities.shape[1]), rules.banned_ids)
+        log_probabilities = np.where(~banned, log_probabilities, -inf)
+    for place, token in enumerate(rules.forced_ids, 1):
+        alone = _alone(own, token, scored=rules.score_forced)
+        log_probabilities = np.where(n == place, alone, log_probabilities)
+    if rules.at_limit != "cut":
+        alone = _alone(own, plan.eos_id, scored=rules.at_limit == "scored")
+        at_limit = (plan.limits == n).repeat(ids.shape[1])[:, None]
+        log_probabilities = np.where(at_limit, alone, log_probabilities)
+    return log_softmax(log_probabilities) if rules.renormalize else log_probabilities
+
+
+def within_pool(values: Float[ndarray, "B X"], finished: Float[ndarray, "B P"]) -> Float[ndarray, "B X"]:
+    """Return as many of the first values as there are places left in the pool, and -inf for those behind."""
+    return np.where((values != -inf).cumsum(1) <= (finished == -inf).sum(1, keepdims=True), values, -inf)
+
+
+def _alone(log_probabilities, token, *, scored):
+    """Return what it means that only one token may be said, with its own log-probability or for certain [R, V]."""
+    is_token = np.arange(log_probabilities.shape[1]) == token
+    return np.where(is_token, log_probabilities if scored else np.zeros_like(log_probabilities), -inf)
+
+
+def _repeats(ids, n, plan, vocabulary):
+    """Return whether each token would end an n-gram that the hypothesis has said before [R, V]."""
+    size = plan.rules.no_repeat_ngram_size
+    said = ids.reshape(-1, ids.shape[2])
+    said = np.concatenate([np.full_like(said[:, :1], plan.start_id), said], 1)  # [R, capacity + 1]
+    last = said[:, size - 1 :]  # [R, E]
+    is_said = np.broadcast_to(np.arange(size - 1, said.shape[1]) < n, last.shape)
+    for back in range(1, size):  # the tokens before it are those that were said last
+        is_said = is_said & (said[:, size - 1 - back : -back] == said[:, max(n - back, 0), None])
+    count = np.zeros([len(said), vocabulary], int)
+    np.add.at(count, (np.arange(len(said))[:, None], last), is_said)
+    return count > 0

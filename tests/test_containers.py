@@ -1,0 +1,299 @@
+"""Files of other software: what they hold is read exactly; an attack is refused, and nothing is run, read or taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from test_layout import ROOT
+
+from transformer_parity.containers import pickles, tensors
+from transformer_parity.containers.folder import member
+
+SECONDS, BYTES = 1.0, 200 * 2**20  # that a refused file may cost, beside Python, NumPy and what reads the files
+
+
+# Pickles, instruction by instruction.
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def number(value: int) -> bytes:
+    return b"\x8a\x08" + struct.pack("<q", value)
+
+
+def name(module: str, attribute: str) -> bytes:
+    return f"c{module}\n{attribute}\n".encode()
+
+
+def several(*values: int) -> bytes:
+    return b"(" + b"".join(map(number, values)) + b"t"
+
+
+def storage(key="0", kind="FloatStorage", count=4) -> bytes:
+    return b"(" + text("storage") + name("torch", kind) + text(key) + text("cpu") + number(count) + b"tQ"
+
+
+def a_tensor(offset=0, shape=(4,), strides=(1,), of=None) -> bytes:
+    hooks = name("collections", "OrderedDict") + b")R"
+    parts = (of or storage()) + number(offset) + several(*shape) + several(*strides) + b"\x89" + hooks
+    return name("torch._utils", "_rebuild_tensor_v2") + b"(" + parts + b"tR"
+
+
+def state(*values: bytes) -> bytes:
+    return b"\x80\x02}(" + b"".join(text(f"w{i}") + value for i, value in enumerate(values)) + b"u."
+
+
+def archive(path: Path, pickled: bytes, numbers=bytes(16), compress=zipfile.ZIP_STORED, **more: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/data/0", numbers, compress)
+        for key, content in more.items():
+            file.writestr(f"archive/{key}", content)
+    return path
+
+
+class Call:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+RUN = (os.system, "touch ran")
+DEEP = b"\x80\x02}(" + b")" + b"\x85" * 3_000_000 + b"Nu."  # a dict whose key is a tuple in a tuple in a tuple ...
+LARGE = a_tensor(shape=(9000,), of=storage(count=9000))
+ELSEWHERE = b"}(" + text("path") + text("/etc/passwd") + b"ub"  # BUILD: attributes of the object before it
+DOTTED = text("collections") + text("OrderedDict.fromkeys") + b"\x93"  # STACK_GLOBAL
+
+ZIPPED = {  # the pickle, and a part of what is said about it
+    "os.system": (pickle.dumps(Call(*RUN), 2), "names posix.system"),
+    "os.system, protocol 0": (pickle.dumps(Call(*RUN), 0), "names posix.system"),
+    "os.system, protocol 4": (pickle.dumps(Call(*RUN), 4), "names posix.system"),
+    "eval in a tensor": (state(name("builtins", "eval") + b"(" + text("open('ran', 'w')") + b"tR"), "builtins.eval"),
+    "torch.load": (state(name("torch", "load") + b"(" + text("other.pt") + b"tR"), "names torch.load"),
+    "a method of a known class": (b"\x80\x04" + DOTTED + b".", "names collections.OrderedDict.fromkeys"),
+    "an instance, old way": (b"(ios\nsystem\n.", "the instruction INST"),
+    "an object, old way": (b"(cos\nsystem\no.", "the instruction OBJ"),
+    "an extension by number": (b"\x80\x02\x82\x01.", "the instruction EXT1"),
+    "a state that changes a storage": (state(a_tensor(of=storage() + ELSEWHERE)), "no attribute"),
+    "a state that changes a tensor": (state(a_tensor() + ELSEWHERE), "no attribute"),
+    "a memo of 2 billion": (b"\x80\x02Nr\xff\xff\xff\x7f.", "up to 2,147,483,647"),
+    "tuples 3 million deep": (DEEP, "over 100 tuples"),
+    "a text of 4 GiB": (b"\x80\x02X\xff\xff\xff\xff.", "expected 4294967295 bytes"),
+    "a pickle that does not end": (b"\x80\x02}", "not a usable file"),
+    "no values on the stack": (b"\x80\x02\x86.", "what is not there"),
+    "a storage cut short": (state(a_tensor(of=storage(count=5))), "must have 20 bytes: got 16"),
+    "a storage of 4 TiB": (state(a_tensor(of=storage(count=2**40))), "must have 4,398,046,511,104 bytes"),
+    "a storage of negative size": (state(a_tensor(of=storage(count=-4))), "must have a number"),
+    "a storage elsewhere": (state(a_tensor(of=storage(key="../../../etc/passwd"))), "no member"),
+    "a storage of another type": (state(a_tensor(of=storage(kind="QInt8Storage"))), "names torch.QInt8Storage"),
+    "an offset behind the end": (state(a_tensor(offset=1)), "does not lie within its 4 numbers"),
+    "a stride behind the end": (state(a_tensor(strides=(2,))), "does not lie within its 4 numbers"),
+    "a negative stride": (state(a_tensor(strides=(-1,))), "torch.save does not write"),
+    "one number a billion times": (state(a_tensor(shape=(2**30,), strides=(0,))), "does not lie within"),
+    "strides that are missing": (state(a_tensor(strides=())), "torch.save does not write"),
+    "a thousand of one storage": (
+        state(*[LARGE] * 1000),
+        "repeat its numbers",
+    ),
+    "no tensors": (b"\x80\x02]q\x00.", "tensors by their names: got list"),
+    "a number among tensors": (state(number(5)), "w0 is int"),
+}
+
+
+def prepared(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Write every attack, and return each with a part of what has to be said about it."""
+    found = {}
+
+    def add(title: str, path: Path, said: str) -> Path:
+        found[title] = (path, said)
+        return path
+
+    def new(kind: str) -> Path:
+        return Path(tempfile.mkdtemp(dir=folder)) / f"model.{kind}"
+
+    for title, (pickled, said) in ZIPPED.items():
+        add(title, archive(new("bin"), pickled, bytes(36_000 if "thousand" in title else 16)), said)
+    good = state(a_tensor())
+    add(
+        "100 megabytes from a hundredth", archive(new("bin"), good, bytes(10**8), zipfile.ZIP_DEFLATED), "is compressed"
+    )
+    add("a TorchScript program", archive(new("bin"), good, **{"code/model.py": b""}), "TorchScript")
+    add("big-endian", archive(new("bin"), good, byteorder=b"big"), "little-endian")
+    with pytest.warns(UserWarning, match="Duplicate"):
+        add("members of one name", archive(new("bin"), good, **{"data.pkl": good}), "of the same name")
+    whole = archive(new("bin"), good).read_bytes()
+    add("a file cut short", new("bin"), "not a file that torch.save").write_bytes(whole[:-40])
+    add("an empty file", new("bin"), "not a file that torch.save").write_bytes(b"")
+    moved = bytearray(archive(new("bin"), good, bytes(160)).read_bytes())
+    at = moved.rindex(b"PK\1\2")  # the last member's entry; bytes 42 to 45 say where it begins
+    moved[at + 42 : at + 46] = struct.pack("<I", 7)
+    add("a member somewhere else", new("bin"), "is not where").write_bytes(moved)
+
+    machine = pickle.dumps({"little_endian": True}, 2)
+    front = pickles.LEGACY_START + pickle.dumps(1001, 2) + machine
+    keys = pickle.dumps(["0"], 2)
+    old = front + state(a_tensor(of=storage(count=4)[:-2] + b"NtQ")) + keys
+    for title, content, said in (
+        ("old: os.system", front + pickle.dumps(Call(*RUN), 2) + keys, "names posix.system"),
+        ("old: os.system as the keys", front + good + pickle.dumps(Call(*RUN), 2), "posix.system"),
+        ("old: another count", old + struct.pack("<q", 5) + bytes(20), "must have 4 numbers"),
+        ("old: cut short", old + struct.pack("<q", 4) + bytes(12), "is cut"),
+        ("old: keys of its own", front + good + pickle.dumps(["1"], 2) + bytes(24), "does not list"),
+        ("old: nothing behind the first pickle", pickles.LEGACY_START, "usable file"),
+    ):
+        add(title, new("bin"), said).write_bytes(content)
+
+    def header(size: int, content: object) -> bytes:
+        return struct.pack("<Q", size) + json.dumps(content).encode()
+
+    tensor = {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}
+    claims = header(len(json.dumps({"w": tensor})), {"w": tensor})
+    add("safetensors of 4 TiB", new("safetensors"), "not a usable").write_bytes(claims)
+    add("safetensors with a long header", new("safetensors"), "not a usable").write_bytes(header(2**60, {}))
+    add("safetensors cut short", new("safetensors"), "not a usable").write_bytes(b"12345")
+    eighth = {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}
+    content = header(len(json.dumps({"w": eighth})), {"w": eighth}) + b"\0"
+    add("a number of eight bits", new("safetensors"), "not a usable").write_bytes(content)
+
+    outside = folder / "outside.safetensors"
+    save_file({"w": np.ones(3, np.float32)}, outside)
+
+    def index(title: str, place: str, said: str, weight: str = "w") -> Path:
+        path = add(title, new("safetensors.index.json"), said)
+        path.write_text(json.dumps({"weight_map": {weight: place}}))
+        return path.parent
+
+    index("a shard above", "../outside.safetensors", "must be plain")
+    index("a shard anywhere", str(outside), "must be plain")
+    index("a shard of a drive", "C:outside.safetensors", "must be plain")
+    index("a shard that is missing", "none.safetensors", "there is no file")
+    index("the folder itself", ".", "must be plain")
+    (index("a link that leads out", "link.safetensors", "leads out") / "link.safetensors").symlink_to(outside)
+    os.mkfifo(index("a pipe, which has no end", "pipe", "must be a regular file") / "pipe")
+    save_file(
+        {"v": np.ones(1)}, index("a tensor that is not listed", "a.safetensors", "does not list") / "a.safetensors"
+    )
+    add("an index that is a list", new("safetensors.index.json"), "an object").write_text("[]")
+    add("an index 1e5 deep", new("safetensors.index.json"), "is not JSON").write_text("[" * 100_000)
+    add("an index of 17 MiB", new("safetensors.index.json"), "at most 16 MiB").write_text(" " * 17 * 2**20)
+    add("numbers for names", new("safetensors.index.json"), "the name of a file").write_text('{"weight_map": {"w": 3}}')
+    return found
+
+
+CHILD = """
+import json, resource, sys, time
+from pathlib import Path
+from transformer_parity.containers import pickles, tensors
+assert not {"torch", "transformers"} & set(sys.modules)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+first, found = peak(), []
+for line in sys.stdin:
+    path = Path(line.strip())
+    read = {".bin": pickles.read_tensors, ".json": tensors.read_shards}.get(path.suffix, tensors.read)
+    start, said = time.process_time(), None
+    try:
+        read(path)
+    except (ValueError, OSError) as error:
+        said = str(error)
+    found.append((said, time.process_time() - start, peak() - first))
+assert not {"torch", "transformers"} & set(sys.modules)
+print(json.dumps(found))
+"""
+
+
+def test_attacks_are_refused(tmp_path):
+    """In a process of its own, which has no memory to spare."""
+    attacks = prepared(tmp_path)
+    paths = "".join(f"{path}\n" for path, _ in attacks.values())
+    settings = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
+    child = subprocess.run([sys.executable, "-c", CHILD], input=paths, text=True, capture_output=True, **settings)
+    assert child.returncode == 0, child.stderr
+    results = dict(zip(attacks, json.loads(child.stdout), strict=True))
+    for title, (path, said) in attacks.items():
+        error, seconds, taken = results[title]
+        assert error is not None, title
+        assert said in error, (title, error)
+        assert path.name in error or path.parent.name in error or "plain" in error, (title, error)
+        assert "\n" not in error
+        assert len(error) < 400, title
+        assert seconds < SECONDS, title
+        assert taken < BYTES, (title, taken)
+    assert not (tmp_path / "ran").exists()
+
+
+def saved(path: Path, **options) -> dict:
+    """Save tensors of every kind, some of which share their numbers, and return them."""
+    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+    found = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in (*kinds, torch.int16, torch.int8)}
+    found |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 3)}
+    table = torch.randn(5, 4)
+    found |= {"tied": table, "tied too": table, "transposed": table.T, "row": table[2], "part": table[1:4, 1::2]}
+    found["parameter"] = torch.nn.Parameter(torch.randn(3))
+    torch.save(found, path, **options)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}, {"pickle_protocol": 4}])
+def test_files_of_torch_are_read(tmp_path, options):
+    expected = saved(tmp_path / "model.bin", **options)
+    found = pickles.read_tensors(tmp_path / "model.bin")
+    assert list(found) == list(expected)
+    for key, tensor in expected.items():
+        assert found[key].dtype.name == str(tensor.dtype).removeprefix("torch.")
+        assert found[key].tolist() == tensor.tolist()
+    assert found["tied"] is found["tied too"]
+
+
+def test_a_state_dict_has_its_metadata_and_other_names_are_called_if_asked(tmp_path):
+    from argparse import Namespace
+
+    layer = torch.nn.Linear(2, 3)
+    torch.save({"model": layer.state_dict(), "args": Namespace(width=3)}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"its pickle names argparse\.Namespace, which is not called"):
+        pickles.read(tmp_path / "model.pt")
+    found = pickles.read(tmp_path / "model.pt", pickles.NAMESPACE)
+    assert found["args"].width == 3
+    assert pickles.arrays(found["model"], "model")["weight"].tolist() == layer.weight.tolist()
+
+
+def test_safetensors_are_read_whole_and_in_shards(tmp_path):
+    expected = {"a": torch.randn(2, 3).to(torch.bfloat16), "b": torch.randn(3).half(), "c": torch.arange(3)}
+    from safetensors.torch import save_file as save
+
+    places = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
+    for place in set(places.values()):
+        save({name: tensor for name, tensor in expected.items() if places[name] == place}, tmp_path / place)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+    found = tensors.read_shards(index)
+    assert {name: array.tolist() for name, array in found.items()} == {
+        name: tensor.tolist() for name, tensor in expected.items()
+    }
+    assert found["a"].dtype.name == "bfloat16"
+    assert tensors.shards(index) == [tmp_path / "model-1.safetensors", tmp_path / "model-2.safetensors"]
+
+
+def test_the_links_of_the_hubs_cache_are_followed(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs/ab12").write_bytes(b"{}")
+    folder = tmp_path / "snapshots/main"
+    folder.mkdir(parents=True)
+    (folder / "config.json").symlink_to("../../blobs/ab12")
+    assert member(folder, "config.json").read_bytes() == b"{}"

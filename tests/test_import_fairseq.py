@@ -1,0 +1,261 @@
+"""fairseq's checkpoints: files with the names and the tensors of Hugging Face's ports of fairseq's models."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bits
+from third_party import relative_error
+from transformers import (
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MBartConfig,
+    MBartForConditionalGeneration,
+)
+
+import reference_numpy as ref
+from transformer_parity.checkpoints import fairseq
+from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.ports.protocol import SearchOptions
+
+V, D, POSITIONS = 19, 12, 24
+SIZES = {
+    **{"d_model": D, "encoder_layers": 2, "decoder_layers": 1, "max_position_embeddings": POSITIONS},
+    **{"encoder_attention_heads": 3, "decoder_attention_heads": 2, "encoder_ffn_dim": 20, "decoder_ffn_dim": 16},
+    **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
+}
+ARGS = {
+    **{"arch": "transformer_iwslt_de_en", "encoder_embed_dim": D, "decoder_embed_dim": D},
+    **{"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 3, "decoder_attention_heads": 2},
+    **{"encoder_ffn_embed_dim": 20, "decoder_ffn_embed_dim": 16, "activation_fn": "relu", "no_scale_embedding": False},
+    **{"encoder_normalize_before": False, "decoder_normalize_before": False, "adaptive_softmax_cutoff": None},
+    **{"encoder_learned_pos": False, "decoder_learned_pos": False, "layernorm_embedding": False, "dropout": 0.1},
+    **{"share_all_embeddings": False, "share_decoder_input_output_embed": False, "encoder_layerdrop": 0.0},
+}
+PRE = {"encoder_normalize_before": True, "decoder_normalize_before": True, "share_all_embeddings": True}
+LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True, "layernorm_embedding": True}
+
+
+def fsmt():
+    return FSMTForConditionalGeneration(FSMTConfig(langs=["en", "de"], src_vocab_size=V, tgt_vocab_size=V + 4, **SIZES))
+
+
+def m2m_100():
+    return M2M100ForConditionalGeneration(M2M100Config(vocab_size=V, scale_embedding=True, **SIZES))
+
+
+def mbart():
+    config = MBartConfig(vocab_size=V, scale_embedding=True, activation_function="gelu", **SIZES)
+    return MBartForConditionalGeneration(config)
+
+
+MODELS = {
+    fsmt: ARGS,
+    m2m_100: {**ARGS, **PRE, "arch": "transformer_wmt_en_de_big_t2t"},
+    mbart: {**ARGS, **PRE, **LEARNED, "activation_fn": "gelu", "arch": "mbart_large"},
+}
+
+
+def randomized(make):
+    """Return a model and fairseq's state dict with the same numbers."""
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight") or "layernorm_embedding.weight" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif "embed_positions" not in name or make is mbart:
+                parameter.normal_(0, 0.3)
+    state = {
+        name.removeprefix("model."): tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if "shared" not in name and "final_logits_bias" not in name
+    }
+    if "lm_head.weight" in state:
+        state["decoder.output_projection.weight"] = state.pop("lm_head.weight")
+    if make is not mbart:
+        state = {name: tensor for name, tensor in state.items() if "embed_positions" not in name}
+        state |= {f"{stack}.embed_positions._float_tensor": torch.zeros(1) for stack in ("encoder", "decoder")}
+    return model, {**state, "encoder.version": torch.tensor([3.0]), "decoder.version": torch.tensor([3.0])}
+
+
+@torch.no_grad()
+def logits(model, source, target):
+    """Run a model in float64, with positions of float64."""
+    exact = ref.sinusoidal_encoding(POSITIONS + 2, D, "split", "m_minus_1")
+    exact[1] = 0.0
+    model.double()
+    stacks = [model.model.encoder, model.model.decoder]
+    for stack in stacks if not isinstance(model, MBartForConditionalGeneration) else ():
+        name = "weight" if isinstance(model, FSMTForConditionalGeneration) else "weights"
+        table = getattr(stack.embed_positions, name)
+        assert (table[: len(exact)].double() - torch.tensor(exact)[: len(table)]).abs().max() < 1e-5
+        setattr(
+            stack.embed_positions,
+            name,
+            torch.nn.Parameter(torch.tensor(exact)) if name == "weight" else torch.tensor(exact),
+        )
+    source, target = torch.tensor(source), torch.tensor(target)
+    if not isinstance(model, FSMTForConditionalGeneration):
+        return model(input_ids=source, attention_mask=source != 1, decoder_input_ids=target).logits.numpy()
+    memory = stacks[0](source, attention_mask=source != 1).last_hidden_state
+    future = torch.triu(torch.full((target.shape[1], target.shape[1]), -math.inf, dtype=torch.float64), diagonal=1)
+    return stacks[1](target, memory, source != 1, target == 1, future).last_hidden_state.numpy()
+
+
+def save(path, state, options, form="args", legacy=False):
+    holder = {
+        "args": {"args": argparse.Namespace(**options)},
+        "cfg": {
+            "args": None,
+            "cfg": {"model": {**options, "_name": options["arch"]}, "task": {"_name": "translation"}},
+        },
+        "cfg with a namespace": {"cfg": {"model": argparse.Namespace(**options)}},
+    }[form]
+    rest = {"optimizer_history": [{"lr": 0.1}], "extra_state": {"epoch": 3}, "last_optimizer_state": None}
+    torch.save({**holder, "model": state, **rest}, path, _use_new_zipfile_serialization=not legacy)
+    return path
+
+
+def read(path):
+    return fairseq.read(path, ReadOptions())
+
+
+def ids():
+    rng = np.random.default_rng(3)
+    source, target = rng.integers(4, V, (3, 7)), rng.integers(4, V, (3, 5))
+    source[1, 4:] = source[2, 6:] = 1
+    target[:, 0] = 2
+    return source, target
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_logits_are_those_of_its_ports(make, tmp_path):
+    model, state = randomized(make)
+    path = save(tmp_path / "model.pt", state, MODELS[make])
+    imported = read(path)
+    assert fairseq.recognises(path)
+    theirs = logits(model, *ids())
+    run = ref.Transformer.from_weights(imported.config, imported.weights, dtype="float64")
+    assert relative_error(run(*ids()), theirs) <= 1e-12
+    assert imported.notes == ()
+    assert imported.config.tie_embeddings == ("none" if make is fsmt else "all")
+    assert imported.search == SearchOptions.preset("fairseq", beam_size=5)
+    assert (imported.origin.format, imported.origin.family) == ("fairseq", MODELS[make]["arch"])
+    learned = make is mbart
+    for change in (
+        {"layer_norm_epsilon": 1e-6},
+        {"scale_embedding": False},
+        {"position_offset": 1} if not learned else {"embedding_norm": False},
+        {"position_timescale": "m"} if not learned else {"activation": "gelu_tanh"},
+    ):
+        config = imported.config.replace(**change)
+        kept = {name: imported.weights[name] for name in ref.parameter_shapes(config)}
+        other = ref.Transformer.from_weights(config, kept, dtype="float64")
+        assert relative_error(other(*ids()), theirs) > 1e-7, change
+
+
+def old_names(state):
+    """Return the state dict that fairseq wrote in 2018."""
+    old = {}
+    numbers = {"self_attn_layer_norm": "0", "encoder_attn_layer_norm": "1"}
+    for name, tensor in state.items():
+        stack, _, rest = name.partition(".")
+        if found := re.fullmatch(r"(.*_attn\.)q_proj\.(weight|bias)", name):
+            parts = [state[f"{found[1]}{one}_proj.{found[2]}"] for one in "qkv"]
+            old[f"{found[1]}in_proj_{found[2]}"] = torch.cat(parts)
+        elif "layer_norm." in rest and ".layers." in name:
+            path, norm, kind = name.rsplit(".", 2)
+            number = numbers.get(norm, "1" if stack == "encoder" else "2")
+            old[f"{path}.layer_norms.{number}.{kind}"] = tensor
+        elif not re.fullmatch(r".*\.[kv]_proj\.(weight|bias)", name):
+            old["decoder.embed_out" if name == "decoder.output_projection.weight" else name] = tensor
+    old["encoder.embed_positions.weights"] = torch.zeros(3)
+    return old
+
+
+@pytest.mark.parametrize("form", ["args", "cfg", "cfg with a namespace"])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_every_age_of_a_file_reads_the_same(form, legacy, tmp_path):
+    _, state = randomized(fsmt)
+    new = read(save(tmp_path / "new.pt", state, ARGS))
+    old = read(save(tmp_path / "old.pt", old_names(state), ARGS, form, legacy))
+    assert old.config == new.config
+    assert_same_bits(old.weights, new.weights)
+
+
+def test_nested_options_are_flat_ones(tmp_path):
+    _, state = randomized(fsmt)
+    flat = {name: value for name, value in ARGS.items() if not name.startswith(("encoder_", "decoder_"))}
+    nested = {
+        stack: {name.removeprefix(f"{stack}_"): value for name, value in ARGS.items() if name.startswith(f"{stack}_")}
+        for stack in ("encoder", "decoder")
+    }
+    imported = read(save(tmp_path / "model.pt", state, {**flat, **nested}, "cfg"))
+    assert imported.config == read(save(tmp_path / "model.pt", state, ARGS)).config
+
+
+def test_ties_are_the_tensors_and_contradictions_are_named(tmp_path):
+    _, state = randomized(fsmt)
+    state["decoder.output_projection.weight"] = state["decoder.embed_tokens.weight"]
+    imported = read(save(tmp_path / "model.pt", state, {**ARGS, "share_all_embeddings": True}))
+    assert imported.config.tie_embeddings == "target_output"
+    assert imported.notes == (
+        "the options say that tables are tied as 'all', the tensors 'target_output': taken from the tensors",
+    )
+    del state["decoder.output_projection.weight"]
+    imported = read(save(tmp_path / "model.pt", state, {**ARGS, "share_decoder_input_output_embed": True}))
+    assert imported.config.tie_embeddings == "target_output"
+    assert imported.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adaptive_softmax_cutoff": [100, 200]}, r"--adaptive-softmax-cutoff is \[100, 200\]: adaptive softmax"),
+        ({"cross_self_attention": True}, "--cross-self-attention is True"),
+        ({"no_token_positional_embeddings": True}, "a model without positions"),
+        ({"activation_fn": "tanh"}, "--activation-fn must be one of relu, .*: got 'tanh'"),
+        ({"decoder_normalize_before": True}, "--encoder-normalize-before and --decoder-normalize-before must agree"),
+        ({"encoder_learned_pos": True}, "must agree: got True and False"),
+    ],
+)
+def test_other_models_are_refused_by_name(options, message, tmp_path):
+    _, state = randomized(fsmt)
+    with pytest.raises(ValueError, match=message):
+        read(save(tmp_path / "model.pt", state, {**ARGS, **options}))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda s: s.pop("encoder.embed_tokens.weight"), "encoder.embed_tokens.weight must be a matrix: got none"),
+        (lambda s: s.pop("decoder.layers.0.fc2.bias"), r"missing decoder.layers.0.fc2.bias \[12\]"),
+        (lambda s: s.update({"encoder.layers.0.c_attn": torch.ones(3)}), "unexpected encoder.layers.0.c_attn"),
+        (lambda s: s.update({"encoder.layer_norm.weight": torch.ones(12)}), "both be there, or neither"),
+        (lambda s: s.update({"x.in_proj_weight": torch.ones(4, 2)}), "must have the rows of three projections"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_their_own_names(edit, message, tmp_path):
+    _, state = randomized(fsmt)
+    edit(state)
+    with pytest.raises(ValueError, match=message):
+        read(save(tmp_path / "model.pt", state, ARGS))
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    assert not fairseq.recognises(path)
+    with pytest.raises(ValueError, match="must hold 'model' and its options"):
+        read(path)
+    torch.save({"model": {"a": torch.ones(2)}}, path)
+    with pytest.raises(ValueError, match="must hold its options, as 'args' or in 'cfg': got none"):
+        read(path)

@@ -1,0 +1,324 @@
+"""Marian's .npz: what is imported computes what Marian computes, and goes back bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import third_party
+import yaml
+from conftest import assert_same_bits, random_weights, tiny_config
+from programs import Marian, softmax
+
+import reference_numpy as ref
+from reference_numpy.search_plan import SearchRules
+from transformer_parity.checkpoints import marian
+from transformer_parity.checkpoints.imported import Imported, Origin
+from transformer_parity.checkpoints.marian_settings import SETTINGS, settings_of
+from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.containers import npz
+from transformer_parity.ports.protocol import SearchOptions
+
+V, D = 17, 8
+OPTIONS = {
+    **settings_of(tiny_config("marian_cpp"), True),
+    "dim-vocabs": [V, V],
+    "dim-emb": D,
+    "enc-depth": 2,
+    "dec-depth": 1,
+    "transformer-heads": 2,
+    "transformer-dim-ffn": 12,
+}
+PRE = {"transformer-preprocess": "n", "transformer-postprocess": "da", "transformer-postprocess-top": "n"}
+ALL = {"tied-embeddings-all": True, "tied-embeddings-src": False, "tied-embeddings": False}
+SOURCE, OUTPUT = {**ALL, "tied-embeddings-all": False, "tied-embeddings-src": True}, {**ALL, "tied-embeddings": True}
+OUTPUT["tied-embeddings-all"] = False
+NONE = {**ALL, "tied-embeddings-all": False}
+
+
+def arrays(options, seed=0):
+    """Return the arrays that Marian saves for some options, in its order and with its shapes, random."""
+    rng = np.random.default_rng(seed)
+    d, (vs, vt) = options["dim-emb"], options["dim-vocabs"]
+    pre = options["transformer-preprocess"] == "n"
+    shared = options["tied-embeddings-all"] or options["tied-embeddings-src"]
+    shapes = {"Wemb": (vs, d)} if shared else {"encoder_Wemb": (vs, d), "decoder_Wemb": (vt, d)}
+    if options.get("transformer-train-positions"):
+        shapes["Wpos"] = (9, d)
+
+    def norm(prefix, suffix="_pre" if pre else ""):
+        return {f"{prefix}_ln_{kind}{suffix}": (1, d) for kind in ("scale", "bias")}
+
+    for stack, depth in (("encoder", options["enc-depth"]), ("decoder", options["dec-depth"])):
+        shapes |= norm(f"{stack}_emb", "_pre") if "n" in options["transformer-postprocess-emb"] else {}
+        for n in range(1, depth + 1):
+            for block in ("self", "context")[: 2 if stack == "decoder" else 1]:
+                for one in "qkvo":
+                    shapes |= {f"{stack}_l{n}_{block}_W{one}": (d, d), f"{stack}_l{n}_{block}_b{one}": (1, d)}
+                shapes |= norm(f"{stack}_l{n}_{block}_Wo")
+            f = (options["transformer-decoder-dim-ffn"] if stack == "decoder" else 0) or options["transformer-dim-ffn"]
+            ffn = f"{stack}_l{n}_ffn"
+            shapes |= {f"{ffn}_W1": (d, f), f"{ffn}_b1": (1, f), f"{ffn}_W2": (f, d), f"{ffn}_b2": (1, d)}
+            shapes |= norm(f"{ffn}_ffn")
+        shapes |= norm(f"{stack}_top", "") if "n" in options["transformer-postprocess-top"] else {}
+    if not (options["tied-embeddings-all"] or options["tied-embeddings"]):
+        transposed = options.get("test-new-output")
+        shapes["decoder_ff_logit_out_Wt" if transposed else "decoder_ff_logit_out_W"] = (
+            (vt, d) if transposed else (d, vt)
+        )
+    if not options["output-omit-bias"]:
+        shapes["decoder_ff_logit_out_b"] = (1, vt)
+    found = {
+        name: (rng.uniform(0.5, 1.5, shape) if "scale" in name else rng.normal(0, 0.5, shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    text = yaml.safe_dump({k: v for k, v in options.items() if k != "test-new-output"}).encode() + b"\0"
+    return {**found, SETTINGS: np.frombuffer(text, np.int8), "decoder_c0": np.zeros((1, 1), np.float32)}
+
+
+@pytest.fixture
+def save(tmp_path):
+    def save(changes=None, edit=lambda tensors: tensors):
+        options = {**OPTIONS, **(changes or {})}
+        path = tmp_path / "model.npz"
+        np.savez(path, **edit(arrays(options)))
+        return path
+
+    return save
+
+
+def read(path, **options):
+    return marian.read(path, ReadOptions(**options))
+
+
+def both(path, imported):
+    """Return the logits of Marian's program and ours at the real positions, without the padding that we add."""
+    program = Marian(path.read_bytes())
+    vs, vt = program.options["dim-vocabs"]
+    rng = np.random.default_rng(1)
+    config = imported.config
+    source, labels = rng.integers(1, vs, (3, 6)), rng.integers(1, vt, (3, 5))
+    mask = np.ones(source.shape, bool)
+    mask[1, 4:] = mask[2, 2:] = False
+    theirs = program.logits(source, labels, mask)
+    target = np.concatenate([np.full((3, 1), config.bos_id), labels[:, :-1]], axis=1)
+    source = np.where(mask, source, config.pad_id)
+    model = ref.Transformer.from_weights(config, imported.weights, dtype="float64")
+    return theirs, model(source, target)[..., :vt], model, source, target
+
+
+VARIANTS = {
+    "post, all tied": {},
+    "pre": PRE,
+    "pre without final norm": {**PRE, "transformer-postprocess-top": ""},
+    "post and final norm": {"transformer-postprocess-top": "n"},
+    "source tied": SOURCE,
+    "source tied, new": {**SOURCE, "test-new-output": True},
+    "output tied": {**OUTPUT, "dim-vocabs": [11, V]},
+    "untied": {**NONE, "dim-vocabs": [V, 11], "dec-depth": 3},
+    "untied, new": {**NONE, "test-new-output": True},
+    "both flags for all": {"tied-embeddings-all": False, "tied-embeddings-src": True, "tied-embeddings": True},
+    "embedding norm": {"transformer-postprocess-emb": "nd"},
+    "trained positions": {"transformer-train-positions": True, "transformer-train-position-embeddings": True},
+    "no output bias": {"output-omit-bias": True},
+    "relu, wider decoder": {"transformer-ffn-activation": "relu", "transformer-decoder-dim-ffn": 20},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_marians(save, name):
+    path = save(VARIANTS[name])
+    imported = read(path)
+    theirs, ours, model, source, target = both(path, imported)
+    assert third_party.relative_error(ours, theirs) <= 1e-12
+    assert (softmax(model(source, target))[..., theirs.shape[-1] :] == 0).all()
+    assert imported.notes == ()
+    assert (imported.origin.format, imported.origin.preset) == ("marian", "marian_cpp")
+    assert imported.config.pad_id == imported.config.bos_id == max(OPTIONS["dim-vocabs"])
+
+
+def test_the_program_is_the_transcription_that_proves_the_preset(save):
+    path = save()
+    imported = read(path)
+    theirs, _, _, source, target = both(path, imported)
+    labels = np.concatenate([target[:, 1:], np.ones((3, 1), int)], axis=1)
+    swish = lambda x: x * x.sigmoid()  # noqa: E731
+    other = third_party.shifted_logits(imported.weights, 2, source, labels, imported.config.pad_id, swish)
+    assert third_party.relative_error(other.numpy()[..., :V], theirs) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"position_timescale": "m"}, {"layer_norm_epsilon": 1e-5}, {"scale_embedding": False}, {"position_offset": 1}],
+    ids=lambda change: next(iter(change)),
+)
+def test_neighbouring_conventions_differ(save, change):
+    """The first two are what Hugging Face's converter makes of such a file."""
+    path = save()
+    imported = read(path)
+    theirs, _, _, source, target = both(path, imported)
+    other = ref.Transformer.from_weights(imported.config.replace(**change), imported.weights, dtype="float64")
+    assert third_party.relative_error(other(source, target)[..., :V], theirs) > 1e-7
+
+
+def test_what_hugging_faces_converter_makes_of_it_is_another_model(save):
+    """Its frequencies and its epsilon are others: an OPUS-MT folder is not what was trained."""
+    path = save()
+    imported = read(path)
+    theirs, _, _, source, target = both(path, imported)
+    converted = imported.config.replace(position_timescale="m", layer_norm_epsilon=1e-5)
+    model = ref.Transformer.from_weights(converted, imported.weights, dtype="float64")
+    hugging_face = third_party.marian_logits(converted, imported.weights, source, target).numpy()
+    assert third_party.relative_error(model(source, target), hugging_face) <= 1e-12
+    assert np.abs(hugging_face[..., :V] - theirs).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_is_written_again_is_what_was_read(save, name, tmp_path):
+    path = save(VARIANTS[name])
+    before = npz.read(path)
+    imported = read(path)
+    marian.write(imported, tmp_path / "out")
+    after = npz.read(tmp_path / "out/model.npz")
+    if "test-new-output" in VARIANTS[name]:
+        before["decoder_ff_logit_out_W"] = np.ascontiguousarray(before.pop("decoder_ff_logit_out_Wt").T)
+    del before["decoder_c0"]
+    said, wanted = (yaml.safe_load(one.pop(SETTINGS).tobytes().rstrip(b"\0")) for one in (after, before))
+    assert_same_bits(after, before)
+    if name == "both flags for all":
+        wanted |= ALL
+    assert said == {**wanted, "transformer-train-positions": name == "trained positions"}
+    again = read(tmp_path / "out/model.npz")
+    assert again.config == imported.config
+    assert_same_bits(again.weights, imported.weights)
+    assert again.search == imported.search
+    theirs, ours, *_ = both(tmp_path / "out/model.npz", again)
+    assert third_party.relative_error(ours, theirs) <= 1e-12
+
+
+def test_what_was_trained_here_can_be_written(tmp_path):
+    """A preset of ours, whose padding lies inside: its row stays, and is the vector of zeros of the start."""
+    config = tiny_config("marian_cpp")
+    weights = random_weights(config)
+    weights["source_embedding.table"][config.pad_id] = 0.0
+    marian.write(replace(model_of(config), weights=weights), tmp_path)
+    imported = read(tmp_path / "model.npz")
+    theirs, ours, *_ = both(tmp_path / "model.npz", imported)
+    assert third_party.relative_error(ours, theirs) <= 1e-12
+    same = {name: imported.weights[name] for name in weights if "table" not in name and name != "output_proj.bias"}
+    assert_same_bits(same, {name: weights[name] for name in same})
+    assert imported.search.beam_size == 1
+
+
+REFUSED = {
+    "type": "s2s",
+    "transformer-decoder-autoreg": "rnn",
+    "transformer-ffn-activation": "gelu",
+    "transformer-ffn-depth": 3,
+    "transformer-decoder-ffn-depth": 3,
+    "transformer-no-projection": True,
+    "transformer-tied-layers": [1, 1],
+    "transformer-pool": True,
+    "transformer-no-bias": True,
+    "transformer-attention-mask": "alibi",
+    "transformer-postprocess-top": "a",
+    "transformer-postprocess-emb": "r",
+    "lemma-dim-emb": 4,
+    "ulr": True,
+    "right-left": True,
+    "transformer-preprocess": "n",  # with postprocess dan
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_other_models_are_refused_by_name(save, option):
+    path = save(edit=lambda tensors: with_options(tensors, {option: REFUSED[option]}))
+    with pytest.raises(ValueError, match=f"--{option} .*must be .*: got ") as refused:
+        read(path)
+    assert "\n" not in str(refused.value)
+
+
+def with_options(tensors, changes):
+    options = {**yaml.safe_load(tensors[SETTINGS].tobytes().rstrip(b"\0")), **changes}
+    return {**tensors, SETTINGS: np.frombuffer(yaml.safe_dump(options).encode() + b"\0", np.int8)}
+
+
+def test_old_files_lack_later_options(save):
+    needed = ("type", "dim-vocabs", "dim-emb", "enc-depth", "dec-depth", "transformer-heads", "tied-embeddings-all")
+
+    def only_needed(tensors):
+        options = {name: OPTIONS[name] for name in needed}
+        return {**tensors, SETTINGS: np.frombuffer(yaml.safe_dump(options).encode() + b"\0", np.int8)}
+
+    assert read(save(edit=only_needed)).config == read(save()).config
+
+
+def test_tensors_are_believed_and_contradictions_are_named(save):
+    changes = {"tied-embeddings-all": False, "output-omit-bias": True, "transformer-train-position-embeddings": True}
+    imported = read(save(edit=lambda tensors: with_options(tensors, changes)))
+    assert imported.config == read(save()).config
+    assert [note.split()[0] for note in imported.notes] == [
+        "--tied-embeddings-src",
+        "--tied-embeddings",
+        "--transformer-train-position-embeddings",
+        "--output-omit-bias",
+    ]
+
+
+def without(name):
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (without(SETTINGS), "must hold its options in special:model.yml"),
+        (without("encoder_l2_self_Wq"), r"missing encoder_l2_self_Wq \[8, 8\]"),
+        (without("Wemb"), "encoder_Wemb must be a matrix: got none"),
+        (without("encoder_l1_ffn_W1"), "encoder_l1_ffn_W1 must be a matrix: got none"),
+        (lambda t: {**t, "decoder_l1_rnn_Wf": t["Wemb"]}, r"unexpected decoder_l1_rnn_Wf \[17, 8\]"),
+        (lambda t: {**t, "encoder_l1_self_bq": t["encoder_l1_self_bq"][0]}, r"must have shape \[1, 8\]: got \[8\]"),
+        (lambda t: {**t, "Wemb": t["Wemb"].astype(np.int8)}, "Wemb must be one of float64"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_their_own_names(save, edit, message):
+    with pytest.raises(ValueError, match=message):
+        read(save(edit=edit))
+
+
+def test_the_search_is_that_of_the_decoder_file(save):
+    path = save()
+    rules = SearchRules.preset("marian", banned_ids=(1,))
+    assert read(path).search == SearchOptions.preset("marian", beam_size=12, length_penalty=0.0, rules=rules)
+    decoder = path.with_name("model.npz.decoder.yml")
+    decoder.write_text("models: [/elsewhere/model.npz]\nbeam-size: 6\nnormalize: 0.6\nword-penalty: 0\n")
+    imported = read(path)
+    assert imported.search == SearchOptions.preset("marian", beam_size=6, length_penalty=0.6, rules=rules)
+    assert set(imported.origin.files) == {"model.npz", "model.npz.decoder.yml"}
+    decoder.write_text("word-penalty: 0.5")
+    with pytest.raises(ValueError, match=r"word-penalty must be 0: got 0\.5"):
+        read(path)
+
+
+def model_of(config):
+    origin = Origin(format="ours", family="", preset="marian_cpp", files={})
+    return Imported(
+        config=config, weights=random_weights(config), vocabulary=None, search=SearchOptions(), origin=origin
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_norm_epsilon": 1e-5}, "cannot hold this model: layer_norm_epsilon must be 1e-06: got 1e-05"),
+        ({"position_timescale": "m"}, "cannot hold this model: position_timescale must be 'm_minus_1': got 'm'"),
+        ({"activation": "gelu"}, "cannot hold this model: activation must be 'swish' or 'relu': got 'gelu'"),
+        ({"d_k": 5}, "cannot hold this model: d_k must be 8: got 5"),
+        ({}, "starts from a vector of zeros: the row of bos_id 1 has other numbers"),
+    ],
+)
+def test_what_marian_cannot_hold_is_refused_before_anything_is_written(change, message, tmp_path):
+    with pytest.raises(ValueError, match=f"^Marian {message}"):
+        marian.write(model_of(tiny_config("marian_cpp").replace(**change)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

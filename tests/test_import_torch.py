@@ -1,0 +1,323 @@
+"""State dicts of PyTorch: torch.nn.Transformer in somebody's own model, and the Annotated Transformer's."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from annotated_transformer import make_model
+from conftest import assert_same_bits, random_weights, tiny_config
+from safetensors.torch import load_file
+from third_party import paper_positions, relative_error, torch_sizes
+from torch import nn
+
+import reference_numpy as ref
+from transformer_parity.checkpoints import annotated, torch_nn
+from transformer_parity.checkpoints.imported import Imported, Origin
+from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.ports.protocol import SearchOptions
+
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+V, W, D = 19, 23, 12
+
+
+def randomized(model):
+    """Give every parameter of a model random numbers that let no mistake hide."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and name.endswith(("weight", "a_2")):
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.3)
+    return model.eval()
+
+
+def ids():
+    rng = np.random.default_rng(3)
+    source, target = rng.integers(3, V, (3, 7)), rng.integers(3, V, (3, 5))
+    source[1, 4:] = source[2, 6:] = 0
+    target[:, 0] = 1
+    return source, target
+
+
+class Seq2Seq(nn.Module):
+    """A model as a user would write it."""
+
+    def __init__(self, learned=False, tied=False, **options):
+        super().__init__()
+        sizes = {"nhead": 3, "num_encoder_layers": 2, "num_decoder_layers": 1, "dim_feedforward": 20}
+        self.net = nn.Transformer(D, **sizes, batch_first=True, **options)
+        self.src_tok = nn.Embedding(V, D)
+        self.tgt_tok = nn.Embedding(V if tied else W, D)
+        self.head = nn.Linear(D, V if tied else W, bias=not tied)
+        if tied:
+            self.tgt_tok.weight = self.head.weight = self.src_tok.weight
+        self.learned = learned
+        if learned:
+            self.pos = nn.ModuleList([nn.Embedding(9, D), nn.Embedding(9, D)])
+        else:
+            self.register_buffer("pe", paper_positions(40, D).float()[None])
+
+    def embed(self, ids, tokens, side):
+        if self.learned:
+            return tokens(ids) + self.pos[side].weight[: ids.shape[1]]
+        return tokens(ids) * math.sqrt(D) + paper_positions(ids.shape[1], D)
+
+    @torch.no_grad()
+    def logits(self, source, target):
+        source, target = torch.tensor(source), torch.tensor(target)
+        states = self.net(
+            self.embed(source, self.src_tok, 0),
+            self.embed(target, self.tgt_tok, 1),
+            tgt_mask=torch.triu(torch.ones(target.shape[1], target.shape[1], dtype=torch.bool), diagonal=1),
+            src_key_padding_mask=source == 0,
+            memory_key_padding_mask=source == 0,
+        )
+        return self.head(states).numpy()
+
+
+SAID = """
+[config]
+num_heads = 3
+norm_order = "{norm_order}"
+activation = "{activation}"
+scale_embedding = true
+position_encoding = "sinusoidal"
+position_offset = 0
+position_layout = "interleaved"
+position_timescale = "m"
+pad_id = 0
+bos_id = 1
+eos_id = 2
+
+[names]
+"source_embedding.table" = "src_tok.weight"
+"target_embedding.table" = "tgt_tok.weight"
+"output_proj.kernel" = "head.weight"
+"output_proj.bias" = "head.bias"
+"source_position.table" = "pe"
+
+[file]
+prefix = "net."
+"""
+DEFAULT = {"norm_order": "post", "activation": "relu"}
+
+
+def save(folder, model, text, key=""):
+    state = model.state_dict()
+    for part in reversed(key.split(".") if key else []):
+        state = {part: state, "epoch": 3}
+    torch.save(state, folder / "model.pt")
+    (folder / "names.toml").write_text(text + (f'state = "{key}"\n' if key else ""))
+    return torch_nn.read(folder / "model.pt", ReadOptions(names=folder / "names.toml"))
+
+
+def assert_computes(imported, theirs, source, target):
+    model = ref.Transformer.from_weights(imported.config, imported.weights, dtype="float64")
+    assert relative_error(model(source, target), theirs) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "key"),
+    [
+        ({}, {}, ""),
+        ({"norm_first": True}, {"norm_order": "pre"}, "model_state_dict"),
+        ({"activation": "gelu", "norm_first": True}, {"activation": "gelu", "norm_order": "pre"}, "a.b"),
+        ({"bias": False}, {}, ""),
+    ],
+    ids=["post", "pre", "gelu", "no biases"],
+)
+def test_a_model_around_torch_nn(options, said, key, tmp_path):
+    model = randomized(Seq2Seq(**options))
+    imported = save(tmp_path, model, SAID.format(**{**DEFAULT, **said}), key)
+    theirs = model.double().logits(*ids())
+    assert_computes(imported, theirs, *ids())
+    assert imported.config.tie_embeddings == "none"
+    for change in (
+        {"layer_norm_epsilon": 1e-6},
+        {"scale_embedding": False},
+        {"position_timescale": "m_minus_1"},
+        {"position_layout": "split"},
+        {"activation": "swish"},
+    ):
+        config = imported.config.replace(**change)
+        other = ref.Transformer.from_weights(config, imported.weights, dtype="float64")
+        assert relative_error(other(*ids()), theirs) > 1e-7, change
+
+
+def test_learned_positions_and_one_table_for_all(tmp_path):
+    model = randomized(Seq2Seq(learned=True, tied=True))
+    lines = SAID.format(**DEFAULT).replace("scale_embedding = true", "scale_embedding = false").splitlines()
+    lines = [line for line in lines if not line.startswith(("position_layout", "position_timescale", '"output_proj.b'))]
+    text = "\n".join(lines).replace("sinusoidal", "learned")
+    text = text.replace('= "pe"', '= "pos.0.weight"\n"target_position.table" = "pos.1.weight"')
+    imported = save(tmp_path, model, text)
+    assert (imported.config.tie_embeddings, imported.config.max_length) == ("all", 9)
+    assert_computes(imported, model.double().logits(*ids()), *ids())
+
+
+def without(line):
+    return "\n".join(one for one in SAID.format(**DEFAULT).splitlines() if line not in one)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "model.pt does not say num_heads, norm_order, activation, scale_embedding, position_encoding, position_o"),
+        (without("position_layout"), r"does not say position_layout: put them into \[config\] of a file, for --names"),
+        (without("src_tok"), r"\[names\] must name source_embedding.table;"),
+        (without("head.weight"), r"unexpected head.weight \[23, 12\]"),
+        (without("head.bias"), r"unexpected head.bias \[23\]"),
+        (without('= "pe"'), r"unexpected pe \[40, 12\]"),
+        (without("prefix"), "encoder.layers.0.linear1.weight must be a matrix: got none"),
+        (SAID.format(**DEFAULT).replace('"head.bias"', '"nothing"'), r"missing nothing \[23\]"),
+        (SAID.format(**DEFAULT).replace("num_heads", "heads"), "there are no such fields of a config: heads"),
+        (SAID.format(**DEFAULT).replace("[file]", "[flie]"), "names.toml may have the tables config, names, file: got"),
+        (SAID.format(**DEFAULT).replace("prefix =", "prefx ="), r"\[file\] of names.toml may have state, prefix, ign"),
+        (SAID.format(**DEFAULT) + "ignored = 3", "'ignored' a list of text"),
+        (SAID.format(**DEFAULT).replace('"pe"', "7"), "the names in names.toml must be text"),
+        (SAID.format(**DEFAULT) + "[", "names.toml is not usable TOML"),
+        (SAID.format(**DEFAULT).replace("output_proj.bias", "output.bias"), r"\[names\] may name source_embedding.tab"),
+        (SAID.format(**DEFAULT).replace("num_heads = 3", "num_heads = 3\nnum_head = 3"), "no such fields .*: num_head"),
+        (SAID.format(**DEFAULT).replace('"m"', '"m_minus_1"'), "pe must be the sinusoids of interleaved and m_minus_1"),
+        (SAID.format(**DEFAULT) + 'state = "model"', "model.pt must hold 'model': got"),
+    ],
+)
+def test_what_nobody_names_is_an_error(text, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path, Seq2Seq(), text)
+
+
+def test_what_is_no_weight_can_be_ignored(tmp_path):
+    imported = save(tmp_path, Seq2Seq(), without('= "pe"') + '\nignored = ["p*"]')
+    assert imported.config.source_vocab_size == V
+
+
+def test_options_are_believed_before_the_file(tmp_path):
+    save(tmp_path, Seq2Seq(), SAID.format(**DEFAULT))
+    options = ReadOptions(names=tmp_path / "names.toml", fields={"eos_id": 5})
+    assert torch_nn.read(tmp_path / "model.pt", options).config.eos_id == 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm_order": "pre"},
+        {"activation": "gelu"},
+        {"tie_embeddings": "target_output"},
+        {"tie_embeddings": "all", "output_bias": False},
+        {"position_encoding": "learned", "embedding_norm": True},
+    ],
+    ids=lambda changes: ", ".join(map(str, changes.values())) or "torch",
+)
+def test_what_is_written_loads_into_torch_and_comes_back(changes, tmp_path):
+    config = tiny_config("torch", **changes)
+    weights = random_weights(config)
+    origin = Origin(format="ours", family="", preset="torch", files={})
+    model = Imported(config=config, weights=weights, vocabulary=None, search=SearchOptions(), origin=origin)
+    torch_nn.write(model, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    net = nn.Transformer(**torch_sizes(config), batch_first=True)
+    prefix = "transformer."
+    net.load_state_dict({name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)})
+    names = tomllib.loads((tmp_path / "names.toml").read_text())["names"]
+    assert {name for name in state if not name.startswith(prefix)} == set(names.values())
+    again = torch_nn.read(tmp_path / "model.safetensors", ReadOptions(names=tmp_path / "names.toml"))
+    assert again.config == config
+    assert_same_bits(again.weights, weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"final_norm": False}, "final_norm must be True: got False"),
+        ({"activation": "swish"}, "activation must be 'relu' or 'gelu': got 'swish'"),
+        ({"attention_bias": False}, "attention_bias must be True: got False"),
+        ({"d_k": 5}, "d_k must be 8: got 5"),
+        ({"decoder_d_ff": 48}, "decoder_d_ff must be None: got 48"),
+    ],
+)
+def test_what_torch_cannot_hold_is_refused(change, message, tmp_path):
+    config = tiny_config("torch", **change)
+    origin = Origin(format="ours", family="", preset="torch", files={})
+    model = Imported(
+        config=config, weights=random_weights(config), vocabulary=None, search=SearchOptions(), origin=origin
+    )
+    with pytest.raises(ValueError, match=f"torch.nn.Transformer cannot hold this model: {message}"):
+        torch_nn.write(model, tmp_path / "out")
+    assert not Path(tmp_path / "out").exists()
+
+
+def annotated_file(folder, edit=lambda state: state, **options):
+    model = randomized(make_model(V, W, N=2, d_model=D, d_ff=20, h=3))
+    torch.save(edit(model.state_dict()), folder / "model.pt")
+    return model, lambda: annotated.read(folder / "model.pt", ReadOptions(fields=options))
+
+
+def test_the_annotated_transformer(tmp_path):
+    model, read = annotated_file(tmp_path, num_heads=3)
+    imported = read()
+    assert annotated.recognises(tmp_path / "model.pt")
+    source, target = ids()
+    source, target = np.where(source == 0, 2, source + 0), target  # its padding is 2
+    masks = (torch.tensor(source) != 2)[:, None], torch.ones(1, 5, 5).tril() > 0
+    model.double()
+    for embed in (model.src_embed, model.tgt_embed):
+        assert (embed[1].pe[0, :40] - paper_positions(40, D)).abs().max() < 1e-5
+        embed[1].pe = paper_positions(40, D)[None]
+    with torch.no_grad():
+        states = model(torch.tensor(source), torch.tensor(target), *masks)
+        theirs = model.generator.proj(states).numpy()
+    assert_computes(imported, theirs, source, target)
+    assert imported.config == ref.TransformerConfig.preset(
+        "annotated",
+        **{"source_vocab_size": V, "target_vocab_size": W, "d_model": D, "num_heads": 3, "d_ff": 20},
+        **{"num_encoder_layers": 2, "num_decoder_layers": 2},
+    )
+    for change in ({"layer_norm_kind": "standard"}, {"layer_norm_epsilon": 1e-5}, {"position_timescale": "m_minus_1"}):
+        config = imported.config.replace(**change)
+        other = ref.Transformer.from_weights(config, imported.weights, dtype="float64")
+        assert relative_error(other(source, target), theirs) > 1e-7, change
+
+
+@pytest.mark.parametrize(
+    ("options", "edit", "message"),
+    [
+        ({}, lambda s: s, "model.pt does not say num_heads"),
+        ({"num_heads": 5}, lambda s: s, "num_heads must divide d_model"),
+        (
+            {"num_heads": 3},
+            lambda s: {**s, "src_embed.1.pe": s["src_embed.1.pe"].flip(1)},
+            "src_embed.1.pe must be the",
+        ),
+        (
+            {"num_heads": 3},
+            lambda s: {**s, "generator.proj.bias": torch.ones(2)},
+            "generator.proj.bias must have shape",
+        ),
+        ({"num_heads": 3}, lambda s: {**s, "extra": torch.ones(2)}, r"unexpected extra \[2\]"),
+        (
+            {"num_heads": 3},
+            lambda s: {n: t for n, t in s.items() if "lut" not in n},
+            "lut.weight must be a matrix: got",
+        ),
+    ],
+)
+def test_other_annotated_files_are_refused(options, edit, message, tmp_path):
+    _, read = annotated_file(tmp_path, edit, **options)
+    with pytest.raises(ValueError, match=message):
+        read()
+
+
+def test_one_names_file_serves_both(tmp_path):
+    _, _ = annotated_file(tmp_path)
+    (tmp_path / "heads.toml").write_text("[config]\nnum_heads = 3\npad_id = 0\n")
+    imported = annotated.read(tmp_path / "model.pt", replace(ReadOptions(), names=tmp_path / "heads.toml"))
+    assert (imported.config.num_heads, imported.config.pad_id) == (3, 0)

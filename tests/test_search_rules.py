@@ -1,0 +1,311 @@
+"""The searches of Hugging Face, fairseq and Marian: the same hypotheses as theirs, from every backend."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import other_searches
+import pytest
+import third_party
+from conftest import random_weights, tiny_config
+from test_search import load, quick_search, score_all, tokens_of
+
+import reference_numpy
+from reference_numpy import SearchRules
+from transformer_parity.ports.generation import UNKNOWN, generation_search
+from transformer_parity.ports.protocol import SearchOptions
+
+SENTENCES, TOKENS, FORCED = 80, 20, 7
+COMPILED = pytest.mark.extended("searches", "jax", "tf")
+
+
+@pytest.fixture(autouse=True)
+def _quick(request):
+    """Compile nothing for speed."""
+    backend = request.getfixturevalue("backend").name if "backend" in request.fixturenames else "numpy"
+    with quick_search(backend):
+        yield
+
+
+@cache
+def lively_marian():
+    """Return config and weights with which hypotheses end after 1 to 20 tokens, and 80 sentences."""
+    config = tiny_config("marian", max_length=64, source_vocab_size=40, target_vocab_size=40)
+    weights = random_weights(config, 4)
+    weights["output_proj.bias"] = weights["output_proj.bias"] * 5  # tied tables make a model repeat itself
+    weights["output_proj.bias"][config.eos_id] += 4.0
+    rng = np.random.default_rng(0)
+    source_ids = np.full((SENTENCES, 9), config.pad_id)
+    for row in source_ids:
+        length = rng.integers(2, 10)
+        row[:length] = rng.choice(np.delete(np.arange(config.source_vocab_size), config.pad_id), length)
+    return config, weights, source_ids
+
+
+def padded(ids, width=TOKENS):
+    """Return ids [B, L] with padding behind them."""
+    return np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=lively_marian()[0].pad_id)
+
+
+# --- Hugging Face. ---
+
+FORCED_END = {"forced_eos_token_id": 0}
+GENERATION = {
+    "4 beams": {"num_beams": 4, "early_stopping": False, **FORCED_END},
+    "6 beams": {"num_beams": 6, "early_stopping": False, **FORCED_END},
+    "renormalized": {"num_beams": 4, "early_stopping": False, "renormalize_logits": True, **FORCED_END},
+    "the first": {"num_beams": 4, "early_stopping": True, **FORCED_END},
+    "exact": {"num_beams": 4, "early_stopping": "never", **FORCED_END},
+    "exact, cut": {"num_beams": 4, "early_stopping": "never"},
+    "forced, the first": {"num_beams": 5, "early_stopping": True, "forced_bos_token_id": FORCED},
+    "forced": {"num_beams": 5, "early_stopping": False, "forced_bos_token_id": FORCED},
+    "no n-gram twice": {
+        **{"num_beams": 4, "early_stopping": True, "no_repeat_ngram_size": 3},
+        **{"min_length": 5, "length_penalty": 2.0},
+    },
+    "greedy": {"num_beams": 1, "no_repeat_ngram_size": 2, "suppress_tokens": [11], **FORCED_END},
+}
+
+
+@cache
+def generated(name):
+    """Return the hypotheses and scores of ``generate``, and the same settings as search options."""
+    config, weights, source_ids = lively_marian()
+    lengths = {"max_length": TOKENS + 1, "bad_words_ids": [[config.pad_id]], "decoder_start_token_id": config.bos_id}
+    fields = {**lengths, **GENERATION[name]}
+    ids, scores = third_party.marian_generate(config, weights, source_ids, fields)
+    return padded(ids[:, 0]), None if scores is None else scores[:, 0], generation_search(fields, config)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=COMPILED) for name in GENERATION])
+def test_hugging_face_says_the_same(backend, name):
+    config, weights, source_ids = lively_marian()
+    expected, scores, options = generated(name)
+    count = SENTENCES if backend.name in ("numpy", "torch") else 16
+    found = options.search(backend.package, load(backend, config, weights), source_ids[:count])
+    assert (padded(found.ids) == expected[:count]).all(1).sum() == count
+    if scores is not None:
+        np.testing.assert_allclose(found.scores, scores[:count], rtol=2e-6)  # they add up in float32
+
+
+def test_the_paper_says_something_else():
+    """Under most settings that were published; so that a rule that is not followed shows."""
+    config, weights, source_ids = lively_marian()
+    model, same = reference_numpy.Transformer.from_weights(config, weights, "float64"), {}
+    for name in GENERATION:
+        expected, _, options = generated(name)
+        found = replace(options, rules=SearchRules()).search(reference_numpy, model, source_ids)
+        same[name] = int((padded(found.ids) == expected).all(1).sum())
+    assert same.pop("exact, cut") == SENTENCES
+    assert max(same.values()) < 60, same
+
+
+def test_a_generation_config_is_read():
+    config = lively_marian()[0]
+    opus = {
+        **{"num_beams": 4, "max_length": 512, "bad_words_ids": [[config.pad_id]], "renormalize_logits": True},
+        **{"eos_token_id": 0, "forced_eos_token_id": 0, "decoder_start_token_id": 1, "transformers_version": "5.23.0"},
+    }
+    rules = SearchRules.preset("hf", at_limit="forced", renormalize=True)
+    assert generation_search(opus, config) == SearchOptions(4, 1.0, 511, 1, "power", 1, 1, rules)
+    greedy = generation_search({}, config)
+    assert (greedy.beam_size, greedy.max_length, greedy.rules) == (None, 20, SearchRules.preset("hf"))
+    assert generation_search({"max_new_tokens": 9, "min_new_tokens": 3}, config).min_length == 4
+    assert generation_search({"bad_words_ids": [[5], [0]], "suppress_tokens": [6]}, config).rules.banned_ids == (5, 6)
+    assert generation_search({name: usual[0] for name, usual in UNKNOWN.items()}, config) == greedy
+    for fields, message in (
+        ({"repetition_penalty": 1.2}, "repetition_penalty of a generation config cannot be followed: got 1.2"),
+        ({"eos_token_id": [0, 3]}, "eos_token_id must be the model's end symbol, 0: got [0, 3]"),
+        ({"bad_words_ids": [[3, 4]]}, "bad_words_ids must be single tokens: got [3, 4]"),
+        ({"early_stopping": "late"}, "early_stopping must be false, true or 'never': got 'late'"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            generation_search(fields, config)
+
+
+# --- fairseq and Marian. ---
+
+
+def theirs(program, **settings):
+    """Return all (score, tokens) that a transcription finds for each sentence."""
+    config, weights, source_ids = lively_marian()
+    model, symbols = load_numpy(config, weights), other_searches.Symbols(config.bos_id, config.eos_id, config.pad_id)
+    for source in source_ids:
+        known = {}
+
+        def scores_after(tokens, source=source[source != config.pad_id], known=known):
+            if tuple(tokens) not in known:
+                known[tuple(tokens)] = score_all(model, source, [tokens])[0].tolist()
+            return known[tuple(tokens)]
+
+        yield program(scores_after, symbols, **settings)
+
+
+def load_numpy(config, weights):
+    return reference_numpy.Transformer.from_weights(config, weights, "float64")
+
+
+PROGRAMS = {
+    "fairseq": ({}, {}, {}),
+    "fairseq, prefix": ({"prefix": (FORCED, 9)}, {"forced_ids": (FORCED, 9)}, {}),
+    "fairseq, n-grams": ({"no_repeat_ngram": 2}, {"no_repeat_ngram_size": 2}, {}),
+    "marian": ({"normalize": 0.6}, {}, {"length_penalty": 0.6}),
+    "marian, not normalized": ({"normalize": 0.0}, {}, {"length_penalty": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_other_programs_say_the_same(name):
+    """All that is in their lists, in the same order and with the same scores."""
+    config, weights, source_ids = lively_marian()
+    settings, rules, options = PROGRAMS[name]
+    program = name.partition(",")[0]
+    length = {"fairseq": {"max_len": 11}, "marian": {"max_length": 12}}[program]
+    sizes = {"beam_size": 4, "num_hypotheses": 4, "max_length": 12}
+    options = SearchOptions.preset(program, rules, **sizes, **options)
+    found = options.search(reference_numpy, load_numpy(config, weights), source_ids)
+    expected = theirs(getattr(other_searches, f"{program}_search"), beam=4, **length, **settings)
+    for row, best in enumerate(expected):
+        assert [tokens_of(ids, config) for ids in found.nbest_ids[row]][: len(best)] == [tuple(ids) for _, ids in best]
+        np.testing.assert_allclose(found.nbest_scores[row, : len(best)], [score for score, _ in best], 1e-12)
+        assert (found.nbest_scores[row, len(best) :] == -np.inf).all()
+
+
+# --- All rules, from every backend. ---
+
+RULES = {
+    "hf": {"at_limit": "forced", "renormalize": True, "no_repeat_ngram_size": 2, "banned_ids": (11, 23)},
+    "fairseq": {"forced_ids": (FORCED, 9), "no_repeat_ngram_size": 3},
+    "marian": {"banned_ids": (11,)},
+}
+
+
+def searches_by(program):
+    """Return beam and greedy search by the rules of a program, and more of them."""
+    beam = SearchOptions.preset(program, RULES[program], beam_size=4, num_hypotheses=3, max_length=8)
+    return [beam, replace(beam, beam_size=None, num_hypotheses=1)]
+
+
+@pytest.mark.parametrize(
+    "program", ["hf", pytest.param("fairseq", marks=COMPILED), pytest.param("marian", marks=COMPILED)]
+)
+def test_every_backend_follows_the_rules(port, program):
+    config, weights, source_ids = lively_marian()
+    reference, model = load_numpy(config, weights), load(port, config, weights)
+    for options in searches_by(program):
+        expected, found = (
+            options.search(package, it, source_ids[:6])
+            for package, it in ((reference_numpy, reference), (port.package, model))
+        )
+        np.testing.assert_array_equal(found.nbest_ids, expected.nbest_ids)
+        np.testing.assert_allclose(found.nbest_scores, expected.nbest_scores, 1e-12)
+
+
+@pytest.mark.parametrize("program", RULES)
+def test_the_cache_changes_nothing(program):
+    config, weights, source_ids = lively_marian()
+    model = load_numpy(config, weights)
+    for options in searches_by(program):
+        search = reference_numpy.greedy_search if options.beam_size is None else reference_numpy.beam_search
+        rest = {} if options.beam_size is None else {"beam_size": 4, "num_hypotheses": 3}
+        lengths = {"max_length": options.max_length, "min_length": options.min_length, "rules": options.rules}
+        cached, plain = (search(model, source_ids[:9], **rest, **lengths, use_cache=use) for use in (True, False))
+        np.testing.assert_array_equal(cached.nbest_ids, plain.nbest_ids)
+        np.testing.assert_allclose(cached.nbest_scores, plain.nbest_scores, 1e-12)
+
+
+def test_what_the_rules_say_is_seen():
+    config, weights, source_ids = lively_marian()
+    hf, fairseq, marian = (searches_by(program)[0] for program in RULES)
+    found = {
+        program: options.search(reference_numpy, load_numpy(config, weights), source_ids).nbest_ids
+        for program, options in zip(RULES, (hf, fairseq, marian), strict=True)
+    }
+    for program in ("hf", "marian"):
+        assert not np.isin(found[program], RULES[program]["banned_ids"]).any()
+    assert (found["fairseq"][..., :2] == (FORCED, 9)).all()
+    for ids in found["hf"].reshape(-1, 8):
+        tokens = [config.bos_id, *tokens_of(ids, config)]
+        pairs = list(pairwise(tokens))
+        assert len(set(pairs)) == len(pairs)
+    full = found["hf"][..., 7] != config.pad_id
+    assert full.any()
+    assert (found["hf"][..., 7][full] == config.eos_id).all()
+
+
+def test_where_no_maximum_length_is_given():
+    config, weights, _ = lively_marian()
+    source_ids = np.array([[5, 6, 7, 8]])
+    endless = np.where(np.arange(40) == config.eos_id, -1e3, weights["output_proj.bias"])
+    model = load_numpy(config, {**weights, "output_proj.bias": endless})
+    for name, most in (("paper", 54), ("hf", 54), ("fairseq", 201), ("marian", 12)):
+        options = SearchOptions.preset(name, beam_size=2)
+        assert options.limit(4, config) == most
+        if most < 100:
+            assert options.search(reference_numpy, model, source_ids).ids.shape == (1, most)
+
+
+# --- As data. ---
+
+BAD_RULES = [
+    ({"stop": "soon"}, ValueError, "stop must be one of attainable, current, first: got 'soon'"),
+    ({"pool": "all"}, ValueError, "pool must be one of num_hypotheses, beam, first: got 'all'"),
+    ({"at_limit": "eos"}, ValueError, "at_limit must be one of cut, forced, scored: got 'eos'"),
+    ({"renormalize": 1}, TypeError, "renormalize must be True or False: got 1"),
+    ({"forced_ids": 5}, TypeError, "forced_ids must be a list of ids: got 5"),
+    ({"banned_ids": [5.0]}, TypeError, "banned_ids must be an integer: got 5.0"),
+    ({"banned_ids": [-5]}, ValueError, "banned_ids must be at least 0: got -5"),
+    ({"no_repeat_ngram_size": -1}, ValueError, "no_repeat_ngram_size must be at least 0: got -1"),
+    ({"max_length_factor": -1.0}, ValueError, "max_length_factor must be at least 0: got -1.0"),
+    ({"beam_shrinks": True}, ValueError, "a beam that shrinks needs a pool of its size: got pool 'num_hypotheses'"),
+    ({"patience": 1}, ValueError, "unknown rules of a search: patience"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), BAD_RULES)
+def test_bad_rules_are_refused(fields, error, message):
+    with pytest.raises(error) as caught:
+        SearchRules.from_dict(fields)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
+def test_rules_that_do_not_fit_the_model_are_refused_with_the_same_words(backend, search):
+    config, weights, source_ids = lively_marian()
+    model = load(backend, config, weights)
+    for rules, error, message in (
+        ({"stop": "first"}, TypeError, "rules must be SearchRules: got dict"),
+        (SearchRules(forced_ids=(40,)), ValueError, "forced_ids must lie in [0, 40): got 40"),
+        (SearchRules(banned_ids=(0,)), ValueError, "banned_ids must hold neither end symbol nor padding: got 0"),
+        (SearchRules(forced_ids=(1,)), ValueError, "forced_ids must hold neither end symbol nor padding: got 1"),
+        (SearchRules(forced_ids=(5, 6)), ValueError, "forced_ids must be fewer than max_length: got 2 and 2"),
+    ):
+        with pytest.raises(error) as caught:
+            getattr(backend.package, search)(model, source_ids[:1], max_length=2, rules=rules)
+        assert str(caught.value) == message
+
+
+def test_rules_and_options_come_back_from_json():
+    for name in ("paper", "hf", "fairseq", "marian"):
+        for options in (SearchOptions.preset(name), SearchOptions.preset(name, beam_size=4, max_length=9, start_id=3)):
+            assert SearchOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
+    rules = SearchRules.preset("hf", forced_ids=[np.int64(7)], banned_ids=[3, 4])
+    assert SearchRules.from_dict(json.loads(json.dumps(rules.to_dict()))) == rules
+    assert SearchOptions.from_dict({"beam_size": 2}) == SearchOptions(2)
+    for fields, error, message in (
+        ({"beams": 2}, ValueError, "unknown search options: beams"),
+        ({"rules": 3}, TypeError, "rules must be a mapping of field names: got int"),
+        ([], TypeError, "search options must be a mapping of field names: got list"),
+        ({"min_length": 0}, ValueError, "min_length must be at least 1: got 0"),
+        ({"start_id": -1}, ValueError, "start_id must be at least 0: got -1"),
+    ):
+        with pytest.raises(error) as caught:
+            SearchOptions.from_dict(fields)
+        assert str(caught.value) == message
+    with pytest.raises(ValueError, match="rules must be one of paper, hf, fairseq, marian: got 'moses'"):
+        SearchRules.preset("moses")

@@ -1,0 +1,510 @@
+"""Vocabularies of other people's models: ids and texts are those of their own software, and odd files are refused."""
+
+import base64
+import io
+import json
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import sentencepiece
+from conftest import tiny_config
+
+from reference_numpy.files import VocabularyFiles
+from transformer_parity.text import maps
+from transformer_parity.text.kinds import KINDS, build_vocabulary, read_vocabulary_folder
+from transformer_parity.text.maps import read_map, read_yaml_map
+from transformer_parity.text.marian import read_marian_vocabulary
+from transformer_parity.text.moses import MosesVocabulary, PairEncoding, read_dictionary
+from transformer_parity.text.pairs import read_pairs
+
+LINES = [line for pair in read_pairs() for line in pair]
+HARD = [
+    *("", " ", "   ", " a  b ", "\ta\tb", "a\rb", "\u00a0nbsp\u00a0", "\u3000wide\u3000", "line\u2028sep", "a\x00b"),
+    *(
+        "a\x07b\x1b[0m",
+        "\u200bzero\u200dwidth",
+        "\ufeffbom",
+        "é e\u0301 \uff46\uff55\uff4c\uff4c",
+        "ﬁ ½ ² ㎏ ™ ŉ İ ẞ",
+        "a" + "\u0301" * 50,
+    ),
+    *(
+        "😀 👨‍👩‍👧‍👦 🇩🇪 🤷🏽‍♀️",
+        "漢字仮名交じり文を空白なしで。次の文",
+        "שלום עולם",
+        "مرحبا بالعالم",
+        "x" * 3000,
+        "Where is it? " * 200,
+    ),
+    *(">>deu<< Hello there.", "Hello >>deu<< there.", ">>xxx<< Hello", ">>deu<<", ">>deu Hello", "a </s> b", "</s>"),
+    *("<unk>", "b<s>c", "it <mask> is", "<mask>it", "__de__ hello", "eng_Latn hello deu_Latn", "en_XX hello de_DE"),
+    *(
+        "▁a ▁▁b",
+        "Wait ... what ? It 's n't !",
+        '&amp; &lt; "quoted" \u201ccurly\u201d \u2018x\u2019',
+        "10,000.50 €",
+        "http://a.b/c?d=e-f",
+    ),
+]
+PAD_TOO = [*HARD, "<pad> a <pad>"]
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+
+
+def train(kind="unigram", size=400, **options):
+    """Return a sentencepiece model with few pieces."""
+    model = io.BytesIO()
+    options |= {"character_coverage": 1.0, "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES), model_writer=model, model_type=kind, vocab_size=size, **options
+    )
+    return model.getvalue()
+
+
+def pieces_of(model):
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return [processor.id_to_piece(token) for token in range(processor.get_piece_size())]
+
+
+def write(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        content = content if isinstance(content, bytes | str) else json.dumps(content)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unigram():
+    return train()
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train("bpe")
+
+
+# What Hugging Face's classes say
+
+
+def marian_files(model, **settings):
+    """Return a folder's files: some pieces have ids of another order than the model's, and some are missing."""
+    table = {piece: number for number, piece in enumerate(["</s>", "<unk>", ">>deu<<", ">>fra<<"])}
+    for number, piece in enumerate(reversed(pieces_of(model)[3:])):
+        table[piece if number % 23 else f"not {piece}"] = len(table)
+    return {
+        **{"source.spm": model, "target.spm": train(size=500), "vocab.json": table | {"<pad>": len(table)}},
+        "tokenizer_config.json": {"source_lang": "en", "target_lang": "de", **settings},
+    }
+
+
+def marian(folder, model):
+    from transformers import MarianTokenizer
+
+    write(folder, marian_files(model))
+    return "marian", MarianTokenizer.from_pretrained(folder), ()
+
+
+def marian_separate(folder, model):
+    from transformers import MarianTokenizer
+
+    files = marian_files(model, separate_vocabs=True) | {"target.spm": train(size=300)}  # fewer: see OUT_OF_RANGE
+    target = ["</s>", "<unk>", *pieces_of(files["target.spm"])[3:], "<pad>"]
+    write(folder, files | {"target_vocab.json": {piece: number for number, piece in enumerate(target)}})
+    return "marian", MarianTokenizer.from_pretrained(folder), ()
+
+
+def nllb(folder, model, legacy=False):
+    """Write what NLLB's folders hold: of a sentencepiece model alone, transformers 5.23 makes no codes."""
+    from transformers import NllbTokenizer
+    from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
+
+    write(folder, {"sentencepiece.bpe.model": model})
+    made = json.loads(NllbTokenizer.from_pretrained(folder)._tokenizer.to_str())
+    table = [piece for piece in made["model"]["vocab"] if piece != "<mask>"]
+    table = {piece: number for number, piece in enumerate([*table, *FAIRSEQ_LANGUAGE_CODES, "<mask>"])}
+    charsmap = made["normalizer"]["normalizers"][0]["precompiled_charsmap"]
+    NllbTokenizer(
+        table,
+        [tuple(merge) for merge in made["model"]["merges"]],
+        extra_special_tokens=FAIRSEQ_LANGUAGE_CODES,
+        _spm_precompiled_charsmap=base64.b64decode(charsmap),
+        legacy_behaviour=legacy,
+    ).save_pretrained(folder)
+    direction = ("eng_Latn", "deu_Latn")
+    return "m2m_100", NllbTokenizer.from_pretrained(folder, src_lang=direction[0], tgt_lang=direction[1]), direction
+
+
+def nllb_legacy(folder, model):
+    return nllb(folder, model, legacy=True)
+
+
+def m2m_100(folder, model):
+    from transformers import M2M100Tokenizer
+    from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
+
+    kept = [piece for number, piece in enumerate(pieces_of(model)[3:]) if number % 17]
+    table = {piece: number for number, piece in enumerate([*SPECIAL, *kept])}
+    write(folder, {"sentencepiece.bpe.model": model, "vocab.json": table})
+    codes = [f"__{code}__" for code in FAIRSEQ_LANGUAGE_CODES["m2m100"]]
+    options = {"src_lang": "en", "tgt_lang": "de", "additional_special_tokens": codes}
+    return "m2m_100", M2M100Tokenizer.from_pretrained(folder, **options), ("en", "de")
+
+
+def of_form(name, direction):
+    def write_form(folder, model):
+        import transformers
+
+        write(folder, {"sentencepiece.bpe.model": model})
+        options = dict(zip(("src_lang", "tgt_lang"), direction, strict=True))
+        tokenizer = getattr(transformers, f"{name}Tokenizer").from_pretrained(folder, **options)
+        tokenizer.save_pretrained(folder)
+        return name.lower(), tokenizer, direction
+
+    return write_form
+
+
+def bart(folder, model):
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import BartTokenizer
+
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(LINES, vocab_size=600, special_tokens=[*SPECIAL, "<mask>"], show_progress=False)
+    folder.mkdir()
+    trained.save_model(str(folder))
+    return "bart", BartTokenizer.from_pretrained(folder), ()
+
+
+def bart_saved(folder, model):
+    family, tokenizer, direction = bart(folder, model)
+    tokenizer.save_pretrained(folder)
+    return family, tokenizer, direction
+
+
+def learned_merges(words, count):
+    """Return the merges of byte-pair encoding, most frequent pair first, and all pieces."""
+    cut = {word: [*word[:-1], f"{word[-1]}</w>"] for word in words}
+    merges = []
+    for _ in range(count):
+        pairs = Counter()
+        for word, pieces in cut.items():
+            for pair in pairwise(pieces):
+                pairs[pair] += words[word]
+        merges.append(max(pairs, key=lambda pair: (pairs[pair], pair)))
+        for word, pieces in cut.items():
+            joined = []
+            for piece in pieces:
+                if joined and (joined[-1], piece) == merges[-1]:
+                    joined[-1] += piece
+                else:
+                    joined.append(piece)
+            cut[word] = joined
+    return merges, sorted({piece for pieces in cut.values() for piece in pieces})
+
+
+def fsmt(folder, model):
+    from transformers import FSMTTokenizer
+
+    merges, pieces = learned_merges(Counter(word for line in LINES for word in line.split()), 200)
+    tables = {"vocab-src.json": [*SPECIAL, *pieces], "vocab-tgt.json": [*SPECIAL, *reversed(pieces)]}
+    files = {name: {piece: number for number, piece in enumerate(table)} for name, table in tables.items()}
+    files["merges.txt"] = "".join(f"{' '.join(pair)}\n" for pair in merges)
+    write(folder, files | {"tokenizer_config.json": {"langs": ["en", "de"]}})
+    return "fsmt", FSMTTokenizer.from_pretrained(folder), ()
+
+
+OURS = {
+    **{"marian": marian, "nllb": nllb, "m2m_100": m2m_100, "bart": bart},
+    **{"marian_separate": marian_separate, "nllb_legacy": nllb_legacy, "bart_saved": bart_saved, "fsmt": fsmt},
+    "mbart": of_form("MBart", ("en_XX", "de_DE")),
+    "mbart50": of_form("MBart50", ("en_XX", "de_DE")),
+    "plbart": of_form("PLBart", ("java", "python")),
+}
+# Theirs reads <pad> in a target as the id that the source has for it, and leaves out what has that id in the target.
+OUT_OF_RANGE = {"marian_separate"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*list(OURS)[:4], *(pytest.param(name, marks=pytest.mark.extended("vocabularies")) for name in list(OURS)[4:])],
+)
+def test_ids_and_texts_are_those_of_hugging_face(tmp_path, name, unigram, bpe):
+    family, theirs, direction = OURS[name](tmp_path / "model", bpe if name.startswith("nllb") else unigram)
+    ours = read_vocabulary_folder(tmp_path / "model", family, {})
+    ours = ours.between(*direction) if direction else ours
+    lines = [*LINES, *(HARD if name in OUT_OF_RANGE else PAD_TOO)]
+    assert [ours.ids(line) for line in lines] == theirs(lines, verbose=False).input_ids
+    targets = [ours.target_ids(line) for line in lines]
+    if name != "fsmt":  # which numbers no target
+        codes = {ours.start_id, *ours.forced_ids}  # theirs may stand behind the end symbol
+        said = theirs(text_target=lines, verbose=False).input_ids
+        assert [without(codes, ids) for ids in targets] == [without(codes, ids) for ids in said]
+    most = ours.sizes[1] - (name in OUT_OF_RANGE)
+    targets += np.random.default_rng(0).integers(0, most, (100, 12)).tolist()
+    assert [ours.text(ids) for ids in targets] == theirs.batch_decode(targets, skip_special_tokens=True)
+    assert ours.names(targets[-1]) == theirs.convert_ids_to_tokens(targets[-1])
+    assert "".join(ours.names(ours.ids("is it"), source=True)).count("i") >= 2
+    size = max(ours.sizes)
+    config = tiny_config(source_vocab_size=size, target_vocab_size=size)
+    again = build_vocabulary(VocabularyFiles(ours.kind, ours.files()), config)
+    again = again.between(*direction) if direction else again
+    assert [again.ids(line) for line in HARD] == [ours.ids(line) for line in HARD]
+    assert [again.text(ids) for ids in targets[-9:]] == [ours.text(ids) for ids in targets[-9:]]
+
+
+def without(codes, ids):
+    return [token for token in ids if token not in codes]
+
+
+def test_a_sentencepiece_model_alone_is_numbered_as_fairseq_does(tmp_path, bpe):
+    """Pieces from 4, then the codes, then the mask; a line is cut as by the tokenizer but for spaces at its ends."""
+    _, theirs, direction = nllb(tmp_path / "model", bpe)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    ours = read_vocabulary_folder(tmp_path / "model", "m2m_100", {}).between(*direction)
+    assert ours.sizes == (len(theirs), len(theirs))
+    lines = [line for line in LINES if line == line.strip()]
+    assert [ours.ids(line) for line in lines] == theirs(lines).input_ids
+    assert [ours.text(ours.target_ids(line)) for line in lines] == lines
+    assert ours.ids(" a  b ") == ours.ids("a b")
+    assert ours.names([*ours.forced_ids, ours.sizes[0] - 1]) == ["deu_Latn", "<mask>"]
+
+
+def test_the_normalisation_of_a_sentencepiece_model_counts(tmp_path, unigram):
+    """Where transformers 5.23 leaves it out, as with mBART, what the model was trained with does not."""
+    folder = write(tmp_path / "model", {"sentencepiece.bpe.model": unigram})
+    ours = read_vocabulary_folder(folder, "mbart", {}).between("en_XX", "de_DE")
+    assert ours.ids("\uff46\uff55\uff4c\uff4c") == ours.ids("full")
+    assert ours.forced_ids == ()
+    assert ours.names([ours.start_id, *ours.ids("a")[-2:]]) == ["de_DE", "</s>", "en_XX"]
+
+
+# Marian's own
+
+
+def test_ids_of_spm_vocabularies_are_those_of_the_models(tmp_path):
+    options = {"bos_id": -1, "eos_id": 0, "unk_id": 1, "pad_id": -1}  # as Marian trains them
+    models = [train(size=300, **options), train(size=400, **options)]
+    paths = [tmp_path / "source.en.spm", tmp_path / "target.de.spm"]
+    for path, model in zip(paths, models, strict=True):
+        path.write_bytes(model)
+    processors = [sentencepiece.SentencePieceProcessor(model_proto=model) for model in models]
+    ours = read_marian_vocabulary(paths)
+    assert ours.sizes == tuple(processor.get_piece_size() for processor in processors)
+    for line in LINES[:100]:
+        assert ours.ids(line) == [*processors[0].encode(line), 0]
+        assert ours.target_ids(line) == [*processors[1].encode(line), 0]
+        assert ours.text(ours.target_ids(line)) == line
+    joint = read_marian_vocabulary(paths[:1])
+    assert joint.target_ids("Hello") == joint.ids("Hello") == [*processors[0].encode("Hello"), 0]
+
+
+def test_a_table_of_marian_counts_where_there_is_one(tmp_path, unigram):
+    pieces = ["</s>", "<unk>", ">>deu<<", *reversed(pieces_of(unigram)[3:])]
+    lines = [f"{json.dumps(piece, ensure_ascii=False)}: {number}\n" for number, piece in enumerate(pieces)]
+    (tmp_path / "vocab.yml").write_text("".join(lines), "utf-8")
+    (tmp_path / "joint.spm").write_bytes(unigram)
+    ours = read_marian_vocabulary([tmp_path / "joint.spm", tmp_path / "vocab.yml"]).between(None, "deu")
+    assert ours.names(ours.ids("Hello!"), source=True)[0] == ">>deu<<"
+    assert [pieces[token] for token in ours.ids("Hello!")[1:-1]] == ours.names(ours.target_ids("Hello!"))[:-1]
+    assert ours.text(ours.target_ids(LINES[1])) == LINES[1]
+    words = read_marian_vocabulary([tmp_path / "vocab.yml"])
+    assert words.text(words.ids(f"{pieces[5]} zebra  {pieces[9]} </s>")) == f"{pieces[5]} {pieces[9]}"
+
+
+def test_marian_writes_tables_that_are_no_yaml():
+    lines = {
+        **{
+            "</s>: 0": "</s>",
+            "<unk>: 1": "<unk>",
+            ":: 2": ":",
+            r'"\"": 3': '"',
+            "'''s': 4": "'s",
+            r'"\x85": 5': "\x85",
+        },
+        **{
+            "- : 6": "- ",
+            r'"\u2028b": 7': "\u2028b",
+            "!: 8": "!",
+            "a:b: 9": "a:b",
+            "? long\n: 10": "long",
+        },
+    }
+    content = "".join(f"{line}\r\n" for line in lines)
+    assert read_yaml_map(content.encode(), "vocab.yml") == {
+        piece: number for number, piece in enumerate(lines.values())
+    }
+
+
+# fairseq's
+
+
+def test_fairseq_numbers_the_lines_of_its_dictionaries():
+    table = read_dictionary(b"der 100\nHund@@ 7\ne 3 #fairseq:overwrite\n", "dict.de.txt")
+    assert list(table) == [*SPECIAL, "der", "Hund@@", "e", "madeupword0000"]
+    ours = MosesVocabulary(dict.fromkeys(("dict.src.txt", "dict.tgt.txt"), b"der 9\nHund@@ 7\ne 3\n"))
+    assert ours.ids("der Katze Hund@@ e") == [4, 3, 5, 6, 2]
+    assert ours.text([4, 5, 6, 2]) == "der Hunde"
+    for content, message in ((b"a 1\na 1\n", "'a' stands there twice"), (b"a\n", "line 1 must be `symbol count`")):
+        with pytest.raises(ValueError, match=f"dict.de.txt: {message}"):
+            read_dictionary(content, "dict.de.txt")
+
+
+def test_fairseq_with_a_sentencepiece_model(unigram):
+    pieces = pieces_of(unigram)[3:]
+    table = "".join(f"{piece} 1\n" for piece in pieces).encode()
+    ours = MosesVocabulary({"dict.src.txt": table, "dict.tgt.txt": table, "sentencepiece.bpe.model": unigram})
+    assert [ours.text(ours.ids(line)) for line in LINES[:50]] == LINES[:50]
+    assert ours.ids("a")[:-1] == [4 + pieces.index(piece) for piece in ours.names(ours.ids("a"))[:-1]]
+
+
+def test_codes_merge_the_first_pair_everywhere():
+    cut = PairEncoding("#version: 0.2\na a\naa b</w>\nl o 17\n").cut
+    assert cut("aaab") == ["aa", "a", "b</w>"]
+    assert cut("aab") == ["aab</w>"]
+    assert cut("lolo") == ["lo", "l", "o</w>"]
+    assert cut("a") == ["a</w>"]
+
+
+# Directions
+
+
+def test_a_direction_is_asked_for_by_name(tmp_path, bpe, unigram):
+    folder = write(tmp_path / "model", {"sentencepiece.bpe.model": bpe})
+    ours = read_vocabulary_folder(folder, "nllb", {})
+    with pytest.raises(ValueError, match=r"needs a source language: one of ace_Arab, .* and 198 others$"):
+        ours.ids("a")
+    for direction, message in (
+        (("eng_Latn", None), "needs a target language"),
+        (("eng", "deu_Latn"), "has no source language 'eng': did you mean eng_Latn"),
+        (("eng_Latn", "de"), r"has no target language 'de': did you mean .*deu_Latn"),
+        (("eng_Latn", "???"), "has no target language .*: it has ace_Arab"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours.between(*direction)
+    there, back = ours.between("eng_Latn", "deu_Latn"), ours.between("deu_Latn", "eng_Latn")
+    assert there.ids("a")[0] == back.forced_ids[0] != there.forced_ids[0]
+    tagged = read_vocabulary_folder(write(tmp_path / "marian", marian_files(unigram)), "marian", {})
+    assert tagged.target_languages == ["deu", "fra"]
+    assert tagged.between(None, "deu").ids("a b") == tagged.ids(">>deu<< a b")
+    with pytest.raises(ValueError, match="has no source languages to choose from: got 'eng'"):
+        tagged.between("eng", "deu")
+    with pytest.raises(ValueError, match=r"has no target language 'ger': .*deu"):
+        tagged.between(None, "ger")
+
+
+def test_languages_that_were_added_to_a_tokenizer_are_found(tmp_path, bpe):
+    nllb(tmp_path / "model", bpe)
+    path = tmp_path / "model" / "tokenizer.json"
+    content = json.loads(path.read_text("utf-8"))
+    content["added_tokens"].append(content["added_tokens"][-1] | {"id": 604, "content": "tyv_Cyrl"})
+    path.write_text(json.dumps(content), "utf-8")
+    ours = read_vocabulary_folder(tmp_path / "model", "m2m_100", {})
+    assert ours.between("eng_Latn", "tyv_Cyrl").forced_ids == (604,)
+
+
+# What is refused
+
+ODD_TABLES = {
+    "gap": ('{"a": 0, "b": 2}', "2 pieces must have the ids below that: 'b' has 2"),
+    "twice": ('{"a": 0, "b": 0}', "'a' and 'b' have the same id 0"),
+    "one name": ('{"a": 0, "b": 1, "a": 1}', "'a' stands there twice"),
+    "negative": ('{"a": -1}', "must be an integer of at least 0: got -1"),
+    "no number": ('{"a": true}', "must be an integer of at least 0: got True"),
+    "a float": ('{"a": 0.0}', "must be an integer of at least 0: got 0.0"),
+    "huge": ('{"a": 1' + "0" * 30 + "}", "must have the ids below that"),
+    "a list": ("[1]", "must hold an object with named fields: got list"),
+    "nothing": ("{}", "holds no piece"),
+    "no JSON": ("{", "is no JSON that can be used"),
+    "deep": ("[" * 100_000, "is no JSON that can be used"),
+    "no text": ("\udcff{", "is no JSON that can be used"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), ODD_TABLES.values(), ids=ODD_TABLES)
+def test_tables_that_are_odd_are_refused(content, message):
+    with pytest.raises(ValueError, match=rf"^vocab\.json.* {message}"):
+        read_map({"vocab.json": content.encode(errors="surrogateescape")}, "vocab.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: x\n", "line 1 must be `piece: id`: got 'a: x'"),
+        (b"a: 0\nb\n", "line 2 must be"),
+        (b"a: 0\na: 1\n", "'a' stands there twice"),
+        (b"\xff: 0\n", "is not UTF-8 text"),
+    ],
+)
+def test_lines_of_a_yml_table_that_are_odd_are_refused(content, message):
+    with pytest.raises(ValueError, match=message):
+        read_map({"vocab.yml": content}, "vocab.yml")
+
+
+def test_files_are_bounded(tmp_path, monkeypatch, unigram):
+    folder = write(tmp_path / "model", marian_files(unigram))
+    monkeypatch.setattr(maps, "MOST_BYTES", 1000)
+    with pytest.raises(ValueError, match="must be at most 1,000 bytes"):
+        read_vocabulary_folder(folder, "marian", {})
+
+
+def test_what_a_folder_lacks_is_named(tmp_path, unigram):
+    files = marian_files(unigram)
+    for family, message in {
+        "marian": "holds no vocabulary of Marian: it needs source.spm and target.spm and vocab.json",
+        "bart": "holds no vocabulary of Bart: it needs tokenizer.json, or vocab.json and merges.txt",
+        "t5": "the vocabulary of a t5 model cannot be read: marian, ",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            read_vocabulary_folder(write(tmp_path / "empty", {}), family, {})
+    with pytest.raises(ValueError, match=r"^target.spm is not a sentencepiece model"):
+        read_vocabulary_folder(write(tmp_path / "model", files | {"target.spm": b"none"}), "marian", {})
+    write(tmp_path / "model", files | {"vocab.json": b'{"</s>": 0}'})
+    with pytest.raises(ValueError, match=r"must have <unk>$"):
+        read_vocabulary_folder(tmp_path / "model", "marian", {})
+
+
+def test_ids_that_a_model_does_not_have_are_refused(tmp_path, unigram):
+    files = marian_files(unigram)
+    folder, size = write(tmp_path / "model", files), len(files["vocab.json"])
+    for fields, has, side in (
+        ({"vocab_size": size - 1}, size - 1, "source"),
+        ({"vocab_size": size, "decoder_vocab_size": 9}, 9, "target"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"the vocabulary has {size} ids, and the model has {has} on the {side} side"
+        ):
+            read_vocabulary_folder(folder, "marian", fields)
+    ours = read_vocabulary_folder(folder, "marian", {"vocab_size": size})
+    with pytest.raises(ValueError, match=f"the vocabulary has {size} ids, and the model has 41 on the source side"):
+        build_vocabulary(
+            VocabularyFiles(ours.kind, ours.files()), tiny_config(source_vocab_size=41, target_vocab_size=41)
+        )
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "klingon"])
+def test_no_kind_is_built_from_nothing(kind):
+    with pytest.raises(ValueError, match="vocabulary"):
+        build_vocabulary(VocabularyFiles(kind, {"a": b""}), tiny_config())
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": {"type": "BPE"}}'])
+def test_no_tokenizer_from_other_bytes(content):
+    with pytest.raises(ValueError, match=r"^tokenizer.json cannot be used"):
+        build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": content}), tiny_config())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.spm", "b.spm", "c.spm"], "at most two files that end in .spm: got 3"),
+        (["a.txt"], "ends in .spm, .yml or .json: got a.txt"),
+        (["a.yml", "b.json"], "tables of one form"),
+    ],
+)
+def test_paths_of_a_marian_vocabulary_are_of_known_forms(tmp_path, names, message):
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=message):
+        read_marian_vocabulary(paths)

@@ -1,0 +1,102 @@
+"""The Annotated Transformer's state dict. Its file does not say how many heads there are, nor which ids are special.
+
+Source: harvardnlp/annotated-transformer, the_annotated_transformer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from transformer_parity.checkpoints import state_dict
+from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
+from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.checkpoints.table import TRANSPOSED, Row, take
+from transformer_parity.ports.protocol import SearchOptions
+
+POSITIONS = ("src_embed.1.pe", "tgt_embed.1.pe")
+_LAYER = "{stack}.layers.{i}"
+_BLOCKS = {"self_attention": "self_attn", "cross_attention": "src_attn"}
+_LINEARS = {
+    **{
+        f"{ours}.{one}_proj": f"{theirs}.linears.{j}"
+        for ours, theirs in _BLOCKS.items()
+        for j, one in enumerate(("query", "key", "value", "output"))
+    },
+    "feed_forward.inner_proj": "feed_forward.w_1",
+    "feed_forward.output_proj": "feed_forward.w_2",
+}
+_NORMS = {
+    "encoder.layers.{i}.self_attention_norm": "encoder.layers.{i}.sublayer.0.norm",
+    "encoder.layers.{i}.feed_forward_norm": "encoder.layers.{i}.sublayer.1.norm",
+    "decoder.layers.{i}.self_attention_norm": "decoder.layers.{i}.sublayer.0.norm",
+    "decoder.layers.{i}.cross_attention_norm": "decoder.layers.{i}.sublayer.1.norm",
+    "decoder.layers.{i}.feed_forward_norm": "decoder.layers.{i}.sublayer.2.norm",
+    "{stack}.final_norm": "{stack}.norm",
+}
+NAMES = [
+    Row("source_embedding.table", "src_embed.0.lut.weight"),
+    Row("target_embedding.table", "tgt_embed.0.lut.weight"),
+    Row("output_proj.kernel", "generator.proj.weight", TRANSPOSED),
+    Row("output_proj.bias", "generator.proj.bias"),
+    *(Row(f"{_LAYER}.{ours}.kernel", f"{_LAYER}.{theirs}.weight", TRANSPOSED) for ours, theirs in _LINEARS.items()),
+    *(Row(f"{_LAYER}.{ours}.bias", f"{_LAYER}.{theirs}.bias") for ours, theirs in _LINEARS.items()),
+    *(Row(f"{ours}.scale", f"{theirs}.a_2") for ours, theirs in _NORMS.items()),
+    *(Row(f"{ours}.bias", f"{theirs}.b_2") for ours, theirs in _NORMS.items()),
+]
+
+
+def recognises(path: Path) -> bool:
+    """Return whether a file holds such a state dict."""
+    if not path.is_file() or path.suffix not in (".pt", ".pth", ".bin", ".safetensors"):
+        return False
+    try:
+        return "src_embed.0.lut.weight" in state_dict.read_state(path)
+    except ValueError:
+        return False
+
+
+def read(path: Path, options: ReadOptions) -> Imported:
+    """Read a model from a state dict; ``[config]`` of the file of names, or the options, say ``num_heads``.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: The file is damaged or refused, its tensors do not fit together, or the heads are not said.
+    """
+    said = state_dict.read_names(options)
+    tensors = state_dict.read_state(path, said.state)
+    state_dict.needed_fields(said.config, ["num_heads"], path.name)
+    config = config_of(tensors, said.config)
+    for name in POSITIONS:
+        if name in tensors:
+            state_dict.check_positions(name, tensors[name], config)
+    return Imported(
+        config=config,
+        weights=take(NAMES, tensors, config, (*POSITIONS, *said.ignored)),
+        vocabulary=None,
+        search=SearchOptions(),
+        origin=Origin(format="annotated", family="annotated", preset="annotated", files=sha256_of([path])),
+    )
+
+
+def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> TransformerConfig:
+    """Return the config that the tensors have, with what else is said of it.
+
+    Raises:
+        TypeError: A field that is said has the wrong type.
+        ValueError: A tensor that says a size is missing, or what is said describes no model.
+    """
+    source, target = (state_dict.matrix(tensors, f"{side}_embed.0.lut.weight") for side in ("src", "tgt"))
+    shown = {
+        "source_vocab_size": len(source),
+        "target_vocab_size": len(target),
+        "d_model": source.shape[1],
+        "d_ff": len(state_dict.matrix(tensors, "encoder.layers.0.feed_forward.w_1.weight")),
+        "num_encoder_layers": state_dict.count_layers(tensors, "encoder.layers."),
+        "num_decoder_layers": state_dict.count_layers(tensors, "decoder.layers."),
+    }
+    return TransformerConfig.preset("annotated", **{**shown, **said})

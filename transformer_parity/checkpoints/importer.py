@@ -1,0 +1,160 @@
+"""Import and export: which format a path is, what is written of it, and the way back."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from reference_numpy.checks import check_choice
+from reference_numpy.config import CHOICES, SWITCHES, TransformerConfig
+from reference_numpy.files import VocabularyFiles, open_file, read_notes, read_vocabulary, read_weights, save_weights
+from reference_numpy.presets import PRESETS
+from transformer_parity.checkpoints.imported import Imported, Origin
+from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.text.kinds import build_vocabulary
+
+# Each format: its module in this folder, which has ``recognises``, ``read`` and, where it is also written, ``write``;
+# and what it is, in a few words. What is found in two formats is read in the first.
+FORMATS = {
+    "hf": ("huggingface", "a folder of Hugging Face's, with config.json"),
+}
+EXPORTS = ("hf",)
+OURS = "parity"  # the format of weights that were trained here
+
+
+def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOptions | None = None) -> Imported:
+    """Read somebody else's checkpoint. Nothing in it is run, and nothing outside its folder is read.
+
+    Args:
+        path: A file or a folder, as the format has it.
+        as_: The format, one of ``FORMATS``; None recognises it.
+        options: What the checkpoint does not say about itself.
+
+    Raises:
+        OSError: A file is missing or cannot be read.
+        ValueError: The format is not recognised, or what is read is damaged, contradicts itself, or is no model of
+            ours; the message says what, and for a field what is needed.
+    """
+    path = Path(path)
+    if as_ is not None:
+        check_choice("format", as_, tuple(FORMATS))
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file or folder {path}")
+    name = as_ or recognised(path)
+    try:
+        return module_of(name).read(path, options or ReadOptions())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be imported: {error}") from error
+
+
+def recognised(path: Path) -> str:
+    """Return the format of a path.
+
+    Raises:
+        ValueError: It is none that can be recognised.
+    """
+    for name in FORMATS:
+        if module_of(name).recognises(path):
+            return name
+    known = "; ".join(f"{name}: {title}" for name, (_, title) in FORMATS.items())
+    raise ValueError(f"the format of {path} is not recognised: name it, if it is one of these ({known})")
+
+
+def module_of(name: str) -> ModuleType:
+    """Return the module of a format."""
+    return import_module(f"transformer_parity.checkpoints.{FORMATS[name][0]}")
+
+
+def save(path: str | Path, imported: Imported, dtype: str | None = None) -> None:
+    """Write an imported checkpoint to one file of ours: weights, vocabulary, search and origin.
+
+    Args:
+        path: The file to write or replace, atomically.
+        imported: What to write.
+        dtype: How to store the weights; None keeps each as it was stored.
+
+    Raises:
+        ValueError: A weight overflows the dtype, or is not finite.
+        OSError: The file cannot be written.
+    """
+    vocabulary = imported.vocabulary
+    files = VocabularyFiles(vocabulary.kind, vocabulary.files()) if vocabulary else None
+    notes = {"search": imported.search.to_dict(), "origin": imported.origin.to_dict()}
+    save_weights(path, imported.config, imported.weights, dtype, files, notes)
+
+
+def load(path: str | Path) -> Imported:
+    """Read a weight file of ours, imported or trained here, or a checkpoint but for its optimizer state.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not ours, or is damaged.
+    """
+    with open_file(path, "weight file") as (description, file):
+        config, weights = read_weights(description, file)
+        stored = read_vocabulary(description, file)
+        notes = read_notes(description)
+        origin = Origin(format=OURS, family=OURS, preset="paper_base", files={})
+        return Imported(
+            config=config,
+            weights=weights,
+            vocabulary=None if stored is None else build_vocabulary(stored, config),
+            search=SearchOptions.from_dict(notes["search"]) if "search" in notes else SearchOptions(),
+            origin=Origin.from_dict(notes["origin"]) if "origin" in notes else origin,
+        )
+
+
+def export_checkpoint(model: Imported, format_: str, folder: str | Path) -> tuple[str, ...]:
+    """Write a model as somebody else's software reads it.
+
+    Args:
+        model: As ``import_checkpoint`` or ``load`` returns it.
+        format_: One of ``EXPORTS``.
+        folder: It is made, whole or not at all; an empty one may be there.
+
+    Returns:
+        What could not be said there: one sentence each.
+
+    Raises:
+        OSError: A file cannot be written.
+        ValueError: The software does not compute such a model, and the message says what it computes otherwise; or the
+            folder is not empty.
+    """
+    check_choice("format", format_, EXPORTS)
+    folder = Path(folder)
+    check_empty(folder)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
+        notes = module_of(format_).write(model, whole := Path(place, "whole")) or ()
+        os.replace(whole, folder)
+    return notes
+
+
+def check_empty(folder: Path) -> None:
+    """Refuse a folder to write that holds anything, or that has no folder above it.
+
+    Raises:
+        OSError: The folder above is not there.
+        ValueError: The folder holds something, or is none.
+    """
+    if not folder.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder.parent}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} must be a new folder, or an empty one")
+
+
+def differences(config: TransformerConfig, preset: str) -> dict[str, tuple[object, object]]:
+    """Return the conventions in which a config is not its preset: by name, the preset's value and its own.
+
+    Sizes, ids and the settings of training are no conventions.
+    """
+    usual = {
+        **TransformerConfig.preset("paper_base", source_vocab_size=9, target_vocab_size=9).to_dict(),
+        **PRESETS[preset],
+    }
+    names = [*CHOICES, *SWITCHES, "layer_norm_epsilon", "position_offset"]
+    names.remove("label_smoothing_kind")
+    return {name: (usual[name], getattr(config, name)) for name in names if usual[name] != getattr(config, name)}

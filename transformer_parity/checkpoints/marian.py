@@ -1,0 +1,209 @@
+"""Marian's ``.npz``, read as Marian computes it: ``marian_cpp``. Needs PyYAML.
+
+All matrices are [in, out] and all vectors [1, n]. The file holds its own settings, as YAML in an array of bytes. Marian
+has no padding symbol and starts from a vector of zeros: a row of zeros is appended, which is both.
+
+Source: marian-nmt/marian-dev at c9f287db, src/models/transformer.h, src/layers/output.cpp and embedding.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from transformer_parity.checkpoints.expressible import PLAIN_HEADS, check_expressible
+from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
+from transformer_parity.checkpoints.marian_settings import (
+    SETTINGS,
+    config_of,
+    contradictions,
+    read_search,
+    read_settings,
+    settings_of,
+)
+from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.checkpoints.table import AS_IS, ROW, TRANSPOSED, Row, give, same, take
+from transformer_parity.containers import npz
+
+IGNORED = (SETTINGS, "special:*", "decoder_c0")
+NEVER = -1e4  # the bias of a target that does not exist: float16 holds it, and its probability is 0
+
+EXPRESSIBLE: dict[str, tuple[object, ...]] = {
+    **PLAIN_HEADS,
+    "layer_norm_epsilon": (1e-6,),
+    "layer_norm_kind": ("standard",),
+    "attention_bias": (True,),
+    "feed_forward_bias": (True,),
+    "activation": ("swish", "relu"),
+}
+LEARNED: dict[str, tuple[object, ...]] = {"scale_embedding": (False,), "position_offset": (0,)}
+SINUSOIDS: dict[str, tuple[object, ...]] = {
+    "scale_embedding": (True,),
+    "position_layout": ("split",),
+    "position_timescale": ("m_minus_1",),
+    "position_offset": (0,),
+}
+OF_VOCABULARY = {  # the axis of each parameter that counts a vocabulary
+    "source_embedding.table": 0,
+    "target_embedding.table": 0,
+    "output_proj.kernel": 1,
+    "output_proj.bias": 0,
+}
+ATTENTION = {"self_attention": "self", "cross_attention": "context"}
+PROJECTIONS = {"query": "q", "key": "k", "value": "v", "output": "o"}
+FEED_FORWARD = {"inner": "1", "output": "2"}
+
+
+def recognises(path: Path) -> bool:
+    """Return whether a path is one of Marian's, by its ending."""
+    return path.is_file() and path.suffix == ".npz"
+
+
+def read(path: Path, options: ReadOptions) -> Imported:
+    """Read a model from a ``.npz``; the vocabularies and ``<name>.decoder.yml`` lie beside it.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: The file is damaged, its settings describe another model, or its tensors do not fit them.
+    """
+    tensors = npz.read(path)
+    settings = read_settings(tensors)
+    config = config_of(settings, tensors)
+    weights = take(rows(config, "Wemb" in tensors, "decoder_ff_logit_out_Wt" in tensors), tensors, config, IGNORED)
+    notes = contradictions(settings, tensors)
+    config, weights = append_padding(config, weights)
+    decoder = path.with_name(f"{path.name}.decoder.yml")
+    files = [path, *([decoder] if decoder.is_file() else [])]
+    return Imported(
+        config=config,
+        weights=weights,
+        vocabulary=None,
+        search=read_search(decoder),
+        origin=Origin(format="marian", family="transformer", preset="marian_cpp", files=sha256_of(files)),
+        notes=tuple(notes),
+    )
+
+
+def rows(config: TransformerConfig, shared: bool, transposed: bool = False) -> list[Row]:
+    """Return the table of names.
+
+    Args:
+        config: The model.
+        shared: Source and target have one table.
+        transposed: A matrix in front of the logits is [V, d_model], as newer versions have it.
+    """
+    suffix = "_pre" if config.norm_order == "pre" else ""
+    found = [
+        Row("source_embedding.table", "Wemb" if shared else "encoder_Wemb"),
+        Row("target_embedding.table", "Wemb" if shared else "decoder_Wemb"),
+        Row("source_position.table", "Wpos"),
+        Row("target_position.table", "Wpos"),
+        Row("output_proj.kernel", f"decoder_ff_logit_out_W{'t' * transposed}", TRANSPOSED if transposed else AS_IS),
+        Row("output_proj.bias", "decoder_ff_logit_out_b", ROW),
+    ]
+    for kind in ("scale", "bias"):
+        found += [
+            Row(f"{{side}}_embedding_norm.{kind}", f"{{stack}}_emb_ln_{kind}_pre", ROW),
+            Row(f"{{stack}}.layers.{{i}}.feed_forward_norm.{kind}", f"{{stack}}_l{{n}}_ffn_ffn_ln_{kind}{suffix}", ROW),
+            Row(f"{{stack}}.final_norm.{kind}", f"{{stack}}_top_ln_{kind}", ROW),
+        ]
+    for block, theirs in ATTENTION.items():
+        path, prefix = f"{{stack}}.layers.{{i}}.{block}", f"{{stack}}_l{{n}}_{theirs}"
+        found += _linear(f"{path}.", f"{prefix}_", PROJECTIONS)
+        found += [Row(f"{path}_norm.{kind}", f"{prefix}_Wo_ln_{kind}{suffix}", ROW) for kind in ("scale", "bias")]
+    return found + _linear("{stack}.layers.{i}.feed_forward.", "{stack}_l{n}_ffn_", FEED_FORWARD)
+
+
+def _linear(path: str, prefix: str, names: Mapping[str, str]) -> list[Row]:
+    kernels = [Row(f"{path}{ours}_proj.kernel", f"{prefix}W{theirs}") for ours, theirs in names.items()]
+    return kernels + [Row(f"{path}{ours}_proj.bias", f"{prefix}b{theirs}", ROW) for ours, theirs in names.items()]
+
+
+def append_padding(
+    config: TransformerConfig, weights: Mapping[str, ndarray]
+) -> tuple[TransformerConfig, dict[str, ndarray]]:
+    """Append the row of zeros that is padding and start, at the same id on both sides.
+
+    The smaller of two vocabularies is filled up first. What is appended is never said, so that log-probabilities are
+    those of Marian, which has no such targets.
+    """
+    pad_id, size = max(config.source_vocab_size, config.target_vocab_size), config.target_vocab_size
+    table = weights["source_embedding.table"]
+    padded = {**weights, "output_proj.bias": weights.get("output_proj.bias", np.zeros(size, table.dtype))}
+    for name, axis in OF_VOCABULARY.items():
+        if name in padded:
+            more = pad_id + 1 - padded[name].shape[axis]
+            padded[name] = np.pad(padded[name], [(0, more * (i == axis)) for i in range(padded[name].ndim)])
+    padded["output_proj.bias"][size:] = NEVER
+    sizes = {f"{side}_vocab_size": pad_id + 1 for side in ("source", "target")}
+    return config.replace(**sizes, pad_id=pad_id, bos_id=pad_id, output_bias=True), padded
+
+
+def strip_padding(
+    config: TransformerConfig, weights: Mapping[str, ndarray]
+) -> tuple[TransformerConfig, dict[str, ndarray]]:
+    """Take off what ``append_padding`` appended; padding that was not appended stays.
+
+    Raises:
+        ValueError: The decoder does not start from a vector of zeros, as Marian's does.
+    """
+    source, target = weights["source_embedding.table"], target_table(weights)
+    if target[config.bos_id].any():
+        raise ValueError(f"Marian starts from a vector of zeros: the row of bos_id {config.bos_id} has other numbers")
+    bias = weights.get("output_proj.bias", np.zeros(config.target_vocab_size, source.dtype))
+    last = {config.source_vocab_size - 1, config.target_vocab_size - 1}
+    if last != {config.pad_id} or bias[config.pad_id] != NEVER:
+        return config, dict(weights)
+    sizes = {"source": config.pad_id, "target": int((bias != NEVER).sum())}
+    if config.tie_embeddings != "all" and sizes["target"] == config.pad_id:
+        sizes["source"] = int(source.any(axis=1).nonzero()[0].max(initial=0)) + 1
+    stripped = dict(weights)
+    for name, axis in OF_VOCABULARY.items():
+        if name in stripped:
+            size = sizes["source" if name.startswith("source") else "target"]
+            stripped[name] = stripped[name][:size] if axis == 0 else stripped[name][:, :size]
+    has_bias = bool(stripped["output_proj.bias"].any())
+    if not has_bias:
+        del stripped["output_proj.bias"]
+    without = {"pad_id": 0, "bos_id": 0, "output_bias": has_bias}
+    return config.replace(**without, **{f"{side}_vocab_size": size for side, size in sizes.items()}), stripped
+
+
+def target_table(weights: Mapping[str, ndarray]) -> ndarray:
+    """Return the embedding of the target."""
+    return weights.get("target_embedding.table", weights["source_embedding.table"])
+
+
+def write(model: Imported, folder: Path) -> None:
+    """Write ``model.npz`` with its options and ``model.npz.decoder.yml``: what ``marian-decoder`` reads.
+
+    Raises:
+        OSError: A file cannot be written.
+        ValueError: Marian does not compute such a model; the message says why.
+    """
+    from transformer_parity.containers import yaml
+
+    positions = LEARNED if model.config.position_encoding == "learned" else SINUSOIDS
+    check_expressible(model.config, {**EXPRESSIBLE, **positions}, "Marian")
+    config, weights = strip_padding(model.config, model.weights)
+    shared = config.tie_embeddings == "all" or (
+        config.tie_embeddings == "none" and same(weights["source_embedding.table"], target_table(weights))
+    )
+    tensors = give(rows(config, shared), weights, config)
+    settings = yaml.write(settings_of(config, shared)).encode() + b"\0"
+    folder.mkdir(parents=True, exist_ok=True)
+    npz.write(folder / "model.npz", {**tensors, SETTINGS: np.frombuffer(settings, np.int8)})
+    search = model.search
+    decoder = {
+        "relative-paths": True,
+        "models": ["model.npz"],
+        "vocabs": [],
+        "beam-size": search.beam_size or 1,
+        "normalize": float(search.length_penalty) if search.length_penalty_kind == "power" else 0.0,
+        "word-penalty": 0,
+    }
+    (folder / "model.npz.decoder.yml").write_text(yaml.write(decoder), "utf-8")

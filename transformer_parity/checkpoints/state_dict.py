@@ -1,0 +1,135 @@
+"""State dicts of PyTorch whose file says little: the tensors, and what their user adds to them.
+
+A user's TOML file may have three tables: ``[config]`` with fields of the config that no tensor shows, ``[names]`` with
+the user's name of each parameter that a format does not name, by its canonical name, and ``[file]`` with ``state``, the
+key under which the file holds its state dict, ``prefix``, what stands in front of the format's own names, and
+``ignored``, a list of tensors (patterns, as of file names) that are no weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.embedding import sinusoidal_encoding
+from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.containers import pickles, tensors
+from transformer_parity.containers.folder import read_bytes
+
+LARGEST = 2**20  # bytes of a TOML file
+KNOWN = {"config": (), "names": (), "file": ("state", "prefix", "ignored")}
+ROUNDED = 1e-6  # for each position: angles of float32
+
+
+@dataclass(frozen=True)
+class UserNames:
+    """What a user says about a state dict: see above."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    state: str = ""
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+
+
+def read_names(options: ReadOptions) -> UserNames:
+    """Return what the file of names and the options say; the options are believed where they differ.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no TOML, has tables or keys that are not known, or values of the wrong type.
+    """
+    content: dict[str, Any] = {}
+    what = options.names.name if options.names else ""
+    if options.names:
+        try:
+            content = tomllib.loads(read_bytes(options.names, LARGEST).decode())
+        except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError are
+            raise ValueError(f"{what} is not usable TOML: {error}") from error
+    for table, keys in content.items():
+        if table not in KNOWN or not isinstance(keys, dict):
+            raise ValueError(f"{what} may have the tables {', '.join(KNOWN)}: got {table}")
+        if KNOWN[table] and (unknown := sorted(set(keys) - set(KNOWN[table]))):
+            raise ValueError(f"[{table}] of {what} may have {', '.join(KNOWN[table])}: got {', '.join(unknown)}")
+    names, rest = content.get("names", {}), content.get("file", {})
+    ignored = rest.get("ignored", [])
+    texts = [
+        *names.values(),
+        rest.get("state", ""),
+        rest.get("prefix", ""),
+        *(ignored if isinstance(ignored, list) else [0]),
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the names in {what} must be text, and 'ignored' a list of text")
+    fields = {**content.get("config", {}), **options.fields}
+    known = {entry.name for entry in dataclasses.fields(TransformerConfig)}
+    if unknown := sorted(set(fields) - known):
+        raise ValueError(f"there are no such fields of a config: {', '.join(unknown)}")
+    return UserNames(fields, names, rest.get("state", ""), rest.get("prefix", ""), tuple(ignored))
+
+
+def read_state(path: Path, key: str = "") -> dict[str, ndarray]:
+    """Return the tensors of a safetensors file, or of a file of ``torch.save``, there under a key if one is given.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is damaged or refused, or holds something else.
+    """
+    if path.suffix == ".safetensors":
+        return tensors.read(path)
+    content = pickles.read(path)
+    for part in filter(None, key.split(".")):
+        if not isinstance(content, dict) or part not in content:
+            held = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
+            raise ValueError(f"{path.name} must hold {part!r}: got {held}")
+        content = content[part]
+    return pickles.arrays(content, path.name)
+
+
+def needed_fields(said: Mapping[str, Any], needed: Iterable[str], what: str) -> None:
+    """Refuse a state dict of which something is not said that no tensor shows.
+
+    Raises:
+        ValueError: Fields are missing; the message lists them.
+    """
+    if missing := [name for name in needed if name not in said]:
+        raise ValueError(f"{what} does not say {', '.join(missing)}: put them into [config] of a file, for --names")
+
+
+def count_layers(names: Iterable[str], prefix: str) -> int:
+    """Return how many layers a stack has, whose tensors are called ``{prefix}{i}.``."""
+    numbers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+    return max((int(number) + 1 for number in numbers if number.isdecimal() and len(number) < 6), default=0)
+
+
+def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
+    """Return a tensor that says a size.
+
+    Raises:
+        ValueError: It is missing, or no matrix.
+    """
+    if name not in held or held[name].ndim != 2:
+        raise ValueError(f"{name} must be a matrix: got {list(held[name].shape) if name in held else 'none'}")
+    return held[name]
+
+
+def check_positions(name: str, table: ndarray, config: TransformerConfig) -> None:
+    """Refuse a stored table of positions that is not the one that the config describes; it needs no place then.
+
+    Raises:
+        ValueError: The table has another shape, or other numbers.
+    """
+    table = table.reshape(-1, table.shape[-1] if table.ndim else 1)
+    kind = (config.position_layout, config.position_timescale)
+    exact = sinusoidal_encoding(len(table), config.d_model, *kind) if table.shape[1] == config.d_model else None
+    error = np.inf if exact is None else np.abs(table.astype(np.float64) - exact).max(initial=0.0)
+    if not error <= ROUNDED * max(len(table), 10):
+        raise ValueError(f"{name} must be the sinusoids of {' and '.join(kind)}: it is off by {error:.2g}")

@@ -1,0 +1,281 @@
+"""``parity import`` and ``parity export``: other people's checkpoints, and ours for other people's software."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from reference_numpy.names import FLOAT_DTYPES, count_parameters
+from transformer_parity.checkpoints.imported import Imported
+from transformer_parity.checkpoints.importer import (
+    EXPORTS,
+    FORMATS,
+    check_empty,
+    differences,
+    export_checkpoint,
+    import_checkpoint,
+    load,
+    save,
+)
+from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.checkpoints.proof import Agreement, check_against_transformers, prove
+from transformer_parity.cli.options import add_backends
+from transformer_parity.cli.progress import PlainConsole, make_console
+from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.system.errors import printable, refusals
+from transformer_parity.system.files import check_writable, write_json, write_results
+
+DISAGREES, INCOMPLETE = 1, 3
+TIED = {
+    "none": "nothing: source, target and output have a table each",
+    "target_output": "target and output; the source has a table of its own",
+    "all": "source, target and output have one table",
+}
+
+IMPORT_EXAMPLES = f"""\
+examples:
+  parity import opus-mt-en-de/                            what is it? Nothing is written
+  parity import opus-mt-en-de/ --out en-de.safetensors    one file with weights, vocabulary and search settings
+  parity translate --weights en-de.safetensors --backend jax test.en
+  parity import opus-mt-en-de/ --out en-de.safetensors --check    and compare with transformers, where installed
+
+formats:
+  {"; ".join(f"{name}: {title}" for name, (_, title) in FORMATS.items())}
+
+Nothing in a checkpoint is run, nothing outside its folder is read, and nothing is fetched. What its flags say and its
+tensors contradict is decided by the tensors; a note says so. What cannot be computed here is refused by name.
+
+After writing, a few logits are computed from the file, in float64 and float32 in every backend that is installed, and
+compared with the reference. --check also compares logits and translations with the software that the checkpoint is for.
+
+exit code: 0 imported, and all that was compared agrees; 1 something does not; 3 not imported, or not compared
+"""
+EXPORT_EXAMPLES = f"""\
+examples:
+  parity export model.safetensors --format hf --out model-hf/     what `from_pretrained` loads
+
+formats: {", ".join(EXPORTS)}
+
+What the target does not compute is refused by name, before anything is written.
+
+exit code: 0 written, 3 not written
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the options of ``parity import``."""
+    parser = commands.add_parser(
+        "import",
+        description="Read a checkpoint of other software, say what it is, and write it as one weight file that every "
+        "backend loads.",
+        epilog=IMPORT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="the folder or file to import")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the weight file to write (default: none is written)")
+    parser.add_argument("--as", dest="format", choices=FORMATS, help="the format (default: it is recognised)")
+    parser.add_argument("--dtype", choices=FLOAT_DTYPES, help="store the weights in this dtype (default: as they are)")
+    ask = parser.add_argument_group("what some formats do not say")
+    ask.add_argument(
+        "--vocab", nargs="+", type=Path, default=[], metavar="FILE", help="files of the vocabulary, source first"
+    )
+    ask.add_argument("--names", type=Path, metavar="FILE", help="a TOML file that says what the tensors are called")
+    ask.add_argument(
+        "--set",
+        dest="fields",
+        action="append",
+        default=[],
+        type=_field,
+        metavar="FIELD=VALUE",
+        help="a field of the config, such as num_heads=8; may be given several times",
+    )
+    proof = parser.add_argument_group("proof")
+    proof.add_argument("--check", action="store_true", help="compare with transformers too, where it is installed")
+    add_backends(proof, None, "all that are installed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything that is said for machines")
+    parser.set_defaults(run=run)
+
+
+def add_parser_export(commands: Any) -> None:
+    """Describe the options of ``parity export``."""
+    parser = commands.add_parser(
+        "export",
+        description="Write a weight file, imported or trained here, as other software reads it.",
+        epilog=EXPORT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("weights", type=Path, metavar="FILE", help="a weight file, or a checkpoint of a training run")
+    parser.add_argument("--format", choices=EXPORTS, required=True, help="whose software is to read it")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is new, or empty")
+    parser.set_defaults(run=run_export)
+
+
+def _field(text: str) -> tuple[str, object]:
+    """Return an argparse value: a name, and a value in JSON or a text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"must be FIELD=VALUE, such as num_heads=8: got {text!r}")
+    try:
+        return name, json.loads(value)
+    except (json.JSONDecodeError, RecursionError):
+        return name, value
+
+
+def run(options: argparse.Namespace) -> int:
+    """Import, and return the exit code."""
+    check_writable(options.out, options.json)
+    for name in options.backends or ():
+        PORTS[name].check_installed()
+    asked = ReadOptions(vocab=tuple(options.vocab), names=options.names, fields=dict(options.fields))
+    proof: list[Agreement] = []
+    with quiet_frameworks() as terminal, refusals(OSError, RuntimeError, TypeError, ValueError):
+        console = PlainConsole(file=terminal)
+        with _saying(console, f"reading {options.path}"):
+            imported = import_checkpoint(options.path, options.format, asked)
+        _print(options.path, imported)
+        if options.out:
+            with _saying(console, f"writing {options.out}"):
+                save(options.out, imported, options.dtype)
+            print(f"wrote {printable(str(options.out))} ({options.out.stat().st_size / 1e6:,.1f} MB)")
+            with _saying(console, "logits") as say:
+                proof = prove(options.out, options.backends or PORTS, say)
+        if options.check:
+            with _saying(console, "loading transformers") as say:
+                proof += check_against_transformers(options.path, imported, say)
+    _print_proof(proof)
+    if not options.out:
+        print("Nothing was written: add --out FILE.")
+    write_results(_summary(options, imported, proof), (options.json, write_json))
+    return _verdict(options, proof)
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Export, and return the exit code."""
+    with quiet_frameworks() as terminal, refusals(OSError, RuntimeError, TypeError, ValueError):
+        check_empty(options.out)
+        with _saying(PlainConsole(file=terminal), f"writing {options.out}"):
+            notes = export_checkpoint(load(options.weights), options.format, options.out)
+        for note in notes:
+            print(printable(f"note: {note}"))
+        print(f"wrote {printable(str(options.out))}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+    return 0
+
+
+@contextmanager
+def _saying(console: PlainConsole, text: str) -> Iterator[Any]:
+    """Show on a terminal what is being done, and yield what changes that."""
+    with console.status(Text(printable(text))) as status:
+        yield lambda text: status.update(Text(printable(text)))
+
+
+def _print(path: Path, imported: Imported) -> None:
+    """Print what a checkpoint is."""
+    config, origin = imported.config, imported.origin
+    dtypes = sorted({array.dtype.name for array in imported.weights.values()})
+    different = differences(config, origin.preset)
+    heads = str(config.num_heads)
+    widths = f"{config.d_ff:,}"
+    if config.decoder_num_heads is not None:
+        heads += f" and {config.decoder_num_heads}"
+    if config.decoder_d_ff is not None:
+        widths += f" and {config.decoder_d_ff:,}"
+    rows = {
+        "family": f"{origin.family} ({FORMATS[origin.format][1]})" if origin.format in FORMATS else origin.family,
+        "preset": origin.preset,
+        "differs in": ", ".join(f"{name} {mine} for {usual}" for name, (usual, mine) in different.items()) or "nothing",
+        "tied": TIED[config.tie_embeddings],
+        "size": f"{count_parameters(config):,} parameters in {' and '.join(dtypes)}: d_model {config.d_model}, {heads} "
+        f"heads, d_ff {widths}, {config.num_encoder_layers} + {config.num_decoder_layers} layers, vocabularies of "
+        f"{config.source_vocab_size:,} and {config.target_vocab_size:,}",
+        "vocabulary": imported.vocabulary.kind if imported.vocabulary else "none",
+        "search": search_line(imported.search),
+        "licence": origin.licence or "the files name none",
+    }
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows.items():
+        table.add_row(name, printable(text))
+    for note in imported.notes:
+        table.add_row("note", printable(note))
+    console = make_console()
+    console.print(printable(str(path)), soft_wrap=True)
+    console.print(table)
+
+
+def search_line(search: SearchOptions) -> str:
+    """Return how to search, in one line: what is not as usual is named."""
+    usual, rules = SearchOptions(), search.rules.to_dict()
+    parts = ["greedy" if search.beam_size is None else f"beam {search.beam_size}"]
+    if search.beam_size is not None:
+        parts.append(f"length penalty {search.length_penalty:g} ({search.length_penalty_kind})")
+    if search.max_length is not None:
+        parts.append(f"at most {search.max_length:,} tokens")
+    if search.min_length != usual.min_length:
+        parts.append(f"at least {search.min_length}")
+    if search.start_id is not None:
+        parts.append(f"starts with {search.start_id}")
+    parts += [f"{name} {value}" for name, value in rules.items() if value != usual.rules.to_dict()[name]]
+    return ", ".join(parts)
+
+
+def _print_proof(proof: list[Agreement]) -> None:
+    """Print one row for each comparison."""
+    if not proof:
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("logits of", "dtype", "error", "allowed", ""):
+        table.add_column(column, justify="right" if column in ("error", "allowed") else "left", overflow="fold")
+    for one in proof:
+        error = "-" if one.error is None else f"{one.error:.1e}"
+        verdict = "NOT CHECKED" if one.error is None else "agrees" if one.agrees else "DIFFERS"
+        why = f"{verdict}: {one.why}" if one.why else verdict
+        table.add_row(printable(one.name), one.dtype, error, f"{one.allowed:.1e}", printable(why))
+    make_console().print(table)
+
+
+def _verdict(options: argparse.Namespace, proof: list[Agreement]) -> int:
+    """Print what the proof comes to, and return the exit code."""
+    wrong = [one.name for one in proof if one.error is not None and not one.agrees]
+    if wrong:
+        print(f"DIFFERS: {', '.join(dict.fromkeys(map(printable, wrong)))}")
+        return DISAGREES
+    checked = {one.name for one in proof if one.agrees}
+    if options.check and not checked - set(PORTS):
+        print("NOT CHECKED: nothing was compared with transformers")
+        return INCOMPLETE
+    if proof:
+        print(
+            f"AGREES: {', '.join(printable(name) for name in dict.fromkeys(one.name for one in proof if one.agrees))}"
+        )
+    return 0
+
+
+def _summary(options: argparse.Namespace, imported: Imported, proof: list[Agreement]) -> dict[str, Any]:
+    """Return everything that was said, for machines."""
+    different = differences(imported.config, imported.origin.preset)
+    return {
+        "path": str(options.path),
+        "out": str(options.out) if options.out else None,
+        "config": imported.config.to_dict(),
+        "differences": {name: list(values) for name, values in different.items()},
+        "parameters": count_parameters(imported.config),
+        "vocabulary": imported.vocabulary.kind if imported.vocabulary else None,
+        "search": imported.search.to_dict(),
+        "origin": imported.origin.to_dict(),
+        "notes": list(imported.notes),
+        "proof": [
+            {"name": one.name, "dtype": one.dtype, "error": one.error, "allowed": one.allowed, "why": one.why}
+            for one in proof
+        ],
+    }

@@ -1,0 +1,169 @@
+"""What cuts a line into pieces and numbers them: sentencepiece with a table of ids, or a file of `tokenizers`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import sentencepiece
+
+from transformer_parity.system.errors import UsageError
+
+UNKNOWN = "<unk>"
+SPACE = "▁"  # what sentencepiece writes for a space
+
+
+class Engine(Protocol):
+    """A line as ids without the symbols that begin and end it, and back."""
+
+    size: int  # the largest id, and one more
+
+    def ids(self, line: str) -> list[int]:
+        """Return the ids of a line."""
+
+    def text(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, without special ones."""
+
+    def name(self, token: int) -> str:
+        """Spell out an id."""
+
+    def find(self, piece: str) -> int | None:
+        """Return the id of a piece; None if there is none."""
+
+
+def read_model(model: bytes, name: str = "") -> sentencepiece.SentencePieceProcessor:
+    """Return what cuts text by a serialized sentencepiece model.
+
+    Raises:
+        ValueError: The bytes are no such model.
+    """
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(model)
+    except RuntimeError as error:
+        raise ValueError(f"{name}{' is ' * bool(name)}not a sentencepiece model: {error}") from error
+    return processor
+
+
+class Pieces:
+    """Pieces of sentencepiece, in ids of another table.
+
+    Args:
+        processor: What cuts a line, or None: then spaces do.
+        ids: The id of each piece.
+        special: Pieces that are symbols where they stand in a line, and are left out of a text; each with its id, and
+            whether it takes the spaces before it along.
+        unknown: The id of a piece that the table lacks.
+    """
+
+    def __init__(
+        self,
+        processor: sentencepiece.SentencePieceProcessor | None,
+        ids: Mapping[str, int],
+        special: Mapping[str, bool],
+        unknown: str = UNKNOWN,
+    ) -> None:
+        self._processor = processor
+        self._ids = dict(ids)
+        self._names = {token: piece for piece, token in ids.items()}
+        self._special = {piece: takes_spaces for piece, takes_spaces in special.items() if piece in ids}
+        self._silent = {ids[piece] for piece in self._special}
+        # The longest first: one special piece may begin another.
+        alternatives = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        self._split = re.compile(f"({alternatives})" if alternatives else r"(?!)()")
+        self._unknown = ids[unknown]
+        self.size = max(ids.values()) + 1
+
+    def ids(self, line: str) -> list[int]:
+        """Return the ids of a line; special pieces in it stand for themselves."""
+        parts = self._split.split(line)  # text, special, text, special, ...
+        found: list[int] = []
+        for text, special in zip(parts[::2], [*parts[1::2], None], strict=True):
+            if special is not None and self._special[special]:
+                text = text.rstrip()
+            if text:
+                found += [self._ids.get(piece, self._unknown) for piece in self.cut(text)]
+            if special is not None:
+                found.append(self._ids[special])
+        return found
+
+    def cut(self, text: str) -> Sequence[str]:
+        """Return the pieces of a text that holds no special one."""
+        return text.split() if self._processor is None else self._processor.encode(text, out_type=str)
+
+    def text(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, without special ones."""
+        pieces = [self.name(token) for token in map(int, ids) if token not in self._silent]
+        if self._processor is None:
+            return " ".join(pieces)
+        return self._processor.decode_pieces(pieces).replace(SPACE, " ").strip()
+
+    def name(self, token: int) -> str:
+        """Spell out an id."""
+        return self._names.get(int(token), UNKNOWN)
+
+    def find(self, piece: str) -> int | None:
+        """Return the id of a piece; None if there is none."""
+        return self._ids.get(piece)
+
+
+class TokenizerFile:
+    """A ``tokenizer.json``.
+
+    Args:
+        content: What the file holds.
+
+    Raises:
+        UsageError: `tokenizers` is not installed.
+        ValueError: It is not such a file.
+    """
+
+    def __init__(self, content: bytes | str) -> None:
+        tokenizers = import_extra("tokenizers")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content if isinstance(content, str) else content.decode())
+        except Exception as error:  # it raises nothing more specific
+            raise ValueError(f"tokenizer.json cannot be used: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def ids(self, line: str) -> list[int]:
+        """Return the ids of a line, without what its own template puts around them."""
+        return self._tokenizer.encode(line, add_special_tokens=False).ids
+
+    def framed(self, line: str) -> list[int]:
+        """Return the ids of a line, with what its own template puts around them."""
+        return self._tokenizer.encode(line).ids
+
+    def text(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, without special ones."""
+        return self._tokenizer.decode([token for token in map(int, ids) if 0 <= token < self.size])
+
+    def name(self, token: int) -> str:
+        """Spell out an id."""
+        return self._tokenizer.id_to_token(int(token)) or UNKNOWN
+
+    def find(self, piece: str) -> int | None:
+        """Return the id of a piece; None if there is none."""
+        return self._tokenizer.token_to_id(piece)
+
+    def special(self) -> list[str]:
+        """Return the pieces that are symbols, by ascending id."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return [str(added[token].content) for token in sorted(added) if added[token].special]
+
+
+def import_extra(name: str) -> Any:
+    """Import a package that only some vocabularies need.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"this vocabulary needs {name}: pip install 'transformer-parity[import]'") from error

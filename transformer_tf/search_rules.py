@@ -1,0 +1,69 @@
+"""What other people's searches let a hypothesis say next, where it is not what the paper's does.
+
+B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder, E places where
+an n-gram can end.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+from tensorflow import Tensor
+
+from reference_numpy.search_plan import SearchPlan
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+def apply_rules(
+    log_probabilities: Float[Tensor, "R V"], ids: Int[Tensor, "B K capacity"], n: Any, plan: SearchPlan
+) -> Float[Tensor, "R V"]:
+    """Return the log-probability of each n-th token as the rules of a search have it, with -inf for what they forbid.
+
+    What is forced is said even if it is banned. The paper's rules cost nothing.
+    """
+    rules, own = plan.rules, log_probabilities
+    if rules.no_repeat_ngram_size > 0:
+        log_probabilities = tf.where(~_repeats(ids, n, plan, log_probabilities.shape[1]), log_probabilities, -inf)
+    if rules.banned_ids:
+        banned = tf.reduce_any(tf.range(log_probabilities.shape[1])[:, None] == list(rules.banned_ids), 1)
+        log_probabilities = tf.where(~banned, log_probabilities, -inf)
+    for place, token in enumerate(rules.forced_ids, 1):
+        alone = _alone(own, token, scored=rules.score_forced)
+        log_probabilities = tf.where(n == place, alone, log_probabilities)
+    if rules.at_limit != "cut":
+        alone = _alone(own, plan.eos_id, scored=rules.at_limit == "scored")
+        at_limit = tf.repeat(plan.limits == n, keras.ops.shape(ids)[1])[:, None]
+        log_probabilities = tf.where(at_limit, alone, log_probabilities)
+    return tf.nn.log_softmax(log_probabilities) if rules.renormalize else log_probabilities
+
+
+def within_pool(values: Float[Tensor, "B X"], finished: Float[Tensor, "B P"]) -> Float[Tensor, "B X"]:
+    """Return as many of the first values as there are places left in the pool, and -inf for those behind."""
+    left = tf.reduce_sum(tf.cast(finished == -inf, tf.int32), 1, keepdims=True)
+    return tf.where(tf.cumsum(tf.cast(values != -inf, tf.int32), 1) <= left, values, -inf)
+
+
+def _alone(log_probabilities, token, *, scored):
+    """Return what it means that only one token may be said, with its own log-probability or for certain [R, V]."""
+    is_token = tf.range(log_probabilities.shape[1]) == token
+    return tf.where(is_token, log_probabilities if scored else tf.zeros_like(log_probabilities), -inf)
+
+
+def _repeats(ids, n, plan, vocabulary):
+    """Return whether each token would end an n-gram that the hypothesis has said before [R, V]."""
+    size = plan.rules.no_repeat_ngram_size
+    said = tf.reshape(ids, [-1, keras.ops.shape(ids)[2]])
+    said = tf.concat([tf.fill(tf.shape(said[:, :1]), plan.start_id), said], 1)  # [R, capacity + 1]
+    last = said[:, size - 1 :]  # [R, E]
+    is_said = tf.broadcast_to(tf.range(size - 1, keras.ops.shape(said)[1]) < n, tf.shape(last))
+    for back in range(1, size):  # the tokens before it are those that were said last
+        is_said = is_said & (said[:, size - 1 - back : -back] == tf.gather(said, [tf.maximum(n - back, 0)], axis=1))
+    rows = keras.ops.shape(said)[0]
+    places = tf.stack([tf.broadcast_to(tf.range(rows)[:, None], tf.shape(last)), last], -1)
+    count = tf.scatter_nd(places, tf.cast(is_said, tf.int32), [rows, vocabulary])
+    return count > 0
