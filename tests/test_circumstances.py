@@ -65,6 +65,7 @@ RUNS = {
     "curve": ("curve {have}/run --out {out}/a.png", 0),
     "evaluate": ("evaluate {have}/model --text {have}/text {have}/text --backend numpy --json {out}/a.json", 0),
     "translate": ("translate --weights {have}/model --backend numpy --max-length 9 {have}/text", 0),
+    "explore": ("explore abc de --weights {have}/model --backends numpy --out {out}/a.html", 0),
     "bench": ("bench import --backends numpy --rounds 1 --json {out}/a.json", 0),
     "info": ("info --names", 0),
     "source": ("source attention", 0),
