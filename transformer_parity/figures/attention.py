@@ -85,11 +85,11 @@ def draw_attention(asked: Asked) -> Figure:
     """
     from matplotlib.figure import Figure
 
-    asked = _with_sentences(asked)
+    asked, pair = _completed(asked)
     config, weights, vocabulary, model = _model(asked)
-    inputs = batch([(asked.source, asked.target)], vocabulary, config)
-    source = vocabulary.pieces(asked.source)
-    target = ["<s>", *vocabulary.pieces(asked.target, source=False)[:-1]]
+    inputs = batch([pair], vocabulary, config)
+    source = vocabulary.pieces(pair[0])
+    target = ["<s>", *vocabulary.pieces(pair[1], source=False)[:-1]]
     block, queries, keys = {
         "encoder": ("Self-attention of encoder", source, source),
         "decoder": ("Self-attention of decoder", target, target),
@@ -209,12 +209,12 @@ def agreement(seen: Arrays) -> str:
     )
 
 
-def _with_sentences(asked: Asked) -> Asked:
-    """Return what was asked for, with the model that ships and a date, or with sentences of the text that ships."""
+def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
+    """Return what was asked for with its weights, and the sentences: a date where the model that ships is meant."""
     ships = asked.weights is None and asked.preset is None and asked.text is None
     source, target = DATE if ships else (SOURCE, TARGET)
-    asked = replace(asked, source=asked.source or source, target=asked.target or target)
-    return replace(asked, weights=SHIPPED) if ships else asked
+    pair = asked.source or source, asked.target or target
+    return (replace(asked, weights=SHIPPED) if ships else asked), pair
 
 
 def _model(asked: Asked) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
