@@ -118,7 +118,7 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
     """
     name = "transformers"
     if missing := [module for module in ("torch", name) if find_spec(module) is None]:
-        return [Agreement(name, "float64", None, 0.0, f"{' and '.join(missing)} is not installed")]
+        return [Agreement(name, "float64", None, 0.0, f"not installed: {', '.join(missing)}")]
     if imported.origin.format != "hf":
         return [Agreement(name, "float64", None, 0.0, "it does not load this format")]
     import torch
