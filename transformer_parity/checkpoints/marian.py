@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from transformer_parity.checkpoints.expressible import PLAIN_HEADS, check_expressible
@@ -26,11 +25,11 @@ from transformer_parity.checkpoints.marian_settings import (
     settings_of,
 )
 from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.checkpoints.padding import append_padding, strip_padding, target_table
 from transformer_parity.checkpoints.table import AS_IS, ROW, TRANSPOSED, Row, give, same, take
 from transformer_parity.containers import npz
 
 IGNORED = (SETTINGS, "special:*", "decoder_c0")
-NEVER = -1e4  # the bias of a target that does not exist: float16 holds it, and its probability is 0
 
 EXPRESSIBLE: dict[str, tuple[object, ...]] = {
     **PLAIN_HEADS,
@@ -46,12 +45,6 @@ SINUSOIDS: dict[str, tuple[object, ...]] = {
     "position_layout": ("split",),
     "position_timescale": ("m_minus_1",),
     "position_offset": (0,),
-}
-OF_VOCABULARY = {  # the axis of each parameter that counts a vocabulary
-    "source_embedding.table": 0,
-    "target_embedding.table": 0,
-    "output_proj.kernel": 1,
-    "output_proj.bias": 0,
 }
 ATTENTION = {"self_attention": "self", "cross_attention": "context"}
 PROJECTIONS = {"query": "q", "key": "k", "value": "v", "output": "o"}
@@ -123,61 +116,6 @@ def _linear(path: str, prefix: str, names: Mapping[str, str]) -> list[Row]:
     return kernels + [Row(f"{path}{ours}_proj.bias", f"{prefix}b{theirs}", ROW) for ours, theirs in names.items()]
 
 
-def append_padding(
-    config: TransformerConfig, weights: Mapping[str, ndarray]
-) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Append the row of zeros that is padding and start, at the same id on both sides.
-
-    The smaller of two vocabularies is filled up first. What is appended is never said, so that log-probabilities are
-    those of Marian, which has no such targets.
-    """
-    pad_id, size = max(config.source_vocab_size, config.target_vocab_size), config.target_vocab_size
-    table = weights["source_embedding.table"]
-    padded = {**weights, "output_proj.bias": weights.get("output_proj.bias", np.zeros(size, table.dtype))}
-    for name, axis in OF_VOCABULARY.items():
-        if name in padded:
-            more = pad_id + 1 - padded[name].shape[axis]
-            padded[name] = np.pad(padded[name], [(0, more * (i == axis)) for i in range(padded[name].ndim)])
-    padded["output_proj.bias"][size:] = NEVER
-    sizes = {f"{side}_vocab_size": pad_id + 1 for side in ("source", "target")}
-    return config.replace(**sizes, pad_id=pad_id, bos_id=pad_id, output_bias=True), padded
-
-
-def strip_padding(
-    config: TransformerConfig, weights: Mapping[str, ndarray]
-) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Take off what ``append_padding`` appended; padding that was not appended stays.
-
-    Raises:
-        ValueError: The decoder does not start from a vector of zeros, as Marian's does.
-    """
-    source, target = weights["source_embedding.table"], target_table(weights)
-    if target[config.bos_id].any():
-        raise ValueError(f"Marian starts from a vector of zeros: the row of bos_id {config.bos_id} has other numbers")
-    bias = weights.get("output_proj.bias", np.zeros(config.target_vocab_size, source.dtype))
-    last = {config.source_vocab_size - 1, config.target_vocab_size - 1}
-    if last != {config.pad_id} or bias[config.pad_id] != NEVER:
-        return config, dict(weights)
-    sizes = {"source": config.pad_id, "target": int((bias != NEVER).sum())}
-    if config.tie_embeddings != "all" and sizes["target"] == config.pad_id:
-        sizes["source"] = int(source.any(axis=1).nonzero()[0].max(initial=0)) + 1
-    stripped = dict(weights)
-    for name, axis in OF_VOCABULARY.items():
-        if name in stripped:
-            size = sizes["source" if name.startswith("source") else "target"]
-            stripped[name] = stripped[name][:size] if axis == 0 else stripped[name][:, :size]
-    has_bias = bool(stripped["output_proj.bias"].any())
-    if not has_bias:
-        del stripped["output_proj.bias"]
-    without = {"pad_id": 0, "bos_id": 0, "output_bias": has_bias}
-    return config.replace(**without, **{f"{side}_vocab_size": size for side, size in sizes.items()}), stripped
-
-
-def target_table(weights: Mapping[str, ndarray]) -> ndarray:
-    """Return the embedding of the target."""
-    return weights.get("target_embedding.table", weights["source_embedding.table"])
-
-
 def write(model: Imported, folder: Path) -> None:
     """Write ``model.npz`` with its options and ``model.npz.decoder.yml``: what ``marian-decoder`` reads.
 
@@ -189,6 +127,9 @@ def write(model: Imported, folder: Path) -> None:
 
     positions = LEARNED if model.config.position_encoding == "learned" else SINUSOIDS
     check_expressible(model.config, {**EXPRESSIBLE, **positions}, "Marian")
+    if target_table(model.weights)[model.config.bos_id].any():
+        bos_id = model.config.bos_id
+        raise ValueError(f"Marian starts from a vector of zeros: the row of bos_id {bos_id} has other numbers")
     config, weights = strip_padding(model.config, model.weights)
     shared = config.tie_embeddings == "all" or (
         config.tie_embeddings == "none" and same(weights["source_embedding.table"], target_table(weights))
