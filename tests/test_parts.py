@@ -39,8 +39,6 @@ def test_parts_compute_what_the_whole_model_does(backend, convention):
     target, mask = backend.from_numpy(TARGET), backend.from_numpy(MASK)
     for options in ({"source_ids": backend.from_numpy(SOURCE)}, {"source_mask": mask}):
         np.testing.assert_allclose(backend.to_numpy(decoder(target, memory, **options)), logits, rtol=0, atol=1e-12)
-    unmasked = decoder(target, memory, source_mask=backend.from_numpy(MASK | True))
-    assert np.abs(backend.to_numpy(unmasked) - logits)[1].max() > 1e-3  # its padding is attended to
     cache = decoder.init_cache(None, 3, source_mask=MASK, memory=memory)
     for position in range(3):
         step, cache = decoder.decode_step(TARGET[:, position], cache)
@@ -70,6 +68,7 @@ def test_a_file_of_a_part(backend, tmp_path, convention):
             backend.package.load_transformer(path)
 
 
+@pytest.mark.extended("parts", "jax", "tf")
 @pytest.mark.parametrize("part", PARTS)
 def test_what_a_part_needs_is_checked(backend, part):
     config = tiny_config(tie_embeddings="none")
@@ -165,8 +164,9 @@ def test_a_part_is_a_keras_model(port, part, tmp_path):
     np.testing.assert_allclose(functional.predict(arrays, verbose=0), expected, atol=1e-5)
     functional.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(loaded.predict(arrays, verbose=0), functional.predict(arrays, verbose=0))
+    before = model.get_weights()
+    for one, other in zip(before, loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
     loaded.compile("sgd", "mse", jit_compile=False)
-    before = loaded.get_weights()
     loaded.fit(arrays, np.zeros_like(expected), verbose=0)
     assert sum(not np.array_equal(a, b) for a, b in zip(before, loaded.get_weights(), strict=True)) > len(before) // 2

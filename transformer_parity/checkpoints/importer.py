@@ -21,8 +21,13 @@ from transformer_parity.text.kinds import build_vocabulary
 # and what it is, in a few words. What is found in two formats is read in the first.
 FORMATS = {
     "hf": ("huggingface", "a folder of Hugging Face's, with config.json"),
+    "marian": ("marian", "Marian's model.npz"),
+    "fairseq": ("fairseq", "fairseq's checkpoint.pt"),
+    "annotated": ("annotated", "the Annotated Transformer's state dict"),
+    "keras": ("keras_hub", "a Keras model of keras_hub's layers, .weights.h5 or .keras"),
+    "torch": ("torch_nn", "a state dict with torch.nn.Transformer in it, and --names for the rest"),
 }
-EXPORTS = ("hf",)
+EXPORTS = ("hf", "marian", "torch")
 OURS = "parity"  # the format of weights that were trained here
 
 
@@ -84,7 +89,7 @@ def save(path: str | Path, imported: Imported, dtype: str | None = None) -> None
     vocabulary = imported.vocabulary
     files = VocabularyFiles(vocabulary.kind, vocabulary.files()) if vocabulary else None
     notes = {"search": imported.search.to_dict(), "origin": imported.origin.to_dict()}
-    save_weights(path, imported.config, imported.weights, dtype, files, notes)
+    save_weights(path, imported.config, imported.weights, dtype=dtype, vocabulary=files, notes=notes)
 
 
 def load(path: str | Path) -> Imported:

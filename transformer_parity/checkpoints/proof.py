@@ -118,7 +118,7 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
     """
     name = "transformers"
     if missing := [module for module in ("torch", name) if find_spec(module) is None]:
-        return [Agreement(name, "float64", None, 0.0, f"{' and '.join(missing)} is not installed")]
+        return [Agreement(name, "float64", None, 0.0, f"not installed: {', '.join(missing)}")]
     if imported.origin.format != "hf":
         return [Agreement(name, "float64", None, 0.0, "it does not load this format")]
     import torch
@@ -185,12 +185,12 @@ def _translations(model: Any, imported: Imported) -> tuple[list[list[int]], list
     longest = min(LONGEST, config.max_positions or LONGEST)
     options = replace(search, max_length=longest, min_length=min(search.min_length, longest))
     found = PORTS["torch"].load(config, imported.weights, Placement("float64")).search(ids, options)
+    settings = model.generation_config
+    settings.max_length, settings.max_new_tokens = None, longest
+    settings.bad_words_ids = [*(settings.bad_words_ids or []), [config.pad_id]]  # no search here says padding
     with torch.no_grad():
-        theirs = model.generate(
-            input_ids=torch.tensor(ids), attention_mask=torch.tensor(ids != config.pad_id), max_new_tokens=longest
-        )
-    start = theirs[:, 1:].tolist()
-    return [_ended(row, config) for row in found.ids.tolist()], [_ended(row, config) for row in start]
+        theirs = model.generate(input_ids=torch.tensor(ids), attention_mask=torch.tensor(ids != config.pad_id))
+    return [_ended(row, config) for row in found.ids.tolist()], [_ended(row, config) for row in theirs[:, 1:].tolist()]
 
 
 def _ended(ids: list[int], config: TransformerConfig) -> list[int]:

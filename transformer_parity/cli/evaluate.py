@@ -10,7 +10,14 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from transformer_parity.cli.options import add_backends, add_search, positive, search_options
+from transformer_parity.cli.options import (
+    add_backends,
+    add_languages,
+    add_search,
+    directed,
+    positive,
+    search_options,
+)
 from transformer_parity.cli.progress import PlainConsole, make_console
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
@@ -48,6 +55,7 @@ def add_parser(commands: Any) -> None:
     add_backends(parser, ["torch"])
     parser.add_argument("--sentences", type=positive, metavar="N", help="the first N only (default: all; 1000 dates)")
     add_search(parser)
+    add_languages(parser)
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="(default: cpu)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
     parser.set_defaults(run=run)
@@ -55,7 +63,6 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Evaluate, and return the exit code."""
-    search = search_options(options, None)
     check_writable(options.json)
     for name in options.backends:
         PORTS[name].check_installed()
@@ -63,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     with quiet_frameworks() as terminal, refusals(OSError, RuntimeError, TypeError, ValueError):
         console = PlainConsole(file=terminal)
         for path in options.weights:
-            trained = read_trained(path)
+            trained = directed(read_trained(path), options)
+            search = search_options(options, trained.search)
             corpus = held_out(options.text, options.sentences)
             for backend in options.backends:
                 with console.status(Text(printable(f"{backend}: {path}"))):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
+from reference_numpy.search_plan import SEARCH_PRESETS
 from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.errors import UsageError
+from transformer_parity.translate.trained import Trained
 
 
 def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -40,33 +43,76 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, oth
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose between greedy and beam search."""
+    """Add the options that choose how to search."""
     parser.add_argument(
         "--beam",
         type=positive,
         metavar="K",
-        help="beam search, keeping K hypotheses; the paper has 4 (default: greedy search, the likeliest next token)",
+        help="beam search, keeping K hypotheses; the paper has 4 (default: as the weights say, or else greedy search)",
     )
     parser.add_argument(
         "--length-penalty",
         type=not_negative,
         metavar="ALPHA",
-        help="with --beam: how much longer hypotheses are favoured; 0 not at all (default: 0.6, as in the paper)",
+        help="with a beam: how much longer hypotheses are favoured; 0 not at all (default: as the weights say, or else "
+        "0.6, as in the paper)",
+    )
+    parser.add_argument(
+        "--rules",
+        choices=SEARCH_PRESETS,
+        help="search as another program does, with its own penalty and lengths: paper, hf (Hugging Face's generate), "
+        "fairseq or marian (default: as the weights say, or else paper)",
     )
 
 
-def search_options(options: argparse.Namespace, max_length: int | None, num_hypotheses: int = 1) -> SearchOptions:
+def add_languages(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a direction."""
+    languages = parser.add_argument_group("languages, where the vocabulary of the weights has several")
+    languages.add_argument("--from", dest="source_language", metavar="CODE", help="of the text, such as eng_Latn")
+    languages.add_argument("--to", dest="target_language", metavar="CODE", help="of the translation, such as deu_Latn")
+
+
+def directed(trained: Trained, options: argparse.Namespace) -> Trained:
+    """Return a model for the direction that was asked for.
+
+    Raises:
+        UsageError: A language is missing or not known, or there are none to choose from.
+    """
+    try:
+        return trained.between(options.source_language, options.target_language)
+    except ValueError as error:
+        raise UsageError(f"--from and --to: {error}") from error
+
+
+def search_options(
+    options: argparse.Namespace, usual: SearchOptions, max_length: int | None = None, nbest: int | None = None
+) -> SearchOptions:
     """Return the search that was asked for.
+
+    Args:
+        options: Those of ``add_search``.
+        usual: How to search where they say nothing.
+        max_length: The most tokens of a hypothesis, if that was asked for.
+        nbest: How many hypotheses, if that was asked for.
 
     Raises:
         UsageError: The options contradict each other.
     """
-    if options.beam is None:
-        if options.length_penalty is not None:
-            raise UsageError("--length-penalty is about beam search: add --beam 4")
-        return SearchOptions(max_length=max_length)
-    penalty = SearchOptions.length_penalty if options.length_penalty is None else options.length_penalty
-    return SearchOptions(options.beam, penalty, max_length, num_hypotheses)
+    search = replace(usual, num_hypotheses=nbest or 1)
+    if options.rules is not None:
+        program, ids = SearchOptions.preset(options.rules), usual.rules
+        search = replace(
+            program,
+            **{name: getattr(search, name) for name in ("beam_size", "num_hypotheses", "start_id")},
+            rules=replace(program.rules, forced_ids=ids.forced_ids, banned_ids=ids.banned_ids),
+        )
+    asked = {"beam_size": options.beam, "length_penalty": options.length_penalty, "max_length": max_length}
+    search = replace(search, **{name: value for name, value in asked.items() if value is not None})
+    if search.beam_size is None and options.length_penalty is not None:
+        raise UsageError("--length-penalty is about beam search: add --beam 4")
+    if nbest is not None and nbest > (search.beam_size or 0):
+        raise UsageError(f"--nbest {nbest} needs a beam that is as wide: add --beam {max(nbest, 4)}")
+    return search
 
 
 def positive(text: str) -> int:

@@ -7,10 +7,18 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from transformer_parity.cli.options import add_backends, add_search, positive, search_options
+from transformer_parity.cli.options import (
+    add_backends,
+    add_languages,
+    add_search,
+    directed,
+    positive,
+    search_options,
+)
 from transformer_parity.cli.progress import Progress
 from transformer_parity.compare.tolerances import EPS
 from transformer_parity.figures.style import FORMATS
@@ -38,6 +46,7 @@ examples:
   echo "A dog runs." | parity translate --weights model.safetensors --backend jax
   parity translate --weights model.safetensors --beam 4 test.en               as in the paper
   parity translate --weights model.safetensors --beam 4 --nbest 4 test.en     every hypothesis that was kept
+  parity translate --weights nllb.safetensors --from eng_Latn --to deu_Latn test.en
   parity translate --weights model.safetensors --compare --beam 4 test.en     do all backends translate alike?
   echo "A dog runs." | parity translate --weights model.safetensors --attention dog.png
 
@@ -63,8 +72,8 @@ def add_parser(commands: Any) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "translate",
-        description="Translate text with weights that `parity train` wrote, a checkpoint or the final ones: "
-        "greedily, or with beam search.",
+        description="Translate text with weights and the vocabulary in their file, which `parity train` or an import "
+        "wrote: as the file says, greedily, or with beam search.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -73,8 +82,12 @@ def add_parser(commands: Any) -> None:
     add_backends(parser, None, "torch; all of them with --compare")
     add_search(parser)
     parser.add_argument(
-        "--max-length", type=positive, metavar="N", help="tokens of a translation (default: source length + 50)"
+        "--max-length",
+        type=positive,
+        metavar="N",
+        help="tokens of a translation (default: as the weights say, or else source length + 50)",
     )
+    add_languages(parser)
     what = parser.add_argument_group("output")
     what.add_argument("--scores", action="store_true", help="put its score before each translation")
     what.add_argument("--nbest", type=positive, metavar="N", help="the N best hypotheses of --beam, with their scores")
@@ -100,9 +113,10 @@ def run(options: argparse.Namespace) -> int:
     backends = options.backends or (list(PORTS) if options.compare else ["torch"])
     for name in backends:
         PORTS[name].check_installed()
-    search = search_options(options, options.max_length, options.nbest or 1)
     with refusals(OSError, TypeError, ValueError):
-        trained = read_trained(options.weights)
+        trained = directed(read_trained(options.weights), options)
+        search = search_options(options, trained.search, options.max_length, options.nbest)
+        trained = replace(trained, search=search)
         if options.max_length and options.max_length > (most := most_tokens(trained.config)):
             raise UsageError(f"--max-length must be at most {most:,} with this model: got {options.max_length:,}")
         total = _count_lines(options.file)
@@ -134,8 +148,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise UsageError for options of which one would be ignored."""
-    if options.nbest and options.nbest > (options.beam or 0):
-        raise UsageError(f"--nbest {options.nbest} needs a beam that is as wide: add --beam {max(options.nbest, 4)}")
     if options.attention and options.attention.suffix.lower().removeprefix(".") not in FORMATS:
         raise UsageError(f"--attention must end in .png or .svg: got {options.attention}")
     if not options.compare:

@@ -54,7 +54,8 @@ class Learner:
     ) -> list[str]:
         """Translate lines, in order; one that is longer than the model's positions is left empty."""
         config = self.model.config
-        search = replace(search, max_length=min(max_length, config.max_positions or max_length))
+        most = search.max_length or max_length
+        search = replace(search, max_length=min(most, config.max_positions or most))
         translator = Translator(config, vocabulary, search, window=len(lines))
         return [translation.text for translation in translator.translate(self.loaded, lines)]
 

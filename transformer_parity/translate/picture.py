@@ -22,7 +22,8 @@ def draw_translation(port: LoadedPort, trained: Trained, translation: Translatio
     import matplotlib
 
     config, line, best = trained.config, translation.line, translation.hypotheses[0]
-    inputs = {"source_ids": np.array([line.ids]), "target_ids": np.array([[config.bos_id, *best.ids[:-1]]])}
+    start = config.bos_id if trained.search.start_id is None else trained.search.start_id
+    inputs = {"source_ids": np.array([line.ids]), "target_ids": np.array([[start, *best.ids[:-1]]])}
     last = config.num_decoder_layers - 1
     heads = port.run("", inputs, taps=True).taps[TAPS["cross"].format(last)][0].astype(np.float64)  # [H, T, S]
     source = trained.vocabulary.names(line.ids, source=True)

@@ -3,27 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from numpy import ndarray
 
 from reference_numpy.checks import check_integer
 from reference_numpy.config import TransformerConfig
-from reference_numpy.files import open_file, read_vocabulary, read_weights
+from reference_numpy.files import open_file, read_notes, read_vocabulary, read_weights
+from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.text.kinds import build_vocabulary
 from transformer_parity.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What `parity train` wrote: a weight file, or a checkpoint but for its optimizer state."""
+    """A model that can translate: a weight file, or a checkpoint but for its optimizer state.
+
+    Attributes:
+        path: The file.
+        step: Of the run that wrote it; None in a weight file.
+        config: The model.
+        weights: One array per canonical name.
+        vocabulary: What cuts a line into ids.
+        search: How the file says to search; greedily, if it says nothing.
+    """
 
     path: Path
-    step: int | None  # None in a weight file
+    step: int | None
     config: TransformerConfig
     weights: Mapping[str, ndarray]
     vocabulary: Vocabulary
+    search: SearchOptions = field(default_factory=SearchOptions)
+
+    def between(self, source: str | None, target: str | None) -> Trained:
+        """Return the model for translations from one language into another.
+
+        Raises:
+            ValueError: A language is missing or not known, or there are none to choose from.
+        """
+        vocabulary = self.vocabulary.between(source, target)
+        search = self.search
+        if vocabulary.start_id is not None:
+            search = replace(search, start_id=vocabulary.start_id)
+        if vocabulary.forced_ids:
+            search = replace(search, rules=replace(search.rules, forced_ids=vocabulary.forced_ids))
+        return replace(self, vocabulary=vocabulary, search=search)
 
 
 def read_trained(path: Path) -> Trained:
@@ -31,11 +56,13 @@ def read_trained(path: Path) -> Trained:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is not ours, or holds no vocabulary.
+        UsageError: A package is not installed that its vocabulary needs.
+        ValueError: The file is not ours, or holds no vocabulary, or one that is not of its model.
     """
     with open_file(path, "weight file") as (description, file):
         config, weights = read_weights(description, file)
         stored = read_vocabulary(description, file)
+        search = SearchOptions.from_dict(read_notes(description).get("search", {}))
         step = None
         if "training" in description:
             step = description["training"]["step"]
@@ -46,4 +73,4 @@ def read_trained(path: Path) -> Trained:
         vocabulary = build_vocabulary(stored, config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return Trained(path, step, config, weights, vocabulary)
+    return Trained(path, step, config, weights, vocabulary, search)
