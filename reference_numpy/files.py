@@ -54,8 +54,8 @@ def save_weights(
     weights: Mapping[str, ndarray],
     dtype: str | None = None,
     vocabulary: bytes | VocabularyFiles | None = None,
-    part: str | None = None,
     notes: Mapping[str, Mapping[str, Any]] | None = None,
+    part: str | None = None,
 ) -> None:
     """Write config and weights to one file, atomically: whatever fails, an old file stays whole.
 
@@ -65,8 +65,8 @@ def save_weights(
         weights: One array per canonical name.
         dtype: How to store them: float64, float32, float16 or bfloat16. None keeps each array's own.
         vocabulary: A sentencepiece model, or files of another kind, so that the file alone can translate.
-        part: ``encoder`` or ``decoder`` writes that part of the weights alone; None writes all.
         notes: Objects of plain values that JSON can hold, by name: ``search`` and ``origin``.
+        part: ``encoder`` or ``decoder`` writes that part of the weights alone; None writes all.
 
     Raises:
         TypeError: A weight is not of a floating-point dtype, the vocabulary is not bytes, or a note is no object.

@@ -22,6 +22,7 @@ from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError
+from transformer_parity.text.kinds import build_vocabulary
 from transformer_parity.text.pairs import read_pairs
 from transformer_parity.text.subwords import SPECIAL, VOCAB_SIZE, Subwords
 from transformer_parity.text.vocabulary import Vocabulary, batch
@@ -194,6 +195,9 @@ def _model(asked: Asked) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
         title = f"a small random model, not trained, built as {asked.preset}"
         return config, hard_weights(config), subwords.numbered(config), title
     config, weights = ref.load_weights(asked.weights)
+    stored = None if asked.text else ref.load_vocabulary(asked.weights)
+    if stored is not None and not (vocabulary := build_vocabulary(stored, config)).needs_direction:
+        return config, weights, vocabulary, f"{asked.weights.name}, with its own vocabulary"
     size = min(config.source_vocab_size, config.target_vocab_size) - SPECIAL
     vocabulary = Subwords.train(lines, min(size, VOCAB_SIZE)).numbered(config)
     text = "the text that ships" if asked.text is None else asked.text[0].name
