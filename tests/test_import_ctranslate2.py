@@ -12,7 +12,7 @@ from conftest import assert_same_bits, random_weights, tiny_config
 from third_party import relative_error
 
 import reference_numpy as ref
-from transformer_parity.checkpoints import ctranslate2, ctranslate2_export
+from transformer_parity.checkpoints import ctranslate2
 from transformer_parity.checkpoints.imported import Imported, Origin
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.padding import append_padding
@@ -58,7 +58,7 @@ def read(path):
 
 
 def test_what_is_written_comes_back(model, tmp_path):
-    ctranslate2_export.write(model, tmp_path / "one")
+    ctranslate2.write(model, tmp_path / "one")
     assert ctranslate2.recognises(tmp_path / "one")
     again = read(tmp_path / "one")
     size = model.config.target_vocab_size
@@ -69,7 +69,9 @@ def test_what_is_written_comes_back(model, tmp_path):
         {name: model.weights[name] for name in own if again.weights[name].shape == model.weights[name].shape},
     )
     assert again.config.eos_id == model.config.eos_id
-    ctranslate2_export.write(again, tmp_path / "two")
+    notes = ctranslate2.write(again, tmp_path / "two")
+    assert notes == ctranslate2.write(model, tmp_path / "three")
+    assert bool(notes) == (model.config.pad_id < model.config.target_vocab_size - 1)
     for name in ("model.bin", "source_vocabulary.json", "target_vocabulary.json", "config.json"):
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes(), name
 
@@ -78,7 +80,7 @@ def test_what_is_written_comes_back(model, tmp_path):
 def test_ctranslate2_says_what_we_say(model, tmp_path):
     import ctranslate2 as theirs
 
-    ctranslate2_export.write(model, tmp_path)
+    ctranslate2.write(model, tmp_path)
     config = model.config
     translator = theirs.Translator(
         str(tmp_path), device="cpu", compute_type="float32", inter_threads=1, intra_threads=1
@@ -141,14 +143,14 @@ def with_variables(**changes):
     ],
 )
 def test_other_models_are_refused(change, message, tmp_path):
-    ctranslate2_export.write(build(), tmp_path)
+    ctranslate2.write(build(), tmp_path)
     edited(tmp_path, change)
     with pytest.raises(ValueError, match=message):
         read(tmp_path)
 
 
 def test_vocabularies_are_checked(tmp_path):
-    ctranslate2_export.write(build(), tmp_path)
+    ctranslate2.write(build(), tmp_path)
     (tmp_path / "target_vocabulary.json").write_text('["a", "b"]')
     with pytest.raises(ValueError, match=r"target_vocabulary.json must be a list of 37 tokens"):
         read(tmp_path)
@@ -162,7 +164,7 @@ def test_vocabularies_are_checked(tmp_path):
 
 def test_sinusoids_that_ctranslate2_computes(tmp_path):
     """Without tables, positions are OpenNMT-tf's: from 1, all sines first."""
-    ctranslate2_export.write(build(), tmp_path)
+    ctranslate2.write(build(), tmp_path)
     edited(tmp_path, lambda b: b._replace(variables={n: a for n, a in b.variables.items() if "encodings" not in n}))
     config = read(tmp_path).config
     assert (config.position_layout, config.position_timescale, config.position_offset) == ("split", "m_minus_1", 1)
@@ -173,7 +175,7 @@ def test_they_are_those_that_it_computes(tmp_path):
     import ctranslate2 as theirs
 
     model = build(position_layout="split", position_timescale="m_minus_1", position_offset=1)
-    ctranslate2_export.write(model, tmp_path)
+    ctranslate2.write(model, tmp_path)
     lines = [[str(token) for token in row] for row in sentences(model.config)[0]]
 
     def scores():
@@ -194,14 +196,14 @@ def test_they_are_those_that_it_computes(tmp_path):
 )
 def test_what_ctranslate2_cannot_hold_is_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        ctranslate2_export.write(build(**change), tmp_path / "out")
+        ctranslate2.write(build(**change), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_half_precision(tmp_path):
     model = build(preset="marian_cpp", start="zeros")
     half = {name: array.astype(np.float16) for name, array in model.weights.items()}
-    ctranslate2_export.write(replace(model, weights=half), tmp_path)
+    ctranslate2.write(replace(model, weights=half), tmp_path)
     again = read(tmp_path)
     assert again.config == model.config.replace(max_length=again.config.max_length)
     assert_same_bits(again.weights, half)

@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.embedding import sinusoidal_encoding
-from transformer_parity.checkpoints.ctranslate2 import (
+from transformer_parity.checkpoints.ctranslate2_names import (
     ACTIVATIONS,
     BINARY,
     FUSED,
@@ -37,10 +37,11 @@ EXPRESSIBLE: dict[str, tuple[object, ...]] = {
 }
 
 
-def write(model: Imported, folder: Path) -> None:
+def write(model: Imported, folder: Path) -> tuple[str, ...]:
     """Write a folder that ``ctranslate2.Translator`` loads. Without a vocabulary, its tokens are ids as text.
 
-    Padding that lies inside the vocabulary, CTranslate2 may say: its users list it in ``suppress_sequences``.
+    Returns:
+        One sentence if padding lies inside the vocabulary: CTranslate2 has none, and may say it.
 
     Raises:
         OSError: A file cannot be written.
@@ -88,6 +89,9 @@ def write(model: Imported, folder: Path) -> None:
     texts = {SETTINGS: settings, "source_vocabulary.json": tokens[0], "target_vocabulary.json": tokens[1]}
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    padding = tokens[1][config.pad_id]
+    said = f"CTranslate2 has no padding symbol and may say {padding}: pass suppress_sequences=[[{padding!r}]]"
+    return (said,) * (config == model.config)
 
 
 def _fused(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:

@@ -28,6 +28,8 @@ from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.padding import append_padding, strip_padding, target_table
 from transformer_parity.checkpoints.table import AS_IS, ROW, TRANSPOSED, Row, give, same, take
 from transformer_parity.containers import npz
+from transformer_parity.text.kinds import checked
+from transformer_parity.text.marian import MarianVocabulary, read_marian_vocabulary
 
 IGNORED = (SETTINGS, "special:*", "decoder_c0")
 
@@ -57,7 +59,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a model from a ``.npz``; the vocabularies and ``<name>.decoder.yml`` lie beside it.
+    """Read a model from a ``.npz``, with the search that ``<name>.decoder.yml`` beside it asks for.
 
     Raises:
         OSError: A file cannot be read.
@@ -68,13 +70,19 @@ def read(path: Path, options: ReadOptions) -> Imported:
     config = config_of(settings, tensors)
     weights = take(rows(config, "Wemb" in tensors, "decoder_ff_logit_out_Wt" in tensors), tensors, config, IGNORED)
     notes = contradictions(settings, tensors)
+    vocabulary = None
+    if options.vocab:
+        vocabulary = checked(
+            read_marian_vocabulary([*options.vocab]), config.source_vocab_size, config.target_vocab_size
+        )
+        config = config.replace(eos_id=vocabulary.target_ids("")[-1])
     config, weights = append_padding(config, weights)
     decoder = path.with_name(f"{path.name}.decoder.yml")
-    files = [path, *([decoder] if decoder.is_file() else [])]
+    files = dict.fromkeys([path, *([decoder] if decoder.is_file() else []), *options.vocab])
     return Imported(
         config=config,
         weights=weights,
-        vocabulary=None,
+        vocabulary=vocabulary,
         search=read_search(decoder),
         origin=Origin(format="marian", family="transformer", preset="marian_cpp", files=sha256_of(files)),
         notes=tuple(notes),
@@ -116,8 +124,11 @@ def _linear(path: str, prefix: str, names: Mapping[str, str]) -> list[Row]:
     return kernels + [Row(f"{path}{ours}_proj.bias", f"{prefix}b{theirs}", ROW) for ours, theirs in names.items()]
 
 
-def write(model: Imported, folder: Path) -> None:
-    """Write ``model.npz`` with its options and ``model.npz.decoder.yml``: what ``marian-decoder`` reads.
+def write(model: Imported, folder: Path) -> tuple[str, ...]:
+    """Write ``model.npz`` with its options, ``model.npz.decoder.yml`` and vocabularies: what ``marian-decoder`` reads.
+
+    Returns:
+        One sentence if the vocabulary is none of Marian's, and is not written.
 
     Raises:
         OSError: A file cannot be written.
@@ -142,9 +153,21 @@ def write(model: Imported, folder: Path) -> None:
     decoder = {
         "relative-paths": True,
         "models": ["model.npz"],
-        "vocabs": [],
+        "vocabs": _write_vocabulary(model, folder),
         "beam-size": search.beam_size or 1,
         "normalize": float(search.length_penalty) if search.length_penalty_kind == "power" else 0.0,
         "word-penalty": 0,
     }
     (folder / "model.npz.decoder.yml").write_text(yaml.write(decoder), "utf-8")
+    return () if decoder["vocabs"] else ("the vocabulary is not Marian's and is not written: decoder.yml names none",)
+
+
+def _write_vocabulary(model: Imported, folder: Path) -> list[str]:
+    """Write the files of a vocabulary of Marian's; return those that number the source and the target."""
+    if not isinstance(model.vocabulary, MarianVocabulary):
+        return []
+    files = {name: data for name, data in model.vocabulary.files().items() if not name.startswith("tokenizer")}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    tables = sorted((name for name in files if not name.endswith(".spm")), key=lambda name: name.startswith("target"))
+    return (tables * 2)[:2] if tables else ["source.spm", "target.spm"]
