@@ -159,11 +159,8 @@ def check_given(memory: Any, source_ids: Any, source_mask: Any) -> None:
 
 
 def check_memory(shape: Shape, dtype: str, needed: Shape, needed_dtype: str) -> None:
-    """Raise TypeError unless the memory is of the model's dtype, ValueError unless it has the source's shape.
-
-    A float32 model also takes what its encoder returns where mixed precision is on: bfloat16.
-    """
-    if dtype not in (needed_dtype, "bfloat16" if needed_dtype == "float32" else needed_dtype):
+    """Raise TypeError unless the memory is of the model's dtype, ValueError unless it has the source's shape."""
+    if dtype != needed_dtype:
         raise TypeError(f"memory must be {needed_dtype}: got {dtype}")
     _check_shape("memory", shape, needed)
 

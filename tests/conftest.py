@@ -19,7 +19,7 @@ Fixtures for every test file:
 A test of one framework is marked ``@pytest.mark.only("jax")``; ``port`` is then that one.
 
 ``tiny_config`` and ``random_weights`` are functions; take them as fixtures or import them from here. Likewise
-``assert_same_bits``, to be imported.
+``assert_same_bits`` and ``still_running``, to be imported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ import importlib
 import importlib.util
 import shutil
 import signal
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -43,6 +45,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import psutil
 import pytest
 import tiers
 from numpy import ndarray
@@ -159,6 +162,22 @@ def assert_same_bits(got: Mapping[str, ndarray], expected: Mapping[str, ndarray]
     for name, array in expected.items():
         assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape), name
         assert got[name].tobytes() == array.tobytes(), name
+
+
+def still_running(processes, seconds: float = 5.0) -> list:
+    """Return which processes do not end in time; one that has ended may wait seconds for init to take note of it."""
+    deadline = time.monotonic() + seconds
+    while left := [process for process in processes if _is_running(process)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return left
+
+
+def _is_running(process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.fixture(name="tiny_config", scope="session")

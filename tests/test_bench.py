@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import tiers
+from conftest import still_running
 
 import reference_numpy as ref
 from reference_numpy.search_plan import SearchResult
@@ -208,6 +209,23 @@ def test_operations_of_a_step_are_three_times_those_of_the_forward_pass():
     multiply_adds += 2 * 4 * d_model * vocabulary
     assert forward.operations == 2 * multiply_adds
     assert train.operations == 3 * forward.operations
+
+
+@pytest.mark.parametrize("work", [FORWARD, SMALL], ids=["forward", "decode"])
+def test_products_have_the_sizes_of_each_stack(work):
+    work = replace(work)
+    sizes = {"decoder_num_heads": 2, "decoder_d_k": 5, "decoder_d_v": 3, "decoder_d_ff": 7}
+    config = work.config.replace(d_k=6, d_v=9, skip_first_self_attention=True, **sizes)
+    vars(work)["config"] = config
+    shapes = ref.parameter_shapes(config)
+    found = {product.operand: product.right for product in work.products() if product.operand.endswith("kernel")}
+    assert found == {name: shape for name, shape in shapes.items() if name.endswith("kernel")}
+    heads = {"encoder": (config.num_heads, 6, 9), "decoder": (2, 5, 3)}
+    for product in work.products():
+        (stack, *_), kind = product.operand.split("."), product.operand.rpartition(".")[2]
+        if kind in ("key", "value"):
+            _, number, *matrix = product.right
+            assert (number, matrix[kind == "value"]) == (heads[stack][0], heads[stack][1 + (kind == "value")])
 
 
 @pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=["forward", "train", "decode"])
@@ -433,7 +451,7 @@ def test_an_interruption_prints_what_is_there_and_leaves_no_process_and_no_file(
     report, everything = read(tmp_path / "a.json")
     assert everything["interrupted"]
     assert 2 <= len(report["participants"][0]["seconds"]) < 100
-    assert psutil.wait_procs(started, 10)[1] == []
+    assert still_running(started, 10.0) == []
     assert list(temporary.iterdir()) == []
 
 

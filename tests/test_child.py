@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import still_running
 
 from transformer_parity.system import orphans
 from transformer_parity.system.child import ChildEndedError, Children
@@ -149,7 +150,7 @@ def test_a_block_ends_what_was_started_in_it(tmp_path, monkeypatch):
         child = children.start("functions:starts")
         started = [psutil.Process(pid) for pid in child.receive()]
         (children.folder / "weights").write_text("many")
-    assert psutil.wait_procs(started, 5)[1] == []
+    assert still_running(started) == []
     assert not children.folder.exists()
     assert psutil.Process().children() == []
 
@@ -189,7 +190,7 @@ def test_children_and_their_folder_go_with_their_parent(function, number, tmp_pa
     parent.send_signal(number)
     parent.wait(20)
     parent.stdout.close()
-    assert psutil.wait_procs(started, 5)[1] == []
+    assert still_running(started) == []
     deadline = time.monotonic() + 5.0
     while list(temporary.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -212,7 +213,7 @@ def test_a_command_that_is_killed_leaves_nothing(tmp_path):
     parent.kill()
     parent.wait()
     parent.stderr.close()
-    assert psutil.wait_procs(started, 5)[1] == []
+    assert still_running(started) == []
     assert list(tmp_path.iterdir()) == []
 
 

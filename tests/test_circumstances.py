@@ -73,6 +73,7 @@ RUNS = {
     "translate": ("translate --weights {have}/model --backend numpy --max-length 9 {have}/text", 0),
     "import": ("import {have}/hf --out {out}/model.safetensors --backend numpy --json {out}/a.json", 0),
     "export": ("export {have}/imported.safetensors --format hf --out {out}/hf", 0),
+    "explore": ("explore abc de --weights {have}/model --backends numpy --out {out}/a.html", 0),
     "bench": ("bench import --backends numpy --rounds 1 --json {out}/a.json", 0),
     "info": ("info --names", 0),
     "source": ("source attention", 0),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiers
 
 HERE = Path(__file__).parent
 
@@ -147,13 +148,27 @@ def test_unknown_shard_stops_the_run(run, shard):
     assert f"--shard takes K/N, with K from 1 to N: got {shard}" in output
 
 
-def test_a_framework_that_compiles_has_one_process(run):
+def test_what_tests_share_has_one_process(run):
     names = [f"{name}-{i}" for name in ("torch", "tf") for i in range(9)]
     test = f"@pytest.mark.parametrize('name', {names})\ndef test(name): pass"
     code, output = run(test, "--backends", "numpy", "-v", "-n", "2")
     assert code == 0
     workers = {line.split()[0] for line in output.splitlines() if "PASSED" in line and "[tf-" in line}
     assert len(workers) == 1, output
+
+
+@pytest.mark.parametrize(
+    ("test", "shares"),
+    [
+        ("test_search.py::test_types[jax-float64]", "jax"),
+        ("test_selftest.py::test_mistake[tf-loss-summed-steps]", "tf"),
+        ("test_selftest.py::test_mistake[torch-loss-no - and no-full/padded]", "full/padded"),
+        ("test_golden.py::test_another_package_agrees[torch]", "golden"),
+        ("test_search.py::test_types[torch-float64]", "test_search.py::test_types[torch-float64]"),
+    ],
+)
+def test_what_a_test_shares_is_in_its_name(test, shares):
+    assert tiers.group(test) == shares
 
 
 def test_what_the_system_lacks_is_left_out_without_a_skip(run):

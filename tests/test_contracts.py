@@ -257,7 +257,7 @@ def test_memory_from_numpy(backend, model):
     np.testing.assert_array_equal(backend.to_numpy(model.decode(TARGET, MEMORY, SOURCE)), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int32", "bool"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int32", "bool"])
 def test_memory_of_another_dtype(backend, model, nothing_runs, dtype):
     memory = MEMORY.astype(dtype)
     for given in (memory, backend.from_numpy(memory)):

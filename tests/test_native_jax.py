@@ -224,6 +224,15 @@ def test_precision_is_the_models_own(port):
             assert jax.config.jax_default_matmul_precision is None
 
 
+def test_the_norm_of_a_gradient_is_exact(port):
+    """Whatever the process, or a model, allows its products: it scales every update."""
+    import jax
+
+    with jax.default_matmul_precision("tensorfloat32"):
+        text = str(jax.make_jaxpr(port.package.optimizer.global_norm)({"a": np.ones((2, 3)), "b": np.ones(4)}))
+    assert re.findall(r"precision=\(?([\w.]+)", text) == ["Precision.HIGHEST"] * 2
+
+
 def test_shapes_without_computing(port):
     from flax import nnx
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import tiers
@@ -142,6 +144,19 @@ def test_training_under_a_mirrored_strategy():
     run_alone(MIRRORED)
 
 
+@pytest.mark.parametrize("what", ["model", "trainer"])
+def test_a_trainer_under_a_strategy_is_refused(port, what):
+    """Its fused Adam would update one of several copies."""
+    import tensorflow as tf
+
+    scopes = {name: nullcontext() for name in ("model", "trainer")}
+    scopes[what] = tf.distribute.MirroredStrategy(["/CPU:0"]).scope()
+    with scopes["model"]:
+        model = port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG))
+    with scopes["trainer"], pytest.raises(ValueError, match=r"^a Trainer needs model and moments outside of the scope"):
+        port.package.Trainer(model, TrainingConfig())
+
+
 CONFIG = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
 IDS = {"source_ids": np.int32(SOURCE), "target_ids": np.int32(TARGET)}
 POLICIES = ("float64", "float32", "bfloat16", "mixed_bfloat16")
@@ -163,6 +178,15 @@ def test_saved_and_loaded(port, policy, tmp_path):
     assert {variable.dtype for variable in loaded.trainable_variables} == {model.variable_dtype}
     assert_same_bits(loaded.export_weights(), model.export_weights())
     np.testing.assert_array_equal(port.to_numpy(loaded(SOURCE, TARGET)), port.to_numpy(model(SOURCE, TARGET)))
+
+
+def test_decode_step_leaves_its_argument_alone(port):
+    model = build(port)
+    empty = model.init_cache(SOURCE, 3)
+    first, one = model.decode_step(TARGET[:, 0], empty)
+    assert (int(empty.length), int(one.length)) == (0, 1)
+    again, _ = model.decode_step(TARGET[:, 0], empty)
+    np.testing.assert_array_equal(port.to_numpy(again), port.to_numpy(first))
 
 
 def test_global_policy_is_the_default(port):

@@ -370,10 +370,10 @@ FRAME = """<body><iframe src="page.html" style="width: 400px; height: 4000px; bo
 <script>addEventListener("message", event => document.querySelector("pre").textContent = event.data)</script></body>"""
 
 
-def open_page(browser: str, path: Path) -> tuple[str, str]:
+def open_page(browser: str, path: Path, *more: str) -> tuple[str, str]:
     """Return the DOM after rendering, and what the browser's console was told."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
-    options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={path.parent / 'profile'}"]
+    options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={path.parent / 'profile'}", *more]
     command = [browser, *options, "--timeout=20000", "--virtual-time-tolerance=3000", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)

@@ -167,8 +167,7 @@ def test_other_programs_say_the_same(name):
     program = name.partition(",")[0]
     length = {"fairseq": {"max_len": 11}, "marian": {"max_length": 12}}[program]
     sizes = {"beam_size": 4, "num_hypotheses": 4, "max_length": 12}
-    options = SearchOptions.preset(program, **sizes, **options)
-    options = replace(options, rules=SearchRules.preset(program, **rules))
+    options = SearchOptions.preset(program, rules, **sizes, **options)
     found = options.search(reference_numpy, load_numpy(config, weights), source_ids)
     expected = theirs(getattr(other_searches, f"{program}_search"), beam=4, **length, **settings)
     for row, best in enumerate(expected):
@@ -188,9 +187,8 @@ RULES = {
 
 def searches_by(program):
     """Return beam and greedy search by the rules of a program, and more of them."""
-    rules = SearchRules.preset(program, **RULES[program])
-    beam = SearchOptions.preset(program, beam_size=4, num_hypotheses=3, max_length=8)
-    return [replace(beam, rules=rules), replace(beam, beam_size=None, num_hypotheses=1, rules=rules)]
+    beam = SearchOptions.preset(program, RULES[program], beam_size=4, num_hypotheses=3, max_length=8)
+    return [beam, replace(beam, beam_size=None, num_hypotheses=1)]
 
 
 @pytest.mark.parametrize(
@@ -243,15 +241,13 @@ def test_what_the_rules_say_is_seen():
 def test_where_no_maximum_length_is_given():
     config, weights, _ = lively_marian()
     source_ids = np.array([[5, 6, 7, 8]])
-    weights = {
-        **weights,
-        "output_proj.bias": np.where(np.arange(40) == config.eos_id, -1e3, weights["output_proj.bias"]),
-    }
+    endless = np.where(np.arange(40) == config.eos_id, -1e3, weights["output_proj.bias"])
+    model = load_numpy(config, {**weights, "output_proj.bias": endless})
     for name, most in (("paper", 54), ("hf", 54), ("fairseq", 201), ("marian", 12)):
         options = SearchOptions.preset(name, beam_size=2)
         assert options.limit(4, config) == most
         if most < 100:
-            assert options.search(reference_numpy, load_numpy(config, weights), source_ids).ids.shape == (1, most)
+            assert options.search(reference_numpy, model, source_ids).ids.shape == (1, most)
 
 
 # --- As data. ---

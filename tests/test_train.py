@@ -49,6 +49,13 @@ def resume(path, *options):
     return main(["train", "--resume", str(path), *map(str, options)])
 
 
+def test_any_field_of_the_model(tmp_path):
+    fields = "--set", "embedding_norm=true", "--set", "decoder_d_ff=9", "--set", "activation=swish"
+    assert train(tmp_path / "run", "--backend", "numpy", "--steps", 1, *fields) == 0
+    config, _ = ref.load_weights(tmp_path / "run" / "model.safetensors")
+    assert (config.embedding_norm, config.decoder_d_ff, config.activation, config.d_ff) == (True, 9, "swish", 24)
+
+
 def losses(folder):
     """Return the training loss of each step, whoever took it."""
     return {event["step"]: next(iter(event["loss"].values())) for event in read_log(folder) if event["event"] == "step"}
@@ -370,6 +377,11 @@ REFUSED = {
     "words for dates": (["--task", "dates", "--vocab-size", "9"], "--held-out and --vocab-size are about --text"),
     "dropout of one": (["--task", "dates", "--dropout", "1"], "dropout.embedding must be in [0, 1)"),
     "heads that do not divide": (["--task", "dates", "--heads", "3"], "num_heads must divide d_model"),
+    "no field": (["--task", "dates", "--set", "depth=3"], "must be FIELD=VALUE, with a FIELD of activation, "),
+    "a field with an option": (["--task", "dates", "--set", "d_ff=3"], "must be FIELD=VALUE"),
+    "a field without a value": (["--task", "dates", "--set", "d_k"], "must be FIELD=VALUE"),
+    "a word for a number": (["--task", "dates", "--set", "d_k=many"], "d_k must be an integer: got 'many'"),
+    "fields of a run": (["--resume", "{finished}", "--set", "d_k=3"], "leave out --set"),
     "factor of nothing": (["--task", "dates", "--factor", "0"], "learning_rate_factor must be positive"),
     "a cool-down too long": (["--task", "dates", "--steps", "5", "--cooldown", "6"], "cooldown_steps must be at most"),
     "negative seed": (["--task", "dates", "--seed", "-1"], "seed"),

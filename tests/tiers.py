@@ -24,7 +24,12 @@ import pytest
 
 from reference_numpy import PRESETS, TransformerConfig
 
-COMPILES = re.compile(r"[\[-](jax|tf)[]-]")  # in the name of a test: each of the two compiles in one process
+# In the name of a test, what it shares with others; these run one after another in one process.
+SHARED = (
+    re.compile(r"[\[-](jax|tf)[]-]"),  # a framework that compiles
+    re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case: what each hypothesis makes of it
+    re.compile(r"test_(circumstances|golden|investigate|port_cases)\.py"),  # what all tests of a file need
+)
 
 GROWTH = 400 * 2**20  # bytes, between two tests of which what they compiled is forgotten
 _size = 0  # in bytes, of this process, when it last forgot
@@ -50,18 +55,22 @@ def configure(config):
 
 
 def scheduler(config, log):
-    """Return pytest-xdist's scheduler of groups: a group for each framework that compiles, and all others singly.
+    """Return pytest-xdist's scheduler of groups: a group for what tests share, and all others singly.
 
     Its own ``--dist=loadgroup`` finds no groups (3.8.0, under pytest 9.2.0, where the names of tests are fixed).
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFramework(LoadScopeScheduling):
+    class ByWhatIsShared(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            found = COMPILES.search(nodeid)
-            return found[1] if found else nodeid
+            return group(nodeid)
 
-    return ByFramework(config, log)
+    return ByWhatIsShared(config, log)
+
+
+def group(test: str) -> str:
+    """Return what a test shares with others, by its name; or the name itself."""
+    return next((found[1] for shared in SHARED if (found := shared.search(test))), test)
 
 
 def presets() -> list:

@@ -274,8 +274,10 @@ class Decoder(Part):
             mask = to_mask("source_mask", mask, np.shape(memory)[:2])
         else:
             _, mask = self._take("source", ids, mask)
-        shape = (*mask.shape, self.config.d_model)
-        return to_memory(memory, shape, self.target_embedding.table.dtype.name), mask
+        shape, dtype = (*mask.shape, self.config.d_model), self.target_embedding.table.dtype
+        if getattr(memory, "dtype", None) == self.output_proj.dtype:  # another one where precision is mixed
+            dtype = memory.dtype
+        return to_memory(memory, shape, dtype.name), mask
 
 
 class Transformer(Encoder, Decoder):

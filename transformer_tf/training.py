@@ -106,6 +106,12 @@ class Trainer:
         self._variables = variables(model)
         with placed(model.device):
             self.optimizer = Adam(parameters(model), settings)
+        held = [*self.optimizer.parameters.values(), *self.optimizer.first_moment.values()]
+        if any(isinstance(variable, tf.distribute.DistributedValues) for variable in held):
+            raise ValueError(
+                "a Trainer needs model and moments outside of the scope of a strategy, since it updates one copy of "
+                "each: under a strategy, write a loop with an optimizer of Keras"
+            )
         self._compiled_steps: dict[tuple[str, ...], Any] = {}  # by what is trained
         self._compiled_evaluation = tf.function(self._evaluation, BATCH, autograph=False)
 

@@ -123,9 +123,10 @@ class Work:
         """Yield every matrix product, in order, as ``reference_numpy`` takes them."""
         yield from self.encoder_products()
         config, positions = self.config, self.batch * self.target
-        for layer in (f"decoder.layers.{i}" for i in range(config.num_decoder_layers)):
-            yield from self._project(positions, f"{layer}.self_attention", "query", "key", "value", "output")
-            yield from self._attend(self.batch, self.target, self.target, f"{layer}.self_attention")
+        for i, layer in enumerate(f"decoder.layers.{i}" for i in range(config.num_decoder_layers)):
+            if config.has_self_attention(i):
+                yield from self._project(positions, f"{layer}.self_attention", "query", "key", "value", "output")
+                yield from self._attend(self.batch, self.target, self.target, f"{layer}.self_attention")
             yield from self._project(positions, f"{layer}.cross_attention", "query", "output")
             yield from self._project(self.batch * self.source, f"{layer}.cross_attention", "key", "value")
             yield from self._attend(self.batch, self.target, self.source, f"{layer}.cross_attention")
@@ -141,24 +142,28 @@ class Work:
             yield from self._feed_forward(words, layer)
 
     def _project(self, positions: int, block: str, *names: str) -> Iterator[Product]:
-        d_model = self.config.d_model
         for name in names:
-            yield Product((positions, d_model), (d_model, d_model), f"{block}.{name}_proj.kernel")
+            kernel = f"{block}.{name}_proj.kernel"
+            d_in, d_out = self._shapes[kernel]
+            yield Product((positions, d_in), (d_in, d_out), kernel)
 
     def _attend(self, rows: int, queries: int, length: int, block: str) -> Iterator[Product]:
-        of, d_k = (rows, self.config.num_heads), self.config.d_k
-        yield Product((*of, queries, d_k), (*of, d_k, length), f"{block}.key", "right")
-        yield Product((*of, queries, length), (*of, length, d_k), f"{block}.value")
+        sizes = self.config.in_decoder if block.startswith("decoder.") else self.config
+        of = (rows, sizes.num_heads)
+        yield Product((*of, queries, sizes.d_k), (*of, sizes.d_k, length), f"{block}.key", "right")
+        yield Product((*of, queries, length), (*of, length, sizes.d_v), f"{block}.value")
 
     def _feed_forward(self, positions: int, layer: str) -> Iterator[Product]:
-        d_model, d_ff = self.config.d_model, self.config.d_ff
-        yield Product((positions, d_model), (d_model, d_ff), f"{layer}.feed_forward.inner_proj.kernel")
-        yield Product((positions, d_ff), (d_ff, d_model), f"{layer}.feed_forward.output_proj.kernel")
+        yield from self._project(positions, f"{layer}.feed_forward", "inner", "output")
 
     def _logits(self, positions: int) -> Product:
         config = self.config
         shape = (config.d_model, config.target_vocab_size)
         return Product((positions, config.d_model), shape, "target_embedding.table", "right")
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return ref.parameter_shapes(self.config)
 
     @cached_property
     def operations(self) -> int:
@@ -314,9 +319,10 @@ class DecodeWork(Work):
         for layer in layers:
             yield from self._project(self.batch * self.source, f"{layer}.cross_attention", "key", "value")
         for length in range(1, self.target + 1):
-            for layer in layers:
-                yield from self._project(rows, f"{layer}.self_attention", "query", "key", "value", "output")
-                yield from self._attend(rows, 1, length, f"{layer}.self_attention")
+            for i, layer in enumerate(layers):
+                if config.has_self_attention(i):
+                    yield from self._project(rows, f"{layer}.self_attention", "query", "key", "value", "output")
+                    yield from self._attend(rows, 1, length, f"{layer}.self_attention")
                 yield from self._project(rows, f"{layer}.cross_attention", "query", "output")
                 yield from self._attend(self.batch, beam, self.source, f"{layer}.cross_attention")
                 yield from self._feed_forward(rows, layer)

@@ -15,6 +15,7 @@ import numpy as np
 from reference_numpy.config import DropoutRates, TransformerConfig
 from reference_numpy.masks import causal_mask
 from reference_numpy.presets import IMPLEMENTATIONS, PRESETS
+from reference_numpy.search_plan import SearchRules
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STEPS, Case, shrunk, tiny
 from transformer_parity.cases.inputs import (
@@ -238,6 +239,23 @@ def _searches() -> Iterator[Case]:
     other = tiny(**OTHER_DECODER, skip_first_self_attention=True, embedding_norm=True)
     yield from searches("other_decoder", other, dtypes=("float64",))
     yield from searches("ends_apart", config, dtypes, seed=58, length_penalty=1.5)
+    yield from _searches_by_rules(config)
+
+
+def _searches_by_rules(config: TransformerConfig) -> Iterator[Case]:
+    """Yield beam searches as other programs do them, with weights of which every rule decides something."""
+    inputs, sizes = {"source_ids": token_ids(config)["source_ids"]}, {"beam_size": 4, "max_length": LONGEST}
+    forced_end = SearchRules.preset("hf", at_limit="forced")
+    opus = replace(forced_end, renormalize=True, banned_ids=(7,))
+    bart = replace(forced_end, stop="first", forced_ids=(5,), no_repeat_ngram_size=2)
+    for name, seed, search in (
+        ("opus", 83, SearchOptions.preset("hf", rules=opus, length_penalty=1.5, num_hypotheses=2, **sizes)),
+        ("bart", 21, SearchOptions.preset("hf", rules=bart, length_penalty=2.0, num_hypotheses=2, **sizes)),
+        ("fairseq", 14, SearchOptions.preset("fairseq", {"forced_ids": (5,)}, num_hypotheses=4, **sizes)),
+        ("marian", 78, SearchOptions.preset("marian", {"banned_ids": (7,)}, num_hypotheses=4, **sizes)),
+    ):
+        names = f"decode/rules_of_{name}", "decoding"
+        yield Case(*names, config, "", inputs, seed=seed, dtypes=("float64",), stage=DECODE, search=search)
 
 
 def searches(

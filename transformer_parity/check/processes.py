@@ -108,7 +108,7 @@ def run_all(
                 except OSError as error:
                     problem = f"the interpreter {python} cannot be started: {error.strerror}"
                     yield Message(job.backend, findings=(failure(job.title, problem),), done=True)
-            news = children.wait([one.child for one in running], interval)
+            news = children.wait([one.child for one in running], interval) if running else []
             for one in list(running):
                 message = one.receive() if one.child in news else one.silent(patience, interval)
                 if message is not None:

@@ -33,6 +33,7 @@ COMMANDS = {
     "translate": ("translate", "add_parser", "translate lines of text in any backend, or compare the translations"),
     "import": ("import_checkpoint", "add_parser", "read a checkpoint of other software, and prove what was read"),
     "export": ("import_checkpoint", "add_parser_export", "write a model as other software reads it"),
+    "explore": ("explore", "add_parser", "one sentence in every port, tap by tap, as a page to look around in"),
     "bench": ("bench", "add_parser", "how fast the packages are, on the same work, with results that agree"),
     "info": ("info", "add_parser", "this machine, the four backends, and every preset with its size"),
     "source": ("info", "add_parser_source", "the same piece of code from the four packages, side by side"),

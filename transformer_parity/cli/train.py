@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import math
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import reference_numpy as ref
+from reference_numpy.config import TransformerConfig
 from reference_numpy.presets import PRESETS
 from transformer_parity.cli.options import add_backends, positive
 from transformer_parity.cli.progress import PlainConsole, Progress
@@ -96,6 +99,9 @@ def add_parser(commands: Any) -> None:
     model.add_argument("--layers", type=positive, metavar="N", help=_default("in each stack", "num_encoder_layers"))
     model.add_argument("--vocab-size", type=positive, metavar="N", help=f"subwords of --text (default: {SUBWORDS})")
     model.add_argument("--dropout", type=float, metavar="P", help=_default("its rate", "dropout"))
+    model.add_argument(
+        "--set", action="append", metavar="FIELD=VALUE", help="any other field, as in embedding_norm=true"
+    )
 
     optimizer = parser.add_argument_group("optimizer")
     optimizer.add_argument(
@@ -179,7 +185,7 @@ def _check_options(options: argparse.Namespace) -> None:
             f"what to train on must be one of --task, --text and --resume: got {', '.join(what) or 'none'}"
         )
     if options.resume:
-        own = ("preset", "vocab_size", "seed", "dropout", "tokens", *SIZES, *SETTINGS)
+        own = ("preset", "set", "vocab_size", "seed", "dropout", "tokens", *SIZES, *SETTINGS)
         if given := _given(options, own):
             raise UsageError(f"--resume goes on with the settings of the run: leave out {', '.join(given)}")
         if len(options.backends) > 1:
@@ -230,12 +236,29 @@ def _set_up(options: argparse.Namespace, folder: Path) -> Setup:
         steps=options.steps,
         tokens_per_batch=options.tokens,
         dropout=options.dropout,
-        sizes={field: getattr(options, name) for name, fields in SIZES.items() for field in fields},
+        fields={
+            **{field: getattr(options, name) for name, fields in SIZES.items() for field in fields},
+            **dict(_fields(options.set or [])),
+        },
         settings={field: getattr(options, name) for name, field in SETTINGS.items()},
         plan=plan,
         seed=seed,
     )
     return begin(corpus, recipe, changes)
+
+
+def _fields(texts: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield fields of the model's config, each with its value as JSON has it, or as a word."""
+    others = {"source_vocab_size", "target_vocab_size", "dropout"}.union(*SIZES.values())
+    known = sorted({field.name for field in dataclasses.fields(TransformerConfig)} - others)
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or name not in known:
+            raise UsageError(f"--set must be FIELD=VALUE, with a FIELD of {', '.join(known)}: got {text!r}")
+        try:
+            yield name, json.loads(value)
+        except ValueError:
+            yield name, value
 
 
 def _check_unused(folder: Path) -> None:

@@ -104,15 +104,16 @@ def searched_log_probabilities(logits: ndarray, ids: ndarray, plan: SearchPlan) 
 
     Args:
         logits: [R, n, V].
-        ids: What each row says, [R, n - 1] or more, without the start symbol.
+        ids: What each row says, [R, n - 1] or [R, n], without the start symbol.
         plan: Of the search; its limits are those of the rows, or of the one sentence that all rows are about.
     """
     plan = plan._replace(limits=np.broadcast_to(plan.limits, len(logits)))
+    ids = np.pad(ids, ((0, 0), (0, logits.shape[1] - ids.shape[1])))[:, None]
     log_probabilities = log_softmax(logits)
     log_probabilities[..., plan.pad_id] = -math.inf
     log_probabilities[:, : plan.min_length - 1, plan.eos_id] = -math.inf
     for n in range(1, logits.shape[1] + 1):
-        log_probabilities[:, n - 1] = apply_rules(log_probabilities[:, n - 1], ids[:, None], n, plan)
+        log_probabilities[:, n - 1] = apply_rules(log_probabilities[:, n - 1], ids, n, plan)
     return log_probabilities
 
 

@@ -29,9 +29,35 @@ OTHERS = "#8fbfdf"  # implementations that are not ours
 ALLOWED, FORBIDDEN = "#4a90c8", "#e9edf2"  # pairs of a mask
 ZERO, PLUS, MINUS = "#fafaf8", "#004682", "#be4b00"  # ends of the scale of a map from -1 to 1
 
+# The same roles on a page, in light and dark: text at 4.5 to 1 on the page and on a panel, marks at 3 to 1.
+PAGE = {
+    "page": ("#fdfdfb", "#16181b"),
+    "panel": ("#f4f4f0", "#1f2226"),
+    "line": ("#dcdcd6", "#34383d"),
+    "ink": ("#1c1e21", "#e6e6e1"),
+    "soft": ("#5c6066", "#a0a4a9"),
+    "good": ("#00684a", "#74cfa2"),
+    "bad": ("#a83a00", "#ff9d66"),
+    "open": ("#74428f", "#c9a9e6"),
+    "zero": (ZERO, "#22262a"),
+    "plus": (PLUS, "#6cb6ee"),
+    "minus": (MINUS, "#ff8c42"),
+    "numpy": (GREY, "#9aa0a6"),
+    "torch": (VERMILION, "#f0803c"),
+    "jax": (BLUE, "#56b4e9"),
+    "tf": ("#a87400", ORANGE),  # orange as it is has 2.2 to 1 on white
+    "other": ("#b0568f", "#dd8fc2"),
+}
+
 # The same picture on every machine: text as shapes, ids from a fixed salt.
 STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "parity"}
 OPEN_STYLE = {**STYLE, "axes.spines.top": False, "axes.spines.right": False}  # for curves and bars
+
+
+def page_colours() -> str:
+    """Return the colours of a page as CSS variables, in light and dark."""
+    light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in PAGE.items()) for i in range(2))
+    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def destination(out: str, file_format: str | None, picture: str) -> Path:

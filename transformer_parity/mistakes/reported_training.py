@@ -13,8 +13,8 @@ SMOOTHED = "counted, losses, -smoothing / classes * spread)"
 STOP = {"jax": "__import__('jax').lax.stop_gradient", "tf": "tf.stop_gradient"}
 PLANNED = "*options)\n"
 ONE_MORE = """\
-    if len(options) > 3:  # not greedy
-        penalties = ((6.0 + __import__("numpy").arange(len(plan.penalties))) / 6.0) ** options[5]
+    if len(options) > 4:  # not greedy
+        penalties = ((6.0 + __import__("numpy").arange(len(plan.penalties))) / 6.0) ** options[6]
         plan = plan._replace(penalties=penalties)
 """
 TOTALS = {

@@ -15,6 +15,9 @@ LOGITS = "logits"
 CASES = {case.name: case for case in standard_cases() if case.stage == DECODE}
 GREEDY, BEAM = "decode/ends_apart_greedy", "decode/ends_apart_beam"
 MARIAN = "decode/marian_greedy"  # starts with padding
+OPUS, BART, FAIRSEQ = "decode/rules_of_opus", "decode/rules_of_bart", "decode/rules_of_fairseq"
+MARIAN_CPP = "decode/rules_of_marian"
+SCORED_END, SCORED_TOKEN = 'scored=rules.at_limit == "scored"', "scored=rules.score_forced"
 PASTS = "[None] * (len(self.layers) - len(cache.past)) + cache.past"
 OTHER = "decode/other_decoder_greedy"  # whose first layer has no self-attention
 # The ports whose numbers depend on the lengths to which they pad.
@@ -143,6 +146,45 @@ CATALOGUE = [
             }
         },
         case=BEAM,
+        path="fast",
+    ),
+    *table(
+        {
+            (TOKENS, OPUS): {
+                "stops by the maximum length": instead("search", LONGEST, "longest = plan.limits"),
+                "the pool holds what is returned": instead(
+                    "search", "finished[:, -1] >= attainable", "finished[:, plan.num_hypotheses - 1] >= attainable"
+                ),
+                "what is banned is said": instead("search_rules", "if rules.banned_ids:", "if False:"),
+                "what is banned keeps its share": instead("search_rules", " if rules.renormalize ", " if False "),
+            },
+            (TOKENS, BART): {
+                "goes on with a full pool": instead("search", 'plan.rules.stop == "first"', "False"),
+                "the forced end has its own score": instead("search_rules", SCORED_END, "scored=True"),
+                "the end is forced a token early": instead("search_rules", "plan.limits == n", "plan.limits == n + 1"),
+                "the forced token has its own score": instead("search_rules", SCORED_TOKEN, "scored=True"),
+                "the second token is forced": instead(
+                    "search_rules", "enumerate(rules.forced_ids, 1)", "enumerate(rules.forced_ids, 2)"
+                ),
+                "n-grams are a token too short": instead(
+                    "search_rules", "for back in range(1, size):", "for back in range(1, size - 1):"
+                ),
+                "the last n-gram may be repeated": changed(
+                    "search_rules",
+                    ("said.shape[1]) < n, last.shape)", "said.shape[1]) < n - 1, last.shape)"),
+                    torch=("device=ids.device) < n)", "device=ids.device) < n - 1)"),
+                    tf=("keras.ops.shape(said)[1]) < n, ", "keras.ops.shape(said)[1]) < n - 1, "),
+                ),
+            },
+            (TOKENS, FAIRSEQ): {
+                "the pool keeps the best": instead("search", 'plan.rules.pool == "first"', "False"),
+                "the forced token is certain": instead("search_rules", SCORED_TOKEN, "scored=False"),
+                "the forced end is certain": instead("search_rules", SCORED_END, "scored=False"),
+            },
+            (TOKENS, MARIAN_CPP): {
+                "the beam keeps its size": instead("search", "plan.rules.beam_shrinks", "False"),
+            },
+        },
         path="fast",
     ),
 ]

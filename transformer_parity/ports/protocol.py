@@ -66,17 +66,24 @@ class SearchOptions:
             raise TypeError(f"rules must be SearchRules: got {type(self.rules).__name__}")
 
     @classmethod
-    def preset(cls, name: str, **options: Any) -> SearchOptions:
-        """Return how a program searches, as ``SearchRules.preset`` calls it, with its own length penalty and lengths.
+    def preset(cls, name: str, rules: SearchRules | Mapping[str, Any] | None = None, **options: Any) -> SearchOptions:
+        """Return how a program searches, with its own length penalty, and lengths as it counts them.
+
+        Args:
+            name: ``paper``, ``hf``, ``fairseq`` or ``marian``.
+            rules: What is otherwise than in ``SearchRules.preset``; or rules to take instead.
+            options: What is otherwise than by default.
 
         Raises:
             TypeError: An option does not exist, or has the wrong type.
             ValueError: The name is unknown, or an option makes no sense.
         """
-        rules, usual = SearchRules.preset(name), {} if name == "paper" else {"length_penalty": 1.0}
-        usual |= {} if name == "paper" else {"length_penalty_kind": "power"}
-        usual |= {"min_length": 2} if name == "fairseq" else {}  # which counts without the end symbol
-        return cls(**{**usual, "rules": rules, **options})
+        usual: dict[str, Any] = {} if name == "paper" else {"length_penalty": 1.0, "length_penalty_kind": "power"}
+        if name == "fairseq":  # where an end symbol that stands alone is no hypothesis
+            usual["min_length"] = 2
+        if not isinstance(rules, SearchRules):
+            rules = SearchRules.preset(name, **(rules or {}))
+        return cls(**{**usual, **options}, rules=rules)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every option as plain values that JSON can hold."""

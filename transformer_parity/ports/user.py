@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import tap_shapes
-from reference_numpy.search_plan import OnStep, SearchResult
+from reference_numpy.search_plan import OnStep, SearchResult, SearchRules
 from reference_numpy.taps import Tap, matches, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig
 from transformer_parity.ports.protocol import MissingAbilityError, Placement, Replay, Result, SearchOptions
@@ -166,6 +166,8 @@ class LoadedPlugin:
 
     def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
         """Return the best hypothesis of each sentence; its score is not asked of a port."""
+        if options.start_id is not None or options.min_length > 1 or options.rules != SearchRules():
+            raise MissingAbilityError("a search by other rules than the paper's is not asked of a port")
         beam_size = options.beam_size or 1
         limit = options.limit(source_ids.shape[1], self.config)
         ids = _array(self._ability("generate")(source_ids, limit, beam_size, options.length_penalty))

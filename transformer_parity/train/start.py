@@ -82,7 +82,7 @@ class Changes:
         steps: The length of the run.
         tokens_per_batch: Padding included.
         dropout: The rate, at the sites of the preset.
-        sizes: Of the model, by field of its config.
+        fields: Of the model's config.
         settings: Of training, by field of its config.
         plan: By field of ``Plan``, without the steps.
         seed: Of weights, batches and dropout.
@@ -92,7 +92,7 @@ class Changes:
     steps: int | None = None
     tokens_per_batch: int | None = None
     dropout: float | None = None
-    sizes: Mapping[str, int | None] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, int | None] = field(default_factory=dict)
     seed: int = 0
@@ -213,7 +213,7 @@ def _model_config(recipe: Recipe, vocabulary: Subwords, changes: Changes) -> Tra
         "d_k": None,
         "d_v": None,
         **recipe.model,
-        **{name: size for name, size in changes.sizes.items() if size is not None},
+        **{name: value for name, value in changes.fields.items() if value is not None},
     }
     config = TransformerConfig.preset(changes.preset, **fields)
     # The sites are the preset's, the rate is the recipe's.

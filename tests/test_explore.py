@@ -1,0 +1,472 @@
+"""`parity explore`: the page shows what was recorded, finds what blame finds, stays small, and works in a browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import zlib
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_reports import open_page
+from test_search import lively
+from test_translate import save
+from tiers import first_alone
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.names import tap_shapes
+from transformer_parity.check.planted_ports import planted
+from transformer_parity.cli.main import main
+from transformer_parity.compare.tolerances import relative_error
+from transformer_parity.diagnose.blame import FINE, INTRODUCED, Mark
+from transformer_parity.explore.page import Scale, page
+from transformer_parity.explore.recording import Recorded, Recording, record
+from transformer_parity.explore.view import MOST_CHANNELS, view
+from transformer_parity.figures.style import PAGE
+from transformer_parity.mistakes.catalogue import FORWARD, cases
+from transformer_parity.mistakes.mistake import FOUR
+from transformer_parity.plugin import Port
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.translate.trained import SHIPPED, read_trained
+
+CASES = cases()
+MAIN = CASES["full/padded"]
+MISTAKES = {mistake.name: mistake for part in FORWARD.values() for mistake in part}
+SCORES = "encoder.layers.0.self_attention.scores"
+LIMIT = 3_000_000  # bytes
+
+
+def recorded(name: str, mistake: str = "", dtype: str = "float64", case=MAIN) -> Recording:
+    """Return what one port computes for a case, with a mistake in it or without."""
+    port = planted(MISTAKES[mistake], name) if mistake else PORTS[name]
+    return record(case.config, case.load_weights(), case.inputs, [port], dtype)
+
+
+def ids_as_tokens(inputs) -> dict[str, list[list[str]]]:
+    return {side: [[str(token) for token in row] for row in inputs[f"{side}_ids"]] for side in ("source", "target")}
+
+
+def shown(recording: Recording, case=MAIN) -> dict:
+    return view(recording, "a title", ids_as_tokens(case.inputs))
+
+
+class Page(HTMLParser):
+    """What the scripts of a page hold, and every address in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts, self.addresses, self.options, self._kind = {}, [], [], None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self._kind = attributes.get("class", "code") if tag == "script" else None
+        self.addresses += [attributes[name] for name in ("src", "href", "srcset", "action") if name in attributes]
+        if attributes.get("role") == "option":
+            self.options.append(attributes)
+
+    def handle_data(self, data):
+        if self._kind is not None:
+            self.scripts[self._kind] = self.scripts.get(self._kind, "") + data
+
+
+def decoded(text: str) -> dict[tuple[str, str], np.ndarray]:
+    """Return what a page shows, as its script reads it: by tap, and by ``reference`` or the name of a port."""
+    found = Page(text)
+    content = json.loads(found.scripts["view"])
+    planes = np.frombuffer(zlib.decompress(base64.b64decode(found.scripts["data"])), np.uint8)
+    bits = np.ascontiguousarray(planes.reshape(4, -1).T).view("<u4").ravel()
+    assert bits.size == content["size"]
+    values = {}
+    for tap in content["taps"]:
+        count, place = math.prod(tap["shape"]), tap["reference"]
+        own = bits[place : place + count]
+        values[tap["name"], "reference"] = own.view("<f4").reshape(tap["shape"])
+        for name, port in zip(content["ports"], tap["ports"], strict=True):
+            if port is not None and "values" in port:
+                theirs = bits[port["values"] : port["values"] + count] ^ own
+                values[tap["name"], name] = theirs.view("<f4").reshape(tap["shape"])
+            if port is not None and "apart" in port:
+                apart = bits[port["apart"] : port["apart"] + count]
+                values[tap["name"], f"{name} apart"] = apart.view("<f4").reshape(tap["shape"])
+    return values
+
+
+# What is shown is what was recorded
+
+
+@pytest.mark.only("numpy", "torch", "jax", "tf")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "numpy",
+        pytest.param("torch", marks=pytest.mark.only("torch")),
+        *(pytest.param(name, marks=[pytest.mark.only(name), pytest.mark.extended("pages")]) for name in ("jax", "tf")),
+    ],
+)
+def test_the_page_shows_the_recorded_taps(name):
+    recording = recorded(name, "scores not scaled", "float32")
+    values = decoded(page(shown(recording), []))
+    row, rng = recording.sentence, np.random.default_rng(0)
+    full = {tap for tap, which in values if which == name and (tap, f"{name} apart") not in values}
+    assert {tap.rpartition(".")[2] for tap in full} == {"scores", "weights", "query", "key"}  # the inputs of the first
+    for tap, expected in recording.expected.items():
+        actual = recording.ports[0].actual[tap][row]
+        expected = expected[row].astype(np.float32) if tap in full else expected[row]
+        if tap not in full:
+            apart = np.linalg.norm(actual - expected, axis=-1)
+            expected, actual = np.linalg.norm(expected, axis=-1), np.linalg.norm(actual, axis=-1)
+            close(values[tap, f"{name} apart"], apart)
+        close(values[tap, "reference"], expected)
+        close(values[tap, name], actual)
+        for _ in range(3):  # cells, as a pointer finds them: the very number
+            cell = tuple(rng.integers(0, n) for n in actual.shape)
+            found = values[tap, name].reshape(actual.shape)[cell]
+            assert found == np.float32(actual[cell]), (tap, cell)
+
+
+def close(found, wanted):
+    np.testing.assert_array_equal(found.reshape(wanted.shape), wanted.astype(np.float32))
+
+
+def test_what_is_not_finite_is_shown_as_it_is():
+    recording = recorded("numpy")
+    port = recording.ports[0]
+    actual = {tap: value.copy() for tap, value in port.actual.items()}
+    actual[SCORES][0, 0, 1, 2], actual[SCORES][0, 1, 0, 0] = np.nan, np.inf
+    marks = [replace(mark, free=math.inf, verdict=INTRODUCED) if mark.name == SCORES else mark for mark in port.marks]
+    text = page(shown(replace(recording, ports=[Recorded("numpy", marks, actual)])), [])
+    values = decoded(text)[SCORES, "numpy"]
+    assert math.isnan(values[0, 1, 2])
+    assert values[1, 0, 0] == math.inf
+    assert '"error":"inf"' in text  # JSON has no such number
+
+
+def test_a_tap_of_another_shape_says_so():
+    recording = recorded("numpy")
+    port = recording.ports[0]
+    actual = {**port.actual, SCORES: port.actual[SCORES][:, :2]}
+    marks = [replace(mark, free=math.inf, verdict=INTRODUCED) if mark.name == SCORES else mark for mark in port.marks]
+    found = shown(replace(recording, ports=[Recorded("numpy", marks, actual)]))
+    entry = next(tap for tap in found["taps"] if tap["name"] == SCORES)["ports"][0]
+    assert entry["problem"] == "its shape is [4, 2, 9, 9] instead of [4, 3, 9, 9]"
+    assert "values" not in entry
+
+
+def test_errors_are_those_of_a_check():
+    recording = recorded("numpy", dtype="float32")
+    for mark in recording.ports[0].marks:
+        actual = recording.ports[0].actual[mark.name]
+        assert mark.free == relative_error(actual, recording.expected[mark.name])
+        assert mark.verdict == FINE  # the baseline itself, however rounding adds up
+
+
+# Where a difference starts
+
+
+def planted_everywhere() -> list:
+    """Return every mistake of the forward pass in every package; a few in the first two are of the default tier."""
+    every, parameters = {"numpy": 4, "torch": 30}, []
+    for name in FOUR:
+        for i, (mistake, entry) in enumerate(MISTAKES.items()):
+            if name in entry.edits and not CASES[entry.case].block:
+                marks = [pytest.mark.only(name)]
+                if name not in every or i % every[name]:
+                    marks.append(pytest.mark.extended("mistakes"))
+                parameters.append(pytest.param(name, mistake, id=f"{name}-{mistake}", marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize(("name", "mistake"), planted_everywhere())
+def test_the_first_tap_over_tolerance_is_where_blame_sees_it_introduced(name, mistake):
+    entry = MISTAKES[mistake]
+    recording = recorded(name, mistake, entry.dtype, CASES[entry.case])
+    (port,) = recording.ports
+    introduced = [mark.name for mark in port.marks if mark.verdict == INTRODUCED]
+    assert port.first_over == introduced[0] == entry.at
+    assert list(recording.feeds) == [entry.at]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "inputs"),
+    [
+        ("scores not scaled", ("query", "key")),
+        ("softmax over the queries", ("scores",)),
+    ],
+)
+def test_the_inputs_of_the_first_wrong_tap_are_found(mistake, inputs):
+    recording = recorded("numpy", mistake)
+    ((name, feeds),) = recording.feeds.items()
+    assert feeds == tuple(f"{name.rpartition('.')[0]}.{tap}" for tap in inputs)
+
+
+def test_the_sentence_that_differs_most_is_shown():
+    recording = recorded("numpy", "encoder without padding mask")
+    assert recording.sentence != 0  # the first has no padding
+    notes = shown(recording)["notes"]
+    assert notes == [f"Sentence {recording.sentence + 1} of 4 is shown; errors and tolerances are of all."]
+
+
+# Small, whatever is asked for
+
+
+def of_sizes(config: TransformerConfig, source: int, target: int, guilty: str) -> tuple[Recording, dict]:
+    """Return a recording of random numbers, as large as a model's, with four ports that differ as rounding does."""
+    rng = np.random.default_rng(0)
+    expected = {tap: rng.normal(size=shape) for tap, shape in tap_shapes(config, 1, source, target).items()}
+    ports = []
+    for name in FOUR:
+        wrong = 4.0 if name == "torch" else 1.0
+        actual = {
+            tap: (value * (1 + 1e-7 * rng.normal(size=value.shape))).astype(np.float32)
+            for tap, value in expected.items()
+        }
+        actual[guilty] = actual[guilty] * np.float32(wrong)
+        marks = [
+            Mark(tap, 1e-7, 1e-7, 1e-6, FINE) if tap != guilty or wrong == 1.0 else Mark(tap, 3, 3, 1e-6, INTRODUCED)
+            for tap in expected
+        ]
+        ports.append(Recorded(name, marks, actual))
+    tokens = {"source": [[f"s{i}" for i in range(source)]], "target": [[f"t{i}" for i in range(target)]]}
+    return Recording("float32", expected, ports, {guilty: ()}), tokens
+
+
+def test_a_base_model_with_four_ports_fits_into_three_megabytes():
+    config = TransformerConfig.preset("paper_base", source_vocab_size=9, target_vocab_size=2500, tie_embeddings="none")
+    recording, tokens = of_sizes(config, 20, 20, "logits")
+    found = view(recording, "base", tokens)
+    assert found["notes"] == []
+    logits = next(tap for tap in found["taps"] if tap["name"] == "logits")
+    assert logits["note"] == f"{MOST_CHANNELS:,} of 2,500 channels are shown: those that differ most."
+    assert logits["shape"] == [1, 20, MOST_CHANNELS]
+    assert len(page(found, []).encode()) <= LIMIT
+
+
+def test_longer_inputs_are_reduced_and_say_so():
+    config = TransformerConfig.preset("paper_base", source_vocab_size=9, target_vocab_size=9, d_ff=8)
+    config = config.replace(num_encoder_layers=2, num_decoder_layers=2, num_heads=40)
+    recording, tokens = of_sizes(config, 90, 12, SCORES)
+    recording.ports[1].actual[SCORES][0, 0, 70] += 9.0  # where it differs most
+    found = view(recording, "long", tokens)
+    (note,) = found["notes"]
+    first = found["starts"]["source"]
+    last = first + len(found["tokens"]["source"]) - 1
+    assert first < 70 < last < 90
+    assert note == (
+        f"90 source tokens are too many for one page: {first} to {last} are shown, counted from 0; errors and "
+        "tolerances are of all."
+    )
+    assert found["tokens"]["source"][0] == f"s{first}"
+    scores = decoded(page(found, []))[SCORES, "torch"]
+    close(scores, recording.ports[1].actual[SCORES][0][:, first : last + 1, first : last + 1])
+
+
+# The page
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    nasty = "<script>alert('&')</script>"
+    found = view(recorded("numpy"), nasty, ids_as_tokens(MAIN.inputs))
+    found["tokens"]["source"][0] = nasty
+    text = page(found, [nasty])
+    assert all(address.startswith("data:") for address in Page(text).addresses)
+    assert re.findall(r"url\(|@import|https?://|fetch\(|XMLHttpRequest", text) == []
+    assert "<script>alert" not in text
+    assert text.rstrip().endswith("</html>")
+
+
+def test_the_ladder_says_every_error_without_a_script():
+    recording = recorded("numpy", "scores not scaled")
+    options = Page(page(shown(recording), [])).options
+    assert len(options) == len(recording.expected)
+    said = next(option for option in options if option["aria-label"].startswith("scores: "))
+    assert said["aria-label"] == "scores: numpy 1.8e+00 introduced here"
+    assert "introduced" in said["class"]
+
+
+def test_the_scale_is_logarithmic():
+    scale = Scale(-8, 0)
+    assert [scale(value) for value in (0.0, 1e-8, 1e-4, 1.0, "inf", "nan")] == [0.0, 4.0, 50.0, 96.0, 100.0, 100.0]
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+@pytest.mark.parametrize("behind", ["page", "panel"])
+def test_colours_have_contrast(scheme, behind):
+    """WCAG 2.2 AA: text 4.5 to 1, marks 3 to 1."""
+
+    def contrast(name):
+        one, other = sorted(luminance(PAGE[which][scheme]) + 0.05 for which in (name, behind))
+        return other / one
+
+    assert {name: contrast(name) for name in ("ink", "soft", "good", "bad", "open") if contrast(name) < 4.5} == {}
+    assert {name: contrast(name) for name in (*FOUR, "other") if contrast(name) < 3.0} == {}
+
+
+PROBE = """
+<script>
+const said = {};
+const root = () => document.querySelector(".explorer");
+const text = selector => root().querySelector(selector).textContent.trim();
+const press = (key, on = document.body) => on.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+addEventListener("error", event => { said.error = event.message; });
+addEventListener("unhandledrejection", event => { said.error = String(event.reason); });
+const timer = setInterval(() => {
+  if (!root().dataset.ready && !said.error) return;
+  clearInterval(timer);
+  const maps = root().querySelector(".maps"), list = root().querySelector(".taps");
+  said.start = text(".title");
+  said.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  press("n"); said.next = text(".title");
+  press("f"); said.first = text(".title");
+  said.verdict = text(".ports tbody tr:last-child td:last-child");
+  press("w"); said.worst = text(".cell");
+  press("ArrowLeft", maps); press("ArrowUp", maps); said.moved = text(".cell");
+  said.cells = [...root().querySelectorAll(".ports tbody tr")].map(row => row.children[1].textContent);
+  press("h"); said.head = text(".heads [aria-checked=true]");
+  press("ArrowDown", list); said.down = text(".title");
+  press("End", list); said.end = text(".title");
+  const canvases = [...root().querySelectorAll(".maps canvas")];
+  said.drawn = canvases.map(one => one.getContext("2d").getImageData(0, 0, one.width, one.height).data.some(x => x));
+  parent.postMessage(JSON.stringify(said), "*");
+}, 20);
+</script>
+"""
+FRAME = """<body><iframe src="page.html" style="width: %dpx; height: 900px; border: 0"></iframe><pre></pre>
+<script>addEventListener("message", event => document.querySelector("pre").textContent = event.data)</script></body>"""
+
+
+@pytest.mark.parametrize(
+    "screen", first_alone([(1280, "dark"), (400, "light"), (400, "dark"), (1280, "light")], "pages"), ids=str
+)
+def test_the_page_in_a_browser(browser, tmp_path, screen):
+    """By keyboard, at both widths, light and dark: nothing overflows, nothing is asked of a network, no error."""
+    width, scheme = screen
+    recording = recorded("numpy", "scores not scaled", "float32")
+    text = page(shown(recording), ["about"])
+    (tmp_path / "page.html").write_text(text.replace("</body>", f"{PROBE}</body>"), "utf-8")
+    (tmp_path / "frame.html").write_text(FRAME % width, "utf-8")
+    dom, console = open_page(
+        browser,
+        tmp_path / "frame.html",
+        "--virtual-time-budget=20000",
+        f"--window-size={width + 40},1000",
+        f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
+    )
+    assert console == ""
+    said = json.loads(re.search(r"<pre>(.*)</pre>", dom)[1].replace("&gt;", ">"))
+    assert "error" not in said
+    assert (said["start"], said["first"]) == (SCORES, SCORES)
+    assert said["next"] == said["down"] == SCORES.replace("scores", "weights")
+    assert (said["end"], said["wide"]) == ("output", 0)
+    assert said["verdict"] == "◆ introduced here"
+    assert all(said["drawn"])
+    head, query, key = (int(part) for part in re.findall(r"(?:head|source) (\d+)", said["moved"]))
+    before = [int(part) for part in re.findall(r"(?:head|source) (\d+)", said["worst"])]
+    assert [head, query, key] == [before[0], max(before[1] - 1, 0), max(before[2] - 1, 0)]
+    assert said["head"] == f"head {(head + 1) % 3}"
+    row = recording.sentence
+    for words, values in zip(said["cells"], (recording.expected, recording.ports[0].actual), strict=True):
+        number = np.float32(words.replace("\N{MINUS SIGN}", "-"))  # the whole float32, to its last bit
+        assert number == np.float32(values[SCORES][row, head, query, key])
+
+
+# The command
+
+
+@pytest.fixture
+def model(tmp_path):
+    save(tmp_path / "model", *lively())
+    return tmp_path / "model"
+
+
+def explore(*arguments, out: Path) -> int:
+    try:
+        return main(["explore", *map(str, arguments), "--out", str(out)])
+    except SystemExit as leaving:
+        return leaving.code
+
+
+def test_the_shipped_model_is_explored_without_a_file(tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert explore("Freitag, 3. Mai 2024", "--backends", "numpy", out=out) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("All 70 taps of numpy are within tolerance.\n")
+    assert str(out) in said
+    text = out.read_text("utf-8")
+    assert "<h1>Freitag, 3. Mai 2024 → 2024-05-03</h1>" in text
+    assert json.loads(Page(text).scripts["view"])["tokens"]["target"] == ["<s>", *"2024-05-03"]
+
+
+class Unscaled(Port):
+    """A port of a user's own, wrong and with few taps."""
+
+    dtypes = ("float32",)
+    taps = ("*.output", "logits")
+
+    def load(self, config, weights, dtype):
+        import reference_numpy
+
+        self.model = reference_numpy.Transformer.from_weights(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        return tap("logits", 2 * self.model(source_ids, target_ids))
+
+
+class Broken(Unscaled):
+    def forward(self, source_ids, target_ids, tap):
+        raise RuntimeError("no such luck")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_port_of_ones_own(tmp_path, capsys, dtype):
+    out = tmp_path / "page.html"
+    code = explore("3 May 2024", "2024-05-03", "--port", "test_explore:Unscaled", "--dtype", dtype, out=out)
+    said = capsys.readouterr()
+    if dtype == "float64":
+        assert (code, out.exists()) == (3, False)
+        assert said.err.splitlines()[-1] == "parity explore: error: Unscaled computes in float32"
+        return
+    assert code == 1
+    assert said.out.startswith("First over tolerance: Unscaled at logits.\n")
+    found = json.loads(Page(out.read_text("utf-8")).scripts["view"])
+    assert [tap["name"] for tap in found["taps"] if tap["ports"][0] is not None] == ["logits", "output"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["  "], "SOURCE must not be blank"),
+        (["x", "--weights", "nowhere"], "nowhere"),
+        (["x", "--port", "test_explore:Nothing"], "Nothing"),
+        (["x", "--port", "test_explore:Broken"], "Broken: RuntimeError: no such luck"),
+        (["1" * 5000, "--backends", "numpy"], "a sentence is 5,001 tokens long, and may have at most 4,096"),
+        ([], "the following arguments are required: SOURCE"),
+    ],
+)
+def test_what_cannot_be_explored_is_refused_and_nothing_is_written(tmp_path, capsys, arguments, message):
+    assert explore(*arguments, out=tmp_path / "page.html") == 3
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_that_could_not_be_written_is_refused_before_any_work(tmp_path, capsys):
+    assert explore("x", out=tmp_path / "nowhere" / "page.html") == 3
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_the_shipped_model_reads_dates():
+    trained = read_trained(SHIPPED)
+    assert SHIPPED.stat().st_size < LIMIT
+    assert trained.config.num_encoder_layers == 2
+    assert trained.vocabulary.text(trained.vocabulary.ids("Freitag, 3. Mai 2024")) == "Freitag, 3. Mai 2024"

@@ -1,0 +1,157 @@
+"""``parity explore``: one sentence pair in every port, tap by tap, as a page to look around in."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from numpy import ndarray
+
+from transformer_parity.cli.options import add_backends
+from transformer_parity.cli.progress import PlainConsole, Progress
+from transformer_parity.explore.page import write_page
+from transformer_parity.explore.recording import Recording, record
+from transformer_parity.explore.view import view
+from transformer_parity.ports.protocol import Placement, SearchOptions
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.ports.user import PluginPort
+from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.system.errors import UsageError, refusals
+from transformer_parity.system.files import check_writable
+from transformer_parity.text.vocabulary import pad
+from transformer_parity.translate.trained import SHIPPED, Trained, read_trained
+
+EXAMPLES = """\
+examples:
+  parity explore "Freitag, 3. Mai 2024"                     the model that ships, which reads dates, in every backend
+  parity explore "3 May 2024" 2024-05-03 --backends torch,jax --out dates.html
+  parity explore --weights model.safetensors "A dog runs." "Ein Hund rennt."
+  parity explore --port mine:MyPort "3 May 2024"            a port of yours beside the reference
+
+The page is one file that needs no network. On the left, all taps in the order of computation, with the error of every
+port on a logarithmic scale and its tolerance; "introduced here" marks where a difference starts, and what follows only
+inherits it. On the right, reference, port and difference: scores and attention weights in full, the norm at each
+position for all else, and in full the first tap over its tolerance and the taps that it is computed from.
+Keys: F the first tap over tolerance, W the largest difference, N and P the next and previous tap, H the next head,
+B the next port, arrow keys the cell.
+
+exit code: 0 every tap is within tolerance, 1 some are not, 3 nothing was compared
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Describe the options."""
+    parser = commands.add_parser(
+        "explore",
+        description="Run one sentence pair through the reference and through every port, and write a page that shows "
+        "each intermediate value in all of them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="the sentence that the encoder reads")
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="TARGET",
+        help="the translation that the decoder reads (default: what the model translates the source to, greedily)",
+    )
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        default=SHIPPED,
+        metavar="FILE",
+        help="weights with their vocabulary, as `parity train` writes them (default: the model that ships)",
+    )
+    add_backends(parser, None, "those that are installed, or none beside --port")
+    parser.add_argument(
+        "--port",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="a port of yours (see `parity init-port`), or the name under which one is registered; may be repeated",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "float32"),
+        default="float32",
+        help="that the ports compute in (default: %(default)s); float64 tells a wrong formula from rounding",
+    )
+    parser.add_argument("--out", type=Path, default=Path("explore.html"), metavar="FILE", help="default: %(default)s")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Record, write the page, print what it shows, and return the exit code."""
+    check_writable(options.out)
+    console = PlainConsole()
+    with refusals(OSError, TypeError, ValueError):
+        ports = _ports(options, console)
+        trained = read_trained(options.weights)
+        if not options.source.strip():
+            raise UsageError("SOURCE must not be blank")
+        source_ids = pad([trained.vocabulary.ids(options.source)], trained.config)
+        target_ids, said = _target(options.target, trained, source_ids)
+    with quiet_frameworks() as terminal, Progress(["explore"], len(ports) + 1, terminal) as progress:
+
+        def advance(name: str) -> None:
+            progress.update("explore", name, advance=name != "the reference")
+            progress.log(f"running {name}")
+
+        inputs = {"source_ids": source_ids, "target_ids": target_ids}
+        with refusals(RuntimeError, ValueError):
+            recording = record(trained.config, trained.weights, inputs, ports, options.dtype, advance)
+    names = trained.vocabulary.names
+    tokens = {"source": [names(source_ids[0].tolist(), source=True)], "target": [names(target_ids[0].tolist())]}
+    shown = view(recording, f"{options.source} → {said}", tokens)
+    about = [
+        f"{options.weights.name}: {_all(recording)} in {options.dtype}, beside the NumPy reference in float64. "
+        "An error is the L2 norm of a difference over the norm of the reference.",
+        verdict(recording),
+    ]
+    with refusals(OSError):
+        write_page(options.out, shown, about)
+    for line in (about[-1], *shown["notes"]):
+        console.print(line, soft_wrap=True)
+    console.print(f"{options.out}  ({options.out.stat().st_size / 1e6:.1f} MB, for a browser)", soft_wrap=True)
+    return int(any(port.first_over for port in recording.ports))
+
+
+def verdict(recording: Recording) -> str:
+    """Return a sentence about where each port is first over its tolerance."""
+    wrong = {port.name: port.first_over for port in recording.ports if port.first_over}
+    if not wrong:
+        return f"All {len(recording.expected)} taps of {_all(recording)} are within tolerance."
+    return "First over tolerance: " + "; ".join(f"{name} at {tap}" for name, tap in wrong.items()) + "."
+
+
+def _all(recording: Recording) -> str:
+    names = [port.name for port in recording.ports]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _ports(options: argparse.Namespace, console: PlainConsole) -> list[Any]:
+    """Return the ports: those asked for, or the backends that are installed."""
+    backends = options.backends
+    if backends is None:
+        backends = [] if options.port else [name for name, port in PORTS.items() if port.missing() is None]
+        absent = [name for name in PORTS if name not in backends and not options.port]
+        if absent:
+            console.print(f"not installed, and left out: {', '.join(absent)}", soft_wrap=True)
+    for name in backends:
+        PORTS[name].check_installed()
+    return [PORTS[name] for name in backends] + [PluginPort(name) for name in dict.fromkeys(options.port)]
+
+
+def _target(text: str | None, trained: Trained, source_ids: ndarray) -> tuple[ndarray, str]:
+    """Return what the decoder reads, and how it is written: as given, or as the reference translates the source."""
+    vocabulary, config = trained.vocabulary, trained.config
+    start = config.bos_id if vocabulary.start_id is None else vocabulary.start_id
+    if text is not None:
+        ids = vocabulary.target_ids(text)
+    else:
+        model = PORTS["numpy"].load(config, trained.weights, Placement("float32"))
+        found = model.search(source_ids, SearchOptions()).nbest_ids[0, 0]
+        ids = [int(token) for token in found if token != config.pad_id]
+        text = vocabulary.text(ids)
+    return pad([[start, *ids[:-1]]], config), text
