@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +15,7 @@ from reference_numpy.presets import PRESETS
 from transformer_parity.checkpoints.imported import Imported, Origin
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.system.child import removed_afterwards
 from transformer_parity.text.kinds import build_vocabulary
 
 # Each format: its module in this folder, which has ``recognises``, ``read`` and, where it is also written, ``write``;
@@ -131,11 +132,13 @@ def export_checkpoint(model: Imported, format_: str, folder: str | Path) -> tupl
             folder is not empty.
     """
     check_choice("format", format_, EXPORTS)
-    folder = Path(folder)
+    folder = Path(os.path.realpath(folder))
     check_empty(folder)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
-        notes = module_of(format_).write(model, whole := Path(place, "whole")) or ()
-        os.replace(whole, folder)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    with removed_afterwards(temporary):
+        notes = module_of(format_).write(model, temporary) or ()
+        os.replace(temporary, folder)
     return notes
 
 
