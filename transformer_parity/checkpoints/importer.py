@@ -21,6 +21,7 @@ from transformer_parity.text.kinds import build_vocabulary
 # Each format: its module in this folder, which has ``recognises``, ``read`` and, where it is also written, ``write``;
 # and what it is, in a few words. What is found in two formats is read in the first.
 FORMATS = {
+    "ctranslate2": ("ctranslate2", "a folder of CTranslate2's, with model.bin, in floating point"),
     "hf": ("huggingface", "a folder of Hugging Face's, with config.json"),
     "marian": ("marian", "Marian's model.npz"),
     "fairseq": ("fairseq", "fairseq's checkpoint.pt"),
@@ -28,7 +29,7 @@ FORMATS = {
     "keras": ("keras_hub", "a Keras model of keras_hub's layers, .weights.h5 or .keras"),
     "torch": ("torch_nn", "a state dict with torch.nn.Transformer in it, and --names for the rest"),
 }
-EXPORTS = ("hf", "marian", "torch")
+EXPORTS = ("hf", "marian", "torch", "ctranslate2")
 OURS = "parity"  # the format of weights that were trained here
 
 
