@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from transformer_parity.cases import for_ports
 from transformer_parity.cases.case import tiny
 from transformer_parity.cases.for_ports import port_cases
 from transformer_parity.cases.standard import standard_cases
@@ -20,6 +21,13 @@ CLIPPED = "clipping", "accumulation"
 
 def load(case):
     return PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
+
+
+def test_the_weights_that_are_tried_first_have_most_to_decide(monkeypatch):
+    chosen = for_ports._varied_seed.__wrapped__
+    assert chosen(CONFIG) == for_ports.LIKELY
+    monkeypatch.setattr(for_ports, "ENOUGH", (4,))  # which no model has
+    assert chosen(CONFIG) == for_ports.LIKELY
 
 
 @pytest.mark.parametrize("shown", ["logits", "taps"])
