@@ -58,6 +58,8 @@ def test_the_cases_for_ports_show_how_a_port_searches():
     right = {case.name: tensors(load(case), case) for case in cases}
     unseen = []
     for mistake in SEARCH:
+        if "/rules_of_" in mistake.case:  # which are not asked of a port
+            continue
         for case in cases:
             seen = tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
             if distance("tokens", seen, right[case.name]) > 0.0:
