@@ -328,6 +328,8 @@ const timer = setInterval(() => {
   const maps = root().querySelector(".maps"), list = root().querySelector(".taps");
   said.start = text(".title");
   said.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  said.clipped = [...root().querySelectorAll(".scroll")].map(
+    box => [box.scrollWidth > box.clientWidth + 1, "clipped" in box.dataset]);
   press("n"); said.next = text(".title");
   press("f"); said.first = text(".title");
   said.verdict = text(".ports tbody tr:last-child td:last-child");
@@ -370,6 +372,7 @@ def test_the_page_in_a_browser(browser, tmp_path, screen):
     assert (said["start"], said["first"]) == (SCORES, SCORES)
     assert said["next"] == said["down"] == SCORES.replace("scores", "weights")
     assert (said["end"], said["wide"]) == ("output", 0)
+    assert said["clipped"] == [[width == 400] * 2]
     assert said["verdict"] == "◆ introduced here"
     assert all(said["drawn"])
     head, query, key = (int(part) for part in re.findall(r"(?:head|source) (\d+)", said["moved"]))

@@ -1,4 +1,12 @@
 "use strict";
+// Tables that are cut off say so.
+const sayClipped = () => document.querySelectorAll(".scroll").forEach(box => {
+  if (box.clientWidth && box.scrollWidth > box.clientWidth + 1) box.dataset.clipped = "More at the right: scroll sideways.";
+  else delete box.dataset.clipped;
+});
+addEventListener("load", sayClipped);
+addEventListener("resize", sayClipped);
+document.addEventListener("toggle", sayClipped, true);
 // One explorer for each element of that class: state, keys, and what is drawn. Numbers: see view.py.
 for (const root of document.querySelectorAll(".explorer")) (async () => {
   const $ = selector => root.querySelector(selector);
@@ -298,6 +306,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
     body.replaceChildren(...rows);
     if (focused) body.querySelector("input:checked").focus();
     $(".cell").textContent = where();
+    sayClipped();
   }
 
   // Keys
