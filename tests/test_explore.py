@@ -22,7 +22,7 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.names import tap_shapes
 from transformer_parity.check.planted_ports import planted
 from transformer_parity.cli.main import main
-from transformer_parity.compare.tolerances import relative_error
+from transformer_parity.compare.tolerances import relative_error, tolerance
 from transformer_parity.diagnose.blame import FINE, INTRODUCED, Mark
 from transformer_parity.explore.page import Scale, page
 from transformer_parity.explore.recording import Recorded, Recording, record
@@ -164,7 +164,8 @@ def test_errors_are_those_of_a_check():
     for mark in recording.ports[0].marks:
         actual = recording.ports[0].actual[mark.name]
         assert mark.free == relative_error(actual, recording.expected[mark.name])
-        assert mark.verdict == FINE  # the baseline itself, however rounding adds up
+        assert mark.tolerance == tolerance(mark.name, "float32", mark.free)  # it is its own baseline
+        assert mark.verdict == FINE
 
 
 # Where a difference starts
@@ -263,7 +264,9 @@ def test_longer_inputs_are_reduced_and_say_so():
         "tolerances are of all."
     )
     assert found["tokens"]["source"][0] == f"s{first}"
-    scores = decoded(page(found, []))[SCORES, "torch"]
+    text = page(found, [])
+    assert len(text.encode()) <= LIMIT
+    scores = decoded(text)[SCORES, "torch"]
     close(scores, recording.ports[1].actual[SCORES][0][:, first : last + 1, first : last + 1])
 
 
