@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -86,6 +87,7 @@ def prove(path: Path, backends: Iterable[str], say: Say = lambda text: None) -> 
 
     def logits(backend: str, dtype: str) -> ndarray:
         say(f"logits in {dtype}: {backend}")
+        gc.collect()  # the model before, of which a framework may hold circles
         return PORTS[backend].load(config, weights, Placement(dtype)).run("", inputs, taps=False).output
 
     truth = logits("numpy", "float64")
