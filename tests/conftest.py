@@ -252,6 +252,8 @@ def pytest_configure(config):
         config.not_tested.append("NOT TESTED: signals, pipes and devices by name (Windows has others)")
     if not hasattr(os, "sched_setaffinity"):
         config.not_tested.append("NOT TESTED: processes that are bound to one processor (this system has none)")
+    if not importlib.util.find_spec("ctranslate2"):
+        config.not_tested.append("NOT TESTED: what CTranslate2 computes from our folders (not installed)")
     if config.browser is None:
         config.not_tested.append(f"NOT TESTED: reports in a browser (ask with --browser; known: {', '.join(BROWSERS)})")
 

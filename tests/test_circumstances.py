@@ -26,7 +26,9 @@ import pytest
 from test_search import lively
 from test_translate import save
 
-from reference_numpy.files import load_weights
+from reference_numpy import TransformerConfig, init_weights
+from reference_numpy.files import load_weights, save_weights
+from transformer_parity.checkpoints import importer
 from transformer_parity.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +51,10 @@ class One(Port):
     def forward(self, source_ids, target_ids, tap):
         return self.model(source_ids, target_ids) * (1 + 1e-15)
 """
+SMALL = {
+    **{"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 8, "num_heads": 1, "d_ff": 8},
+    **{"num_encoder_layers": 1, "num_decoder_layers": 1},
+}
 MODEL = "--d-model 8 --heads 1 --d-ff 8 --layers 1 --tokens 200"
 # What is cheap to run, and the exit code. {out} is where results go, {have} what there is to read.
 RUNS = {
@@ -65,6 +71,8 @@ RUNS = {
     "curve": ("curve {have}/run --out {out}/a.png", 0),
     "evaluate": ("evaluate {have}/model --text {have}/text {have}/text --backend numpy --json {out}/a.json", 0),
     "translate": ("translate --weights {have}/model --backend numpy --max-length 9 {have}/text", 0),
+    "import": ("import {have}/hf --out {out}/model.safetensors --backend numpy --json {out}/a.json", 0),
+    "export": ("export {have}/imported.safetensors --format hf --out {out}/hf", 0),
     "explore": ("explore abc de --weights {have}/model --backends numpy --out {out}/a.html", 0),
     "bench": ("bench import --backends numpy --rounds 1 --json {out}/a.json", 0),
     "info": ("info --names", 0),
@@ -91,6 +99,9 @@ class Server:
         (self.have / "one.py").write_text(PORT)
         (self.have / "text").write_text("abc\nde\n" * 9)
         save(self.have / "model", *lively())
+        config = TransformerConfig.preset("marian", **SMALL)
+        save_weights(self.have / "imported.safetensors", config, init_weights(config, seed=0))
+        importer.export_checkpoint(importer.load(self.have / "imported.safetensors"), "hf", self.have / "hf")
         self.environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(self.have)]),
@@ -183,6 +194,8 @@ def whole(path: Path) -> None:
         assert content.endswith(b"IEND\xaeB`\x82")
     elif path.suffix == ".py":
         compile(content, path, "exec")
+    elif path.parent.name == "hf":
+        assert {file.name for file in path.parent.iterdir()} >= {"config.json", "generation_config.json"}
     elif path.name in ("model.safetensors", "weights.safetensors") or path.name.startswith("checkpoint"):
         load_weights(path)
 

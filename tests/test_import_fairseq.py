@@ -259,3 +259,19 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     torch.save({"model": {"a": torch.ones(2)}}, path)
     with pytest.raises(ValueError, match="must hold its options, as 'args' or in 'cfg': got none"):
         read(path)
+
+
+def test_the_dictionaries_number_lines(tmp_path):
+    _, state = randomized(fsmt)
+    path = save(tmp_path / "model.pt", state, {**ARGS, "source_lang": "en", "target_lang": "de"})
+    for name, size in (("dict.en.txt", V), ("dict.de.txt", V + 4)):
+        (tmp_path / name).write_text("".join(f"w{i} 1\n" for i in range(size - 4)))
+    vocab = (tmp_path / "dict.en.txt", tmp_path / "dict.de.txt")
+    imported = fairseq.read(path, ReadOptions(vocab=vocab))
+    assert imported.vocabulary.ids("w0 none w2") == [4, 3, 6, 2]
+    assert imported.vocabulary.text([4, 5, 2]) == "w0 w1"
+    assert set(imported.origin.files) == {"model.pt", "dict.en.txt", "dict.de.txt"}
+    with pytest.raises(ValueError, match="23"):
+        fairseq.read(path, ReadOptions(vocab=vocab[1:]))
+    with pytest.raises(ValueError, match=r"one or two dict.txt, and codes or a .model: got a, b"):
+        fairseq.read(path, ReadOptions(vocab=(tmp_path / "a", tmp_path / "b")))

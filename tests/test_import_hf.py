@@ -481,7 +481,7 @@ def test_a_wrong_import_is_found_out(folder, tmp_path, capsys, monkeypatch):
 def test_a_check_without_transformers_is_not_one(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(proof, "find_spec", lambda name: None)
     assert main(["import", str(folder), "--check"]) == 3
-    assert "NOT CHECKED: torch and transformers is not installed" in " ".join(capsys.readouterr().out.split())
+    assert "NOT CHECKED: not installed: torch, transformers" in " ".join(capsys.readouterr().out.split())
 
 
 def test_options_are_asked_for_where_they_are_needed(folder):

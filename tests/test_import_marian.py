@@ -322,3 +322,32 @@ def test_what_marian_cannot_hold_is_refused_before_anything_is_written(change, m
     with pytest.raises(ValueError, match=f"^Marian {message}"):
         marian.write(model_of(tiny_config("marian_cpp").replace(**change)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+TOKENS = ["</s>", "<unk>", *(f"w{i}" for i in range(V - 2))]
+
+
+def test_vocabularies_number_lines_and_are_written_again(save, tmp_path):
+    tables = [tmp_path / f"{side}.yml" for side in ("source", "target")]
+    tables[0].write_text("".join(f"{token}: {i}\n" for i, token in enumerate(TOKENS)))
+    other = [*TOKENS[2:5], *TOKENS[:2], *TOKENS[5:]]
+    tables[1].write_text("".join(f"{token}: {i}\n" for i, token in enumerate(other)))
+    imported = read(save(), vocab=tuple(tables))
+    assert imported.vocabulary.ids("w0 w3 none") == [2, 5, 1, 0]
+    assert imported.vocabulary.text([0, 1, 7]) == "w0 w1 w5"
+    assert imported.config.eos_id == other.index("</s>") == 3
+    assert set(imported.origin.files) == {"model.npz", "source.yml", "target.yml"}
+    assert marian.write(imported, tmp_path / "out") == ()
+    decoder = yaml.safe_load((tmp_path / "out/model.npz.decoder.yml").read_text())
+    assert decoder["vocabs"] == ["vocab.yml", "target_vocab.yml"]
+    again = read(tmp_path / "out/model.npz", vocab=tuple(tmp_path / "out" / name for name in decoder["vocabs"]))
+    assert again.config == imported.config
+    assert again.vocabulary.files() == imported.vocabulary.files()
+    tables[0].write_text("".join(f"{token}: {i}\n" for i, token in enumerate([*TOKENS, "one more"])))
+    with pytest.raises(ValueError, match="18"):
+        read(save(), vocab=tuple(tables))
+
+
+def test_a_vocabulary_of_another_kind_is_not_written(save, tmp_path):
+    notes = marian.write(read(save()), tmp_path / "out")
+    assert notes == ("the vocabulary is not Marian's and is not written: decoder.yml names none",)

@@ -5,8 +5,9 @@ Source: facebookresearch/fairseq, fairseq/models/transformer/ and their ``upgrad
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,10 @@ from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.table import TRANSPOSED, Row, same, take
 from transformer_parity.containers import pickles
 from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.text import moses
+from transformer_parity.text.kinds import checked
+from transformer_parity.text.maps import read_file
+from transformer_parity.text.vocabulary import Vocabulary
 
 PAD_ID, EOS_ID = 1, 2  # of fairseq's Dictionary; decoding starts with the latter
 ACTIVATIONS = {
@@ -104,9 +109,9 @@ def read(path: Path, options: ReadOptions) -> Imported:
     return Imported(
         config=config,
         weights=weights,
-        vocabulary=None,
+        vocabulary=read_vocabulary(options.vocab, settings, config) if options.vocab else None,
         search=SearchOptions.preset("fairseq", beam_size=5),
-        origin=Origin(format="fairseq", family=family, preset="fairseq", files=sha256_of([path])),
+        origin=Origin(format="fairseq", family=family, preset="fairseq", files=sha256_of([path, *options.vocab])),
         notes=notes,
     )
 
@@ -211,3 +216,30 @@ def _matrix(tensors: Mapping[str, ndarray], name: str) -> ndarray:
     if name not in tensors or tensors[name].ndim != 2:
         raise ValueError(f"{name} must be a matrix: got {list(tensors[name].shape) if name in tensors else 'none'}")
     return tensors[name]
+
+
+def read_vocabulary(paths: Sequence[Path], settings: Mapping[str, Any], config: TransformerConfig) -> Vocabulary:
+    """Return the vocabulary of a model: ``dict.txt`` of both sides or of each, and what cuts words, if any does.
+
+    Args:
+        paths: Files that end in ``.txt``, source first; a sentencepiece ``.model``, or the codes of byte-pair encoding.
+        settings: The model's options, which name the languages.
+        config: The model.
+
+    Raises:
+        OSError: A file cannot be read.
+        UsageError: A package is not installed that the vocabulary needs.
+        ValueError: There are other files, or they are not of this model.
+    """
+    lists = [path for path in paths if path.suffix == ".txt"]
+    others = [path for path in paths if path.suffix != ".txt"]
+    if not 1 <= len(lists) <= 2 or len(others) > 1:
+        names = ", ".join(path.name for path in paths)
+        raise ValueError(f"a vocabulary of fairseq's is one or two dict.txt, and codes or a .model: got {names}")
+    files = dict(zip((moses.SOURCE_LIST, moses.TARGET_LIST), map(read_file, (lists[0], lists[-1])), strict=True))
+    for path in others:
+        files[moses.MODEL if path.suffix == ".model" else moses.CODES] = read_file(path)
+    languages = [settings.get(f"{side}_lang") for side in ("source", "target")]
+    if all(languages):
+        files[moses.SETTINGS] = json.dumps({"langs": languages}).encode()
+    return checked(moses.MosesVocabulary(files), config.source_vocab_size, config.target_vocab_size)

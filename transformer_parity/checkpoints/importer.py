@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -15,14 +15,21 @@ from reference_numpy.presets import PRESETS
 from transformer_parity.checkpoints.imported import Imported, Origin
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.system.child import removed_afterwards
 from transformer_parity.text.kinds import build_vocabulary
 
 # Each format: its module in this folder, which has ``recognises``, ``read`` and, where it is also written, ``write``;
 # and what it is, in a few words. What is found in two formats is read in the first.
 FORMATS = {
+    "ctranslate2": ("ctranslate2", "a folder of CTranslate2's, with model.bin, in floating point"),
     "hf": ("huggingface", "a folder of Hugging Face's, with config.json"),
+    "marian": ("marian", "Marian's model.npz"),
+    "fairseq": ("fairseq", "fairseq's checkpoint.pt"),
+    "annotated": ("annotated", "the Annotated Transformer's state dict"),
+    "keras": ("keras_hub", "a Keras model of keras_hub's layers, .weights.h5 or .keras"),
+    "torch": ("torch_nn", "a state dict with torch.nn.Transformer in it, and --names for the rest"),
 }
-EXPORTS = ("hf",)
+EXPORTS = ("hf", "marian", "torch", "ctranslate2")
 OURS = "parity"  # the format of weights that were trained here
 
 
@@ -84,7 +91,7 @@ def save(path: str | Path, imported: Imported, dtype: str | None = None) -> None
     vocabulary = imported.vocabulary
     files = VocabularyFiles(vocabulary.kind, vocabulary.files()) if vocabulary else None
     notes = {"search": imported.search.to_dict(), "origin": imported.origin.to_dict()}
-    save_weights(path, imported.config, imported.weights, dtype, files, notes)
+    save_weights(path, imported.config, imported.weights, dtype=dtype, vocabulary=files, notes=notes)
 
 
 def load(path: str | Path) -> Imported:
@@ -125,11 +132,13 @@ def export_checkpoint(model: Imported, format_: str, folder: str | Path) -> tupl
             folder is not empty.
     """
     check_choice("format", format_, EXPORTS)
-    folder = Path(folder)
+    folder = Path(os.path.realpath(folder))
     check_empty(folder)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
-        notes = module_of(format_).write(model, whole := Path(place, "whole")) or ()
-        os.replace(whole, folder)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    with removed_afterwards(temporary):
+        notes = module_of(format_).write(model, temporary) or ()
+        os.replace(temporary, folder)
     return notes
 
 

@@ -87,7 +87,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
         weights=take(rows(config), tensors, config, IGNORED),
         vocabulary=None,
         search=SearchOptions(),
-        origin=Origin(format="keras_hub", family="keras_hub", preset="keras_hub", files=sha256_of([path])),
+        origin=Origin(format="keras", family="keras_hub", preset="keras_hub", files=sha256_of([path])),
         notes=("the first of two embeddings is taken for the source's, as a functional model has it",),
     )
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from transformer_parity.checkpoints.expressible import PLAIN_HEADS, check_expressible
@@ -26,11 +25,13 @@ from transformer_parity.checkpoints.marian_settings import (
     settings_of,
 )
 from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.checkpoints.padding import append_padding, strip_padding, target_table
 from transformer_parity.checkpoints.table import AS_IS, ROW, TRANSPOSED, Row, give, same, take
 from transformer_parity.containers import npz
+from transformer_parity.text.kinds import checked
+from transformer_parity.text.marian import MarianVocabulary, read_marian_vocabulary
 
 IGNORED = (SETTINGS, "special:*", "decoder_c0")
-NEVER = -1e4  # the bias of a target that does not exist: float16 holds it, and its probability is 0
 
 EXPRESSIBLE: dict[str, tuple[object, ...]] = {
     **PLAIN_HEADS,
@@ -47,12 +48,6 @@ SINUSOIDS: dict[str, tuple[object, ...]] = {
     "position_timescale": ("m_minus_1",),
     "position_offset": (0,),
 }
-OF_VOCABULARY = {  # the axis of each parameter that counts a vocabulary
-    "source_embedding.table": 0,
-    "target_embedding.table": 0,
-    "output_proj.kernel": 1,
-    "output_proj.bias": 0,
-}
 ATTENTION = {"self_attention": "self", "cross_attention": "context"}
 PROJECTIONS = {"query": "q", "key": "k", "value": "v", "output": "o"}
 FEED_FORWARD = {"inner": "1", "output": "2"}
@@ -64,7 +59,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a model from a ``.npz``; the vocabularies and ``<name>.decoder.yml`` lie beside it.
+    """Read a model from a ``.npz``, with the search that ``<name>.decoder.yml`` beside it asks for.
 
     Raises:
         OSError: A file cannot be read.
@@ -75,13 +70,19 @@ def read(path: Path, options: ReadOptions) -> Imported:
     config = config_of(settings, tensors)
     weights = take(rows(config, "Wemb" in tensors, "decoder_ff_logit_out_Wt" in tensors), tensors, config, IGNORED)
     notes = contradictions(settings, tensors)
+    vocabulary = None
+    if options.vocab:
+        vocabulary = checked(
+            read_marian_vocabulary([*options.vocab]), config.source_vocab_size, config.target_vocab_size
+        )
+        config = config.replace(eos_id=vocabulary.target_ids("")[-1])
     config, weights = append_padding(config, weights)
     decoder = path.with_name(f"{path.name}.decoder.yml")
-    files = [path, *([decoder] if decoder.is_file() else [])]
+    files = dict.fromkeys([path, *([decoder] if decoder.is_file() else []), *options.vocab])
     return Imported(
         config=config,
         weights=weights,
-        vocabulary=None,
+        vocabulary=vocabulary,
         search=read_search(decoder),
         origin=Origin(format="marian", family="transformer", preset="marian_cpp", files=sha256_of(files)),
         notes=tuple(notes),
@@ -123,63 +124,11 @@ def _linear(path: str, prefix: str, names: Mapping[str, str]) -> list[Row]:
     return kernels + [Row(f"{path}{ours}_proj.bias", f"{prefix}b{theirs}", ROW) for ours, theirs in names.items()]
 
 
-def append_padding(
-    config: TransformerConfig, weights: Mapping[str, ndarray]
-) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Append the row of zeros that is padding and start, at the same id on both sides.
+def write(model: Imported, folder: Path) -> tuple[str, ...]:
+    """Write ``model.npz`` with its options, ``model.npz.decoder.yml`` and vocabularies: what ``marian-decoder`` reads.
 
-    The smaller of two vocabularies is filled up first. What is appended is never said, so that log-probabilities are
-    those of Marian, which has no such targets.
-    """
-    pad_id, size = max(config.source_vocab_size, config.target_vocab_size), config.target_vocab_size
-    table = weights["source_embedding.table"]
-    padded = {**weights, "output_proj.bias": weights.get("output_proj.bias", np.zeros(size, table.dtype))}
-    for name, axis in OF_VOCABULARY.items():
-        if name in padded:
-            more = pad_id + 1 - padded[name].shape[axis]
-            padded[name] = np.pad(padded[name], [(0, more * (i == axis)) for i in range(padded[name].ndim)])
-    padded["output_proj.bias"][size:] = NEVER
-    sizes = {f"{side}_vocab_size": pad_id + 1 for side in ("source", "target")}
-    return config.replace(**sizes, pad_id=pad_id, bos_id=pad_id, output_bias=True), padded
-
-
-def strip_padding(
-    config: TransformerConfig, weights: Mapping[str, ndarray]
-) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Take off what ``append_padding`` appended; padding that was not appended stays.
-
-    Raises:
-        ValueError: The decoder does not start from a vector of zeros, as Marian's does.
-    """
-    source, target = weights["source_embedding.table"], target_table(weights)
-    if target[config.bos_id].any():
-        raise ValueError(f"Marian starts from a vector of zeros: the row of bos_id {config.bos_id} has other numbers")
-    bias = weights.get("output_proj.bias", np.zeros(config.target_vocab_size, source.dtype))
-    last = {config.source_vocab_size - 1, config.target_vocab_size - 1}
-    if last != {config.pad_id} or bias[config.pad_id] != NEVER:
-        return config, dict(weights)
-    sizes = {"source": config.pad_id, "target": int((bias != NEVER).sum())}
-    if config.tie_embeddings != "all" and sizes["target"] == config.pad_id:
-        sizes["source"] = int(source.any(axis=1).nonzero()[0].max(initial=0)) + 1
-    stripped = dict(weights)
-    for name, axis in OF_VOCABULARY.items():
-        if name in stripped:
-            size = sizes["source" if name.startswith("source") else "target"]
-            stripped[name] = stripped[name][:size] if axis == 0 else stripped[name][:, :size]
-    has_bias = bool(stripped["output_proj.bias"].any())
-    if not has_bias:
-        del stripped["output_proj.bias"]
-    without = {"pad_id": 0, "bos_id": 0, "output_bias": has_bias}
-    return config.replace(**without, **{f"{side}_vocab_size": size for side, size in sizes.items()}), stripped
-
-
-def target_table(weights: Mapping[str, ndarray]) -> ndarray:
-    """Return the embedding of the target."""
-    return weights.get("target_embedding.table", weights["source_embedding.table"])
-
-
-def write(model: Imported, folder: Path) -> None:
-    """Write ``model.npz`` with its options and ``model.npz.decoder.yml``: what ``marian-decoder`` reads.
+    Returns:
+        One sentence if the vocabulary is none of Marian's, and is not written.
 
     Raises:
         OSError: A file cannot be written.
@@ -189,6 +138,9 @@ def write(model: Imported, folder: Path) -> None:
 
     positions = LEARNED if model.config.position_encoding == "learned" else SINUSOIDS
     check_expressible(model.config, {**EXPRESSIBLE, **positions}, "Marian")
+    if target_table(model.weights)[model.config.bos_id].any():
+        bos_id = model.config.bos_id
+        raise ValueError(f"Marian starts from a vector of zeros: the row of bos_id {bos_id} has other numbers")
     config, weights = strip_padding(model.config, model.weights)
     shared = config.tie_embeddings == "all" or (
         config.tie_embeddings == "none" and same(weights["source_embedding.table"], target_table(weights))
@@ -201,9 +153,21 @@ def write(model: Imported, folder: Path) -> None:
     decoder = {
         "relative-paths": True,
         "models": ["model.npz"],
-        "vocabs": [],
+        "vocabs": _write_vocabulary(model, folder),
         "beam-size": search.beam_size or 1,
         "normalize": float(search.length_penalty) if search.length_penalty_kind == "power" else 0.0,
         "word-penalty": 0,
     }
     (folder / "model.npz.decoder.yml").write_text(yaml.write(decoder), "utf-8")
+    return () if decoder["vocabs"] else ("the vocabulary is not Marian's and is not written: decoder.yml names none",)
+
+
+def _write_vocabulary(model: Imported, folder: Path) -> list[str]:
+    """Write the files of a vocabulary of Marian's; return those that number the source and the target."""
+    if not isinstance(model.vocabulary, MarianVocabulary):
+        return []
+    files = {name: data for name, data in model.vocabulary.files().items() if not name.startswith("tokenizer")}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    tables = sorted((name for name in files if not name.endswith(".spm")), key=lambda name: name.startswith("target"))
+    return (tables * 2)[:2] if tables else ["source.spm", "target.spm"]

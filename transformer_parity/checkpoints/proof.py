@@ -99,8 +99,7 @@ def prove(path: Path, backends: Iterable[str], say: Say = lambda text: None) -> 
             except MissingFrameworkError as error:
                 found.append(Agreement(backend, dtype, None, allowed, str(error)))
                 break
-            error = relative_error(logits(backend, dtype), truth)
-            found.append(Agreement(backend, dtype, error, allowed))
+            found.append(Agreement(backend, dtype, relative_error(logits(backend, dtype), truth), allowed))
     return found
 
 
@@ -118,7 +117,7 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
     """
     name = "transformers"
     if missing := [module for module in ("torch", name) if find_spec(module) is None]:
-        return [Agreement(name, "float64", None, 0.0, f"{' and '.join(missing)} is not installed")]
+        return [Agreement(name, "float64", None, 0.0, f"not installed: {', '.join(missing)}")]
     if imported.origin.format != "hf":
         return [Agreement(name, "float64", None, 0.0, "it does not load this format")]
     import torch

@@ -42,6 +42,7 @@ TIED = {
     "all": "source, target and output have one table",
 }
 
+FORMATS_LISTED = "\n  ".join(f"{name:10} {title}" for name, (_, title) in FORMATS.items())
 IMPORT_EXAMPLES = f"""\
 examples:
   parity import opus-mt-en-de/                            what is it? Nothing is written
@@ -50,7 +51,7 @@ examples:
   parity import opus-mt-en-de/ --out en-de.safetensors --check    and compare with transformers, where installed
 
 formats:
-  {"; ".join(f"{name}: {title}" for name, (_, title) in FORMATS.items())}
+  {FORMATS_LISTED}
 
 Nothing in a checkpoint is run, nothing outside its folder is read, and nothing is fetched. What its flags say and its
 tensors contradict is decided by the tensors; a note says so. What cannot be computed here is refused by name.

@@ -178,7 +178,9 @@ class Moses:
 
 
 def read_dictionary(content: bytes, name: str) -> dict[str, int]:
-    """Return the ids of fairseq's ``dict.txt``: four symbols, those of the lines, and more up to a multiple of 8.
+    """Return the ids of fairseq's ``dict.txt``: four symbols, then those of the lines.
+
+    The symbols that fairseq makes up, to reach a multiple of 8, it writes into the file too.
 
     Raises:
         ValueError: A line has no count, or a symbol stands there twice.
@@ -191,7 +193,6 @@ def read_dictionary(content: bytes, name: str) -> dict[str, int]:
         if not count.isdecimal() or not symbol:
             raise ValueError(f"{name}: line {number} must be `symbol count`: got {line[:60]!r}")
         symbols.append(symbol)
-    symbols += [f"madeupword{number:04}" for number in range(-len(symbols) % 8)]
     found = {symbol: number for number, symbol in enumerate(symbols)}
     if len(found) < len(symbols):
         twice = next(symbol for number, symbol in enumerate(symbols) if found[symbol] != number)

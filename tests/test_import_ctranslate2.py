@@ -1,0 +1,209 @@
+"""CTranslate2's folders: what is written is what its own program computes, where that is installed, and comes back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import assert_same_bits, random_weights, tiny_config
+from third_party import relative_error
+
+import reference_numpy as ref
+from transformer_parity.checkpoints import ctranslate2
+from transformer_parity.checkpoints.imported import Imported, Origin
+from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.checkpoints.padding import append_padding
+from transformer_parity.containers import ctranslate2 as container
+from transformer_parity.ports.protocol import SearchOptions
+
+CONFIGS = {
+    "post": {"tie_embeddings": "all"},
+    "pre": {"norm_order": "pre", "final_norm": True, "layer_norm_epsilon": 1e-3, "scale_embedding": False},
+    "marian": {"preset": "marian_cpp", "start": "zeros"},
+    "bart": {"preset": "bart", "pad_id": 1},
+    "fairseq": {"preset": "fairseq", "decoder_num_heads": 2, "decoder_d_ff": 48, "activation": "gelu"},
+    "target": {"tie_embeddings": "target_output", "activation": "gelu_tanh", "attention_bias": False},
+}
+
+
+def build(preset="paper_base", start="", **changes):
+    config = tiny_config(preset, **{"eos_id": 3, **changes})
+    weights = random_weights(config)
+    if start == "zeros":
+        config, weights = append_padding(config.replace(pad_id=0, bos_id=0), weights)
+    origin = Origin(format="ours", family="", preset=preset, files={})
+    return Imported(config=config, weights=weights, vocabulary=None, search=SearchOptions(), origin=origin)
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    return build(**CONFIGS[request.param])
+
+
+def sentences(config):
+    rng = np.random.default_rng(0)
+    return rng.integers(4, 30, (8, 9)), rng.integers(4, 30, (8, 6))
+
+
+def logits(model):
+    run = ref.Transformer.from_weights(model.config, model.weights, dtype="float64")
+    return run(*sentences(model.config))
+
+
+def read(path):
+    return ctranslate2.read(path, ReadOptions())
+
+
+def test_what_is_written_comes_back(model, tmp_path):
+    ctranslate2.write(model, tmp_path / "one")
+    assert ctranslate2.recognises(tmp_path / "one")
+    again = read(tmp_path / "one")
+    size = model.config.target_vocab_size
+    assert relative_error(logits(again)[..., :size], logits(model)) <= 1e-12
+    own = {name for name in model.weights if "position" not in name and name in again.weights}
+    assert_same_bits(
+        {name: again.weights[name] for name in own if again.weights[name].shape == model.weights[name].shape},
+        {name: model.weights[name] for name in own if again.weights[name].shape == model.weights[name].shape},
+    )
+    assert again.config.eos_id == model.config.eos_id
+    notes = ctranslate2.write(again, tmp_path / "two")
+    assert notes == ctranslate2.write(model, tmp_path / "three")
+    assert bool(notes) == (model.config.pad_id < model.config.target_vocab_size - 1)
+    for name in ("model.bin", "source_vocabulary.json", "target_vocabulary.json", "config.json"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes(), name
+
+
+@pytest.mark.needs(importlib.util.find_spec("ctranslate2"), "CTranslate2")
+def test_ctranslate2_says_what_we_say(model, tmp_path):
+    import ctranslate2 as theirs
+
+    ctranslate2.write(model, tmp_path)
+    config = model.config
+    translator = theirs.Translator(
+        str(tmp_path), device="cpu", compute_type="float32", inter_threads=1, intra_threads=1
+    )
+    source, target = sentences(config)
+    end = str(config.eos_id)
+    lines = [[str(token) for token in row] for row in source]
+    scored = translator.score_batch(lines, [[str(token) for token in row] for row in target])
+    start = np.full((len(target), 1), config.bos_id)
+    run = ref.Transformer.from_weights(config, model.weights, dtype="float64")
+    ours = run(source, np.concatenate([start, target], axis=1))
+    ours = ours - np.log(np.exp(ours).sum(-1, keepdims=True))
+    wanted = np.concatenate([target, np.full((len(target), 1), config.eos_id)], axis=1)
+    expected = np.take_along_axis(ours, wanted[..., None], axis=-1)[..., 0]
+    found = np.array([one.log_probs for one in scored])
+    assert np.abs(found - expected).max() <= 2e-5
+    neighbours = {"layer_norm_epsilon": 1e-2}, {"scale_embedding": not config.scale_embedding}
+    for change in neighbours:
+        other = ref.Transformer.from_weights(config.replace(**change), model.weights, dtype="float64")
+        other = other(source, np.concatenate([start, target], axis=1))
+        other = other - np.log(np.exp(other).sum(-1, keepdims=True))
+        assert np.abs(found - np.take_along_axis(other, wanted[..., None], axis=-1)[..., 0]).max() > 1e-3
+    inside = "<pad>" in json.loads((tmp_path / "target_vocabulary.json").read_text())
+    options = {"beam_size": 1, "max_decoding_length": 12, "suppress_sequences": [["<pad>"]] if inside else None}
+    said = [one.hypotheses[0] for one in translator.translate_batch(lines, **options)]
+    searched = ref.greedy_search(run, source, max_length=12)
+    assert said == [
+        [str(token) for token in row if token not in (config.eos_id, config.pad_id)] for row in searched.ids
+    ]
+    assert any(str(end) not in one for one in said)
+
+
+def edited(path, change):
+    binary = container.read(path / "model.bin")
+    container.write(path / "model.bin", change(binary))
+
+
+def with_variables(**changes):
+    names = {name.replace("__", "/"): value for name, value in changes.items()}
+    return lambda binary: binary._replace(variables={**binary.variables, **names})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: b._replace(name="WhisperSpec"), "must hold a TransformerSpec: got WhisperSpec"),
+        (
+            with_variables(encoder__layer_0__ffn__linear_0__weight_scale=np.ones(1, np.float32)),
+            "the model is quantized",
+        ),
+        (with_variables(decoder__alibi=np.array(1, np.int8)), "decoder/alibi must be 0: got 1"),
+        (with_variables(decoder__pre_norm=np.array(1, np.int8)), "encoder/pre_norm and decoder/pre_norm must agree"),
+        (with_variables(encoder__scale_embeddings=np.array(3, np.float32)), r"must be 1 or sqrt\(d_model\): got 3"),
+        (with_variables(encoder__rotary=np.ones(2, np.float32)), r"unexpected encoder/rotary \[2\]"),
+        (with_variables(encoder__num_heads=np.ones(2, np.int16)), "encoder/num_heads must be one number"),
+        (
+            with_variables(encoder__activation=np.array(4, np.int8), decoder__activation=np.array(4, np.int8)),
+            "encoder/activation must be one of .*: got 4",
+        ),
+    ],
+)
+def test_other_models_are_refused(change, message, tmp_path):
+    ctranslate2.write(build(), tmp_path)
+    edited(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path)
+
+
+def test_vocabularies_are_checked(tmp_path):
+    ctranslate2.write(build(), tmp_path)
+    (tmp_path / "target_vocabulary.json").write_text('["a", "b"]')
+    with pytest.raises(ValueError, match=r"target_vocabulary.json must be a list of 37 tokens"):
+        read(tmp_path)
+    (tmp_path / "target_vocabulary.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"target_vocabulary.json is not JSON"):
+        read(tmp_path)
+    (tmp_path / "target_vocabulary.json").unlink()
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path)
+
+
+def test_sinusoids_that_ctranslate2_computes(tmp_path):
+    """Without tables, positions are OpenNMT-tf's: from 1, all sines first."""
+    ctranslate2.write(build(), tmp_path)
+    edited(tmp_path, lambda b: b._replace(variables={n: a for n, a in b.variables.items() if "encodings" not in n}))
+    config = read(tmp_path).config
+    assert (config.position_layout, config.position_timescale, config.position_offset) == ("split", "m_minus_1", 1)
+
+
+@pytest.mark.needs(importlib.util.find_spec("ctranslate2"), "CTranslate2")
+def test_they_are_those_that_it_computes(tmp_path):
+    import ctranslate2 as theirs
+
+    model = build(position_layout="split", position_timescale="m_minus_1", position_offset=1)
+    ctranslate2.write(model, tmp_path)
+    lines = [[str(token) for token in row] for row in sentences(model.config)[0]]
+
+    def scores():
+        translator = theirs.Translator(str(tmp_path), device="cpu", compute_type="float32")
+        return np.array([one.log_probs for one in translator.score_batch(lines, [line[:5] for line in lines])])
+
+    written = scores()
+    edited(tmp_path, lambda b: b._replace(variables={n: a for n, a in b.variables.items() if "encodings" not in n}))
+    assert np.abs(scores() - written).max() <= 2e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d_k": 5}, "CTranslate2 cannot hold this model: d_k must be 8: got 5"),
+        ({"layer_norm_kind": "annotated"}, "layer_norm_kind must be 'standard': got 'annotated'"),
+    ],
+)
+def test_what_ctranslate2_cannot_hold_is_refused(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        ctranslate2.write(build(**change), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_precision(tmp_path):
+    model = build(preset="marian_cpp", start="zeros")
+    half = {name: array.astype(np.float16) for name, array in model.weights.items()}
+    ctranslate2.write(replace(model, weights=half), tmp_path)
+    again = read(tmp_path)
+    assert again.config == model.config.replace(max_length=again.config.max_length)
+    assert_same_bits(again.weights, half)
