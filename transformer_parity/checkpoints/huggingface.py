@@ -6,6 +6,7 @@ is decided by the tensors, because the flags of published checkpoints contradict
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -128,6 +129,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
     vocabulary = None
     try:
         vocabulary = read_vocabulary_folder(path, family, fields)
+        sums |= {name: hashlib.sha256(content).hexdigest() for name, content in vocabulary.files().items()}
     except (OSError, UsageError, ValueError) as error:
         notes.append(f"no vocabulary: {error}")
     return Imported(
