@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import sentencepiece
@@ -121,25 +122,26 @@ class TokenizerFile:
 
     def __init__(self, content: bytes | str) -> None:
         tokenizers = import_extra("tokenizers")
-        try:
+        with rust_errors("tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content if isinstance(content, str) else content.decode())
-        except Exception as error:  # it raises nothing more specific
-            raise ValueError(f"tokenizer.json cannot be used: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def ids(self, line: str) -> list[int]:
         """Return the ids of a line, without what its own template puts around them."""
-        return self._tokenizer.encode(line, add_special_tokens=False).ids
+        with rust_errors("tokenizer.json"):
+            return self._tokenizer.encode(line, add_special_tokens=False).ids
 
     def framed(self, line: str) -> list[int]:
         """Return the ids of a line, with what its own template puts around them."""
-        return self._tokenizer.encode(line).ids
+        with rust_errors("tokenizer.json"):
+            return self._tokenizer.encode(line).ids
 
     def text(self, ids: Iterable[int]) -> str:
         """Return the text of ids, without special ones."""
-        return self._tokenizer.decode([token for token in map(int, ids) if 0 <= token < self.size])
+        with rust_errors("tokenizer.json"):
+            return self._tokenizer.decode([token for token in map(int, ids) if 0 <= token < self.size])
 
     def name(self, token: int) -> str:
         """Spell out an id."""
@@ -153,6 +155,21 @@ class TokenizerFile:
         """Return the pieces that are symbols, by ascending id."""
         added = self._tokenizer.get_added_tokens_decoder()
         return [str(added[token].content) for token in sorted(added) if added[token].special]
+
+
+@contextmanager
+def rust_errors(name: str) -> Iterator[None]:
+    """Turn whatever `tokenizers` raises about a file into a ValueError: its panics are no Exception.
+
+    Raises:
+        ValueError: See above.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{name} cannot be used: {error}") from error
 
 
 def import_extra(name: str) -> Any:
