@@ -53,9 +53,8 @@ class Pieces:
     Args:
         processor: What cuts a line, or None: then spaces do.
         ids: The id of each piece.
-        special: Pieces that are symbols where they stand in a line, and are left out of a text; each with its id, and
-            whether it takes the spaces before it along.
-        unknown: The id of a piece that the table lacks.
+        special: Pieces that are symbols where they stand in a line, and are left out of a text; each with whether it
+            takes the spaces before it along.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class Pieces:
         processor: sentencepiece.SentencePieceProcessor | None,
         ids: Mapping[str, int],
         special: Mapping[str, bool],
-        unknown: str = UNKNOWN,
     ) -> None:
         self._processor = processor
         self._ids = dict(ids)
@@ -73,7 +71,7 @@ class Pieces:
         # The longest first: one special piece may begin another.
         alternatives = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
         self._split = re.compile(f"({alternatives})" if alternatives else r"(?!)()")
-        self._unknown = ids[unknown]
+        self._unknown = ids[UNKNOWN]
         self.size = max(ids.values()) + 1
 
     def ids(self, line: str) -> list[int]:
