@@ -87,16 +87,22 @@ def test_a_choice_beyond_rounding_is_a_mistake(options):
 
 
 @pytest.mark.parametrize("token", [5, 2], ids=["a token", "the end"])
-@pytest.mark.parametrize("name", BY_RULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("bart", "fairseq") else pytest.mark.extended("searches"))
+        for name in BY_RULES
+    ],
+)
 def test_near_ties_are_told_from_mistakes_by_any_rules(name, token):
     """What ends, what is kept and where the search stops may be decided by rounding too."""
     options, strict = BY_RULES[name], []
-    for seed in (13, 14, 15):
+    for seed in (13, 14):
         config, weights = twins(1e-9, token, seed)
         found = found_by(load_reference(config, weights, "float32"), options)
         assert all(doubt.is_near_tie for doubt in follow_all(config, weights, found, options, "float32"))
         strict += follow_all(config, weights, found, options, "float64")
-    assert (name, token) == ("opus", 2) or not all(doubt.is_near_tie for doubt in strict)
+    assert not all(doubt.is_near_tie for doubt in strict)
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAM, *BY_RULES.values()], ids=["greedy", "beam", *BY_RULES])
