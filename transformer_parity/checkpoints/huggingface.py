@@ -265,11 +265,12 @@ def check_family(config: TransformerConfig, family: str) -> None:
     more = {"max_length": config.max_length, "label_smoothing": 0.0, "tie_embeddings": "none"}
     model = TransformerConfig.preset(FAMILIES[family].preset, **sizes, **special, **more)
     offset = config.pad_id + 1 if FAMILIES[family].behind_padding else model.position_offset
-    fixed = ("norm_order", "final_norm", "embedding_norm", "layer_norm_epsilon", "layer_norm_kind", "position_encoding")
-    fixed += ("attention_bias", "feed_forward_bias", "output_bias", "skip_first_self_attention")
+    fixed = ["norm_order", "final_norm", "embedding_norm", "layer_norm_epsilon", "layer_norm_kind", "position_encoding"]
+    fixed += ["attention_bias", "feed_forward_bias", "output_bias", "skip_first_self_attention"]
     if model.position_encoding == "sinusoidal":
-        fixed += ("position_layout", "position_timescale")
-    needed = {name: (getattr(model, name),) for name in fixed} | {"position_offset": (offset,)}
+        fixed += ["position_layout", "position_timescale"]
+    needed: dict[str, tuple[object, ...]] = {name: (getattr(model, name),) for name in fixed}
+    needed["position_offset"] = (offset,)
     heads = config.decoder_num_heads
     width = None if heads is None else config.d_model // heads
     needed |= {"decoder_d_k": (None, width), "decoder_d_v": (None, width)}
@@ -319,8 +320,8 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     for name, content in ((CONFIG, fields), (GENERATION, generation)):
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
     if model.vocabulary is not None:
-        for name, content in model.vocabulary.files().items():
-            (folder / name).write_bytes(content)
+        for name, stored in model.vocabulary.files().items():
+            (folder / name).write_bytes(stored)
     return tuple(notes)
 
 
