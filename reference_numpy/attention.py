@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -17,10 +17,8 @@ from numpy import ndarray
 from reference_numpy.checks import check_attention, check_attention_mask, check_room
 from reference_numpy.config import TransformerConfig
 from reference_numpy.layers import Dropout, Linear, masked_softmax
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 QUERY_BLOCK = 256  # above this many queries, and without taps, not all scores are there at the same time
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -35,11 +35,9 @@ from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.functional import ACTIVATIONS, dropout, masked_softmax, relu
 from reference_numpy.layers import LayerNorm, Linear
 from reference_numpy.names import parameter_shapes, tap_shapes
+from reference_numpy.shapes import Float, Int
 from reference_numpy.taps import Recorder, Tap, no_tap, within
 from reference_numpy.transformer import Transformer
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 
 @dataclass(frozen=True)

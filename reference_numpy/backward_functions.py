@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.functional import _erf, gelu, gelu_tanh, relu, sum_last, swish
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+from reference_numpy.shapes import Float, Int
 
 
 def linear_backward(

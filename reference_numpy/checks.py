@@ -222,7 +222,7 @@ def check_accumulation(accumulation_steps: int, batch: int) -> None:
         raise ValueError(f"accumulation_steps must divide the batch: got {accumulation_steps} and {batch} sentences")
 
 
-def check_trainable(dtype: str, *, mixed_bfloat16: bool, supported: bool) -> None:
+def check_trainable(dtype: str, mixed_bfloat16: bool, supported: bool) -> None:
     """Refuse to train weights that are too coarse to take small steps, and mixed precision where it cannot be had."""
     if dtype not in ("float64", "float32"):
         raise ValueError(f"training needs float32 or float64 weights: got {dtype}; mixed_bfloat16 computes in bfloat16")

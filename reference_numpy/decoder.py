@@ -6,7 +6,6 @@ B batch, S source length, T target length.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy import ndarray
@@ -15,10 +14,8 @@ from reference_numpy.attention import KeyValueCache, KeyValues, MultiHeadAttenti
 from reference_numpy.config import TransformerConfig
 from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.layers import Dropout, LayerNorm
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap, within
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 class DecoderLayer:

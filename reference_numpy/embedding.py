@@ -6,16 +6,13 @@ B batch, L length, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import linear
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+from reference_numpy.shapes import Float, Int
 
 
 def sinusoidal_encoding(

@@ -5,8 +5,6 @@ B batch, S source length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy import ndarray
 
@@ -14,10 +12,8 @@ from reference_numpy.attention import MultiHeadAttention
 from reference_numpy.config import TransformerConfig
 from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.layers import Dropout, LayerNorm
+from reference_numpy.shapes import Bool, Float
 from reference_numpy.taps import Tap, no_tap, within
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
 
 
 class EncoderLayer:

@@ -5,17 +5,13 @@ B batch, L length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.layers import ACTIVATIONS, Dropout, Linear
+from reference_numpy.shapes import Float
 from reference_numpy.taps import Tap, no_tap
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 
 class PositionwiseFeedForward:

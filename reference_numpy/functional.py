@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy import ndarray
 
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
-
+from reference_numpy.shapes import Bool, Float
 
 FEW_ROWS = 32  # for up to so many, a transposed matrix is better the left one of a product: 1.3 to 1.8 times as fast
 

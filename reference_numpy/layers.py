@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import ACTIVATIONS, draw_keep, dropout, layer_norm, linear, masked_softmax
+from reference_numpy.shapes import Float
 from reference_numpy.taps import Tap, no_tap
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 

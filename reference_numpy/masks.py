@@ -5,13 +5,10 @@ B batch, S source length, T target length, L length of either.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy import ndarray
 
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Int
+from reference_numpy.shapes import Bool, Int
 
 
 def padding_mask(ids: Int[ndarray, "B L"], pad_id: int) -> Bool[ndarray, "B L"]:

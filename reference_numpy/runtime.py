@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+from reference_numpy.shapes import Bool, Float, Int
 
 DTYPES = ("float64", "float32")
 DEVICES = ("cpu",)

@@ -5,7 +5,7 @@ B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -18,12 +18,10 @@ from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.names import check_training_state, find, parameter_shapes
 from reference_numpy.optimizer import Adam, clip_factor, global_norm
 from reference_numpy.runtime import to_ids
+from reference_numpy.shapes import Float, Int
 from reference_numpy.taps import Recorder
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from reference_numpy.transformer import Transformer
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 MIXED_BFLOAT16 = False  # whether this backend can compute in bfloat16 with float32 weights
 
@@ -106,9 +104,7 @@ class Trainer:
     """
 
     def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
-        check_trainable(
-            model.source_embedding.table.dtype.name, mixed_bfloat16=settings.mixed_bfloat16, supported=MIXED_BFLOAT16
-        )
+        check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         self.model = model
         self.settings = settings

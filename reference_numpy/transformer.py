@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 from numpy import ndarray
@@ -21,11 +21,9 @@ from reference_numpy.files import load_weights
 from reference_numpy.layers import Dropout, LayerNorm
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.runtime import check_placement, set_precision, to_ids, to_mask, to_memory
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap, within
 from reference_numpy.weights import get_weights, set_weights
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 class Part:

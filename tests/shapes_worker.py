@@ -6,7 +6,6 @@ Prints what is wrong, a line each; nothing is good.
 
 from __future__ import annotations
 
-import builtins
 import importlib
 import inspect
 import os
@@ -29,9 +28,8 @@ CONVENTIONS = (
 def checked_import(name: str):
     """Import a package so that each annotation is checked on each call."""
     importlib.import_module(FRAMEWORKS[name])  # before the hook: only our own annotations are of interest
-    # The packages import these names for the type checker only; here they have to exist at run time.
-    for shape in ("Bool", "Float", "Int"):
-        setattr(builtins, shape, getattr(jaxtyping, shape))
+    # Where code runs, the packages drop the shapes; here they are to be checked.
+    sys.modules["reference_numpy.shapes"] = jaxtyping
     with jaxtyping.install_import_hook(["reference_numpy", BACKENDS[name]], "beartype.beartype"):
         package = importlib.import_module(BACKENDS[name])
     if name == "tf":  # Keras reads the signature of a constructor, and a check has another

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -39,12 +40,16 @@ PACKAGES = [port.package for port in PORTS.values()]
 FRAMEWORKS = {module for port in PORTS.values() for module in port.needs}
 
 
+parsed = cache(source_code.Package)  # once for all tests
+
+
 @pytest.fixture(autouse=True)
 def _pipe(monkeypatch):
     """Print as into a pipe of 80 columns, whatever runs the tests."""
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(info, "Package", parsed)
 
 
 @pytest.fixture
@@ -190,7 +195,7 @@ def test_source_hides_or_keeps_docstrings(capsys, tmp_path):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_piece_is_the_code_in_the_file(package):
-    for module in source_code.Package(package).modules.values():
+    for module in parsed(package).modules.values():
         for name, node in module.definitions.items():
             assert ast.dump(ast.parse(module.find(name, docstrings=True).code)) == ast.dump(ast.Module([node], []))
         for name in module.dotted_names():
@@ -202,13 +207,16 @@ def test_every_piece_is_the_code_in_the_file(package):
 
 
 @pytest.mark.parametrize(("width", "columns"), [(60, 1), (119, 1), (120, 2), (130, 2), (200, 2), (240, 4)])
-def test_source_stands_side_by_side_where_there_is_room(capsys, monkeypatch, width, columns):
+def test_source_stands_side_by_side_where_there_is_room(capsys, width, columns):
     out = parity(capsys, "source", "split_heads", "--width", width)[1]
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) == width
     titles = [[package for package in PACKAGES if f"{package}/attention.py:" in line] for line in out.splitlines()]
     assert [row for row in titles if row] == [PACKAGES[i : i + columns] for i in range(0, 4, columns)]
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+
+
+def test_source_has_colors_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[94" in parity(capsys, "source", "split_heads")[1]
     assert "\x1b[94" not in parity(capsys, "source", "split_heads", "--no-color")[1]
 

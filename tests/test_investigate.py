@@ -29,6 +29,7 @@ from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagno
 from transformer_parity.diagnose.hypotheses import Hypothesis, content, hypotheses
 from transformer_parity.diagnose.investigate import Investigation
 from transformer_parity.diagnose.properties import is_random
+from transformer_parity.explore.view import view_of_case
 from transformer_parity.mistakes.catalogue import FORWARD, TRAINING
 from transformer_parity.mistakes.mistake import Mistake, instead, together
 from transformer_parity.ports.protocol import Placement, Result
@@ -236,10 +237,13 @@ def test_what_nobody_knows_is_unknown_or_looks_like_something():
     kept = {}
     setting = Setting(("float64",))
     findings = list(compare([replace(CASE, fast=False)], Port(), setting, kept=kept))
-    (failure_report,) = Investigation(Port(), setting, "it").failures(findings, kept, [CASE])
+    investigation = Investigation(Port(), setting, "it", view=view_of_case)
+    (failure_report,) = investigation.failures(findings, kept, [CASE])
     assert failure_report.diagnosis.confidence == LIKELY
     assert f"at {SCALE}, everything is 0.904105 times what it should be" in failure_report.diagnosis.sentence
-    assert len(failure_report.attention) == 6
+    assert failure_report.of("renamed").view["ports"] == ["renamed"]
+    shown = {tap["name"]: tap["ports"][0]["verdict"] for tap in failure_report.view["taps"]}
+    assert shown == {mark.name: mark.verdict for mark in failure_report.blame.marks}
 
 
 def test_a_correct_port_is_given_no_diagnosis():

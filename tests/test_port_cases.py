@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from transformer_parity.cases import for_ports
 from transformer_parity.cases.case import tiny
 from transformer_parity.cases.for_ports import port_cases
 from transformer_parity.cases.standard import standard_cases
@@ -20,6 +21,13 @@ CLIPPED = "clipping", "accumulation"
 
 def load(case):
     return PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
+
+
+def test_the_weights_that_are_tried_first_have_most_to_decide(monkeypatch):
+    chosen = for_ports._varied_seed.__wrapped__
+    assert chosen(CONFIG) == for_ports.LIKELY
+    monkeypatch.setattr(for_ports, "ENOUGH", (4,))  # which no model has
+    assert chosen(CONFIG) == for_ports.LIKELY
 
 
 @pytest.mark.parametrize("shown", ["logits", "taps"])
@@ -50,6 +58,8 @@ def test_the_cases_for_ports_show_how_a_port_searches():
     right = {case.name: tensors(load(case), case) for case in cases}
     unseen = []
     for mistake in SEARCH:
+        if "/rules_of_" in mistake.case:  # which are not asked of a port
+            continue
         for case in cases:
             seen = tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
             if distance("tokens", seen, right[case.name]) > 0.0:

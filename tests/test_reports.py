@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import math
@@ -17,7 +16,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
-from PIL import Image
 from rich.console import Console
 
 from reference_numpy.names import parameter_shapes, tap_shapes
@@ -31,10 +29,11 @@ from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame
 from transformer_parity.diagnose.diagnosis import Diagnosis
 from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.weight_audit import Fate
+from transformer_parity.explore.recording import Recorded, Recording
+from transformer_parity.explore.view import view
 from transformer_parity.report.diagnoses import print_audit, print_failure_report
 from transformer_parity.report.html import html, write_html
 from transformer_parity.report.junit import junit, write_junit
-from transformer_parity.report.maps import picture
 from transformer_parity.report.result import Run, build
 from transformer_parity.report.tables import print_coverage, print_near_ties, print_problems, print_skips, print_summary
 from transformer_parity.report.tree import LINES, print_blame
@@ -105,9 +104,10 @@ def result():
             detail="no search",
         ),
     ]
-    weights = np.array([[[0.25, 0.75], [1.0, 0.0]]])
-    attention = {"backend": "torch", "dtype": "float64", "case": "full/padded", "introduced": False}
-    attention |= {"tap": "encoder.layers.0.self_attention.weights", "expected": weights, "actual": weights[:, ::-1]}
+    weights = np.array([[[[0.25, 0.75], [1.0, 0.0]]]])
+    marks = [Mark(GUILTY, 0.25, 0.25, 1e-12, INTRODUCED)]
+    recording = Recording("float64", {GUILTY: weights}, [Recorded("torch", marks, {GUILTY: weights[..., ::-1]})], {})
+    shown = view(recording, "float64 full/padded", {"source": [["5", "6"]], "target": [["7"]]})
     place = ("torch", "float64", "full/padded", "activations")
     fates = [Fate("a.kernel", "transposed", NASTY).to_dict(), Fate("b", "used").to_dict()]
     diagnosis = Diagnosis("torch does not scale the scores", "exact", ("scores not scaled",))
@@ -116,7 +116,7 @@ def result():
         cases=CASES,
         not_tested=["gpu (ask for it with --device gpu)"],
         failure_reports=[
-            FailureReport(*place, blame_of({GUILTY}), diagnosis, (attention,)),
+            FailureReport(*place, blame_of({GUILTY}), diagnosis, shown),
             FailureReport("torch", "float32", *place[2:], blame_of({GUILTY}, "float32"), None),
         ],
         audits=[{"backend": "torch", "weights": fates}],
@@ -275,8 +275,11 @@ def check_page(page: Page, result: dict) -> None:
     assert page.count("path", "guilty") == 2
     assert page.count("li", "introduced") == 2 * 3  # the layer, its attention, the scores; in both trees
     assert page.count("article", "port") == 2
-    assert page.count("img") == 3  # one head: reference, port, difference
+    assert page.count("div", "explorer") == 1
     assert page.count("h2") == 8
+    rows = [attributes for tag, kinds, attributes in page.elements if tag == "td" and "imprecise" in kinds]
+    assert page.count("table", "components") == 1
+    assert len(rows) == 1  # the full model in float32
     for words in (
         "Diverge",
         "torch does not scale the scores",
@@ -288,23 +291,32 @@ def check_page(page: Page, result: dict) -> None:
         assert words in " ".join(page.text.split()), words
 
 
-def test_page_holds_everything_without_a_script(result):
+def test_page_holds_everything(result):
     page = Page(html(result))
     check_page(page, result)
-    assert page.count("script") == 0
     assert "object at 0x" not in page.text
+
+
+def test_numbers_of_cases_and_comparisons_agree(result):
+    """However many dtypes a case was run in, it is one case; what was skipped was not compared."""
+    text = " ".join(Page(html(result)).text.split())
+    assert "2 ports4 cases" in text  # two items of a list
+    assert "3 cases diverging" in text  # full/padded, full/untied, gradients
+    assert "3 cases agreeing, 1 case skipped" in text
+    of_all, *of_ports = [int(count.replace(",", "")) for count in re.findall(r"([\d,]+) comparisons", text)]
+    assert of_all == sum(of_ports[:2]) == result["comparisons"]
 
 
 def test_page_needs_no_network(result):
     text = html(result)
     assert all(address.startswith("data:") for address in Page(text).addresses)
-    assert re.findall(r"url\(|@import|https?://", text) == []
+    assert re.findall(r"url\(|@import|https?://|fetch\(", text) == []
 
 
 def test_page_escapes_what_ports_say(result):
     text = html(result)
     assert text.count("&lt;script&gt;alert(") == 1  # the audit's detail
-    assert "<script" not in text
+    assert "<script>alert" not in text
 
 
 def test_page_of_nothing_compared():
@@ -320,8 +332,9 @@ def test_page_of_agreement(result):
     page = Page(text)
     assert page.count("tr", "fine") == len(TAPS)
     assert page.count("tr", "fails") == 0
-    assert "Nothing differs, so that nothing is to blame." in page.text
-    assert f"All {len(TAPS)} rows are within tolerance." in page.text
+    assert "Where it was introduced" not in page.text
+    assert page.count("div", "explorer") == page.count("canvas") == 0
+    assert f"full/padded: all {len(TAPS)} taps are within tolerance" in page.text
 
 
 def test_page_from_the_file_is_the_same(result, tmp_path):
@@ -336,37 +349,32 @@ def test_page_from_the_file_is_the_same(result, tmp_path):
 def test_colour_is_the_share_on_a_logarithmic_scale(share, step):
     verdict = AGREES if share <= 1.0 else DIVERGES
     page = Page(html(result_of([replace(SIMPLE, error=share, tolerance=1.0, verdict=verdict)])))
-    cells = [kinds for tag, kinds, _ in page.elements if tag == "td" and kinds]
+    cells = [kinds for tag, kinds, _ in page.elements if tag == "td" and kinds and kinds[0] != verdict]
     assert cells == [[f"s{step}"]]
-
-
-def test_map_is_a_picture_of_its_numbers():
-    head, _, content = picture(np.array([[0.0, 1.0, -1.0], [math.nan, 0.5, 2.0]])).partition(",")
-    assert head == "data:image/png;base64"
-    with Image.open(io.BytesIO(base64.b64decode(content))) as image:
-        pixels = np.asarray(image.convert("RGB")).astype(int)
-    assert pixels.shape == (2, 3, 3)
-    white, blue, orange, black, middle, beyond = pixels.reshape(-1, 3)
-    assert white.min() > 240
-    assert blue[2] > blue[0] + 100
-    assert orange[0] > orange[2] + 100
-    assert black.max() == 0
-    assert np.abs(middle - (white + blue) / 2).max() <= 1
-    assert (beyond == blue).all()
 
 
 PROBE = """
 <script>
 const rows = () => [...document.querySelectorAll("#matrix .scroll")][0]
   .querySelectorAll("tbody tr").values().filter(row => row.offsetHeight > 0).toArray().length;
-const said = {all: rows(), wide: document.documentElement.scrollWidth - document.documentElement.clientWidth};
-document.querySelector(".only").click();
-said.failing = rows();
-said.images = [...document.images].filter(image => image.naturalWidth > 0).length;
-parent.postMessage(JSON.stringify(said), "*");
+const said = {wide: document.documentElement.scrollWidth - document.documentElement.clientWidth};
+said.tall = document.documentElement.scrollHeight;
+const ready = setInterval(() => {
+  const explorers = [...document.querySelectorAll(".explorer")];
+  if (explorers.some(one => !one.dataset.ready)) return;
+  clearInterval(ready);
+  said.maps = document.querySelectorAll(".maps canvas").length;
+  said.clipped = [...document.querySelectorAll(".scroll")].every(box =>
+    !box.clientWidth || (box.scrollWidth > box.clientWidth + 1) === "clipped" in box.dataset);
+  document.querySelector("#matrix").open = true;
+  said.all = rows();
+  document.querySelector(".only")?.click();
+  said.failing = rows();
+  parent.postMessage(JSON.stringify(said), "*");
+}, 50);
 </script>
 """
-FRAME = """<body><iframe src="page.html" style="width: 400px; height: 4000px; border: 0"></iframe><pre></pre>
+FRAME = """<body><iframe src="page.html" style="width: %dpx; height: 900px; border: 0"></iframe><pre></pre>
 <script>addEventListener("message", event => document.querySelector("pre").textContent = event.data)</script></body>"""
 
 
@@ -386,13 +394,33 @@ def test_page_in_a_browser(browser, result, tmp_path):
     check_page(Page(text), result)
 
 
-def test_page_on_a_phone_and_its_filter(browser, result, tmp_path):
+def probed(browser, result, tmp_path, width):
+    """Return what a page says of itself at a width."""
     (tmp_path / "page.html").write_text(html(result).replace("</body>", f"{PROBE}</body>"), "utf-8")
-    (tmp_path / "frame.html").write_text(FRAME, "utf-8")
-    text, _ = open_page(browser, tmp_path / "frame.html")
-    said = json.loads(re.search(r"<pre>(.*)</pre>", text)[1])
+    (tmp_path / "frame.html").write_text(FRAME % width, "utf-8")
+    text, console = open_page(
+        browser, tmp_path / "frame.html", "--virtual-time-budget=20000", f"--window-size={width + 40},1000"
+    )
+    assert console == ""
+    return json.loads(re.search(r"<pre>(.*)</pre>", text)[1])
+
+
+def test_page_on_a_phone_and_its_filter(browser, result, tmp_path):
+    said = probed(browser, result, tmp_path, 400)
+    assert said.pop("tall") > 900
     failing = len(TAPS) - TAPS.index(GUILTY)
-    assert said == {"all": len(TAPS), "wide": 0, "failing": failing, "images": 3}
+    assert said == {"all": len(TAPS), "wide": 0, "failing": failing, "maps": 3, "clipped": True}
+
+
+def test_a_passing_page_has_two_screens_and_no_map(browser, tmp_path):
+    components = [f"part {i}" for i in range(18)]  # as many as a whole check has
+    findings = [finding for name in ("torch", "jax") for dtype in SETTING.dtypes for finding in run_of(name, dtype)]
+    findings += [
+        replace(finding, component=part, path="fast") for finding in findings[:: len(TAPS)] for part in components
+    ]
+    said = probed(browser, result_of(findings, not_tested=["gpu", "tf", "decode", "steps"]), tmp_path, 1280)
+    assert said.pop("tall") <= 2 * 900
+    assert said == {"all": len(TAPS), "wide": 0, "failing": len(TAPS), "maps": 0, "clipped": True}
 
 
 def test_an_error_in_the_browser_would_be_seen(browser, tmp_path):

@@ -46,6 +46,7 @@ ALLOWED = [
             "names",
             "presets",
             "search_plan",
+            "shapes",
             "taps",
             "training_config",
         )

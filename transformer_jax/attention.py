@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 from flax import nnx
@@ -16,11 +16,9 @@ from jax import Array
 
 from reference_numpy.checks import check_attention, check_attention_mask, check_room
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap
 from transformer_jax.layers import Dropout, Linear, masked_softmax
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 def scaled_dot_product_attention(

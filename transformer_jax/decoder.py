@@ -6,7 +6,6 @@ B batch, S source length, T target length.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,11 @@ from flax import nnx
 from jax import Array
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap, within
 from transformer_jax.attention import KeyValueCache, KeyValues, MultiHeadAttention
 from transformer_jax.feed_forward import PositionwiseFeedForward
 from transformer_jax.layers import Dropout, LayerNorm
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 class DecoderLayer(nnx.Module):

@@ -6,7 +6,6 @@ B batch, L length, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +13,7 @@ from flax import nnx
 from jax import Array
 
 from reference_numpy.config import TransformerConfig
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+from reference_numpy.shapes import Float, Int
 
 
 def sinusoidal_encoding(

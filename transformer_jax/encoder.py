@@ -5,19 +5,15 @@ B batch, S source length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flax import nnx
 from jax import Array
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Bool, Float
 from reference_numpy.taps import Tap, no_tap, within
 from transformer_jax.attention import MultiHeadAttention
 from transformer_jax.feed_forward import PositionwiseFeedForward
 from transformer_jax.layers import Dropout, LayerNorm
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
 
 
 class EncoderLayer(nnx.Module):

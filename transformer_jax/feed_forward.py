@@ -5,17 +5,13 @@ B batch, L length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flax import nnx
 from jax import Array
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Float
 from reference_numpy.taps import Tap, no_tap
 from transformer_jax.layers import ACTIVATIONS, Dropout, Linear
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 
 class PositionwiseFeedForward(nnx.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,7 @@ from flax import nnx
 from jax import Array
 
 from reference_numpy.config import TransformerConfig
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+from reference_numpy.shapes import Bool, Float
 
 __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 

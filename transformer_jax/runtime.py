@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax
 import jax
@@ -15,9 +15,7 @@ import numpy as np
 from jax import Array
 
 from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+from reference_numpy.shapes import Bool, Float, Int
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,12 @@ from jax import Array
 from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import check_training_state, find, parameter_shapes, rounded, tap_shapes
+from reference_numpy.shapes import Float, Int
 from reference_numpy.taps import no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_jax.optimizer import Adam, Arrays, clip_factor, global_norm
 from transformer_jax.runtime import as_placed, quick_compilation, to_ids
 from transformer_jax.transformer import Transformer
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 Batch = tuple[Array, Array, Array]  # source_ids, target_ids, labels
 
@@ -86,9 +84,7 @@ class Trainer:
     """
 
     def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
-        check_trainable(
-            model.source_embedding.table.dtype.name, mixed_bfloat16=settings.mixed_bfloat16, supported=MIXED_BFLOAT16
-        )
+        check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         model.eval()
         self.model = model

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from reference_numpy.checks import (
 )
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap, within
 from transformer_jax.decoder import DecoderCache, DecoderStack
 from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
@@ -34,9 +35,6 @@ from transformer_jax.layers import Dropout, LayerNorm
 from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_jax.runtime import PRECISIONS, as_placed, check_placement, to_device, to_ids, to_mask, to_memory
 from transformer_jax.weights import get_weights, set_weights
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 class Part(nnx.Module):

@@ -6,20 +6,18 @@ B batch, S source length, T target length.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap, within
 from transformer_tf.attention import KeyValueCache, KeyValues, MultiHeadAttention, Nested
 from transformer_tf.feed_forward import PositionwiseFeedForward
 from transformer_tf.layers import Block, Dropout, LayerNorm
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 class DecoderLayer(Block):

@@ -6,7 +6,7 @@ B batch, L length, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,10 +14,8 @@ import tensorflow as tf
 from tensorflow import Tensor
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Float, Int
 from transformer_tf.layers import Block
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 
 def sinusoidal_encoding(

@@ -5,18 +5,16 @@ B batch, S source length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensorflow import Tensor
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Bool, Float
 from reference_numpy.taps import Tap, no_tap, within
 from transformer_tf.attention import MultiHeadAttention
 from transformer_tf.feed_forward import PositionwiseFeedForward
 from transformer_tf.layers import Block, Dropout, LayerNorm
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
 
 
 class EncoderLayer(Block):

@@ -5,16 +5,14 @@ B batch, L length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensorflow import Tensor
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Float
 from reference_numpy.taps import Tap, no_tap
 from transformer_tf.layers import ACTIVATIONS, Block, Dropout, Linear
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 
 class PositionwiseFeedForward(Block):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
 from reference_numpy.config import TransformerConfig
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+from reference_numpy.shapes import Bool, Float
 
 __all__ = ["ACTIVATIONS", "Block", "Configured", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,9 +13,7 @@ import tensorflow as tf
 from tensorflow import Tensor
 
 from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+from reference_numpy.shapes import Bool, Float, Int
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")

@@ -18,6 +18,7 @@ from tensorflow import Tensor
 from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import check_training_state, rounded
+from reference_numpy.shapes import Float, Int
 from reference_numpy.taps import Recorder, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_tf.layers import Dropout
@@ -26,8 +27,6 @@ from transformer_tf.runtime import as_placed, placed, to_ids
 from transformer_tf.weights import parameters, variables
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
-
     from transformer_tf.transformer import Transformer
 
 BATCH = (tf.TensorSpec([None, None], tf.int32),) * 3  # source_ids, target_ids, labels
@@ -95,7 +94,7 @@ class Trainer:
     """
 
     def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
-        check_trainable(model.variable_dtype, mixed_bfloat16=settings.mixed_bfloat16, supported=MIXED_BFLOAT16)
+        check_trainable(model.variable_dtype, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         self.model = model
         self.settings = settings

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -18,6 +18,7 @@ from tensorflow import Tensor
 from reference_numpy.checks import check_given, check_integer, check_next_ids, check_positions, check_same_batch
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap, within
 from transformer_tf.decoder import DecoderCache, DecoderStack
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
@@ -35,9 +36,6 @@ from transformer_tf.runtime import (
     to_memory,
 )
 from transformer_tf.weights import get_weights, set_weights
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 class Part(Configured, keras.Model):

@@ -6,19 +6,17 @@ B batch, H heads, L query length, M memory (key and value) length.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from torch import Tensor, nn
 
 from reference_numpy.checks import check_attention, check_attention_mask, check_room
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap
 from transformer_torch.layers import Dropout, Linear, masked_softmax
 from transformer_torch.runtime import dtype_name
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 def scaled_dot_product_attention(

@@ -6,20 +6,17 @@ B batch, S source length, T target length.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap, within
 from transformer_torch.attention import KeyValueCache, KeyValues, MultiHeadAttention
 from transformer_torch.feed_forward import PositionwiseFeedForward
 from transformer_torch.layers import Dropout, LayerNorm
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 class DecoderLayer(nn.Module):

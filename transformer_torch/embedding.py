@@ -6,17 +6,13 @@ B batch, L length, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from torch import Tensor, nn
 
 from reference_numpy.config import TransformerConfig
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
-
+from reference_numpy.shapes import Float, Int
 
 KEPT_POSITIONS = 1024  # positions: the rows of sines and cosines that are not computed anew for each batch
 

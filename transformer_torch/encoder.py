@@ -5,19 +5,15 @@ B batch, S source length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Bool, Float
 from reference_numpy.taps import Tap, no_tap, within
 from transformer_torch.attention import MultiHeadAttention
 from transformer_torch.feed_forward import PositionwiseFeedForward
 from transformer_torch.layers import Dropout, LayerNorm
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
 
 
 class EncoderLayer(nn.Module):

@@ -5,16 +5,12 @@ B batch, L length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
 from reference_numpy.config import TransformerConfig
+from reference_numpy.shapes import Float
 from reference_numpy.taps import Tap, no_tap
 from transformer_torch.layers import ACTIVATIONS, Dropout, Linear
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 
 class PositionwiseFeedForward(nn.Module):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from torch import Tensor, nn
 
 from reference_numpy.config import TransformerConfig
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+from reference_numpy.shapes import Bool, Float
 
 __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 

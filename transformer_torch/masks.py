@@ -5,13 +5,10 @@ B batch, S source length, T target length, L length of either.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Int
+from reference_numpy.shapes import Bool, Int
 
 
 def padding_mask(ids: Int[Tensor, "B L"], pad_id: int) -> Bool[Tensor, "B L"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.func import debug_unwrap
 
 from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+from reference_numpy.shapes import Bool, Float, Int
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +18,13 @@ from torch.nn.utils import parametrize
 from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import check_training_state
+from reference_numpy.shapes import Float, Int
 from reference_numpy.taps import Recorder, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_torch.optimizer import Adam, clip_factor, global_norm
 from transformer_torch.runtime import dtype_name, to_ids
 from transformer_torch.transformer import Transformer
 from transformer_torch.weights import computed_with, copy_in, copy_out, parameters
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
 
@@ -94,11 +92,8 @@ class Trainer:
     """
 
     def __init__(self, model: nn.Module, settings: TrainingConfig, seed: int = 0, *, compile: bool = False) -> None:  # noqa: A002
-        check_trainable(
-            dtype_name(_transformer(model).source_embedding.table),
-            mixed_bfloat16=settings.mixed_bfloat16,
-            supported=MIXED_BFLOAT16,
-        )
+        dtype = dtype_name(_transformer(model).source_embedding.table)
+        check_trainable(dtype, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         self.model = model.eval()
         self.settings = settings

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from reference_numpy.checks import check_given, check_integer, check_next_ids, check_positions, check_same_batch
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import load_weights
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap, within
 from transformer_torch.decoder import DecoderCache, DecoderStack
 from transformer_torch.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
@@ -25,9 +26,6 @@ from transformer_torch.layers import Dropout, LayerNorm
 from transformer_torch.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_torch.runtime import check_placement, dtype_name, set_precision, to_device, to_ids, to_mask, to_memory
 from transformer_torch.weights import get_weights, set_weights
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 class Part(nn.Module):

@@ -33,6 +33,7 @@ MANY = 32  # sentences of a search that is to show a rule that seldom decides
 LENGTHY = 32  # positions of a model that has no limit
 SMALL_PENALTY = 1.5
 SEEDS = 32  # of which the one with the most to decide is taken
+LIKELY, ENOUGH = 18, (3, 5, 5)  # tried first: the best with the paper's conventions; what it has to decide
 PENALTY = 4.0  # so that a late end may be worth more than an early one
 
 
@@ -68,7 +69,7 @@ def _varied_seed(config: TransformerConfig) -> int:
     """
     ids = token_ids(config)["source_ids"]
     variety = {}
-    for seed in range(SEEDS):
+    for seed in sorted(range(SEEDS), key=lambda seed: seed != LIKELY):
         model = Transformer.from_weights(config, hard_weights(config, seed), "float64")
         greedy = greedy_search(model, ids, LONGEST).ids
         beam, unpenalised = (beam_search(model, ids, 4, alpha, LONGEST).ids for alpha in (PENALTY, 0.0))
@@ -77,7 +78,9 @@ def _varied_seed(config: TransformerConfig) -> int:
         # What a wrong length penalty, beam or end would change, and how much there is to see.
         decisions = (lengths[1] != lengths[2]) + (lengths[0] != lengths[1]) + (ends > 0)
         variety[seed] = (decisions, len(set(lengths[0])) + len(set(lengths[1])), ends)
-    return max(variety, key=variety.__getitem__)
+        if variety[seed] >= ENOUGH:
+            break
+    return max(sorted(variety), key=variety.__getitem__)
 
 
 @cache

@@ -17,10 +17,11 @@ from reference_numpy.config import TransformerConfig
 from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, STAGES, Case
 from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.compare.exceptions import described
-from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Kept, Setting
+from transformer_parity.compare.findings import Finding, Kept, Setting
 from transformer_parity.compare.outputs import Outputs, run_cases
 from transformer_parity.diagnose.investigate import FailureReport, Investigation
 from transformer_parity.diagnose.weight_audit import Fate, as_mistake, audit
+from transformer_parity.explore.view import view_of_case
 from transformer_parity.mistakes.mistake import Mistake
 from transformer_parity.ports.compile_clock import COMPILING, Spent, listen_to_jax
 from transformer_parity.ports.protocol import Placement
@@ -39,7 +40,7 @@ class Job:
         cases: What to run; None is what ``port_cases`` returns for the port, whose conventions only its process knows.
         stages: Those of a port of the user's own.
         failures: Where to save the inputs of the first wrong block; None saves nothing.
-        attention: Whether the attention of a port that agrees is wanted too.
+        views: Whether a page is to show what differs.
     """
 
     backend: str
@@ -47,7 +48,7 @@ class Job:
     cases: tuple[Case, ...] | None = None
     stages: Sequence[str] = STAGES
     failures: Path | None = None
-    attention: bool = False
+    views: bool = False
 
     @property
     def title(self) -> str:
@@ -129,11 +130,10 @@ class _Process:
             self.send(outputs=outputs)
         self.send(ran=True)
         findings, kept = self._receive()
-        investigation = Investigation(port, setting, self.job.backend, self.job.failures, self.report, suspect)
+        shown = view_of_case if self.job.views else None
+        investigation = Investigation(port, setting, self.job.backend, self.job.failures, self.report, suspect, shown)
         for report in investigation.failures(findings, kept, cases):
             self.send(failure_report=report)
-        if self.job.attention and main is not None and all(f.verdict in (AGREES, SKIPPED) for f in findings):
-            self.send(failure_report=investigation.attention(main))
 
     def _receive(self) -> tuple[Sequence[Finding], Kept]:
         return self.parent.receive()

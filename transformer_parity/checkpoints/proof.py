@@ -99,8 +99,7 @@ def prove(path: Path, backends: Iterable[str], say: Say = lambda text: None) -> 
             except MissingFrameworkError as error:
                 found.append(Agreement(backend, dtype, None, allowed, str(error)))
                 break
-            error = relative_error(logits(backend, dtype), truth)
-            found.append(Agreement(backend, dtype, error, allowed))
+            found.append(Agreement(backend, dtype, relative_error(logits(backend, dtype), truth), allowed))
     return found
 
 

@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
         interpreters = _interpreters(options.isolate, [*selection.ports, *selection.backends])
 
     started = time.monotonic()
-    common = {"failures": options.failures.absolute(), "attention": options.html is not None}
+    common = {"failures": options.failures.absolute(), "views": options.html is not None}
     jobs = [Job(name, selection.setting, tuple(cases), **common) for name in selection.backends]
     jobs += [Job(name, selection.setting, None, selection.chosen_stages, **common) for name in selection.ports]
     outcome = Outcome({"numpy": ref.describe()})

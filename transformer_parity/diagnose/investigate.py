@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, STAGES, Case
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Kept, Setting
 from transformer_parity.compare.outputs import given
 from transformer_parity.diagnose import reproduce
 from transformer_parity.diagnose.blame import (
-    INTRODUCED,
     Arrays,
     Blame,
     Evidence,
@@ -32,7 +29,6 @@ from transformer_parity.mistakes.mistake import Mistake
 from transformer_parity.ports.protocol import LoadedPort, Placement, Port
 from transformer_parity.ports.registry import PORTS
 
-MAPS = 6  # attention layers that are shown
 FAR = {"float64": 1e-9, "float32": 1e-5}  # relative: more than rounding
 NAMES = "names"  # the tap of a finding about names and order
 
@@ -48,7 +44,7 @@ class FailureReport:
         stage: What it compares.
         blame: Where the difference starts; None where nothing can be replayed.
         diagnosis: What the port does; None where nothing is wrong, and only its attention was asked for.
-        attention: The weights of the first sentence, layer by layer (see ``attention_maps``).
+        view: What the page shows of the case; None where it shows nothing.
         folder: Where the inputs of the first wrong block are; None if they were not saved.
     """
 
@@ -58,14 +54,14 @@ class FailureReport:
     stage: str
     blame: Blame | None
     diagnosis: Diagnosis | None
-    attention: tuple[dict[str, Any], ...] = ()
+    view: dict[str, Any] | None = None
     folder: Path | None = None
 
     def of(self, name: str) -> FailureReport:
         """Return the same with another name for the port."""
         blame = None if self.blame is None else replace(self.blame, backend=name)
-        attention = tuple({**row, "backend": name} for row in self.attention)
-        return replace(self, backend=name, blame=blame, attention=attention)
+        view = None if self.view is None else {**self.view, "ports": [name]}
+        return replace(self, backend=name, blame=blame, view=view)
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,7 @@ class Investigation:
         folder: Where to save the inputs of a wrong block; None saves nothing.
         progress: Receives what is done next.
         suspect: A hypothesis beside those that are known.
+        view: Makes of the evidence what a page shows of it.
     """
 
     port: Port
@@ -87,6 +84,7 @@ class Investigation:
     folder: Path | None = None
     progress: Callable[[str], None] = lambda text: None
     suspect: Mistake | None = None
+    view: Callable[[Evidence, Subject], dict[str, Any]] | None = None
 
     def failures(self, findings: Sequence[Finding], kept: Kept, cases: Sequence[Case]) -> Iterator[FailureReport]:
         """Report on the first failure of each stage, of the whole model where there is one.
@@ -112,12 +110,6 @@ class Investigation:
                 if name in compared - {case.name} and _model(other) == _model(case)
             ]
             yield self._report(case, finding, kept.get((case.name, finding.dtype), {}), others)
-
-    def attention(self, case: Case) -> FailureReport:
-        """Return the attention of a port that agrees, for the picture."""
-        dtype = next(dtype for dtype in self.setting.dtypes if dtype in case.dtypes)
-        evidence = self._blame(Subject.of(case, self.port.name, dtype))
-        return FailureReport(self.port.name, dtype, case.name, case.stage, None, None, attention_maps(evidence))
 
     def _report(
         self, case: Case, finding: Finding, shown: Arrays, others: Sequence[tuple[Case, Arrays | None]]
@@ -153,10 +145,10 @@ class Investigation:
         if evidence.blame.introduced and found.confidence != EXACT:
             statements = self._measurements(case, evidence)
             found = _with_statements(found, statements, evidence)
-        maps = attention_maps(evidence) if case.stage == ACTIVATIONS else ()
-        return replace(
-            report, blame=evidence.blame, diagnosis=found, attention=maps, folder=self._saved(evidence, case)
-        )
+        report = replace(report, blame=evidence.blame, diagnosis=found, folder=self._saved(evidence, case))
+        if self.view is None or case.stage != ACTIVATIONS or case.block:
+            return report
+        return replace(report, view=self.view(evidence, subject))
 
     def _randomness(self, case: Case, dtype: str) -> str:
         """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""
@@ -214,31 +206,6 @@ def investigate_files(
         if evidence.blame.introduced and found.confidence != EXACT:
             found = _with_statements(found, _of_error(evidence, case), evidence)
         yield replace(report, blame=evidence.blame, diagnosis=found)
-
-
-def attention_maps(evidence: Evidence, limit: int = MAPS) -> tuple[dict[str, Any], ...]:
-    """Return the attention weights [H, L, M] of the first sentence, of the reference and of the port.
-
-    If there are more layers than ``limit``, those in which a difference was introduced come first. Rounded to six
-    decimals: a picture shows no more.
-    """
-    marked = [mark for mark in evidence.blame.marks if mark.name.endswith(".weights") and mark.name in evidence.actual]
-    marked = [mark for mark in marked if evidence.actual[mark.name].ndim == 4]
-    wrong = {name.rpartition(".")[0] for name in evidence.blame.introduced}
-    chosen = sorted(marked, key=lambda mark: mark.name.rpartition(".")[0] not in wrong)[:limit]
-    return tuple(
-        {
-            "backend": evidence.blame.backend,
-            "dtype": evidence.blame.dtype,
-            "case": evidence.blame.case,
-            "tap": mark.name,
-            "introduced": mark.verdict == INTRODUCED,
-            "expected": np.asarray(evidence.expected[mark.name][0], np.float64).round(6),
-            "actual": np.asarray(evidence.actual[mark.name][0], np.float64).round(6),
-        }
-        for mark in marked
-        if mark in chosen
-    )
 
 
 def _model(case: Case) -> tuple[object, ...]:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.explore.recording import Recorded, Recording
+from transformer_parity.diagnose.blame import Evidence, Subject
+from transformer_parity.explore.recording import Recorded, Recording, recording_of
 
 ATTENTION = ("scores", "weights")
 MOST_WEIGHTS = 150_000  # numbers of the reference's scores and weights together: a base model's of 20 and 20 tokens
@@ -75,6 +76,17 @@ def view(recording: Recording, title: str, tokens: Mapping[str, Sequence[Sequenc
         "size": buffer.size,
         "data": buffer.encoded(),
     }
+
+
+def view_of_case(evidence: Evidence, subject: Subject) -> dict[str, Any]:
+    """Return what a report shows of a case that differs; tokens are ids."""
+    config = subject.case.config
+    special = {config.pad_id: "<pad>", config.bos_id: "<s>", config.eos_id: "</s>"}
+    tokens = {
+        side: [[special.get(token, str(token)) for token in row] for row in subject.inputs[f"{side}_ids"].tolist()]
+        for side in SIDES
+    }
+    return view(recording_of([evidence], subject), f"{subject.dtype} {subject.case.name}", tokens)
 
 
 def side_of(tap: str) -> str:

@@ -85,8 +85,8 @@ def draw_attention(asked: Asked) -> Figure:
 
     config, weights, vocabulary, model = _model(asked)
     inputs = batch([(asked.source, asked.target)], vocabulary, config)
-    source = vocabulary.names(inputs["source_ids"][0], source=True)
-    target = ["<s>", *vocabulary.names(inputs["target_ids"][0][1:])]
+    source = vocabulary.pieces(asked.source)
+    target = ["<s>", *vocabulary.pieces(asked.target, source=False)[:-1]]
     block, queries, keys = {
         "encoder": ("Self-attention of encoder", source, source),
         "decoder": ("Self-attention of decoder", target, target),

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
 from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Mark
-from transformer_parity.report.maps import attention_maps
+from transformer_parity.explore.page import environment, parts
 from transformer_parity.report.matrix import (
     BOTTOM,
     HEIGHT,
@@ -22,6 +21,7 @@ from transformer_parity.report.matrix import (
     WIDTH,
     matrices,
     number,
+    percent,
     share,
 )
 from transformer_parity.report.result import MAIN_CASE
@@ -30,6 +30,7 @@ from transformer_parity.system.files import write_text
 
 Result = Mapping[str, Any]
 VERDICTS = {AGREES: "Agree", DIVERGES: "Diverge", IMPRECISE: "Imprecise", FAILED: "Incomplete"}
+SEVERITY = (FAILED, DIVERGES, IMPRECISE, AGREES, SKIPPED)  # the worst first
 MATRICES = 6  # cases of which every tap is shown
 FOLDED_LENGTH = 3  # of lists, before the rest is folded
 
@@ -41,16 +42,11 @@ def write_html(path: Path, result: Result) -> None:
 
 def html(result: Result) -> str:
     """Return the page."""
-    environment = Environment(
-        loader=PackageLoader("transformer_parity.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters |= {"number": number, "share": share, "breakable": breakable}
+    templates = environment("transformer_parity.report")
+    templates.filters |= {"number": number, "share": share, "percent": percent, "breakable": breakable}
     found, trees = matrices(result), _trees(result)
-    return environment.get_template("report.html").render(
+    return templates.get_template("report.html").render(
+        **parts(result["views"]),
         result=result,
         verdict=VERDICTS[result["verdict"]],
         counts=_counts(result),
@@ -59,7 +55,7 @@ def html(result: Result) -> str:
         more_trees=trees[1],
         matrices=found[:MATRICES],
         more_matrices=[matrix.case for matrix in found[MATRICES:]],
-        attention=attention_maps(result),
+        components=_components(result),
         skips=_skips(result),
         configs=_configs(result),
         steps=list(enumerate(STEP_NAMES)),
@@ -97,12 +93,8 @@ def _ports(result: Result) -> list[dict[str, Any]]:
         ports.append(
             {
                 "name": name,
-                "verdicts": [
-                    (verdict, count)
-                    for verdict in (DIVERGES, IMPRECISE, FAILED, AGREES, SKIPPED)
-                    if (count := sum(row["verdict"] == verdict for row in result["cases"] if row["backend"] == name))
-                ],
-                "comparisons": sum(row["comparisons"] for row in rows),
+                "verdicts": _verdicts(row for row in result["cases"] if row["backend"] == name and row["case"]),
+                "comparisons": sum(row["comparisons"] for row in result["cases"] if row["backend"] == name),
                 "worst": max(worst, key=lambda finding: float(finding["share"]), default=None),
                 "problems": [row["worst"]["detail"] for row in rows if row["verdict"] == FAILED],
                 "diagnoses": _diagnoses([entry for entry in result["diagnoses"] if entry["backend"] == name]),
@@ -110,6 +102,29 @@ def _ports(result: Result) -> list[dict[str, Any]]:
             }
         )
     return ports
+
+
+def _verdicts(rows: Iterable[Result]) -> list[tuple[str, int]]:
+    """Return how many cases ended with each verdict: a case with the worst of all dtypes."""
+    worst: dict[str, int] = {}
+    for row in rows:
+        worst[row["case"]] = min(worst.get(row["case"], len(SEVERITY)), SEVERITY.index(row["verdict"]))
+    return [(verdict, count) for i, verdict in enumerate(SEVERITY) if (count := list(worst.values()).count(i))]
+
+
+def _components(result: Result) -> dict[str, Any]:
+    """Return the table of a terminal: for each component, the worst of each dtype and port."""
+    rows = [row for row in result["summary"] if row["component"] and row["dtype"]]
+    columns = list(dict.fromkeys((row["dtype"], row["backend"]) for row in rows))
+    columns.sort(key=lambda column: [row["dtype"] for row in rows].index(column[0]))
+    cells = {(row["component"], row["dtype"], row["backend"]): row for row in rows}
+    return {
+        "columns": columns,
+        "rows": [
+            (component, [cells.get((component, *column)) for column in columns])
+            for component in dict.fromkeys(row["component"] for row in rows)
+        ],
+    }
 
 
 def _diagnoses(entries: Iterable[Result]) -> list[dict[str, Any]]:

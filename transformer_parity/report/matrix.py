@@ -9,6 +9,7 @@ from typing import Any
 
 from transformer_parity.compare.findings import AGREES
 from transformer_parity.diagnose.blame import FINE, INTRODUCED
+from transformer_parity.figures.style import BACKENDS
 from transformer_parity.report.result import MAIN_CASE
 
 Result = Mapping[str, Any]
@@ -48,7 +49,7 @@ class Row:
 class Line:
     """One curve of the plot: of one backend in one dtype."""
 
-    backend: int
+    colour: str
     dtype: str
     name: str
     path: str
@@ -140,7 +141,6 @@ def _plot(
     def path(own: Sequence[Result], key: str) -> str:
         return "M" + "L".join(f"{x(entry['tap'])},{y(float(entry[key]))}" for entry in own)
 
-    backends = list(dict.fromkeys(backend for backend, _ in columns))
     lines: list[Line] = []
     tolerances: dict[str, str] = {}
     for backend, dtype in columns:
@@ -150,7 +150,8 @@ def _plot(
             for entry in own
             if blames.get((backend, dtype, case, entry["tap"])) == INTRODUCED
         ]
-        lines.append(Line(backends.index(backend) % 4, dtype, f"{backend} {dtype}", path(own, "error"), marks))
+        colour = backend if backend in BACKENDS else "other"
+        lines.append(Line(colour, dtype, f"{backend} {dtype}", path(own, "error"), marks))
         tolerances.setdefault(dtype, path(own, "tolerance"))
     firsts: dict[str, str] = {}
     for tap in taps:
@@ -185,3 +186,11 @@ def share(value: float | str) -> str:
     if value > 1.0:
         return f"{value:.2g} times its tolerance" if value < 1e3 else f"{value:.0e} times its tolerance"
     return f"{100.0 * value:.2g} % of its tolerance" if value >= 0.001 or not value else "<0.1 % of its tolerance"
+
+
+def percent(value: float | str) -> str:
+    """Write a share in short."""
+    share = 100.0 * float(value)
+    if not share < 1000.0:
+        return ">999 %"
+    return f"{share:.0f} %" if share == 0.0 or share >= 1.0 else "<1 %"

@@ -26,7 +26,7 @@ from transformer_parity.ports.compile_clock import Spent
 from transformer_parity.report.diagnoses import to_row
 from transformer_parity.report.tables import summarise
 
-FORMAT = 3
+FORMAT = 4
 MAIN_CASE = "full/padded"
 WHOLE_MODELS = ("full model", "presets", SENTENCES)  # components
 Rows = Sequence[Mapping[str, Any]]
@@ -106,7 +106,7 @@ def build(run: Run) -> dict[str, Any]:
         "blames": [report.blame.to_dict() for report in run.failure_reports if report.blame],
         "diagnoses": [to_row(report) for report in run.failure_reports if report.diagnosis],
         "audits": run.audits,
-        "attention": [row for report in run.failure_reports for row in report.attention],
+        "views": [report.view for report in run.failure_reports if report.view],
     }
     return plain(content)
 

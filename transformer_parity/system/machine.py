@@ -13,7 +13,7 @@ from typing import Any
 from transformer_parity.system.errors import UsageError
 
 DISTRIBUTION = "transformer-parity"
-LIBRARIES = ("jinja2", "matplotlib", "PIL", "psutil", "rich", "sacrebleu", "sentencepiece")  # the modules of [cli]
+LIBRARIES = ("jinja2", "matplotlib", "psutil", "rich", "sacrebleu", "sentencepiece")  # the modules of [cli]
 
 
 def needs() -> str:

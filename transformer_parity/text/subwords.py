@@ -139,6 +139,10 @@ class JointVocabulary(Vocabulary):
         pieces = [self._pieces.get(token, unknown) for token in tokens if token not in silent]
         return self.subwords.processor.decode(pieces)
 
+    def pieces(self, line: str, *, source: bool = True) -> list[str]:
+        """Spell out the ids of a line, what is unknown as it stands there."""
+        return [*self.subwords.pieces(line), "</s>"]
+
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:
         """Spell out each id: a subword, or ``</s>``, ``<s>`` or ``<pad>`` for the special ids of the config."""
         processor = self.subwords.processor

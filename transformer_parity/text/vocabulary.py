@@ -70,6 +70,10 @@ class Vocabulary(ABC):
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:
         """Spell out each id of a translation, or of a line to translate."""
 
+    def pieces(self, line: str, *, source: bool = True) -> list[str]:
+        """Spell out the ids of a line, to translate or translated; if possible, what is unknown as it stands there."""
+        return self.names(self.ids(line) if source else self.target_ids(line), source=source)
+
     def between(self, source: str | None, target: str | None) -> Self:
         """Return the vocabulary for translations from one language into another.
 

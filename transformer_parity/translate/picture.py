@@ -26,7 +26,7 @@ def draw_translation(port: LoadedPort, trained: Trained, translation: Translatio
     inputs = {"source_ids": np.array([line.ids]), "target_ids": np.array([[start, *best.ids[:-1]]])}
     last = config.num_decoder_layers - 1
     heads = port.run("", inputs, taps=True).taps[TAPS["cross"].format(last)][0].astype(np.float64)  # [H, T, S]
-    source = trained.vocabulary.names(line.ids, source=True)
+    source = trained.vocabulary.pieces(line.text)
     title = f"Cross-attention of decoder layer {last}, the last one; {trained.path.name}"
     with matplotlib.rc_context(STYLE):
         write(draw_heads(heads, best.pieces, source, title), path)

@@ -317,7 +317,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
     if (action) { event.preventDefault(); event.stopPropagation(); action(); }
   });
   document.addEventListener("keydown", event => {
-    if (event.ctrlKey || event.metaKey || event.altKey || root.hidden) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || !root.offsetParent) return;
     if (/^(TEXTAREA|SELECT)$/.test(event.target.tagName)) return;
     const action = event.key.length === 1 && turn[event.key.toLowerCase()];
     if (action) { event.preventDefault(); action(); }
