@@ -6,16 +6,14 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.checks import check_choice, check_fields, check_integer, check_number, check_positions
 from reference_numpy.config import TransformerConfig
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+from reference_numpy.shapes import Bool, Float, Int
 
 LENGTH_PENALTIES = ("gnmt", "power")
 STOPS = ("attainable", "current", "first")

@@ -6,6 +6,7 @@ is decided by the tensors, because the flags of published checkpoints contradict
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.table import ROW, TRANSPOSED, Row, give, same, take
 from transformer_parity.containers import pickles, tensors
 from transformer_parity.containers.folder import has, member, read_bytes, read_json
+from transformer_parity.system.errors import UsageError
 from transformer_parity.text.kinds import read_vocabulary_folder
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -127,7 +129,8 @@ def read(path: Path, options: ReadOptions) -> Imported:
     vocabulary = None
     try:
         vocabulary = read_vocabulary_folder(path, family, fields)
-    except (OSError, ValueError) as error:
+        sums |= {name: hashlib.sha256(content).hexdigest() for name, content in vocabulary.files().items()}
+    except (OSError, UsageError, ValueError) as error:
         notes.append(f"no vocabulary: {error}")
     return Imported(
         config=config,
