@@ -92,7 +92,8 @@ def presets() -> list:
 def first_alone(values, kind: str, *backends: str) -> list:
     """Return the values of a parameter: all but the first are extended, for these backends or for all."""
     first, *rest = values
-    return [first, *(pytest.param(value, marks=pytest.mark.extended(kind, *backends)) for value in rest)]
+    marks = pytest.mark.extended(kind, *backends)
+    return [first, *(pytest.param(*value if isinstance(value, tuple) else (value,), marks=marks) for value in rest)]
 
 
 def keep_what_is_compiled(config):
@@ -155,6 +156,8 @@ def forget():
     """Free what the frameworks keep of the models of a finished file: gigabytes, after all of them."""
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
+    if "keras" in sys.modules:
+        sys.modules["keras"].backend.clear_session()
     gc.collect()
     with suppress(OSError, AttributeError):  # of glibc, which keeps hundreds of megabytes of what XLA has freed
         ctypes.CDLL("libc.so.6").malloc_trim(0)
