@@ -27,6 +27,7 @@ from reference_numpy import PRESETS, TransformerConfig
 # In the name of a test, what it shares with others; these run one after another in one process.
 SHARED = (
     re.compile(r"[\[-](jax|tf)[]-]"),  # a framework that compiles
+    re.compile(r"_(jax|tf)\.py::"),  # likewise, in a file that is about one
     re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case: what each hypothesis makes of it
     re.compile(r"test_(circumstances|golden|investigate|port_cases)\.py"),  # what all tests of a file need
 )
