@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -19,7 +20,7 @@ def commit() -> str:
 
 project = "transformer-parity"
 author = "the authors of transformer-parity"
-release = "0.1.0"
+release = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
 version = f"{release}, commit {commit()}" if commit() else release
 
 extensions = [
@@ -30,13 +31,11 @@ extensions = [
     "panes",
     "example_numbers",
     "catalogue",
+    "facts",
 ]
-exclude_patterns = ["_build"]
-source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
-suppress_warnings = ["misc.highlighting_failure"]
 
 html_math_renderer = "katex"
 

@@ -114,7 +114,7 @@ class Catalogue(SphinxDirective):
         text = []
         for name, mistakes in parts.items():
             text += [f"## {name[0].upper()}{name[1:]}", "", "| mistake | first shows at | in |", "|---|---|---|"]
-            for mistake in dict.fromkeys(mistakes):
+            for mistake in {mistake.name: mistake for mistake in mistakes}.values():
                 at = f"`{mistake.at}`" if mistake.at else mistake.announced or "an exception"
                 planted = [TITLES[backend] for backend in PACKAGES if backend in mistake.edits]
                 text.append(f"| {mistake.name.replace('|', '/')} | {at} | {', '.join(planted)} |")

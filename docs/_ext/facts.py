@@ -24,6 +24,7 @@ from reference_numpy.names import parameter_shapes, tap_shapes
 
 RESULTS = ROOT / "docs" / "results"
 MIB = 2**20
+PORTS = ("torch", "jax", "tf")
 DATACLASSES = {
     "TransformerConfig": configs.TransformerConfig,
     "DropoutRates": configs.DropoutRates,
@@ -164,7 +165,8 @@ def stamp(report: dict[str, Any], versions: dict[str, str]) -> str:
     commit = f", commit `{report['commit'][:10]}`" if "commit" in report else ""
     named = ", ".join(f"{TITLES.get(name, name)} {version}" for name, version in versions.items())
     where = f"{machine['platform']}, {machine['cpus']} CPUs, Python {machine['python']}"
-    return f"Measured on {report['date'][:10]}{commit}, transformer-parity {machine['transformer-parity']}; {named}; {where}."
+    when = f"Measured on {report['date'][:10]}{commit}, transformer-parity {machine['transformer-parity']}"
+    return f"{when}; {named}; {where}."
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -206,23 +208,25 @@ def timed(one: dict[str, Any] | None) -> str:
 
 
 def conformance() -> Iterator[str]:
-    """Yield a Markdown table of the last full check, from docs/results/conformance.json."""
+    """Yield a Markdown table of the last full check for each dtype, from docs/results/conformance.json."""
     report = read(RESULTS / "conformance.json")
-    columns = [(dtype, port) for dtype in report["dtypes"] for port in ("torch", "jax", "tf")]
-    rows = {(row["component"], row["dtype"], row["backend"]): row for row in report["summary"]}
-    yield f"**{report['verdict'].upper()}**: {report['comparisons']:,} comparisons. {stamp(report, report['versions'])}"
-    yield ""
-    yield "| component |" + "".join(f" {TITLES[port]}, {dtype} |" for dtype, port in columns)
-    yield "|---|" + "---:|" * len(columns)
-    for component in dict.fromkeys(row["component"] for row in report["summary"]):
-        cells = (rows.get((component, dtype, port)) for dtype, port in columns)
-        yield f"| {component} |" + "".join(f" {shown_error(cell)} |" for cell in cells)
+    rows = {(row["dtype"], row["component"], row["backend"]): row for row in report["summary"]}
+    yield f"Verdict: **{report['verdict']}**, with {report['comparisons']:,} comparisons."
+    yield stamp(report, report["versions"])
+    for dtype in report["dtypes"]:
+        yield from ("", f"## {dtype}", "")
+        yield f"| component | {' | '.join(TITLES[port] for port in PORTS)} | largest at |"
+        yield "|---|" + "---:|" * len(PORTS) + "---|"
+        for component in dict.fromkeys(row["component"] for row in report["summary"]):
+            cells = [rows[dtype, component, port] for port in PORTS if (dtype, component, port) in rows]
+            if cells:
+                worst = max(cells, key=lambda row: row["share"])
+                errors = " | ".join(map(shown_error, cells))
+                yield f"| {component} | {errors} | `{worst['case']}` `{worst['tap']}` |"
 
 
-def shown_error(row: dict[str, Any] | None) -> str:
+def shown_error(row: dict[str, Any]) -> str:
     """Return the largest error of a component and how much of its tolerance it uses."""
-    if row is None:
-        return "not compared"
     error = re.sub(r"e-0*", "e-", f"{row['error']:.0e}")
     share = "<0.1" if 100 * row["share"] < 0.1 else f"{100 * row['share']:.2g}"
     return f"{error} ({share} %)" if row["error"] else "exact"

@@ -10,7 +10,9 @@ Tokens that differ from the NumPy reference are marked. A name that a package do
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -33,6 +35,11 @@ PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "tr
 TITLES = {"numpy": "NumPy", "torch": "PyTorch", "jax": "JAX", "tf": "TensorFlow"}
 
 
+# Of no use to a reader: what is said to mypy and ruff. A reason behind it stays.
+TO_TOOLS = re.compile(r"\s*# (?:type: ignore\S*|noqa\S*(?: [A-Z]+\d+)?)(?=\s|$)")
+BREAKS_BEHIND, BREAKS_BEFORE = ("(", "[", "{", ",", "="), (".",)  # where a long line may be continued
+
+
 @cache
 def packages() -> dict[str, Package]:
     """Return the four packages, parsed once for a build."""
@@ -48,7 +55,11 @@ def pieces(name: str, backends: Sequence[str] = tuple(PACKAGES), *, docstrings: 
     found = {backend: package.find(name, docstrings) for backend, package in packages().items() if backend in backends}
     if absent := [PACKAGES[backend] for backend, piece in found.items() if piece is None]:
         raise ExtensionError(f"four-panes: there is no {name!r} in {', '.join(absent)}")
-    return {backend: piece for backend, piece in found.items() if piece is not None}
+    return {
+        backend: replace(piece, code=TO_TOOLS.sub("", piece.code))
+        for backend, piece in found.items()
+        if piece is not None
+    }
 
 
 def highlighted(code: str, spans: list[tuple[int, int]]) -> str:
@@ -69,7 +80,9 @@ def highlighted(code: str, spans: list[tuple[int, int]]) -> str:
                     lines.append("<mark>" * inside)
                 if part:
                     css = STANDARD_TYPES.get(kind, "")
+                    lines[-1] += "<wbr>" * part.startswith(BREAKS_BEFORE)
                     lines[-1] += f'<span class="{css}">{escape(part)}</span>' if css else escape(part)
+                    lines[-1] += "<wbr>" * part.endswith(BREAKS_BEHIND)
     lines[-1] += "</mark>" * inside
     indents = [len(line) - len(line.lstrip()) for line in code.split("\n")]
     return "".join(

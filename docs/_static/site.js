@@ -96,6 +96,14 @@
     window.scrollBy({ top: element.getBoundingClientRect().top - before, behavior: "instant" });
   }
 
+  /* What can be scrolled can be scrolled by keyboard. */
+  function focusable() {
+    for (const element of document.querySelectorAll(".bd-article table, .katex-display, .bd-article pre")) {
+      if (element.scrollWidth > element.clientWidth) element.tabIndex = 0;
+      else element.removeAttribute("tabindex");
+    }
+  }
+
   document.documentElement.dataset.framework = chosen;
   document.addEventListener("DOMContentLoaded", () => {
     document.addEventListener("click", onClick, true);
@@ -116,5 +124,7 @@
     for (const formula of document.querySelectorAll(".math")) {
       window.katex.render(formula.textContent, formula, { displayMode: "display" in formula.dataset });
     }
+    focusable();
+    window.addEventListener("resize", focusable);
   });
 })();

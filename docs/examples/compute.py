@@ -23,6 +23,7 @@ from transformer_parity.ports.package import LoadedPackage
 from transformer_parity.ports.protocol import Decoded, Placement
 from transformer_parity.ports.registry import PORTS
 
+SEED = 834  # of weights with which greedy search misses the best sentence
 FOLDER = Path(__file__).parent
 SOURCE_IDS = np.array([[5, 3, 8, 2]])
 TARGET_IDS = np.array([[1, 7, 4]])
@@ -48,7 +49,8 @@ def config() -> TransformerConfig:
 
 def weights() -> dict[str, ndarray]:
     """Return its weights: rounded to one digit behind the point, so that one may calculate along."""
-    return {name: np.round(2.0 * w, 1) for name, w in init_weights(config(), seed=132).items()}
+    drawn = init_weights(config(), seed=SEED).items()
+    return {name: w if name.endswith("scale") else np.round(2.0 * w, 1) for name, w in drawn}
 
 
 def floats(name: str, *shape: int) -> ndarray:
@@ -94,7 +96,7 @@ def positions(model: LoadedPackage) -> Values:
 
 def training(model: LoadedPackage) -> Values:
     """Return three steps of training, and the schedule."""
-    settings = TrainingConfig(warmup_steps=4)
+    settings = TrainingConfig(warmup_steps=4, learning_rate_factor=0.02)
     trainer = model.trainer(settings)
     batch = [model.to_array(ids) for ids in (SOURCE_IDS, TARGET_IDS, LABELS)]
     results = [trainer.train_step(*batch) for _ in range(8)]
