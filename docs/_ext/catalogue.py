@@ -63,12 +63,25 @@ def shown_at(mistake: Mistake) -> str:
 
 def edit(backend: str, mistake: Mistake) -> str:
     """Return what changes in a package, as lines that go and lines that come."""
-    changes = "".join(
-        f'<p class="file">{PACKAGES[backend]}/{module}.py</p>'
-        f"<pre><del>{prefixed('- ', old)}</del><ins>{prefixed('+ ', new)}</ins></pre>"
-        for module, old, new in mistake.edits[backend]
-    )
+    package = PACKAGES[backend]
+    changes = ""
+    for module, old, new in mistake.edits[backend]:
+        before, after = whole_lines((ROOT / package / f"{module}.py").read_text("utf-8"), old, new)
+        changes += f'<p class="file">{package}/{module}.py</p>'
+        changes += f"<pre><del>{prefixed('- ', before)}</del><ins>{prefixed('+ ', after)}</ins></pre>"
     return f'<div class="only {backend}"><div class="edit">{changes}</div></div>' if changes else ""
+
+
+def whole_lines(text: str, old: str, new: str) -> tuple[str, str]:
+    """Return the lines that hold a piece of text, before and after it is replaced, without their common indent."""
+    start = text.index(old)
+    first = text.rfind("\n", 0, start) + 1
+    last = text.find("\n", start + len(old))
+    lines = text[first : last if last >= 0 else len(text)]
+    indent = len(lines) - len(lines.lstrip())
+    both = (lines, text[first:start] + new + text[start + len(old) : first + len(lines)])
+    before, after = ("\n".join(line.removeprefix(" " * indent) for line in part.split("\n")) for part in both)
+    return before, after
 
 
 def prefixed(prefix: str, text: str) -> str:

@@ -207,29 +207,31 @@ def timed(one: dict[str, Any] | None) -> str:
     return f"{1000 * one['median_seconds']:,.0f} | {spread} | {one['peak_bytes'] / MIB:,.0f}"
 
 
-def conformance() -> Iterator[str]:
-    """Yield a Markdown table of the last full check for each dtype, from docs/results/conformance.json."""
+def conformance(dtype: str) -> Iterator[str]:
+    """Yield a Markdown table of the last full check in one dtype, from docs/results/conformance.json."""
+    summary = [row for row in read(RESULTS / "conformance.json")["summary"] if row["dtype"] == dtype]
+    rows = {(row["component"], row["backend"]): row for row in summary}
+    yield f"| component | {' | '.join(TITLES[port] for port in PORTS)} | largest at |"
+    yield "|---|" + "---:|" * len(PORTS) + "---|"
+    for component in dict.fromkeys(component for component, _ in rows):
+        cells = [rows[component, port] for port in PORTS]
+        worst = max(cells, key=lambda row: row["share"])
+        errors = " | ".join(map(shown_error, cells))
+        yield f"| {component} | {errors} | `{worst['case']}` `{worst['tap']}` |"
+
+
+def verdict() -> Iterator[str]:
+    """Yield how the last full check ended, and what it was."""
     report = read(RESULTS / "conformance.json")
-    rows = {(row["dtype"], row["component"], row["backend"]): row for row in report["summary"]}
     yield f"Verdict: **{report['verdict']}**, with {report['comparisons']:,} comparisons."
     yield stamp(report, report["versions"])
-    for dtype in report["dtypes"]:
-        yield from ("", f"## {dtype}", "")
-        yield f"| component | {' | '.join(TITLES[port] for port in PORTS)} | largest at |"
-        yield "|---|" + "---:|" * len(PORTS) + "---|"
-        for component in dict.fromkeys(row["component"] for row in report["summary"]):
-            cells = [rows[dtype, component, port] for port in PORTS if (dtype, component, port) in rows]
-            if cells:
-                worst = max(cells, key=lambda row: row["share"])
-                errors = " | ".join(map(shown_error, cells))
-                yield f"| {component} | {errors} | `{worst['case']}` `{worst['tap']}` |"
 
 
 def shown_error(row: dict[str, Any]) -> str:
     """Return the largest error of a component and how much of its tolerance it uses."""
     error = re.sub(r"e-0*", "e-", f"{row['error']:.0e}")
     share = "<0.1" if 100 * row["share"] < 0.1 else f"{100 * row['share']:.2g}"
-    return f"{error} ({share} %)" if row["error"] else "exact"
+    return f"{error} ({share}\u00a0%)" if row["error"] else "exact"
 
 
 def selftest() -> Iterator[str]:
@@ -246,13 +248,13 @@ def selftest() -> Iterator[str]:
 TABLES = {
     "names": name_tables,
     "exit-codes": exit_codes,
-    "conformance": conformance,
+    "verdict": verdict,
     "selftest": selftest,
 }
 
 
 class Facts(SphinxDirective):
-    """Show a table by its name: ``fields CLASS``, ``speed TASK``, or one of ``TABLES``."""
+    """Show a table by its name: ``fields CLASS``, ``speed TASK``, ``conformance DTYPE``, or one of ``TABLES``."""
 
     required_arguments = 1
     optional_arguments = 1
@@ -264,6 +266,8 @@ class Facts(SphinxDirective):
             lines = field_table(DATACLASSES[of[0]])
         elif kind == "speed":
             lines = speed(of[0])
+        elif kind == "conformance":
+            lines = conformance(of[0])
         elif kind in TABLES:
             lines = TABLES[kind]()
         else:
