@@ -58,6 +58,7 @@ html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_show_sourcelink = False
 html_copy_source = False
+html_show_search_summary = False  # which fetches pages, and a browser refuses that for file:
 templates_path = ["_templates"]
 html_last_updated_fmt = None
 html_context = {"default_mode": "auto"}

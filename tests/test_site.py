@@ -505,5 +505,5 @@ def test_a_mistake_shows_the_code_of_the_framework_of_choice(look):
 @pytest.mark.extended("site")
 def test_softmax_is_found(look):
     page = look("search.html", query="q=softmax")
-    page.wait_for_selector("ul.search li a", timeout=20_000)
+    page.get_by_text("Search finished").wait_for(timeout=30_000)
     assert any("Scaled dot-product attention" in found for found in page.locator("ul.search li").all_text_contents())
