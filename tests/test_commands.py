@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import numpy as np
 import psutil
 import pytest
+import tiers
 from rich.text import Text
 
 import reference_numpy as ref
@@ -245,17 +246,17 @@ def test_source_suggests_names(capsys, name, meant):
 
 def test_show_writes_png_and_svg(capsys, tmp_path):
     folder = tmp_path / "new" / "pictures"
-    assert parity(capsys, "show", "masks", "--out", f"{folder}/") == (0, f"{folder / 'masks.png'}\n", "")
+    assert parity(capsys, "show", "masks", "--out", f"{folder}/") == (0, f"wrote {folder / 'masks.png'}\n", "")
     assert (folder / "masks.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     again = []
     for name in ("a.svg", "a.svg"):
-        assert parity(capsys, "show", "positions", "--out", folder / name)[1] == f"{folder / name}\n"
+        assert parity(capsys, "show", "positions", "--out", folder / name)[1] == f"wrote {folder / name}\n"
         again.append((folder / name).read_bytes())
     assert ElementTree.fromstring(again[0]).tag == "{http://www.w3.org/2000/svg}svg"
     assert again[0] == again[1]
-    chinese = ("attention", "--source", "你好 $1 $2", "--out", folder, "--format", "svg")
+    chinese = ("attention", "--preset", "paper_base", "--source", "你好 $1 $2", "--out", folder, "--format", "svg")
     note = "note: the font lacks some of the characters; boxes stand for them\n"
-    assert parity(capsys, "show", *chinese) == (0, f"{folder / 'attention.svg'}\n", note)
+    assert parity(capsys, "show", *chinese) == (0, f"wrote {folder / 'attention.svg'}\n", note)
     assert sorted(path.name for path in folder.iterdir()) == ["a.svg", "attention.svg", "masks.png"]
 
 
@@ -292,14 +293,16 @@ def test_masks_allow_what_the_model_allows():
     assert " ".join(tokens) == "<s> wir sind zuhause <pad> we are at home </s> <pad> <pad>"
 
 
-@pytest.mark.parametrize("which", ["cross", "decoder", "encoder"])
+@pytest.mark.parametrize("which", tiers.first_alone(["cross", "decoder", "encoder"], "pictures"))
 def test_attention_of_every_backend(backends, which):
     names = [backend.name for backend in backends]
     options = ("--dtype", "float64", "--layer", 1, "--which", which, "--backends", ",".join(names))
-    figure = draw("attention", *options)
+    figure = draw("attention", "--preset", "paper_base", *options)
     panels = [axes for axes in figure.axes if axes.images]
-    weights = np.array([axes.images[0].get_array() for axes in panels])
-    weights = weights.reshape(len(names), 4, *weights.shape[1:])  # [backend, head, query, key]
+    shown = np.array([axes.images[0].get_array() for axes in panels])
+    weights = shown[: 4 * len(names)].reshape(len(names), 4, *shown.shape[1:])  # [backend, head, query, key]
+    apart = [weights[i] - weights[0] for i in range(1, len(names)) if (weights[i] != weights[0]).any()]
+    np.testing.assert_array_equal(shown[4 * len(names) :].reshape(len(apart), *weights.shape[1:]), np.array(apart))
     np.testing.assert_allclose(weights.sum(axis=-1), 1.0, atol=1e-14)
     vocabulary = Subwords.train([line for pair in read_pairs() for line in pair])
     size = vocabulary.size + 3
@@ -308,10 +311,24 @@ def test_attention_of_every_backend(backends, which):
     model = ref.Transformer.from_weights(config, hard_weights(config), "float64")
     model(**batch([(attention.SOURCE, attention.TARGET)], vocabulary.numbered(config), config), tap=seen)
     assert np.linalg.norm(weights - list(seen.values())[which == "cross"]) <= 1e-12 * np.linalg.norm(weights)
-    assert {axes.images[0].get_clim() for axes in panels} == {(0.0, weights.max())}
-    assert [axes.get_ylabel() for axes in panels if axes.get_ylabel()] == names
+    scales = {axes.images[0].get_clim() for axes in panels}
+    largest = max((np.abs(difference).max() for difference in apart), default=0.0)
+    assert scales == {(0.0, weights.max())} | ({(-largest, largest)} if apart else set())
+    labels = [axes.get_ylabel() for axes in panels if axes.get_ylabel()]
+    assert labels[: len(names)] == names
+    assert all(label.endswith(f" {names[0]}") for label in labels[len(names) :])
     assert "not trained, built as paper_base" in figure.get_suptitle()
     assert figure.get_supxlabel().endswith("counted from 0)" if len(names) > 1 else "to compare them.")
+
+
+def test_attention_of_the_model_that_ships():
+    figure = draw("attention")
+    panels = [axes for axes in figure.axes if axes.images]
+    assert len(panels) == 4
+    assert "dates.safetensors" in figure.get_suptitle()
+    assert "".join(label.get_text() for label in panels[0].get_yticklabels()) == "<s>2024-05-03"
+    attended = panels[0].images[0].get_array()
+    assert attended.max() > 0.9  # it is trained
 
 
 def test_attention_of_a_weight_file(tmp_path):

@@ -32,7 +32,8 @@ from transformer_parity.mistakes.catalogue import FORWARD, cases
 from transformer_parity.mistakes.mistake import FOUR
 from transformer_parity.plugin import Port
 from transformer_parity.ports.registry import PORTS
-from transformer_parity.translate.trained import SHIPPED, read_trained
+from transformer_parity.text.dates import SHIPPED
+from transformer_parity.translate.trained import read_trained
 
 CASES = cases()
 MAIN = CASES["full/padded"]

@@ -496,7 +496,8 @@ REFUSED = {
     "no such weights": (["--weights", "{folder}/none"], "there is no weight file"),
     "no vocabulary": (["--weights", "{folder}/bare"], "bare holds no vocabulary"),
     "no weight file": (["--weights", "{folder}/text"], "text is not a usable weight file"),
-    "no such text": (["{folder}/none"], "No such file"),
+    "no such text": (["{folder}/none"], "/none; to translate the text itself, write --text "),
+    "a line and a file": (["--text", "abc"], "leave out one of --text and text"),
     "a folder": (["{folder}"], "directory"),
     "not UTF-8": (["{folder}/latin"], "latin is not UTF-8 text: line 601: "),
     "not gzipped": (["{folder}/text.gz"], "text.gz is not gzipped text"),
@@ -552,6 +553,13 @@ def test_a_text_that_breaks_off_is_translated_up_to_there(model, capfd, monkeypa
     assert captured.out.split("\n")[:-1] == one_by_one(model, random_lines(16))
     assert "line 17: " in captured.err
     assert captured.err.endswith("(stopped after line 16)\n")
+
+
+def test_a_line_is_translated_by_the_model_that_ships(capfd):
+    assert main(["translate", "--text", "Freitag, 3. Mai 2024", "--backend", "numpy"]) == 0
+    assert capfd.readouterr().out == "2024-05-03\n"
+    assert main(["translate", "--text", "5/3/2024\nle 1er juin 1999", "--backend", "numpy"]) == 0
+    assert capfd.readouterr().out == "2024-05-03\n1999-06-01\n"
 
 
 def test_evaluate_searches_with_a_beam(model, tmp_path, capfd):

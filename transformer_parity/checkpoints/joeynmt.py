@@ -98,7 +98,7 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
         ValueError: The settings describe a model that is not here, or a tensor that says a size is missing.
     """
     model = settings.get("model")
-    stacks = [model.get(stack) for stack in ("encoder", "decoder")] if isinstance(model, dict) else [None]
+    stacks: list[Any] = [model.get(stack) for stack in ("encoder", "decoder")] if isinstance(model, dict) else [None]
     if not all(isinstance(stack, dict) and isinstance(stack.get("embeddings"), dict) for stack in stacks):
         raise ValueError(f"{SETTINGS} must have model.encoder and model.decoder, with embeddings each")
     for name, default in (("type", "recurrent"), ("alpha", 1.0)):
@@ -120,8 +120,8 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     widths = [
         len(matrix(tensors, f"{stack}.layers.0.feed_forward.pwff_layer.0.weight")) for stack in ("encoder", "decoder")
     ]
-    data = settings.get("data") if isinstance(settings.get("data"), dict) else {}
-    special = data.get("special_symbols") or {}
+    data = settings.get("data")
+    special = (data.get("special_symbols") if isinstance(data, dict) else None) or {}
     return TransformerConfig(
         source_vocab_size=len(source),
         target_vocab_size=len(target),

@@ -20,7 +20,7 @@ from transformer_parity.checkpoints.table import TRANSPOSED, Row, same, take
 from transformer_parity.containers import pickles
 from transformer_parity.ports.protocol import SearchOptions
 
-OFF = (None, False, 0, "", [], {})
+OFF: tuple[object, ...] = (None, False, 0, "", [], {})
 # Options that must be off, or have one of these values: anything else is another model.
 NEEDED: dict[str, tuple[object, ...]] = {
     **{"encoder_type": ("transformer",), "decoder_type": ("transformer",), "model_task": ("seq2seq",)},
@@ -148,7 +148,7 @@ def ids_of(vocabularies: Any) -> dict[str, int]:
     Raises:
         ValueError: They are no lists of tokens, or lack a special one, or number padding differently.
     """
-    sides = [vocabularies.get(side) for side in ("src", "tgt")] if isinstance(vocabularies, dict) else [None]
+    sides: list[Any] = [vocabularies.get(side) for side in ("src", "tgt")] if isinstance(vocabularies, dict) else [None]
     if not all(isinstance(tokens, list) for tokens in sides):
         raise ValueError("'vocab' must hold lists of tokens, 'src' and 'tgt': older versions pickle torchtext's fields")
     source, target = ({token: i for i, token in enumerate(tokens)} for tokens in sides)

@@ -8,19 +8,20 @@ from typing import Any
 
 from numpy import ndarray
 
-from transformer_parity.cli.options import add_backends
+from transformer_parity.cli.options import add_backends, add_languages, directed
 from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.explore.page import write_page
 from transformer_parity.explore.recording import Recording, record
 from transformer_parity.explore.view import view
-from transformer_parity.ports.protocol import Placement, SearchOptions
+from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError, refusals
 from transformer_parity.system.files import check_writable
+from transformer_parity.text.dates import SHIPPED
 from transformer_parity.text.vocabulary import pad
-from transformer_parity.translate.trained import SHIPPED, Trained, read_trained
+from transformer_parity.translate.trained import Trained, read_trained
 
 EXAMPLES = """\
 examples:
@@ -54,7 +55,7 @@ def add_parser(commands: Any) -> None:
         "target",
         nargs="?",
         metavar="TARGET",
-        help="the translation that the decoder reads (default: what the model translates the source to, greedily)",
+        help="the translation that the decoder reads (default: what the model translates the source to)",
     )
     parser.add_argument(
         "--weights",
@@ -78,6 +79,7 @@ def add_parser(commands: Any) -> None:
         help="that the ports compute in (default: %(default)s); float64 tells a wrong formula from rounding",
     )
     parser.add_argument("--out", type=Path, default=Path("explore.html"), metavar="FILE", help="default: %(default)s")
+    add_languages(parser)
     parser.set_defaults(run=run)
 
 
@@ -87,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     console = PlainConsole()
     with refusals(OSError, TypeError, ValueError):
         ports = _ports(options, console)
-        trained = read_trained(options.weights)
+        trained = directed(read_trained(options.weights), options)
         if not options.source.strip():
             raise UsageError("SOURCE must not be blank")
         source_ids = pad([trained.vocabulary.ids(options.source)], trained.config)
@@ -102,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         with refusals(RuntimeError, ValueError):
             recording = record(trained.config, trained.weights, inputs, ports, options.dtype, advance)
     names = trained.vocabulary.names
-    tokens = {"source": [names(source_ids[0].tolist(), source=True)], "target": [names(target_ids[0].tolist())]}
+    tokens = {"source": [trained.vocabulary.pieces(options.source)], "target": [names(target_ids[0].tolist())]}
     shown = view(recording, f"{options.source} → {said}", tokens)
     about = [
         f"{options.weights.name}: {_all(recording)} in {options.dtype}, beside the NumPy reference in float64. "
@@ -151,7 +153,7 @@ def _target(text: str | None, trained: Trained, source_ids: ndarray) -> tuple[nd
         ids = vocabulary.target_ids(text)
     else:
         model = PORTS["numpy"].load(config, trained.weights, Placement("float32"))
-        found = model.search(source_ids, SearchOptions()).nbest_ids[0, 0]
+        found = model.search(source_ids, trained.search).nbest_ids[0, 0]
         ids = [int(token) for token in found if token != config.pad_id]
         text = vocabulary.text(ids)
     return pad([[start, *ids[:-1]]], config), text

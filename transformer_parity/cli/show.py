@@ -12,7 +12,7 @@ from reference_numpy.presets import PRESETS
 from transformer_parity.cli.options import add_backends, one_or_more
 from transformer_parity.cli.progress import PlainConsole
 from transformer_parity.figures import why_tables
-from transformer_parity.figures.attention import SOURCE, TAPS, TARGET, Asked, draw_attention
+from transformer_parity.figures.attention import TAPS, Asked, draw_attention
 from transformer_parity.figures.positions import draw_masks, draw_positions
 from transformer_parity.figures.style import FORMATS, OPEN_STYLE, STYLE, destination, write
 from transformer_parity.figures.why_plots import draw_additive, draw_sqrt_dk
@@ -71,20 +71,21 @@ def add_parser(commands: Any) -> None:
     attention = pictures.add_parser(
         "attention",
         help="the attention weights of every head, backend by backend",
-        description="Draw the attention weights of every head for one pair of sentences, one row per backend, with the "
-        "largest difference between two backends.",
+        description="Draw the attention weights of every head for one pair of sentences, one row per backend, and "
+        "below them how each backend differs from the first one.",
     )
     add_backends(attention, ["numpy"])
-    attention.add_argument("--weights", type=Path, metavar="FILE", help="your model (default: a small random one)")
+    attention.add_argument(
+        "--weights", type=Path, metavar="FILE", help="your model (default: the one that ships, which reads dates)"
+    )
     attention.add_argument(
         "--preset",
         choices=PRESETS,
-        default="paper_base",
         metavar="NAME",
-        help="of the random one (default: paper_base)",
+        help="a small random model of these conventions instead",
     )
-    attention.add_argument("--source", default=SOURCE, metavar="TEXT", help="default: %(default)s")
-    attention.add_argument("--target", default=TARGET, metavar="TEXT", help="default: %(default)s")
+    attention.add_argument("--source", metavar="TEXT", help="default: a date, or a line of the text that ships")
+    attention.add_argument("--target", metavar="TEXT", help="default: its translation")
     files, learn = ("SOURCE", "TARGET"), "line-aligned files to learn subwords from (default: the text that ships)"
     attention.add_argument("--text", type=Path, nargs=2, metavar=files, help=learn)
     attention.add_argument("--which", choices=TAPS, default="cross", help="which attention (default: %(default)s)")
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
         check_writable(path)
     with refusals(ImportError, OSError, RuntimeError, ValueError), matplotlib.rc_context(STYLE):
         write(options.draw(options), path)
-    print(path)
+    print(f"wrote {path}")
     return 0
 
 

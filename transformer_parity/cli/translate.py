@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +31,7 @@ from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError, printable, refusals
 from transformer_parity.system.files import check_writable
 from transformer_parity.system.interrupts import ctrl_c_waits
+from transformer_parity.text.dates import SHIPPED
 from transformer_parity.text.pairs import open_text, read_lines
 from transformer_parity.text.vocabulary import most_tokens
 from transformer_parity.translate.agreement import Comparison, scorers
@@ -42,6 +46,7 @@ INCOMPLETE = 3
 
 EXAMPLES = """\
 examples:
+  parity translate --text "Freitag, 3. Mai 2024"                              the model that ships, which reads dates
   parity translate --weights model.safetensors test.en > test.de
   echo "A dog runs." | parity translate --weights model.safetensors --backend jax
   parity translate --weights model.safetensors --beam 4 test.en               as in the paper
@@ -77,7 +82,14 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--weights", required=True, type=Path, metavar="FILE", help="weights with their vocabulary")
+    parser.add_argument(
+        "--weights",
+        default=SHIPPED,
+        type=Path,
+        metavar="FILE",
+        help="weights with their vocabulary (default: the model that ships, which turns dates into ISO 8601)",
+    )
+    parser.add_argument("--text", metavar="LINE", help="translate this, and no file")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the text (default: standard input)")
     add_backends(parser, None, "torch; all of them with --compare")
     add_search(parser)
@@ -119,12 +131,12 @@ def run(options: argparse.Namespace) -> int:
         trained = replace(trained, search=search)
         if options.max_length and options.max_length > (most := most_tokens(trained.config)):
             raise UsageError(f"--max-length must be at most {most:,} with this model: got {options.max_length:,}")
-        total = _count_lines(options.file)
+        total = _count_lines(options.file) if options.text is None else None
     output = _Output()
     try:
-        with quiet_frameworks() as terminal, _failures(), _open(options.file) as file:
+        with quiet_frameworks() as terminal, _failures(), _open(options) as file:
             is_typed = options.file is None and file.isatty()
-            lines = read_lines(file, str(options.file or "standard input"))
+            lines = read_lines(file, "--text" if options.text is not None else str(options.file or "standard input"))
             translator = Translator(trained.config, trained.vocabulary, search, 1 if is_typed else WINDOW)
             # Translations that appear on the terminal are progress enough, and a bar would get in between.
             hidden = is_typed or (sys.stdout.isatty() and not options.compare)
@@ -148,6 +160,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise UsageError for options of which one would be ignored."""
+    if options.text is not None and options.file is not None:
+        raise UsageError(f"--text is translated instead of a file: leave out one of --text and {options.file}")
+    if options.file is not None and not os.path.exists(options.file):
+        line = shlex.quote(str(options.file))
+        raise UsageError(f"there is no file {options.file}; to translate the text itself, write --text {line}")
     if options.attention and options.attention.suffix.lower().removeprefix(".") not in FORMATS:
         raise UsageError(f"--attention must end in .png or .svg: got {options.attention}")
     if not options.compare:
@@ -163,14 +180,17 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _open(path: Path | None) -> Iterator[BinaryIO]:
-    """Yield the bytes of a file, unpacked if it is gzipped, or of standard input."""
-    if path is None:
+def _open(options: argparse.Namespace) -> Iterator[BinaryIO]:
+    """Yield the bytes of a line, of a file, unpacked if it is gzipped, or of standard input."""
+    if options.text is not None:
+        yield io.BytesIO(options.text.encode("utf-8", "surrogateescape"))
+        return
+    if options.file is None:
         if sys.stdin is None:
             raise UsageError("standard input is closed: name the file to translate")
         yield sys.stdin.buffer
         return
-    with open_text(path) as file:
+    with open_text(options.file) as file:
         yield file
 
 
@@ -237,7 +257,7 @@ def _count_lines(path: Path | None) -> int | None:
     """Return the number of lines of a file, which is read whole; None for what can be read only once."""
     if path is None or not path.is_file():
         return None
-    with _open(path) as file:
+    with open_text(path) as file:
         return sum(1 for _ in read_lines(file, str(path)))
 
 

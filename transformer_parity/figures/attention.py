@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
@@ -16,12 +16,13 @@ from rich.console import Console
 import reference_numpy as ref
 from reference_numpy.config import DEPTHS, TransformerConfig
 from transformer_parity.cases.inputs import hard_weights
-from transformer_parity.figures.style import label
+from transformer_parity.figures.style import MINUS, PLUS, ZERO, label
 from transformer_parity.ports.package import PackagePort
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError
+from transformer_parity.text.dates import SHIPPED
 from transformer_parity.text.kinds import build_vocabulary
 from transformer_parity.text.pairs import read_pairs
 from transformer_parity.text.subwords import SPECIAL, VOCAB_SIZE, Subwords
@@ -43,6 +44,7 @@ TAPS = {
 # The random model: a preset's conventions, with few heads.
 SMALL = {"d_model": 48, "num_heads": 4, "d_k": 12, "d_v": 12, "d_ff": 96, **dict.fromkeys(DEPTHS, 2)}
 SOURCE, TARGET = "The shoes are under the bed.", "Die Schuhe stehen unter dem Bett."  # from the text that ships
+DATE = "Freitag, 3. Mai 2024", "2024-05-03"
 
 
 @dataclass(frozen=True)
@@ -51,29 +53,29 @@ class Asked:
 
     Attributes:
         backends: One row of heads for each.
-        source: The source sentence.
-        target: The target sentence.
+        source: The source sentence; None is one of the model's kind.
+        target: The target sentence, likewise.
         which: A key of ``TAPS``.
         layer: Counted from 0.
         dtype: That of the models.
-        preset: The conventions of the random model.
-        weights: A weight file; None is a small random model.
+        preset: The conventions of a small random model; None asks for none.
+        weights: A weight file; without one, and without a preset, the model that ships.
         text: Line-aligned files from which subwords are learned; None is the text that ships.
     """
 
     backends: Sequence[str] = ("numpy",)
-    source: str = SOURCE
-    target: str = TARGET
+    source: str | None = None
+    target: str | None = None
     which: str = "cross"
     layer: int = 0
     dtype: str = "float32"
-    preset: str = "paper_base"
+    preset: str | None = None
     weights: Path | None = None
     text: Sequence[Path] | None = None
 
 
 def draw_attention(asked: Asked) -> Figure:
-    """Draw the heads of each backend, with the largest difference of two backends.
+    """Draw the heads of each backend, and below them how each differs from the first one.
 
     Raises:
         MissingFrameworkError: The framework of a backend is not installed.
@@ -83,10 +85,11 @@ def draw_attention(asked: Asked) -> Figure:
     """
     from matplotlib.figure import Figure
 
+    asked, pair = _completed(asked)
     config, weights, vocabulary, model = _model(asked)
-    inputs = batch([(asked.source, asked.target)], vocabulary, config)
-    source = vocabulary.pieces(asked.source)
-    target = ["<s>", *vocabulary.pieces(asked.target, source=False)[:-1]]
+    inputs = batch([pair], vocabulary, config)
+    source = vocabulary.pieces(pair[0])
+    target = ["<s>", *vocabulary.pieces(pair[1], source=False)[:-1]]
     block, queries, keys = {
         "encoder": ("Self-attention of encoder", source, source),
         "decoder": ("Self-attention of decoder", target, target),
@@ -102,27 +105,31 @@ def draw_attention(asked: Asked) -> Figure:
     ports = [PORTS[name] for name in asked.backends]
     seen = attention_weights(config, weights, inputs, tap, ports, asked.dtype)
 
-    lines = math.ceil(sizes.num_heads / MOST_COLUMNS)  # of heads, per backend
+    rows = [*seen.items(), *differences(seen).items()]
+    lines = math.ceil(sizes.num_heads / MOST_COLUMNS)  # of heads, per row
     columns = math.ceil(sizes.num_heads / lines)
     width, height = (max(1.5, 0.19 * len(tokens)) for tokens in (keys, queries))
-    size = max(7.0, 1.8 + columns * (width + 0.1)), 2.0 + len(seen) * lines * (height + 0.3)
+    size = max(7.0, 1.8 + columns * (width + 0.1)), 2.0 + len(rows) * lines * (height + 0.3)
     figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(seen) * lines, columns, squeeze=False)
-    for unused in grid.reshape(len(seen), -1)[:, sizes.num_heads :].flat:
+    grid = figure.subplots(len(rows) * lines, columns, squeeze=False)
+    for unused in grid.reshape(len(rows), -1)[:, sizes.num_heads :].flat:
         unused.remove()
-    largest = max(heads.max() for heads in seen.values())
-    for number, (backend, heads) in enumerate(seen.items()):
+    scales = _scales(seen)
+    for number, (name, heads) in enumerate(rows):
         for head, shown in enumerate(heads):
             line, column = divmod(head, columns)
             axes = grid[number * lines + line, column]
-            image = axes.imshow(shown, cmap="Blues", vmin=0, vmax=largest, aspect="auto", interpolation="nearest")
-            last = number == len(seen) - 1 and head + columns >= sizes.num_heads
+            image = axes.imshow(shown, **scales[name not in seen], aspect="auto", interpolation="nearest")
+            last = number == len(rows) - 1 and head + columns >= sizes.num_heads
             label(axes, queries if column == 0 else [], keys if last else [])
             if number == 0 or lines > 1:
                 axes.set_title(f"head {head}")
             if column == 0:
-                axes.set_ylabel(backend, fontweight="bold")
-    figure.colorbar(image, ax=figure.axes, label="attention weight", aspect=4 * size[1])
+                axes.set_ylabel(name, fontweight="bold")
+        if number in (len(seen) - 1, len(rows) - 1):
+            above = grid[: len(seen) * lines] if name in seen else grid[len(seen) * lines :]
+            what = "attention weight" if name in seen else "difference"
+            figure.colorbar(image, ax=[axes for axes in above.flat if axes.figure], label=what, aspect=4 * size[1])
     figure.suptitle(f"{block} layer {asked.layer}, {asked.dtype}\n{model}", fontsize=11)
     figure.supylabel("query", fontsize=9)
     figure.supxlabel(f"key\n\n{agreement(seen)}", fontsize=9)
@@ -172,6 +179,23 @@ def attention_weights(
     return seen
 
 
+def differences(seen: Arrays) -> dict[str, ndarray]:
+    """Return what each backend has more than the first one; those that are the same bit by bit have no row."""
+    first, *others = seen
+    apart = {f"{name} − {first}": seen[name] - seen[first] for name in others}  # noqa: RUF001  a minus sign
+    return {name: heads for name, heads in apart.items() if heads.any()}
+
+
+def _scales(seen: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the colours of weights, and those of differences: each one scale for all rows."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    largest = max(heads.max() for heads in seen.values())
+    apart = max((np.abs(heads).max() for heads in differences(seen).values()), default=1.0)
+    colours = LinearSegmentedColormap.from_list("difference", [MINUS, ZERO, PLUS])
+    return {"cmap": "Blues", "vmin": 0, "vmax": largest}, {"cmap": colours, "vmin": -apart, "vmax": apart}
+
+
 def agreement(seen: Arrays) -> str:
     """Return a sentence with the largest difference between two backends, and where it is."""
     if len(seen) == 1:
@@ -185,14 +209,23 @@ def agreement(seen: Arrays) -> str:
     )
 
 
+def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
+    """Return what was asked for with its weights, and the sentences: a date where the model that ships is meant."""
+    ships = asked.weights is None and asked.preset is None and asked.text is None
+    source, target = DATE if ships else (SOURCE, TARGET)
+    pair = asked.source or source, asked.target or target
+    return (replace(asked, weights=SHIPPED) if ships else asked), pair
+
+
 def _model(asked: Asked) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
     """Return a config, weights, subwords, and the title of the model."""
     lines = [line for pair in read_pairs(*(asked.text or ())) for line in pair]
     if asked.weights is None:
+        preset = asked.preset or "paper_base"
         subwords = Subwords.train(lines)
         sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), subwords.size + SPECIAL)
-        config = TransformerConfig.preset(asked.preset, **SMALL, **sizes)
-        title = f"a small random model, not trained, built as {asked.preset}"
+        config = TransformerConfig.preset(preset, **SMALL, **sizes)
+        title = f"a small random model, not trained, built as {preset}"
         return config, hard_weights(config), subwords.numbered(config), title
     config, weights = ref.load_weights(asked.weights)
     stored = None if asked.text else ref.load_vocabulary(asked.weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from pathlib import Path
 
 from numpy import ndarray
@@ -15,9 +14,6 @@ from reference_numpy.files import open_file, read_notes, read_vocabulary, read_w
 from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.text.kinds import build_vocabulary
 from transformer_parity.text.vocabulary import Vocabulary
-
-# What `parity train --task dates --backend torch` wrote: 99.9 % exact matches of 2,000 dates on days held out.
-SHIPPED = Path(str(files("transformer_parity") / "data" / "dates.safetensors"))
 
 
 @dataclass(frozen=True)

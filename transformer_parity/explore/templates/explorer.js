@@ -65,13 +65,16 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
     if (!Number.isFinite(number)) return String(number);
     for (let digits = 1; digits < 9; digits++) {
       const text = number.toPrecision(digits);
-      if (Math.fround(Number(text)) === number) return tidy(text);
+      if (Math.fround(Number(text)) === number) return tidy(number, digits);
     }
-    return tidy(number.toPrecision(9));
+    return tidy(number, 9);
   }
-  function tidy(text) { return text.replace(/e([+-]\d+)$/, "e$1").replace("-", "−").replace("e-", "e−"); }
-  function short(number) { return number === 0 ? "0" : tidy(Number(number).toPrecision(2)); }
-  function says(error) { return Number(error) === 0 ? "exact" : Number.isFinite(Number(error)) ? tidy(Number(error).toExponential(1)) : String(error); }
+  function tidy(number, digits) {
+    const isSmall = number !== 0 && Math.abs(number) < 1e-3;
+    return (isSmall ? number.toExponential(digits - 1) : number.toPrecision(digits)).replaceAll("-", "−");
+  }
+  function short(number) { return number === 0 ? "0" : tidy(number, 2); }
+  function says(error) { return Number(error) === 0 ? "exact" : Number.isFinite(Number(error)) ? Number(error).toExponential(1).replace("-", "−") : String(error); }
 
   // Choosing
   function choose(change) {
@@ -192,7 +195,8 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
         pen.fillText(rowLabel(row), this.left - 5, 1 + (row + .5) * this.high, this.left - 6);
       }
       if (this.named) for (let column = 0; column < columns; column++) {
-        if (this.wide < 9 && column !== state.column && column % Math.ceil(11 / this.wide)) continue;
+        const every = Math.ceil(11 / this.wide), off = Math.abs(column - state.column);
+        if (this.wide < 9 && off && (column % every || off < every)) continue;
         pen.save();
         pen.translate(this.left + (column + .5) * this.wide, this.height + 6);
         pen.fillStyle = column === state.column ? ink : soft;
