@@ -24,7 +24,9 @@ BOTH = pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"]
 SIZES = {"beam_size": 3, "max_length": 11}
 FORCED_END = {"at_limit": "forced"}
 BY_RULES = {
-    "opus": SearchOptions.preset("hf", {**FORCED_END, "renormalize": True, "banned_ids": (8,)}, **SIZES),
+    "opus": SearchOptions.preset(
+        "hf", {**FORCED_END, "renormalize": True, "banned_ids": (8,)}, num_hypotheses=3, **SIZES
+    ),
     "bart": SearchOptions.preset(
         "hf", {**FORCED_END, "stop": "first", "no_repeat_ngram_size": 2, "forced_ids": (4,)}, num_hypotheses=3, **SIZES
     ),

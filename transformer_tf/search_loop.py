@@ -39,7 +39,7 @@ def run_search(
         if not state.goes_on():
             break
     ids, scores = state.best()
-    return search_result(np.array(ids[:batch], np.int64), np.array(scores[:batch]), plan)
+    return search_result(np.array(ids[:batch], np.int64), np.array(scores[:batch]), plan.pad_id, plan.num_hypotheses)
 
 
 def _init_cache(model, source_ids, source_mask, capacity, beam_size):
