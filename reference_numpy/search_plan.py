@@ -121,7 +121,7 @@ class SearchRules:
             TypeError: An override is no rule, or has the wrong type.
             ValueError: The name is unknown, or an override makes no sense.
         """
-        check_choice("rules", name, SEARCH_PRESETS)
+        check_choice("rules", name, tuple(SEARCH_PRESETS))
         return cls(**{**SEARCH_PRESETS[name], **overrides})
 
     def max_lengths(self, source_lengths: Any) -> Any:
