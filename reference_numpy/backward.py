@@ -9,12 +9,8 @@ B batch, H heads, L query length, M memory length, S source length, T target len
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -25,155 +21,19 @@ from reference_numpy.backward_functions import (
     layer_norm_backward,
     linear_backward,
     lookup_backward,
-    masked_softmax_backward,
+    scaled_dot_product_attention_backward,
 )
-from reference_numpy.config import TransformerConfig
+from reference_numpy.backward_trace import Activations, LayerInputs, Trace
 from reference_numpy.decoder import DecoderLayer, DecoderStack
 from reference_numpy.embedding import LearnedPosition, OutputProjection, TokenEmbedding
 from reference_numpy.encoder import EncoderLayer, EncoderStack
 from reference_numpy.feed_forward import PositionwiseFeedForward
-from reference_numpy.functional import ACTIVATIONS, dropout, masked_softmax, relu
+from reference_numpy.functional import ACTIVATIONS, relu
 from reference_numpy.layers import LayerNorm, Linear
 from reference_numpy.names import parameter_shapes, tap_shapes
 from reference_numpy.shapes import Float, Int
-from reference_numpy.taps import Recorder, Tap, no_tap, within
+from reference_numpy.taps import Recorder
 from reference_numpy.transformer import Transformer
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What a forward pass left of one module: the values at its taps, and the tap that takes their gradients.
-
-    Args:
-        seen: What a Recorder saw of the whole model.
-        note: Receives each named gradient, of taps and of parameters, and returns the gradient to go on with.
-        path: Of the module, ending with a dot.
-    """
-
-    seen: Mapping[str, ndarray]
-    note: Tap
-    path: str = ""
-
-    def __getitem__(self, name: str) -> ndarray:
-        """Return the value at a tap."""
-        return self.seen[self.path + name]
-
-    def within(self, prefix: str) -> Trace:
-        """Return the trace of a sub-module."""
-        return Trace(self.seen, within(self.note, prefix), f"{self.path}{prefix}.")
-
-    def of_layer(self, i: int, layer: EncoderLayer | DecoderLayer, *inputs: ndarray) -> Trace:
-        """Return the trace of a layer; what only its inputs were kept of runs again."""
-        trace = self.within(f"layers.{i}")
-        if isinstance(self.seen, LayerInputs):
-            return replace(trace, seen=self.seen.run_again(trace.path.removesuffix("."), layer, *inputs))
-        return trace
-
-    def dropout(self, name: str, x: ndarray, rate: float) -> ndarray:
-        """Thin out ``x`` as the forward pass did behind a tap; a gradient goes back through the same elements."""
-        keep = self.seen.get(f"{self.path}{name}_keep")
-        return x if keep is None else dropout(x, keep, rate)
-
-
-class Activations(Recorder):
-    """A tap that keeps what the backward pass reads, which is everything but scores and logits."""
-
-    def __call__(self, name: str, value: Any) -> Any:
-        """Keep the value if it will be read, and return it."""
-        return super().__call__(name, value) if self.reads(name) else value
-
-    def reads(self, name: str) -> bool:
-        """Return whether the backward pass reads what a tap showed."""
-        return name != "logits" and not name.endswith(".scores")
-
-
-class LayerInputs(Recorder):
-    """A tap that keeps what each layer reads, from which the rest of a layer is computed again (Chen et al., 2016).
-
-    Of the generator that draws a layer's dropout, it keeps the copy that was made as the layer began.
-
-    Args:
-        masks: What the layers of each stack are called with.
-        rng: What draws the dropout of the forward pass; None without dropout.
-    """
-
-    def __init__(self, masks: Mapping[str, Sequence[ndarray]], rng: np.random.Generator | None = None) -> None:
-        super().__init__("*_embedding.*", "*coder.layers.*.output", "*coder.output")
-        self.masks = masks
-        self.rng = rng
-        self.generators: dict[str, np.random.Generator] = {}  # by the path of the layer
-
-    def __call__(self, name: str, value: Any) -> Any:
-        """Keep the value if a layer reads it, and return it."""
-        layer = ".".join(name.split(".")[:3])  # a layer shows something before it drops anything
-        if self.rng is not None and layer not in self.generators:
-            self.generators[layer] = copy.deepcopy(self.rng)
-        return super().__call__(name, value)
-
-    def reads(self, name: str) -> bool:
-        """Return whether the backward pass reads what a tap showed, before it runs a layer again."""
-        return any(pattern.fullmatch(name) for pattern in self.patterns)
-
-    def run_again(self, path: str, layer: Callable[..., ndarray], *inputs: ndarray) -> Recorder:
-        """Return what the taps of a layer showed, dropout included."""
-        masks, rng = self.masks[path.partition(".")[0]], copy.deepcopy(self.generators.get(path))
-        seen = Activations()
-        layer(*inputs, *masks, tap=within(seen, path), rng=rng)
-        return seen
-
-
-def cross_entropy_backward(
-    logits: Float[ndarray, "B T V"], labels: Int[ndarray, "B T"], config: TransformerConfig
-) -> Float[ndarray, "B T V"]:
-    """Return the gradient of the summed ``cross_entropy`` at the logits: what was predicted minus what was wanted.
-
-    As what is wanted sums to one, this is all that is left of the logarithm, the softmax and the smoothing.
-
-    Arguments as in ``cross_entropy``.
-    """
-    kind, smoothing = config.label_smoothing_kind, config.label_smoothing
-    others = {"uniform": 0, "off_target": 1, "off_target_and_pad": 2}[kind]
-    share = smoothing / (config.target_vocab_size - others) if smoothing else 0.0
-    wanted = np.full(logits.shape, share, logits.dtype)
-    if kind == "off_target_and_pad":
-        wanted[..., config.pad_id] = 0.0
-    right = 1.0 - smoothing + (share if kind == "uniform" else 0.0)
-    np.put_along_axis(wanted, labels[..., None], right, -1)
-    of_logits = masked_softmax(logits) - wanted
-    of_logits[labels == config.pad_id] = 0.0
-    return of_logits
-
-
-def scaled_dot_product_attention_backward(
-    query: Float[ndarray, "B H L d_k"],
-    key: Float[ndarray, "B H M d_k"],
-    value: Float[ndarray, "B H M d_v"],
-    weights: Float[ndarray, "B H L M"],
-    of_context: Float[ndarray, "B H L d_v"],
-    dropout: Callable[[ndarray], ndarray] | None = None,
-    tap: Tap = no_tap,
-) -> tuple[Float[ndarray, "B H L d_k"], Float[ndarray, "B H M d_k"], Float[ndarray, "B H M d_v"]]:
-    """Return the gradients of query, key and value in ``softmax(Q K^T / sqrt(d_k)) V``.
-
-    Args:
-        query: As in the forward pass.
-        key: As in the forward pass.
-        value: As in the forward pass.
-        weights: After softmax, before dropout; zero where masked, so the mask is not needed again.
-        of_context: The gradient of the result.
-        dropout: What was applied to the weights; being linear, it is applied to their gradient too.
-        tap: Receives the gradient at each of the forward's taps and returns the one to go on with.
-    """
-    of_context = tap("context", of_context)
-    thinned = weights if dropout is None else dropout(weights)
-    of_value = thinned.mT @ of_context
-    of_weights = of_context @ value.mT  # [B, H, L, M]
-    of_weights = tap("weights", of_weights if dropout is None else dropout(of_weights))
-    of_scores = tap("scores", masked_softmax_backward(weights, of_weights))  # [B, H, L, M]
-    of_query, of_key = of_scores @ key, of_scores.mT @ query
-    for gradient in (of_query, of_key):
-        gradient *= 1.0 / math.sqrt(query.shape[-1])
-    return of_query, of_key, of_value
 
 
 def multi_head_attention_backward(

@@ -1,7 +1,9 @@
-"""The backward pass of the functions that every framework ships, beside ``functional``, in its order.
+"""The backward pass of the functions that every framework ships: those of ``functional``, attention and the loss.
 
 ``of_x`` is the gradient of the loss with regard to ``x``. Each function takes what its forward took or returned, and
 the gradient of what it returned.
+
+B batch, H heads, L query length, M memory length, T target length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.functional import _erf, gelu, gelu_tanh, relu, sum_last, swish
+from reference_numpy.config import TransformerConfig
+from reference_numpy.functional import _erf, gelu, gelu_tanh, masked_softmax, relu, sum_last, swish
 from reference_numpy.shapes import Float, Int
+from reference_numpy.taps import Tap, no_tap
 
 
 def linear_backward(
@@ -126,3 +130,57 @@ def _rows(x: ndarray) -> ndarray:
 
 def _sum_rows(rows: ndarray) -> ndarray:
     return np.ones(len(rows), rows.dtype) @ rows  # BLAS: faster than sum(0), and in several partial sums
+
+
+def scaled_dot_product_attention_backward(
+    query: Float[ndarray, "B H L d_k"],
+    key: Float[ndarray, "B H M d_k"],
+    value: Float[ndarray, "B H M d_v"],
+    weights: Float[ndarray, "B H L M"],
+    of_context: Float[ndarray, "B H L d_v"],
+    dropout: Callable[[ndarray], ndarray] | None = None,
+    tap: Tap = no_tap,
+) -> tuple[Float[ndarray, "B H L d_k"], Float[ndarray, "B H M d_k"], Float[ndarray, "B H M d_v"]]:
+    """Return the gradients of query, key and value in ``softmax(Q K^T / sqrt(d_k)) V``.
+
+    Args:
+        query: As in the forward pass.
+        key: As in the forward pass.
+        value: As in the forward pass.
+        weights: After softmax, before dropout; zero where masked, so the mask is not needed again.
+        of_context: The gradient of the result.
+        dropout: What was applied to the weights; being linear, it is applied to their gradient too.
+        tap: Receives the gradient at each of the forward's taps and returns the one to go on with.
+    """
+    of_context = tap("context", of_context)
+    thinned = weights if dropout is None else dropout(weights)
+    of_value = thinned.mT @ of_context
+    of_weights = of_context @ value.mT  # [B, H, L, M]
+    of_weights = tap("weights", of_weights if dropout is None else dropout(of_weights))
+    of_scores = tap("scores", masked_softmax_backward(weights, of_weights))  # [B, H, L, M]
+    of_query, of_key = of_scores @ key, of_scores.mT @ query
+    for gradient in (of_query, of_key):
+        gradient *= 1.0 / math.sqrt(query.shape[-1])
+    return of_query, of_key, of_value
+
+
+def cross_entropy_backward(
+    logits: Float[ndarray, "B T V"], labels: Int[ndarray, "B T"], config: TransformerConfig
+) -> Float[ndarray, "B T V"]:
+    """Return the gradient of the summed ``cross_entropy`` at the logits: what was predicted minus what was wanted.
+
+    As what is wanted sums to one, this is all that is left of the logarithm, the softmax and the smoothing.
+
+    Arguments as in ``cross_entropy``.
+    """
+    kind, smoothing = config.label_smoothing_kind, config.label_smoothing
+    others = {"uniform": 0, "off_target": 1, "off_target_and_pad": 2}[kind]
+    share = smoothing / (config.target_vocab_size - others) if smoothing else 0.0
+    wanted = np.full(logits.shape, share, logits.dtype)
+    if kind == "off_target_and_pad":
+        wanted[..., config.pad_id] = 0.0
+    right = 1.0 - smoothing + (share if kind == "uniform" else 0.0)
+    np.put_along_axis(wanted, labels[..., None], right, -1)
+    of_logits = masked_softmax(logits) - wanted
+    of_logits[labels == config.pad_id] = 0.0
+    return of_logits

@@ -6,7 +6,7 @@ B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B 
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -15,10 +15,8 @@ from reference_numpy.functional import log_softmax
 from reference_numpy.search_loop import run_search
 from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult, SearchRules
 from reference_numpy.search_rules import apply_rules, within_pool
+from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.transformer import Transformer
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 def greedy_search(

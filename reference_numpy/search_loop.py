@@ -37,7 +37,7 @@ def run_search(
         if not state.goes_on():
             break
     ids, scores = state.best()
-    return search_result(ids, scores, plan)
+    return search_result(ids, scores, plan.pad_id, plan.num_hypotheses)
 
 
 class _Uncached:

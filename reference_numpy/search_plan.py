@@ -6,16 +6,14 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.checks import check_choice, check_fields, check_integer, check_number, check_positions
 from reference_numpy.config import TransformerConfig
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+from reference_numpy.shapes import Bool, Float, Int
 
 LENGTH_PENALTIES = ("gnmt", "power")
 STOPS = ("attainable", "current", "first")
@@ -123,7 +121,7 @@ class SearchRules:
             TypeError: An override is no rule, or has the wrong type.
             ValueError: The name is unknown, or an override makes no sense.
         """
-        check_choice("rules", name, SEARCH_PRESETS)
+        check_choice("rules", name, tuple(SEARCH_PRESETS))
         return cls(**{**SEARCH_PRESETS[name], **overrides})
 
     def max_lengths(self, source_lengths: Any) -> Any:
@@ -297,17 +295,17 @@ def power_of_two(number: int) -> int:
 
 
 def search_result(
-    nbest_ids: Int[ndarray, "B pool capacity"], nbest_scores: Float[ndarray, "B pool"], plan: SearchPlan
+    nbest_ids: Int[ndarray, "B P capacity"], nbest_scores: Float[ndarray, "B P"], pad_id: int, num_hypotheses: int = 1
 ) -> SearchResult:
     """Return the best that was found, without the columns that no hypothesis needs.
 
     Raises:
         ValueError: A sentence has no hypothesis, because the model computes NaN or infinity for it.
     """
-    nbest_ids, nbest_scores = nbest_ids[:, : plan.num_hypotheses], nbest_scores[:, : plan.num_hypotheses]
+    nbest_ids, nbest_scores = nbest_ids[:, :num_hypotheses], nbest_scores[:, :num_hypotheses]
     best = nbest_scores[:, 0]
     if not np.isfinite(best).all():
         sentence = int(np.flatnonzero(~np.isfinite(best))[0])
         raise ValueError(f"a hypothesis must have a finite score: the best of sentence {sentence} has {best[sentence]}")
-    length = int((nbest_ids != plan.pad_id).any((0, 1)).nonzero()[0].max()) + 1  # no hypothesis has padding inside
+    length = int((nbest_ids != pad_id).any((0, 1)).nonzero()[0].max()) + 1  # no hypothesis has padding inside
     return SearchResult(nbest_ids[:, :, :length], nbest_scores)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.backward import Activations, LayerInputs, cross_entropy_backward, transformer_backward
+from reference_numpy.backward import transformer_backward
+from reference_numpy.backward_functions import cross_entropy_backward
+from reference_numpy.backward_trace import Activations, LayerInputs
 from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
 from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import log_softmax

@@ -106,7 +106,7 @@ class Encoder(Part):
         ``source_embedding.output`` (what enters the stack, before dropout), those of the stack under ``encoder``.
     """
 
-    part = "encoder"
+    part: str | None = "encoder"
 
     def encode(
         self,
@@ -134,7 +134,7 @@ class Decoder(Part):
         ``logits``.
     """
 
-    part = "decoder"
+    part: str | None = "decoder"
 
     def decode(
         self,
@@ -245,9 +245,9 @@ class Transformer(Encoder, Decoder):
         the attention weights (``**.weights``).
     """
 
-    part = None
+    part: str | None = None
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # of both parts
         self,
         source_ids: Int[ndarray, "B S"],
         target_ids: Int[ndarray, "B T"],

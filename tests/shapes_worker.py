@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import sys
+import typing
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
@@ -30,6 +31,7 @@ def checked_import(name: str):
     importlib.import_module(FRAMEWORKS[name])  # before the hook: only our own annotations are of interest
     # Where code runs, the packages drop the shapes; here they are to be checked.
     sys.modules["reference_numpy.shapes"] = jaxtyping
+    typing.Self = typing.Any  # which beartype knows in a class that is checked as a whole, and not in a method
     with jaxtyping.install_import_hook(["reference_numpy", BACKENDS[name]], "beartype.beartype"):
         package = importlib.import_module(BACKENDS[name])
     if name == "tf":  # Keras reads the signature of a constructor, and a check has another
@@ -62,7 +64,7 @@ def run(backend, build, record):
     """Call every component of a package, with taps and without, in every convention."""
     import numpy as np
 
-    from reference_numpy import TrainingConfig
+    from reference_numpy import SearchRules, TrainingConfig
 
     package, array = backend.package, backend.from_numpy
     source, target = np.array([[5, 6, 7, 36], [8, 9, 0, 0]]), np.array([[1, 3, 4], [1, 5, 0]])
@@ -85,7 +87,8 @@ def run(backend, build, record):
             trainer.train_step(source, target, target)
             trainer.evaluate(source, target, target)
             package.greedy_search(model, source, max_length=3)
-            package.beam_search(model, source, 3, max_length=3)
+            for rules in (SearchRules(), SearchRules(pool="first")):
+                package.beam_search(model, source, 3, max_length=3, rules=rules)
             cache = model.init_cache(array(source), 2, beam_size=2)
             for target_ids in np.array([[1, 1, 1, 1], [3, 4, 0, 5]]):
                 _, cache = model.decode_step(array(target_ids), cache)
@@ -95,7 +98,7 @@ def run(backend, build, record):
     package.scaled_dot_product_attention(*floats)
     package.scaled_dot_product_attention(*floats, array(np.ones((1, 1, 5, 1), bool)), tap=record())
     if backend.name == "numpy":  # what no other component of it calls
-        plan = package.search_plan.plan_search(model.config, source != 0, 9, 1, None)
+        plan = package.search_plan.plan_search(model.config, source != 0, None, 9, 1, None)
         package.search_plan.pad_search(source, source != 0, plan, None, lambda length: 16)
         shapes = ((2, 5, 24), (2, 7, 24), (2, 7, 13), (24, 11), (24, 11), (11,), (2, 5, 7))
         package.additive_attention(

@@ -15,8 +15,8 @@ import pytest
 from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy as ref
-from reference_numpy import backward, backward_functions, functional
-from reference_numpy.backward import cross_entropy_backward, scaled_dot_product_attention_backward
+from reference_numpy import backward_functions, backward_trace, functional
+from reference_numpy.backward_functions import cross_entropy_backward, scaled_dot_product_attention_backward
 from reference_numpy.names import find
 
 RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.25, feed_forward=0.35)
@@ -495,7 +495,7 @@ def test_activation_checkpointing_saves_memory():
 def test_training_keeps_no_scores():
     model = tiny_model(dropout=RATES)
     source, target, _ = tiny_batch(model.config)
-    everything, kept = ref.Recorder(), backward.Activations()
+    everything, kept = ref.Recorder(), backward_trace.Activations()
     for tap in (everything, kept):
         model(source, target, tap=tap, rng=np.random.default_rng(0))
     left_out = [name for name in everything if name not in kept]

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import numpy as np
 import psutil
 import pytest
+import tiers
 from rich.text import Text
 
 import reference_numpy as ref
@@ -292,7 +293,7 @@ def test_masks_allow_what_the_model_allows():
     assert " ".join(tokens) == "<s> wir sind zuhause <pad> we are at home </s> <pad> <pad>"
 
 
-@pytest.mark.parametrize("which", ["cross", "decoder", "encoder"])
+@pytest.mark.parametrize("which", tiers.first_alone(["cross", "decoder", "encoder"], "pictures"))
 def test_attention_of_every_backend(backends, which):
     names = [backend.name for backend in backends]
     options = ("--dtype", "float64", "--layer", 1, "--which", which, "--backends", ",".join(names))

@@ -161,6 +161,7 @@ def test_what_tests_share_has_one_process(run):
     ("test", "shares"),
     [
         ("test_search.py::test_types[jax-float64]", "jax"),
+        ("test_native_tf.py::test_fit", "tf"),
         ("test_selftest.py::test_mistake[tf-loss-summed-steps]", "tf"),
         ("test_selftest.py::test_mistake[torch-loss-no - and no-full/padded]", "full/padded"),
         ("test_golden.py::test_another_package_agrees[torch]", "golden"),

@@ -21,19 +21,32 @@ from transformer_parity.ports.protocol import Decoded, SearchOptions
 GREEDY = SearchOptions(max_length=11)
 BEAM = SearchOptions(beam_size=3, max_length=11, num_hypotheses=2, length_penalty=1.5)
 BOTH = pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"])
+SIZES = {"beam_size": 3, "max_length": 11}
+FORCED_END = {"at_limit": "forced"}
+BY_RULES = {
+    "opus": SearchOptions.preset(
+        "hf", {**FORCED_END, "renormalize": True, "banned_ids": (8,)}, num_hypotheses=3, **SIZES
+    ),
+    "bart": SearchOptions.preset(
+        "hf", {**FORCED_END, "stop": "first", "no_repeat_ngram_size": 2, "forced_ids": (4,)}, num_hypotheses=3, **SIZES
+    ),
+    "fairseq": SearchOptions.preset("fairseq", {"forced_ids": (4,)}, num_hypotheses=3, **SIZES),
+    "marian": SearchOptions.preset("marian", {"banned_ids": (8,)}, num_hypotheses=3, **SIZES),
+    "greedy": SearchOptions.preset("hf", {"renormalize": True, "no_repeat_ngram_size": 2}, max_length=11),
+}
 
 
-def twins(difference):
-    """Return a model in which token 7 is what token 5 is, but likelier by ``difference`` nats.
+def twins(difference, token=5, seed=13):
+    """Return a model in which token 7 is what another is, but likelier by ``difference`` nats.
 
     No rounding of a product tells them apart: both logits are 1.0 times a number of their kernel, plus their bias.
     """
-    config, weights = lively()
-    weights["target_embedding.table"][5] = weights["target_embedding.table"][7]
+    config, weights = lively(seed=seed)
+    weights["target_embedding.table"][token] = weights["target_embedding.table"][7]
     weights["decoder.final_norm.scale"][0], weights["decoder.final_norm.bias"][0] = 0.0, 1.0
-    weights["output_proj.kernel"][:, [5, 7]] = 0.0
-    weights["output_proj.kernel"][0, [5, 7]] = 1.5
-    weights["output_proj.bias"][[5, 7]] = 0.0, difference
+    weights["output_proj.kernel"][:, [token, 7]] = 0.0
+    weights["output_proj.kernel"][0, [token, 7]] = 1.5
+    weights["output_proj.bias"][[token, 7]] = 0.0, difference
     return config, weights
 
 
@@ -75,7 +88,26 @@ def test_a_choice_beyond_rounding_is_a_mistake(options):
     assert 4e-3 <= doubts[-1].margin < 0.2
 
 
-@BOTH
+@pytest.mark.parametrize("token", [5, 2], ids=["a token", "the end"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("bart", "fairseq") else pytest.mark.extended("searches"))
+        for name in BY_RULES
+    ],
+)
+def test_near_ties_are_told_from_mistakes_by_any_rules(name, token):
+    """What ends, what is kept and where the search stops may be decided by rounding too."""
+    options, strict = BY_RULES[name], []
+    for seed in (13, 14):
+        config, weights = twins(1e-9, token, seed)
+        found = found_by(load_reference(config, weights, "float32"), options)
+        assert all(doubt.is_near_tie for doubt in follow_all(config, weights, found, options, "float32"))
+        strict += follow_all(config, weights, found, options, "float64")
+    assert not all(doubt.is_near_tie for doubt in strict)
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAM, *BY_RULES.values()], ids=["greedy", "beam", *BY_RULES])
 def test_no_doubt_about_the_reference_itself(options):
     """Followed though it returns the same: every step of it is the best."""
     for seed in (13, 28, 6):
@@ -90,7 +122,12 @@ def test_no_doubt_about_the_reference_itself(options):
 def test_scores_are_those_of_the_search():
     config, weights = lively()
     truth = load_reference(config, weights)
-    for options in (GREEDY, BEAM, SearchOptions(beam_size=4, max_length=9, length_penalty_kind="power")):
+    for options in (
+        GREEDY,
+        BEAM,
+        SearchOptions(beam_size=4, max_length=9, length_penalty_kind="power"),
+        *BY_RULES.values(),
+    ):
         found = options.search(ref, truth, sources(config))
         np.testing.assert_allclose(score(truth, sources(config), found.nbest_ids, options), found.nbest_scores, 1e-12)
 

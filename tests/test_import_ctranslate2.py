@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import assert_same_bits, random_weights, tiny_config
 from third_party import relative_error
+from tiers import first_alone
 
 import reference_numpy as ref
 from transformer_parity.checkpoints import ctranslate2
@@ -38,7 +39,7 @@ def build(preset="paper_base", start="", **changes):
     return Imported(config=config, weights=weights, vocabulary=None, search=SearchOptions(), origin=origin)
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=first_alone(CONFIGS, "formats"))
 def model(request):
     return build(**CONFIGS[request.param])
 

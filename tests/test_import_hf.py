@@ -16,6 +16,7 @@ from pathlib import Path
 import ml_dtypes  # noqa: F401  registers bfloat16
 import numpy as np
 import pytest
+import test_vocabularies
 import torch
 import transformers
 from test_layout import ROOT
@@ -32,6 +33,7 @@ from transformer_parity.cli.main import main
 from transformer_parity.containers import tensors
 from transformer_parity.ports.protocol import Placement, SearchOptions
 from transformer_parity.ports.registry import PORTS
+from transformer_parity.translate.trained import read_trained
 
 EXACT, AS_IT_COMES = 1e-12, 1e-7
 DIFFERS = 1e-7
@@ -221,6 +223,36 @@ def test_what_is_exported_is_loaded_and_comes_back(tmp_path, form):
     assert list(back.weights) == list(imported.weights)
     assert all(same(array, back.weights[name]) for name, array in imported.weights.items())
     assert error_of(back.config, back.weights, theirs_of(model, back.config)[1]) <= EXACT
+
+
+BEAMS = {"num_beams": 4, "max_length": 24, "renormalize_logits": True, "no_repeat_ngram_size": 3, "length_penalty": 1.2}
+
+
+@pytest.mark.parametrize("form", first_alone(FORMS[:8], "formats"), ids=str)
+def test_translations_are_those_of_transformers(tmp_path, form):
+    saved(form, tmp_path / "model")
+    generation = tmp_path / "model/generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | BEAMS))
+    found = proof.check_against_transformers(tmp_path / "model", import_checkpoint(tmp_path / "model"))
+    assert [one.why for one in found if not one.agrees] == []
+    assert found[-1].why == "4 of 4 translations of at most 20 tokens are the same"
+
+
+def test_a_vocabulary_travels_with_its_weights(tmp_path):
+    _, tokenizer, _ = test_vocabularies.marian(tmp_path / "model", test_vocabularies.train())
+    size, pad_id = len(tokenizer), tokenizer.pad_token_id
+    special = {"vocab_size": size, "pad_token_id": pad_id, "decoder_start_token_id": pad_id}
+    saved(Form("marian", special), tmp_path / "model")
+    found = import_checkpoint(tmp_path / "model")
+    assert set(found.origin.files) >= {"config.json", "model.safetensors", "source.spm", "target.spm", "vocab.json"}
+    save(tmp_path / "ours.safetensors", found)
+    read = read_trained(tmp_path / "ours.safetensors")
+    assert read.search == found.search
+    for line in test_vocabularies.LINES[:20:2]:
+        assert read.vocabulary.ids(line) == tokenizer(line).input_ids
+    export_checkpoint(load(tmp_path / "ours.safetensors"), "hf", tmp_path / "back")
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert back(test_vocabularies.LINES[0]).input_ids == tokenizer(test_vocabularies.LINES[0]).input_ids
 
 
 def changed(folder: Path, drop=(), fields=None, **arrays) -> Path:
@@ -428,7 +460,7 @@ def test_the_settings_of_generate_are_a_search(name):
 
 def test_settings_without_a_place_are_named():
     _, notes = read_search({"do_sample": True, "repetition_penalty": 1.2, "bad_words_ids": [[3, 4]]}, CONFIG)
-    assert [note.split(" ")[0] for note in notes] == ["do_sample", "repetition_penalty", "bad_words_ids", "no"]
+    assert [note.split(" ")[0] for note in notes] == ["bad_words_ids", "do_sample", "repetition_penalty", "no"]
     _, notes = write_search(SearchOptions(4), CONFIG)
     assert notes == ["the search is not one of Hugging Face's: generate finds other translations with a beam"]
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import assert_same_bits
 from third_party import relative_error
+from tiers import first_alone
 
 import reference_numpy as ref
 from transformer_parity.checkpoints import keras_hub as reader
@@ -59,7 +60,7 @@ def read(path, **fields):
 OPTIONS = [{}, {"normalize_first": True, "activation": "gelu", "layer_norm_epsilon": 1e-3}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["post", "pre"])
+@pytest.mark.parametrize("options", first_alone(OPTIONS, "formats"), ids=["post", "pre"])
 def test_logits_are_keras(port, options, ids, tmp_path):
     model = build(**options)
     model.save(tmp_path / "model.keras")
@@ -107,6 +108,7 @@ def rewritten(path, change):
             archive.writestr(name, data)
 
 
+@pytest.mark.extended("formats")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

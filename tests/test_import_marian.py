@@ -10,6 +10,7 @@ import third_party
 import yaml
 from conftest import assert_same_bits, random_weights, tiny_config
 from programs import Marian, softmax
+from tiers import first_alone
 
 import reference_numpy as ref
 from reference_numpy.search_plan import SearchRules
@@ -174,7 +175,7 @@ def test_what_hugging_faces_converter_makes_of_it_is_another_model(save):
     assert np.abs(hugging_face[..., :V] - theirs).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", first_alone(VARIANTS, "formats"))
 def test_what_is_written_again_is_what_was_read(save, name, tmp_path):
     path = save(VARIANTS[name])
     before = npz.read(path)

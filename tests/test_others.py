@@ -144,8 +144,13 @@ def correct_ports() -> list:
     few = {name: case for name, case in {**cases, **seeds}.items() if name in ("paper_base", "marian")}
     chosen = {"torch": (others.Packaged, {**cases, **seeds}), "numpy": (others.Numpy, few)}
     chosen |= {"jax": (others.Jax, few), "tf": (others.Tf, few)}
+
+    def marks(name, case):
+        repeats = name in ("jax", "tf") and case is not cases["paper_base"]
+        return [pytest.mark.only(name), *[pytest.mark.extended("presets")] * repeats]
+
     return [
-        pytest.param(kind, case, marks=pytest.mark.only(name), id=f"{name}-{words}")
+        pytest.param(kind, case, marks=marks(name, case), id=f"{name}-{words}")
         for name, (kind, cases) in chosen.items()
         for words, case in cases.items()
     ]

@@ -55,7 +55,7 @@ def test_the_base_install_and_the_extras():
     assert distributions(PROJECT["dependencies"]) == set(map(canonicalize_name, BASE))
     assert distributions(extras["cli"]) == set(LIBRARIES)
     assert set(Requirement(*extras["all"]).extras) == {"cli", "import", "torch", "jax", "tf"}
-    assert "transformer-parity[all]" in extras["dev"]
+    assert "transformer-parity[all,docs]" in extras["dev"]
 
 
 BARE = f"""

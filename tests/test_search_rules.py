@@ -17,11 +17,12 @@ from test_search import load, quick_search, score_all, tokens_of
 
 import reference_numpy
 from reference_numpy import SearchRules
-from transformer_parity.ports.generation import UNKNOWN, generation_search
+from transformer_parity.checkpoints.huggingface_search import UNKNOWN, generation_search
 from transformer_parity.ports.protocol import SearchOptions
 
 SENTENCES, TOKENS, FORCED = 80, 20, 7
 COMPILED = pytest.mark.extended("searches", "jax", "tf")
+REPEATED = pytest.mark.extended("searches", "torch", "jax", "tf")
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,10 @@ def generated(name):
     return padded(ids[:, 0]), None if scores is None else scores[:, 0], generation_search(fields, config)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=COMPILED) for name in GENERATION])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=COMPILED if name in ("4 beams", "no n-gram twice") else REPEATED) for name in GENERATION],
+)
 def test_hugging_face_says_the_same(backend, name):
     config, weights, source_ids = lively_marian()
     expected, scores, options = generated(name)
@@ -96,13 +100,13 @@ def test_hugging_face_says_the_same(backend, name):
 def test_the_paper_says_something_else():
     """Under most settings that were published; so that a rule that is not followed shows."""
     config, weights, source_ids = lively_marian()
-    model, same = reference_numpy.Transformer.from_weights(config, weights, "float64"), {}
+    model, same, count = load_numpy(config, weights), {}, SENTENCES // 4
     for name in GENERATION:
         expected, _, options = generated(name)
-        found = replace(options, rules=SearchRules()).search(reference_numpy, model, source_ids)
-        same[name] = int((padded(found.ids) == expected).all(1).sum())
-    assert same.pop("exact, cut") == SENTENCES
-    assert max(same.values()) < 60, same
+        found = replace(options, rules=SearchRules()).search(reference_numpy, model, source_ids[:count])
+        same[name] = int((padded(found.ids) == expected[:count]).all(1).sum())
+    assert same.pop("exact, cut") == count
+    assert max(same.values()) <= 0.75 * count, same
 
 
 def test_a_generation_config_is_read():
@@ -159,7 +163,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("fairseq", "marian") else pytest.mark.extended("searches"))
+        for name in PROGRAMS
+    ],
+)
 def test_other_programs_say_the_same(name):
     """All that is in their lists, in the same order and with the same scores."""
     config, weights, source_ids = lively_marian()
@@ -179,7 +189,10 @@ def test_other_programs_say_the_same(name):
 # --- All rules, from every backend. ---
 
 RULES = {
-    "hf": {"at_limit": "forced", "renormalize": True, "no_repeat_ngram_size": 2, "banned_ids": (11, 23)},
+    "hf": {
+        **{"at_limit": "forced", "renormalize": True, "no_repeat_ngram_size": 2, "banned_ids": (11, 23)},
+        "forced_ids": (FORCED,),
+    },
     "fairseq": {"forced_ids": (FORCED, 9), "no_repeat_ngram_size": 3},
     "marian": {"banned_ids": (11,)},
 }
@@ -191,19 +204,22 @@ def searches_by(program):
     return [beam, replace(beam, beam_size=None, num_hypotheses=1)]
 
 
+@pytest.mark.parametrize("kind", ["beam", pytest.param("greedy", marks=COMPILED)])
 @pytest.mark.parametrize(
     "program", ["hf", pytest.param("fairseq", marks=COMPILED), pytest.param("marian", marks=COMPILED)]
 )
-def test_every_backend_follows_the_rules(port, program):
+def test_every_backend_follows_the_rules(port, program, kind):
     config, weights, source_ids = lively_marian()
     reference, model = load_numpy(config, weights), load(port, config, weights)
-    for options in searches_by(program):
-        expected, found = (
-            options.search(package, it, source_ids[:6])
-            for package, it in ((reference_numpy, reference), (port.package, model))
-        )
-        np.testing.assert_array_equal(found.nbest_ids, expected.nbest_ids)
-        np.testing.assert_allclose(found.nbest_scores, expected.nbest_scores, 1e-12)
+    options = searches_by(program)[kind == "greedy"]
+    for count, most in ((6, 8), (3, 4)):
+        if port.name == "torch" or count == 3:  # the others run one operation at a time
+            expected, found = (
+                replace(options, max_length=most).search(package, it, source_ids[:count])
+                for package, it in ((reference_numpy, reference), (port.package, model))
+            )
+            np.testing.assert_array_equal(found.nbest_ids, expected.nbest_ids)
+            np.testing.assert_allclose(found.nbest_scores, expected.nbest_scores, 1e-12)
 
 
 @pytest.mark.parametrize("program", RULES)

@@ -13,9 +13,9 @@ from test_vocabularies import LINES, marian, nllb, train
 
 import reference_numpy as ref
 from reference_numpy.files import VocabularyFiles
+from transformer_parity.checkpoints.huggingface_search import generation_search
 from transformer_parity.cli.main import main
 from transformer_parity.figures.attention import Asked, draw_attention
-from transformer_parity.ports.generation import generation_search
 from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.text.kinds import read_vocabulary_folder
 from transformer_parity.translate.trained import read_trained

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import sys
 from collections import Counter
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ import sentencepiece
 from conftest import tiny_config
 
 from reference_numpy.files import VocabularyFiles
+from transformer_parity.system.errors import UsageError
 from transformer_parity.text import maps
 from transformer_parity.text.kinds import KINDS, build_vocabulary, read_vocabulary_folder
 from transformer_parity.text.maps import read_map, read_yaml_map
@@ -488,7 +490,11 @@ def test_no_kind_is_built_from_nothing(kind):
         build_vocabulary(VocabularyFiles(kind, {"a": b""}), tiny_config())
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": {"type": "BPE"}}'])
+PANIC = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": {"type": "Precompiled"}}
+PANIC["normalizer"]["precompiled_charsmap"] = "!"  # no base64: `tokenizers` panics
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": {"type": "BPE"}}', json.dumps(PANIC).encode()])
 def test_no_tokenizer_from_other_bytes(content):
     with pytest.raises(ValueError, match=r"^tokenizer.json cannot be used"):
         build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": content}), tiny_config())
@@ -508,3 +514,18 @@ def test_paths_of_a_marian_vocabulary_are_of_known_forms(tmp_path, names, messag
         path.write_bytes(b"")
     with pytest.raises(ValueError, match=message):
         read_marian_vocabulary(paths)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(
+        UsageError, match=r"^this vocabulary needs tokenizers: pip install 'transformer-parity\[import\]'$"
+    ):
+        build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": b"{}"}), tiny_config())
+
+
+def test_no_file_beside_those_of_the_kind_is_read(tmp_path, unigram):
+    """A table that only another kind has changes nothing; what a vocabulary is made of is all that travels."""
+    folder = write(tmp_path / "model", marian_files(unigram) | {"tokenizer.json": b"{}", "merges.txt": b"a b"})
+    ours = read_vocabulary_folder(folder, "marian", {})
+    assert set(ours.files()) == {"source.spm", "target.spm", "vocab.json", "tokenizer_config.json"}

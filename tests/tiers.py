@@ -27,6 +27,7 @@ from reference_numpy import PRESETS, TransformerConfig
 # In the name of a test, what it shares with others; these run one after another in one process.
 SHARED = (
     re.compile(r"[\[-](jax|tf)[]-]"),  # a framework that compiles
+    re.compile(r"_(jax|tf)\.py::"),  # likewise, in a file that is about one
     re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case: what each hypothesis makes of it
     re.compile(r"test_(circumstances|golden|investigate|port_cases)\.py"),  # what all tests of a file need
 )
@@ -92,7 +93,8 @@ def presets() -> list:
 def first_alone(values, kind: str, *backends: str) -> list:
     """Return the values of a parameter: all but the first are extended, for these backends or for all."""
     first, *rest = values
-    return [first, *(pytest.param(value, marks=pytest.mark.extended(kind, *backends)) for value in rest)]
+    marks = pytest.mark.extended(kind, *backends)
+    return [first, *(pytest.param(*value if isinstance(value, tuple) else (value,), marks=marks) for value in rest)]
 
 
 def keep_what_is_compiled(config):
@@ -155,6 +157,8 @@ def forget():
     """Free what the frameworks keep of the models of a finished file: gigabytes, after all of them."""
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
+    if "keras" in sys.modules:
+        sys.modules["keras"].backend.clear_session()
     gc.collect()
     with suppress(OSError, AttributeError):  # of glibc, which keeps hundreds of megabytes of what XLA has freed
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -6,19 +6,17 @@ B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B 
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult, SearchRules
+from reference_numpy.shapes import Bool, Float, Int
 from transformer_jax.search_loop import run_search
 from transformer_jax.search_rules import apply_rules, within_pool
 from transformer_jax.transformer import Transformer
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 
 def greedy_search(

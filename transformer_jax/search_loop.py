@@ -39,7 +39,7 @@ def run_search(
         if not goes_on:
             break
     ids, scores = state.best()
-    return search_result(np.array(ids, int)[:batch], np.array(scores)[:batch], plan)
+    return search_result(np.array(ids, int)[:batch], np.array(scores)[:batch], plan.pad_id, plan.num_hypotheses)
 
 
 def _rounded_up(length):

@@ -141,7 +141,7 @@ class Encoder(Part):
         ``source_embedding.output`` (what enters the stack, before dropout), those of the stack under ``encoder``.
     """
 
-    part = "encoder"
+    part: str | None = "encoder"
 
     @as_placed
     def encode(
@@ -169,7 +169,7 @@ class Decoder(Part):
         ``logits``.
     """
 
-    part = "decoder"
+    part: str | None = "decoder"
 
     @as_placed
     def decode(
@@ -288,7 +288,7 @@ class Transformer(Encoder, Decoder):
         the attention weights (``**.weights``).
     """
 
-    part = None
+    part: str | None = None
 
     @as_placed
     def __call__(

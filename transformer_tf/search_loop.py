@@ -30,7 +30,7 @@ def run_search(
         limits, penalties = tf.constant(plan.limits, tf.int32), tf.constant(plan.penalties, dtype)
         plan = plan._replace(limits=limits, penalties=penalties)
         state = kind.start(plan)
-    arrays = plan._replace(rules=())  # rules are no arrays: they say what is compiled
+    arrays = plan._replace(rules=())  # type: ignore[arg-type]  # no arrays: rules say what is compiled
     cache = _call(_init_cache, model, source_ids, source_mask, plan.capacity, plan.beam_size)
     for n in [last] if on_step is None else range(1, last + 1):
         state, cache = _call(_advance, model, state, cache, arrays, n, rules=plan.rules)
@@ -39,7 +39,7 @@ def run_search(
         if not state.goes_on():
             break
     ids, scores = state.best()
-    return search_result(np.array(ids[:batch], np.int64), np.array(scores[:batch]), plan)
+    return search_result(np.array(ids[:batch], np.int64), np.array(scores[:batch]), plan.pad_id, plan.num_hypotheses)
 
 
 def _init_cache(model, source_ids, source_mask, capacity, beam_size):

@@ -123,7 +123,7 @@ class Encoder(Part):
         ``source_embedding.output`` (what enters the stack, before dropout), those of the stack under ``encoder``.
     """
 
-    part = "encoder"
+    part: str | None = "encoder"
 
     @as_placed
     def encode(
@@ -152,7 +152,7 @@ class Decoder(Part):
         ``logits``.
     """
 
-    part = "decoder"
+    part: str | None = "decoder"
 
     @as_placed
     def decode(
@@ -272,7 +272,7 @@ class Transformer(Encoder, Decoder):
         the attention weights (``**.weights``).
     """
 
-    part = None
+    part: str | None = None
 
     @as_placed
     def __call__(

@@ -6,19 +6,17 @@ B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B 
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
 from torch import Tensor
 
 from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult, SearchRules
+from reference_numpy.shapes import Bool, Float, Int
 from transformer_torch.search_loop import run_search
 from transformer_torch.search_rules import apply_rules, within_pool
 from transformer_torch.transformer import Transformer
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 BLOCK = 32  # so many values are told by their largest whether to sort them
 

@@ -48,7 +48,7 @@ def run_search(
         if not state.goes_on():
             break
     ids, scores = (x.cpu().numpy() for x in state.best())
-    return search_result(ids, scores, plan)
+    return search_result(ids, scores, plan.pad_id, plan.num_hypotheses)
 
 
 def _inference_twin(module):

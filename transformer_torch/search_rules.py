@@ -7,15 +7,13 @@ an n-gram can end.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from reference_numpy.search_plan import SearchPlan
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+from reference_numpy.shapes import Float, Int
 
 
 def apply_rules(

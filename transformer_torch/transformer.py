@@ -128,7 +128,7 @@ class Encoder(Part):
         ``source_embedding.output`` (what enters the stack, before dropout), those of the stack under ``encoder``.
     """
 
-    part = "encoder"
+    part: str | None = "encoder"
 
     def encode(
         self,
@@ -155,7 +155,7 @@ class Decoder(Part):
         ``logits``.
     """
 
-    part = "decoder"
+    part: str | None = "decoder"
 
     def decode(
         self,
@@ -268,9 +268,9 @@ class Transformer(Encoder, Decoder):
         the attention weights (``**.weights``).
     """
 
-    part = None
+    part: str | None = None
 
-    def forward(
+    def forward(  # type: ignore[override]  # of both parts
         self,
         source_ids: Int[Tensor, "B S"],
         target_ids: Int[Tensor, "B T"],

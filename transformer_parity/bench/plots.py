@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformer_parity.bench.measurements import Entry, Spread, ratio
-from transformer_parity.figures.style import GOOD, GREY, OTHERS
+from transformer_parity.figures.style import BACKENDS, GOOD, GREY, OTHERS
 from transformer_parity.ports.registry import PORTS
 
 if TYPE_CHECKING:
@@ -89,7 +89,9 @@ def draw_growth(
             for entry in entries
             if entry.name == name and entry.is_timed
         }
-        style = {"marker": "o", "markersize": 3, "label": name}
+        style: dict[str, Any] = {"marker": "o", "markersize": 3, "label": name}
+        if name in BACKENDS:
+            style["color"] = BACKENDS[name]
         if not any(entry.has_result for entry in found.values()):
             style |= {"color": GREY, "linestyle": "--"}
         time_axes.plot(list(found), [1e3 * Spread.of(entry.seconds).median for entry in found.values()], **style)

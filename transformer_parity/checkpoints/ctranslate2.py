@@ -133,7 +133,8 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
         next((name for name, number in ACTIVATIONS.items() if number == one), None) for one in stacks["activation"]
     ]
     scales = [_is_scaled(tensors, stack, d_model) for stack in STACKS]
-    for name, both in {**stacks, "scale_embeddings": scales}.items():
+    said: dict[str, list[Any]] = {**stacks, "scale_embeddings": scales}
+    for name, both in said.items():
         if name != "num_heads" and both[0] != both[1]:
             raise ValueError(f"encoder/{name} and decoder/{name} must agree: got {both[0]} and {both[1]}")
     if activations[0] is None:

@@ -48,7 +48,7 @@ NAMES = [
     *(Row(f"{ours}.scale", f"{theirs}/gamma") for ours, theirs in _NORMS.items()),
     *(Row(f"{ours}.bias", f"{theirs}/beta") for ours, theirs in _NORMS.items()),
 ]
-FUSED = {  # what is one array there, in this order
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {  # what is one array there, in this order
     "self_attention": {"linear_0": ("query", "key", "value")},
     "attention": {"linear_0": ("query",), "linear_1": ("key", "value")},
 }

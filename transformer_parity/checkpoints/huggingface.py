@@ -6,6 +6,7 @@ is decided by the tensors, because the flags of published checkpoints contradict
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.table import ROW, TRANSPOSED, Row, give, same, take
 from transformer_parity.containers import pickles, tensors
 from transformer_parity.containers.folder import has, member, read_bytes, read_json
+from transformer_parity.system.errors import UsageError
 from transformer_parity.text.kinds import read_vocabulary_folder
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -127,7 +129,8 @@ def read(path: Path, options: ReadOptions) -> Imported:
     vocabulary = None
     try:
         vocabulary = read_vocabulary_folder(path, family, fields)
-    except (OSError, ValueError) as error:
+        sums |= {name: hashlib.sha256(content).hexdigest() for name, content in vocabulary.files().items()}
+    except (OSError, UsageError, ValueError) as error:
         notes.append(f"no vocabulary: {error}")
     return Imported(
         config=config,
@@ -262,11 +265,12 @@ def check_family(config: TransformerConfig, family: str) -> None:
     more = {"max_length": config.max_length, "label_smoothing": 0.0, "tie_embeddings": "none"}
     model = TransformerConfig.preset(FAMILIES[family].preset, **sizes, **special, **more)
     offset = config.pad_id + 1 if FAMILIES[family].behind_padding else model.position_offset
-    fixed = ("norm_order", "final_norm", "embedding_norm", "layer_norm_epsilon", "layer_norm_kind", "position_encoding")
-    fixed += ("attention_bias", "feed_forward_bias", "output_bias", "skip_first_self_attention")
+    fixed = ["norm_order", "final_norm", "embedding_norm", "layer_norm_epsilon", "layer_norm_kind", "position_encoding"]
+    fixed += ["attention_bias", "feed_forward_bias", "output_bias", "skip_first_self_attention"]
     if model.position_encoding == "sinusoidal":
-        fixed += ("position_layout", "position_timescale")
-    needed = {name: (getattr(model, name),) for name in fixed} | {"position_offset": (offset,)}
+        fixed += ["position_layout", "position_timescale"]
+    needed: dict[str, tuple[object, ...]] = {name: (getattr(model, name),) for name in fixed}
+    needed["position_offset"] = (offset,)
     heads = config.decoder_num_heads
     width = None if heads is None else config.d_model // heads
     needed |= {"decoder_d_k": (None, width), "decoder_d_v": (None, width)}
@@ -316,8 +320,8 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     for name, content in ((CONFIG, fields), (GENERATION, generation)):
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
     if model.vocabulary is not None:
-        for name, content in model.vocabulary.files().items():
-            (folder / name).write_bytes(content)
+        for name, stored in model.vocabulary.files().items():
+            (folder / name).write_bytes(stored)
     return tuple(notes)
 
 

@@ -25,6 +25,8 @@ FORMATS = {
     "hf": ("huggingface", "a folder of Hugging Face's, with config.json"),
     "marian": ("marian", "Marian's model.npz"),
     "fairseq": ("fairseq", "fairseq's checkpoint.pt"),
+    "opennmt_py": ("opennmt_py", "OpenNMT-py's checkpoint.pt"),
+    "joeynmt": ("joeynmt", "JoeyNMT's checkpoint.ckpt, with config.yaml beside it"),
     "annotated": ("annotated", "the Annotated Transformer's state dict"),
     "keras": ("keras_hub", "a Keras model of keras_hub's layers, .weights.h5 or .keras"),
     "torch": ("torch_nn", "a state dict with torch.nn.Transformer in it, and --names for the rest"),

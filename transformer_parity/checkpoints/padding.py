@@ -49,7 +49,7 @@ def strip_padding(
         return config, dict(weights)
     sizes = {"source": config.pad_id, "target": int((bias != NEVER).sum())}
     if config.tie_embeddings != "all" and sizes["target"] == config.pad_id:
-        sizes["source"] = int(source.any(axis=1).nonzero()[0].max(initial=0)) + 1
+        sizes["source"] = int(np.flatnonzero(source.any(axis=1)).max(initial=0)) + 1
     stripped = dict(weights)
     for name, axis in OF_VOCABULARY.items():
         if name in stripped:

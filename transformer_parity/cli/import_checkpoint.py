@@ -42,7 +42,7 @@ TIED = {
     "all": "source, target and output have one table",
 }
 
-FORMATS_LISTED = "\n  ".join(f"{name:10} {title}" for name, (_, title) in FORMATS.items())
+FORMATS_LISTED = "\n  ".join(f"{name:12} {title}" for name, (_, title) in FORMATS.items())
 IMPORT_EXAMPLES = f"""\
 examples:
   parity import opus-mt-en-de/                            what is it? Nothing is written

@@ -204,14 +204,18 @@ class _BeamFollower:
         """Note what ends here, if it is within the beam and the pool for certain or by rounding."""
         last_in, first_out = edges
         ended = [(tokens, total) for tokens, total in best if tokens[-1] == self.plan.eos_id or n == self.limit]
-        if self.plan.rules.pool == "first":  # and the pool may be full
-            left = self.plan.pool_size - sum(inside > self.noise for inside in self.inside.values())
+        places, doubtful = len(ended), 0.0
+        if self.plan.rules.pool == "first":  # the pool may be full, and which ended before may be by rounding
+            unsure = [abs(inside) for inside in self.inside.values() if abs(inside) <= self.noise]
+            places, doubtful = self.plan.pool_size - len(self.inside), max(unsure, default=0.0)
+            left = places + len(unsure)
             if len(ended) > left:
                 last_in, first_out = max(last_in, ended[left - 1][1]), max(first_out, ended[left][1])
-        for tokens, total in ended:
+        for place, (tokens, total) in enumerate(ended):
             if total >= last_in - self.noise:
+                inside = total - first_out if total > first_out else total - last_in
                 self.finished[tokens] = total / self._penalty(n)
-                self.inside[tokens] = total - first_out if total > first_out else total - last_in
+                self.inside[tokens] = min(inside, doubtful) if place >= places and doubtful else inside
 
     def _compare_beam(
         self, ways: Continuations, going_on: dict[Tokens, float], kept: Sequence[Tokens], edges: tuple[float, float]

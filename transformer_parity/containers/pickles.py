@@ -61,7 +61,7 @@ class Storage(NamedTuple):
 
     path: Path
     dtype: Any
-    count: int
+    length: int
     start: int
 
 
@@ -249,17 +249,18 @@ def _end(content: bytes, path: Path) -> int:
     try:
         for instruction, argument, at in pickletools.genops(content):
             name, needs, leaves = instruction.name, instruction.stack_before, instruction.stack_after
+            given: Any = argument
             if name not in INSTRUCTIONS:
                 raise ValueError(f"its pickle has the instruction {name}")
             if name in PUTS:
-                puts, place = puts + 1, len(memo) if name == "MEMOIZE" else argument
+                puts, place = puts + 1, len(memo) if name == "MEMOIZE" else given
                 if place > puts + 256:  # room that would be taken for nothing
                     raise ValueError(f"its pickle numbers what it remembers up to {place:,}")
                 memo[place] = stack[-1]
             elif name == "MARK":
                 marks.append(len(stack))
             elif "GET" in name:
-                stack.append(memo[argument])
+                stack.append(memo[given])
             else:
                 behind = len(needs)
                 if pickletools.markobject in needs:
@@ -271,7 +272,7 @@ def _end(content: bytes, path: Path) -> int:
                 if below < 0 or depth > DEEPEST:
                     raise ValueError(f"its pickle takes what is not there, or has over {DEEPEST} tuples in each other")
             if name == "STOP":
-                return at + 1
+                return int(at or 0) + 1
     except (ValueError, LookupError) as error:
         raise ValueError(f"{path.name} is not a usable file of torch.save: {error}") from error
     raise ValueError(f"{path.name} is not a usable file of torch.save: its pickle does not end")
@@ -285,8 +286,8 @@ def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any
         sound = isinstance(storage, Storage) and isinstance(shape, tuple) and isinstance(strides, tuple)
         if not sound or len(shape) != len(strides) or any(type(one) is not int or one < 0 for one in sizes):
             raise ValueError("it describes a tensor that torch.save does not write")
-        if offset + _span(shape, strides) > storage.count or math.prod(shape) > storage.count:
-            raise ValueError(f"a tensor of shape {list(shape)} does not lie within its {storage.count:,} numbers")
+        if offset + _span(shape, strides) > storage.length or math.prod(shape) > storage.length:
+            raise ValueError(f"a tensor of shape {list(shape)} does not lie within its {storage.length:,} numbers")
         return Tensor(storage, offset, shape, strides)
 
     known: dict[str, Any] = {  # made anew for each pickle, which may change what it names

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.backward import cross_entropy_backward, transformer_backward
+from reference_numpy.backward import transformer_backward
+from reference_numpy.backward_functions import cross_entropy_backward
 from reference_numpy.taps import Recorder
 from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.compare import outputs, training_outputs

@@ -19,7 +19,8 @@ import numpy as np
 from numpy import ndarray
 from safetensors.numpy import load_file, save_file
 
-from reference_numpy.backward import cross_entropy_backward, transformer_backward
+from reference_numpy.backward import transformer_backward
+from reference_numpy.backward_functions import cross_entropy_backward
 from reference_numpy.files import load_weights, save_weights
 from reference_numpy.taps import Recorder
 from transformer_parity.cases.case import ACTIVATIONS, Case

@@ -19,7 +19,8 @@ from numpy import ndarray
 
 import reference_numpy as ref
 from reference_numpy.attention import additive_attention, scaled_dot_product_attention
-from reference_numpy.backward import Trace, multi_head_attention_backward
+from reference_numpy.backward import multi_head_attention_backward
+from reference_numpy.backward_trace import Trace
 from reference_numpy.functional import masked_softmax
 
 SEED = 2017

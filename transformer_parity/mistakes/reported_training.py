@@ -91,6 +91,7 @@ ENTRIES: dict[str, Table] = {
                     "padded = labels == config.pad_id\n"
                     "    of_logits[padded] = smoothing * (of_logits + wanted)[padded] - share",
                 ),
+                module="backward_functions",
             ),
             "averaged over the sentences": in_training(
                 ("(batch[2] != config.pad_id)", "(batch[2] != config.pad_id).any(1)"),

@@ -29,6 +29,7 @@ UNMASKED = "    if mask is None:"
 MEMORY_OF = "memory = self.encode(source_ids, source_mask, tap, "
 ENCODE = 'one vector per source position. Arguments and errors as in ``Transformer``."""\n'
 DECODE = 'they say what of the memory is padding.\n        """\n'
+LOOKED_UP, GIVEN_MASK = "TokenEmbedding(config.source_vocab_size, config", 'mask = to_mask("source_mask", mask'
 NO_MASK = "        source_mask = np.ones(np.shape(source_ids), bool) if source_mask is None else source_mask\n"
 WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
@@ -264,20 +265,11 @@ EDGES = [
                 "decode without padding mask": instead("transformer", DECODE, f"{DECODE}{NO_MASK}")
             },
             (f"{CROSS}.weights", "decoder/alone"): {
-                "a decoder alone attends to padding": instead(
-                    "transformer",
-                    'mask = to_mask("source_mask", mask, ',
-                    numpy='mask = to_mask("source_mask", np.ones_like(mask), ',
-                    torch='mask = to_mask("source_mask", np.ones_like(mask), ',
-                    jax='mask = to_mask("source_mask", jnp.ones_like(mask), ',
-                    tf='mask = to_mask("source_mask", tf.ones_like(mask), ',
-                )
+                "a decoder alone attends to padding": instead("transformer", GIVEN_MASK, f"{GIVEN_MASK} | True")
             },
             (SOURCE, "encoder/alone"): {
                 "an encoder alone does not scale its embedding": instead(
-                    "transformer",
-                    "TokenEmbedding(config.source_vocab_size, config,",
-                    "TokenEmbedding(config.source_vocab_size, config.replace(scale_embedding=self.part is None),",
+                    "transformer", LOOKED_UP, f"{LOOKED_UP}.replace(scale_embedding=self.part is None)"
                 )
             },
             (f"{SELF}.weights", "full/given_masks"): {

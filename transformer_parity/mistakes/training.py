@@ -83,9 +83,9 @@ def assumed(**settings: Any) -> Edits:
     return instead("training", "self.settings = settings\n", f"self.settings = settings = {other}\n")
 
 
-def by_hand(edits: Edits, *changes: Change) -> Edits:
+def by_hand(edits: Edits, *changes: Change, module: str = "backward") -> Edits:
     """Return the edits and the same for NumPy's backward pass, which the frameworks derive by themselves."""
-    return {**edits, "numpy": [*edits.get("numpy", []), *(("backward", old, new) for old, new in changes)]}
+    return {**edits, "numpy": [*edits.get("numpy", []), *((module, old, new) for old, new in changes)]}
 
 
 def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
@@ -188,6 +188,7 @@ ENTRIES: dict[str, Table] = {
             "softmax passes its gradient through unchanged": by_hand(
                 disguised("layers", WEIGHTS, dict.fromkeys(ALL, "scores")),
                 ("masked_softmax_backward(weights, of_weights)", "of_weights"),
+                module="backward_functions",
             )
         },
     },
@@ -207,6 +208,7 @@ ENTRIES: dict[str, Table] = {
                     "once = masked_softmax(logits)\n"
                     "    of_logits = masked_softmax_backward(once, masked_softmax(once) - wanted)",
                 ),
+                module="backward_functions",
             ),
             "padding counts": by_hand(
                 also_in_torch(
@@ -215,6 +217,7 @@ ENTRIES: dict[str, Table] = {
                     ("ignore_index=config.pad_id, ", ""),
                 ),
                 ("of_logits[labels == config.pad_id] = 0.0", "pass"),
+                module="backward_functions",
             ),
             "averaged over padding too": in_training(
                 ("(batch[2] != config.pad_id)", "(batch[2] >= 0)"),
@@ -252,6 +255,7 @@ ENTRIES: dict[str, Table] = {
                     "    of_logits[~counted] = 0.0\n"
                     "    of_logits /= counted.sum(1)[:, None, None]",
                 ),
+                module="backward_functions",
             ),
             "labels are what the decoder reads": changed(
                 "training",
@@ -271,6 +275,7 @@ ENTRIES: dict[str, Table] = {
                 instead("training", "spread = spread - right", "pass"),
                 ('(share if kind == "uniform" else 0.0)', "share"),
                 ("masked_softmax(logits) - wanted", "masked_softmax(logits) * wanted.sum(-1, keepdims=True) - wanted"),
+                module="backward_functions",
             ),
         },
     },

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import sentencepiece
@@ -52,9 +53,8 @@ class Pieces:
     Args:
         processor: What cuts a line, or None: then spaces do.
         ids: The id of each piece.
-        special: Pieces that are symbols where they stand in a line, and are left out of a text; each with its id, and
-            whether it takes the spaces before it along.
-        unknown: The id of a piece that the table lacks.
+        special: Pieces that are symbols where they stand in a line, and are left out of a text; each with whether it
+            takes the spaces before it along.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class Pieces:
         processor: sentencepiece.SentencePieceProcessor | None,
         ids: Mapping[str, int],
         special: Mapping[str, bool],
-        unknown: str = UNKNOWN,
     ) -> None:
         self._processor = processor
         self._ids = dict(ids)
@@ -72,7 +71,7 @@ class Pieces:
         # The longest first: one special piece may begin another.
         alternatives = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
         self._split = re.compile(f"({alternatives})" if alternatives else r"(?!)()")
-        self._unknown = ids[unknown]
+        self._unknown = ids[UNKNOWN]
         self.size = max(ids.values()) + 1
 
     def ids(self, line: str) -> list[int]:
@@ -121,25 +120,26 @@ class TokenizerFile:
 
     def __init__(self, content: bytes | str) -> None:
         tokenizers = import_extra("tokenizers")
-        try:
+        with rust_errors("tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content if isinstance(content, str) else content.decode())
-        except Exception as error:  # it raises nothing more specific
-            raise ValueError(f"tokenizer.json cannot be used: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def ids(self, line: str) -> list[int]:
         """Return the ids of a line, without what its own template puts around them."""
-        return self._tokenizer.encode(line, add_special_tokens=False).ids
+        with rust_errors("tokenizer.json"):
+            return self._tokenizer.encode(line, add_special_tokens=False).ids
 
     def framed(self, line: str) -> list[int]:
         """Return the ids of a line, with what its own template puts around them."""
-        return self._tokenizer.encode(line).ids
+        with rust_errors("tokenizer.json"):
+            return self._tokenizer.encode(line).ids
 
     def text(self, ids: Iterable[int]) -> str:
         """Return the text of ids, without special ones."""
-        return self._tokenizer.decode([token for token in map(int, ids) if 0 <= token < self.size])
+        with rust_errors("tokenizer.json"):
+            return self._tokenizer.decode([token for token in map(int, ids) if 0 <= token < self.size])
 
     def name(self, token: int) -> str:
         """Spell out an id."""
@@ -153,6 +153,21 @@ class TokenizerFile:
         """Return the pieces that are symbols, by ascending id."""
         added = self._tokenizer.get_added_tokens_decoder()
         return [str(added[token].content) for token in sorted(added) if added[token].special]
+
+
+@contextmanager
+def rust_errors(name: str) -> Iterator[None]:
+    """Turn whatever `tokenizers` raises about a file into a ValueError: its panics are no Exception.
+
+    Raises:
+        ValueError: See above.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{name} cannot be used: {error}") from error
 
 
 def import_extra(name: str) -> Any:

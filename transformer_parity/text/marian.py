@@ -58,12 +58,13 @@ class MarianVocabulary(Vocabulary):
         self.sizes = (self._source.size, self._target.size)
         self._ends = tables[0][END], tables[-1][END]
         self._tag: list[int] = []
-        self.target_languages = [piece[2:-2] for piece in tables[0] if is_tag(piece)]
+        self._tags = {piece[2:-2]: token for piece, token in tables[0].items() if is_tag(piece)}
+        self.target_languages = list(self._tags)
 
     def between(self, source: str | None, target: str | None) -> Self:
         """Return the vocabulary that puts the code of a target language before every line."""
         directed = super().between(source, target)
-        directed._tag = [] if target is None else [self._source.find(f">>{target}<<")]
+        directed._tag = [] if target is None else [self._tags[target]]
         return directed
 
     def ids(self, line: str) -> list[int]:

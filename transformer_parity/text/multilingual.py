@@ -10,7 +10,15 @@ from functools import cache
 from importlib.resources import files as resources
 from typing import Any, Self
 
-from transformer_parity.text.engines import UNKNOWN, Engine, Pieces, TokenizerFile, import_extra, read_model
+from transformer_parity.text.engines import (
+    UNKNOWN,
+    Engine,
+    Pieces,
+    TokenizerFile,
+    import_extra,
+    read_model,
+    rust_errors,
+)
 from transformer_parity.text.maps import read_json, read_map
 from transformer_parity.text.vocabulary import Vocabulary, tidied
 
@@ -80,9 +88,9 @@ class MultilingualVocabulary(Vocabulary):
             self._engine = _pieces(files, tokens)
         pattern = re.compile(re.escape(form.token).replace(r"\{\}", "(.*)"))
         self._codes = {
-            pattern.fullmatch(token)[1]: number  # type: ignore[index]  # each has this form
+            found[1]: number
             for token in tokens
-            if (number := self._engine.find(token)) is not None
+            if (found := pattern.fullmatch(token)) and (number := self._engine.find(token)) is not None
         }
         end = self._engine.find(END)
         if end is None or not self._codes:
@@ -194,10 +202,8 @@ def _byte_level(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str:
     lines = files[MERGES].decode().split("\n")
     merges = [tuple(line.split(" ")) for line in lines if line.strip() and not line.startswith("#version")]
     before = bool(settings.get("add_prefix_space", False))
-    try:
+    with rust_errors(MERGES):
         model = tokenizers.models.BPE(table, merges, continuing_subword_prefix="", end_of_word_suffix="")
-    except Exception as error:  # it raises nothing more specific
-        raise ValueError(f"{MERGES} cannot be used: {error}") from error
     found = tokenizers.Tokenizer(model)
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=before)
     found.decoder = tokenizers.decoders.ByteLevel()

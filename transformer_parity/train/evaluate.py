@@ -43,9 +43,9 @@ def evaluate(trained: Trained, corpus: HeldOut, backend: str, device: str, searc
     """Return loss, perplexity, score and time of one model in one backend, in plain values."""
     config = trained.config
     learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, Placement("float32", device))
-    start = trained.vocabulary.start_id
-    read = config if start is None else config.replace(bos_id=start)  # what the decoder starts with
-    batches = Batches(number(corpus.held_out, trained.vocabulary), read, TOKENS, max_length=LONGEST)
+    start_id = trained.vocabulary.start_id
+    begun = config if start_id is None else config.replace(bos_id=start_id)  # as the decoder reads it
+    batches = Batches(number(corpus.held_out, trained.vocabulary), begun, TOKENS, max_length=LONGEST)
     loss = learner.validate(batches.once())
     sources = [source for source, _ in corpus.held_out]
     start = time.perf_counter()

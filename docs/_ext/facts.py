@@ -1,0 +1,281 @@
+"""Tables that are made from the sources and from committed results: fields, names, exit codes, checks, speed."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from panes import ROOT, TITLES
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+from sphinx.util.docutils import SphinxDirective
+
+from reference_numpy import config as configs
+from reference_numpy import training_config
+from reference_numpy.names import parameter_shapes, tap_shapes
+
+RESULTS = ROOT / "docs" / "results"
+MIB = 2**20
+PORTS = ("torch", "jax", "tf")
+DATACLASSES = {
+    "TransformerConfig": configs.TransformerConfig,
+    "DropoutRates": configs.DropoutRates,
+    "TrainingConfig": training_config.TrainingConfig,
+}
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(configs.TransformerConfig)}
+DEFAULTS["dropout"] = configs.DropoutRates()
+MEANINGS = {  # of fields whose source has no comment, because the name says it there
+    "source_vocab_size": "how many source tokens there are",
+    "target_vocab_size": "how many target tokens there are",
+    "d_model": "the width of every position's vector",
+    "num_heads": "attention heads of each layer",
+    "d_ff": "the inner width of the feed-forward network",
+    "num_encoder_layers": "N of the encoder",
+    "num_decoder_layers": "N of the decoder",
+    "position_encoding": "section 3.5; learned: Table 3, row E",
+    "output_bias": "a bias on the logits",
+    "activation": "of the feed-forward network, section 3.3",
+    "dropout": "the rates, a `DropoutRates`",
+    "pad_id": "the padding token",
+    "bos_id": "what decoding starts with",
+    "eos_id": "what decoding ends with",
+    "label_smoothing": "section 5.4",
+    "warmup_steps": "steps in which the learning rate rises, section 5.3",
+    "beta1": "of Adam, section 5.3",
+    "beta2": "of Adam, section 5.3",
+    "epsilon": "of Adam, section 5.3",
+}
+# Sizes that differ from each other, so that a number in a shape says which size it is.
+SIZES = {"d_model": 110, "d_ff": 170, "source_vocab_size": 190, "max_length": 230}
+HEADS, D_K, D_V = 11, 7, 13
+SYMBOLS = {
+    110: "d_model",
+    170: "d_ff",
+    190: "V",
+    230: "max_length",
+    11: "H",
+    7: "d_k",
+    13: "d_v",
+    77: "H·d_k",
+    143: "H·d_v",
+    3: "B",
+    5: "S",
+    6: "T",
+}
+
+
+def comments(cls: type) -> dict[str, str]:
+    """Return what stands behind or above each field of a dataclass, in its source."""
+    path = Path(str(__import__(cls.__module__, fromlist=[""]).__file__))
+    text = path.read_text("utf-8")
+    owner = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    fields = {node.lineno: node.target.id for node in owner.body if isinstance(node, ast.AnnAssign)}
+    found: dict[str, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            words = re.sub(r"^type: ignore\S*\s*#?", "", token.string.lstrip("# ")).lstrip("# ")
+            line, alone = token.start[0], not token.line[: token.start[1]].strip()
+            name = fields.get(line + alone)
+            if name and words:
+                found[name] = words
+    return found
+
+
+def code(value: Any) -> str:
+    """Return a value as a cell of a Markdown table."""
+    return f"`{value!r}`" if not isinstance(value, configs.DropoutRates) else "see below"
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    """Return the default of a field."""
+    if field.default is not dataclasses.MISSING:
+        return code(field.default)
+    return "required" if field.default_factory is dataclasses.MISSING else "see below"
+
+
+def users(name: str) -> str:
+    """Return the presets that set a field of the model's config to something else than the default, by value."""
+    by: dict[str, list[str]] = {}
+    for preset, fields in configs.PRESETS.items():
+        value = fields.get(name, DEFAULTS.get(name))
+        if value != DEFAULTS.get(name):
+            shown = ", ".join(f"{k} {v}" for k, v in dataclasses.asdict(value).items()) if name == "dropout" else value
+            by.setdefault(str(shown), []).append(preset)
+    return "; ".join(f"`{value}`: {', '.join(presets)}" for value, presets in by.items())
+
+
+def field_table(cls: type) -> Iterator[str]:
+    """Yield a Markdown table of the fields of a dataclass."""
+    model = cls is configs.TransformerConfig
+    said = comments(cls)
+    yield "| field | default | choices and meaning |" + " presets that set it |" * model
+    yield "|---|---|---|" + "---|" * model
+    for field in dataclasses.fields(cls):
+        choices = ", ".join(f"`{choice}`" for choice in configs.CHOICES.get(field.name, ())) if model else ""
+        meaning = "; ".join(part for part in (choices, said.get(field.name, MEANINGS.get(field.name, ""))) if part)
+        yield f"| `{field.name}` | {default(field)} | {meaning} |" + f" {users(field.name)} |" * model
+
+
+def symbolic(shape: tuple[int, ...]) -> str:
+    """Return a shape in symbols."""
+    return "[" + ", ".join(SYMBOLS.get(size, str(size)) for size in shape) + "]"
+
+
+def name_tables() -> Iterator[str]:
+    """Yield Markdown tables of every parameter and every tap of a model with one layer a side."""
+    config = configs.TransformerConfig(
+        **SIZES,
+        target_vocab_size=190,
+        num_heads=HEADS,
+        d_k=D_K,
+        d_v=D_V,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        final_norm=True,
+        attention_bias=True,
+        output_bias=True,
+        embedding_norm=True,
+        position_encoding="learned",
+    )
+    for title, shapes in (("Parameters", parameter_shapes(config)), ("Taps", tap_shapes(config, 3, 5, 6))):
+        yield from (f"## {title}", "", "| name | shape |", "|---|---|")
+        yield from (f"| `{name}` | {symbolic(shape)} |" for name, shape in shapes.items())
+        yield ""
+
+
+def exit_codes() -> Iterator[str]:
+    """Yield a Markdown table of what the commands say about their exit codes, read from their sources."""
+    yield from ("| source of the command | exit codes |", "|---|---|")
+    for path in sorted((ROOT / "transformer_parity" / "cli").glob("*.py")):
+        for found in re.findall(r"^exit code: (.+(?:\n(?!\"\"\"|\n).+)*)", path.read_text("utf-8"), re.MULTILINE):
+            yield f"| `cli/{path.name}` | {' '.join(found.split())} |"
+
+
+def stamp(report: dict[str, Any], versions: dict[str, str]) -> str:
+    """Return when, where, of which commit and with which versions something was measured."""
+    machine = report["machine"]
+    commit = f", commit `{report['commit'][:10]}`" if "commit" in report else ""
+    named = ", ".join(f"{TITLES.get(name, name)} {version}" for name, version in versions.items())
+    where = f"{machine['platform']}, {machine['cpus']} CPUs, Python {machine['python']}"
+    when = f"Measured on {report['date'][:10]}{commit}, transformer-parity {machine['transformer-parity']}"
+    return f"{when}; {named}; {where}."
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a committed result.
+
+    Raises:
+        ExtensionError: It is not there.
+    """
+    if not path.is_file():
+        raise ExtensionError(f"there is no {path.relative_to(ROOT)}")
+    return json.loads(path.read_text("utf-8"))
+
+
+def speed(task: str) -> Iterator[str]:
+    """Yield a Markdown table of one task at both sizes, from benchmarks/*.json."""
+    reports = {size: read(ROOT / "benchmarks" / f"{task}-{size}.json") for size in ("small", "base")}
+    columns = {size: {one["name"]: one for one in r["races"][0]["contestants"]} for size, r in reports.items()}
+    header = "".join(f" {size}, ms | lowest to highest | MiB |" for size in reports)
+    yield f"| |{header}"
+    yield "|---|" + "---:|---:|---:|" * len(reports)
+    for name in sorted(columns["base"], key=lambda name: columns["base"][name].get("median_seconds") or 1e9):
+        cells = "".join(f" {timed(columns[size].get(name))} |" for size in reports)
+        yield f"| {TITLES.get(name, name)} |{cells}"
+    versions = {one["name"]: one["environment"]["version"] for one in columns["base"].values() if one["name"] in TITLES}
+    yield ""
+    for size, report in reports.items():
+        rounds = f"{report['rounds']} rounds, {report['machine']['threads']} threads"
+        yield f"{size.capitalize()}: {rounds}. {stamp(report, versions)}"
+        yield ""
+
+
+def timed(one: dict[str, Any] | None) -> str:
+    """Return the cells of one participant: median, extremes, memory; its problem where it has no time."""
+    if not one or one.get("median_seconds") is None:
+        return f"{one['problem'] if one else 'not run'} | |"
+    seconds = one["seconds"]
+    spread = f"{1000 * min(seconds):,.0f} to {1000 * max(seconds):,.0f}"
+    return f"{1000 * one['median_seconds']:,.0f} | {spread} | {one['peak_bytes'] / MIB:,.0f}"
+
+
+def conformance(dtype: str) -> Iterator[str]:
+    """Yield a Markdown table of the last full check in one dtype, from docs/results/conformance.json."""
+    summary = [row for row in read(RESULTS / "conformance.json")["summary"] if row["dtype"] == dtype]
+    rows = {(row["component"], row["backend"]): row for row in summary}
+    yield f"| component | {' | '.join(TITLES[port] for port in PORTS)} | largest at |"
+    yield "|---|" + "---:|" * len(PORTS) + "---|"
+    for component in dict.fromkeys(component for component, _ in rows):
+        cells = [rows[component, port] for port in PORTS]
+        worst = max(cells, key=lambda row: row["share"])
+        errors = " | ".join(map(shown_error, cells))
+        yield f"| {component} | {errors} | `{worst['case']}` `{worst['tap']}` |"
+
+
+def verdict() -> Iterator[str]:
+    """Yield how the last full check ended, and what it was."""
+    report = read(RESULTS / "conformance.json")
+    yield f"Verdict: **{report['verdict']}**, with {report['comparisons']:,} comparisons."
+    yield stamp(report, report["versions"])
+
+
+def shown_error(row: dict[str, Any]) -> str:
+    """Return the largest error of a component and how much of its tolerance it uses."""
+    error = re.sub(r"e-0*", "e-", f"{row['error']:.0e}")
+    share = "<0.1" if 100 * row["share"] < 0.1 else f"{100 * row['share']:.2g}"
+    return f"{error} ({share}\u00a0%)" if row["error"] else "exact"
+
+
+def selftest() -> Iterator[str]:
+    """Yield a Markdown table of the last self-test, from docs/results/selftest.json."""
+    report = read(RESULTS / "selftest.json")
+    yield stamp(report, report["versions"])
+    yield ""
+    yield from ("| part | planted | caught | located | named, of those that can be |", "|---|---:|---:|---:|---:|")
+    for row in [*report["parts"], {"part": "together", **report["together"]}]:
+        named = f"{row['named']} of {row['nameable']}" if row["nameable"] else "none can be"
+        yield f"| {row['part']} | {row['planted']} | {row['caught']} | {row['located']} | {named} |"
+
+
+TABLES = {
+    "names": name_tables,
+    "exit-codes": exit_codes,
+    "verdict": verdict,
+    "selftest": selftest,
+}
+
+
+class Facts(SphinxDirective):
+    """Show a table by its name: ``fields CLASS``, ``speed TASK``, ``conformance DTYPE``, or one of ``TABLES``."""
+
+    required_arguments = 1
+    optional_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the table."""
+        kind, *of = self.arguments
+        if kind == "fields":
+            lines = field_table(DATACLASSES[of[0]])
+        elif kind == "speed":
+            lines = speed(of[0])
+        elif kind == "conformance":
+            lines = conformance(of[0])
+        elif kind in TABLES:
+            lines = TABLES[kind]()
+        else:
+            raise ExtensionError(f"facts: there is no table {kind!r}")
+        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directive."""
+    app.add_directive("facts", Facts)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

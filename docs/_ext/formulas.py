@@ -1,0 +1,35 @@
+"""Formulas by KaTeX, whose script, style and fonts (one version) lie in ``docs/_static/katex``; see site.js."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+
+def inline(writer: Any, node: nodes.math) -> None:
+    """Write a formula as LaTeX, which is what a reader without scripts sees."""
+    writer.body.append(f'<span class="math">{escape(node.astext())}</span>')
+    raise nodes.SkipNode
+
+
+def displayed(writer: Any, node: nodes.math_block) -> None:
+    """Write a formula on lines of its own."""
+    writer.body.append(f'<div class="math" data-display>{escape(node.astext())}</div>')
+    raise nodes.SkipNode
+
+
+def add_katex(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: nodes.document | None) -> None:
+    """Let a page with formulas load KaTeX, and no other."""
+    if tree is not None and (next(tree.findall(nodes.math), None) or next(tree.findall(nodes.math_block), None)):
+        app.add_css_file("katex/katex.min.css")
+        app.add_js_file("katex/katex.min.js", loading_method="defer")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the renderer."""
+    app.add_html_math_renderer("katex", inline_renderers=(inline, None), block_renderers=(displayed, None))
+    app.connect("html-page-context", add_katex)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

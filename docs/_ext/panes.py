@@ -1,0 +1,164 @@
+"""The directive ``four-panes``: one definition in the four packages, cut from their sources when the site is built.
+
+::
+
+    ```{four-panes} MultiHeadAttention.forward
+    ```
+
+Tokens that differ from the NumPy reference are marked. A name that a package does not have fails the build.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import ClassVar
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from pygments.lexers import PythonLexer
+from pygments.token import STANDARD_TYPES
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+from sphinx.util.docutils import SphinxDirective
+from sphinx.util.typing import OptionSpec
+
+from transformer_parity.ports.source_code import Package, Piece
+from transformer_parity.ports.source_marks import Marks, differences
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}
+TITLES = {"numpy": "NumPy", "torch": "PyTorch", "jax": "JAX", "tf": "TensorFlow"}
+
+
+# Of no use to a reader: what is said to mypy and ruff. A reason behind it stays.
+TO_TOOLS = re.compile(r"\s*# (?:type: ignore\S*|noqa\S*(?: [A-Z]+\d+)?)(?=\s|$)")
+BREAKS_BEHIND, BREAKS_BEFORE = ("(", "[", "{", ",", "="), (".",)  # where a long line may be continued
+
+
+@cache
+def packages() -> dict[str, Package]:
+    """Return the four packages, parsed once for a build."""
+    return {backend: Package(name) for backend, name in PACKAGES.items()}
+
+
+def pieces(name: str, backends: Sequence[str] = tuple(PACKAGES), *, docstrings: bool = False) -> dict[str, Piece]:
+    """Return one definition from each of some packages.
+
+    Raises:
+        ExtensionError: A package has no definition of that name.
+    """
+    found = {backend: package.find(name, docstrings) for backend, package in packages().items() if backend in backends}
+    if absent := [PACKAGES[backend] for backend, piece in found.items() if piece is None]:
+        raise ExtensionError(f"four-panes: there is no {name!r} in {', '.join(absent)}")
+    return {
+        backend: replace(piece, code=TO_TOOLS.sub("", piece.code))
+        for backend, piece in found.items()
+        if piece is not None
+    }
+
+
+def highlighted(code: str, spans: list[tuple[int, int]]) -> str:
+    """Return code as HTML: one element for each line, Pygments' classes, and ``<mark>`` around the spans."""
+    marked = [False] * len(code)
+    for start, stop in spans:
+        marked[start:stop] = [True] * (stop - start)
+    lines, inside = [""], False
+    for start, kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens_unprocessed(code):
+        position = start
+        for character_run, mark in _runs(text, marked[position : position + len(text)]):
+            if mark != inside:
+                lines[-1] += "<mark>" if mark else "</mark>"
+                inside = mark
+            for number, part in enumerate(character_run.split("\n")):
+                if number:
+                    lines[-1] += "</mark>" * inside
+                    lines.append("<mark>" * inside)
+                if part:
+                    css = STANDARD_TYPES.get(kind, "")
+                    lines[-1] += "<wbr>" * part.startswith(BREAKS_BEFORE)
+                    lines[-1] += f'<span class="{css}">{escape(part)}</span>' if css else escape(part)
+                    lines[-1] += "<wbr>" * part.endswith(BREAKS_BEHIND)
+    lines[-1] += "</mark>" * inside
+    indents = [len(line) - len(line.lstrip()) for line in code.split("\n")]
+    return "".join(
+        f'<span class="line" style="--indent:{indent}">{line}\n</span>'
+        for line, indent in zip(lines, indents, strict=True)
+    )
+
+
+def _runs(text: str, marked: list[bool]) -> list[tuple[str, bool]]:
+    """Return a token's text in runs of characters that are all marked, or all not."""
+    runs: list[tuple[str, bool]] = []
+    for character, mark in zip(text, marked, strict=True):
+        if runs and runs[-1][1] == mark:
+            runs[-1] = runs[-1][0] + character, mark
+        else:
+            runs.append((character, mark))
+    return runs
+
+
+def note(backend: str, marks: Marks) -> str:
+    """Return what stands beside the title of a pane: how much of the code differs."""
+    if backend == "numpy":
+        return "the reference"
+    if not marks.different:
+        return f"the same {marks.total} tokens"
+    return f"{marks.different} of {marks.total} tokens differ"
+
+
+def panes(name: str, found: dict[str, Piece], serial: int) -> str:
+    """Return four panes as HTML: all of them below each other where no script runs."""
+    reference = next(iter(found.values())).code
+    tabs, panels = [], []
+    for backend, piece in found.items():
+        marks = differences(piece.code, reference)
+        panel = f"panes-{serial}-{backend}"
+        tabs.append(
+            f'<button type="button" role="tab" id="{panel}-tab" aria-controls="{panel}" aria-selected="false" '
+            f'tabindex="-1" data-framework="{backend}">{TITLES[backend]}</button>'
+        )
+        panels.append(
+            f'<section class="pane" id="{panel}" data-framework="{backend}" aria-labelledby="{panel}-title">'
+            f'<p class="pane-title" id="{panel}-title"><strong>{TITLES[backend]}</strong> '
+            f'<span class="pane-place">{escape(piece.place)}</span> '
+            f'<span class="pane-note">{note(backend, marks)}</span></p>'
+            f'<div class="highlight"><pre>{highlighted(piece.code, marks.spans)}</pre></div></section>'
+        )
+    label = escape(f"{name} in {', '.join(TITLES[backend] for backend in found)}", quote=True)
+    single = " is-single" if len(found) == 1 else ""
+    return (
+        f'<div class="panes{single}" role="group" aria-label="{label}">'
+        f'<div class="panes-tabs" role="tablist" aria-label="Framework" hidden>{"".join(tabs)}</div>'
+        f'<div class="panes-body">{"".join(panels)}</div></div>'
+    )
+
+
+class FourPanes(SphinxDirective):
+    """Show one definition from each of the four packages."""
+
+    required_arguments = 1
+    option_spec: ClassVar[OptionSpec] = {"docstrings": directives.flag, "only": str.split}
+
+    def run(self) -> list[nodes.Node]:
+        """Return a caption, which the search finds, and the panes."""
+        (name,) = self.arguments
+        found = pieces(name, self.options.get("only", tuple(PACKAGES)), docstrings="docstrings" in self.options)
+        for piece in found.values():
+            self.env.note_dependency(str(ROOT / piece.place.partition(":")[0]))
+        caption = nodes.paragraph("", "", nodes.literal(name, name), classes=["panes-caption"])
+        if summary := next(iter(found.values())).summary:
+            parsed, _ = self.parse_inline(summary.replace("``", "`"), lineno=self.lineno)
+            caption += [nodes.Text(": "), *parsed]
+        serial = self.env.new_serialno("panes")
+        return [caption, nodes.raw("", panes(name, found, serial), format="html")]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directive."""
+    app.add_directive("four-panes", FourPanes)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,130 @@
+/* One choice of framework for the whole site: in the head of the page, in the tabs of every group of panes, and in what
+ * is shown for the chosen framework alone. It is kept in localStorage; where there is none, links carry it along. */
+(() => {
+  "use strict";
+  const FRAMEWORKS = ["numpy", "torch", "jax", "tf"];
+  const KEY = "framework";
+  const WIDE = 760; // pixels of a group that has room for two panes beside each other
+
+  let stored = true;
+  function read() {
+    try {
+      return localStorage.getItem(KEY);
+    } catch {
+      stored = false;
+      return new URLSearchParams(location.search).get(KEY);
+    }
+  }
+  function write(framework) {
+    try {
+      localStorage.setItem(KEY, framework);
+    } catch {
+      stored = false;
+    }
+  }
+
+  let chosen = read();
+  if (!FRAMEWORKS.includes(chosen)) chosen = "torch";
+
+  function choose(framework) {
+    chosen = framework;
+    write(framework);
+    show();
+  }
+
+  function show() {
+    document.documentElement.dataset.framework = chosen;
+    for (const select of document.querySelectorAll("#framework-choice")) select.value = chosen;
+    for (const group of document.querySelectorAll(".panes:not(.is-single)")) showGroup(group);
+  }
+
+  /* Four panes beside each other where there is room; else tabs, as the WAI-ARIA practices describe them. */
+  function showGroup(group) {
+    const tabbed = group.clientWidth < WIDE;
+    const tablist = group.querySelector(".panes-tabs");
+    tablist.hidden = !tabbed;
+    group.classList.toggle("is-tabbed", tabbed);
+    for (const tab of tablist.querySelectorAll("[role=tab]")) {
+      const selected = tab.dataset.framework === chosen;
+      tab.setAttribute("aria-selected", String(selected));
+      tab.tabIndex = selected ? 0 : -1;
+    }
+    for (const pane of group.querySelectorAll(".pane")) {
+      const selected = pane.dataset.framework === chosen;
+      pane.hidden = tabbed && !selected;
+      pane.classList.toggle("is-chosen", selected);
+      if (tabbed) {
+        pane.setAttribute("role", "tabpanel");
+        pane.setAttribute("aria-labelledby", `${pane.id}-tab`);
+        pane.tabIndex = 0;
+      } else {
+        pane.removeAttribute("role");
+        pane.setAttribute("aria-labelledby", `${pane.id}-title`);
+        pane.removeAttribute("tabindex");
+      }
+    }
+  }
+
+  function onClick(event) {
+    const tab = event.target.closest(".panes-tabs [role=tab]");
+    if (tab) keepingPlace(tab, () => choose(tab.dataset.framework));
+    const link = event.target.closest("a[href]");
+    if (link && !stored && link.host === location.host && link.protocol === location.protocol) {
+      const url = new URL(link.href);
+      url.searchParams.set(KEY, chosen);
+      link.href = url;
+    }
+  }
+
+  function onKey(event) {
+    const tab = event.target.closest(".panes-tabs [role=tab]");
+    if (!tab) return;
+    const tabs = [...tab.parentElement.querySelectorAll("[role=tab]")];
+    const at = tabs.indexOf(tab);
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1 + tabs.length, Home: 0, End: tabs.length - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    const next = tabs[to % tabs.length];
+    keepingPlace(next, () => choose(next.dataset.framework));
+    next.focus();
+  }
+
+  /* Other groups on the page change their height: what the reader looks at stays where it is. */
+  function keepingPlace(element, change) {
+    const before = element.getBoundingClientRect().top;
+    change();
+    window.scrollBy({ top: element.getBoundingClientRect().top - before, behavior: "instant" });
+  }
+
+  /* What can be scrolled can be scrolled by keyboard. */
+  function focusable() {
+    for (const element of document.querySelectorAll(".bd-article table, .katex-display, .bd-article pre")) {
+      if (element.scrollWidth > element.clientWidth) element.tabIndex = 0;
+      else element.removeAttribute("tabindex");
+    }
+  }
+
+  document.documentElement.dataset.framework = chosen;
+  document.addEventListener("DOMContentLoaded", () => {
+    document.addEventListener("click", onClick, true);
+    document.addEventListener("keydown", onKey);
+    for (const select of document.querySelectorAll("#framework-choice")) {
+      select.addEventListener("change", () => choose(select.value));
+    }
+    const resized = new ResizeObserver((entries) => entries.forEach((entry) => showGroup(entry.target)));
+    for (const group of document.querySelectorAll(".panes:not(.is-single)")) resized.observe(group);
+    window.addEventListener("storage", () => {
+      const other = read();
+      if (FRAMEWORKS.includes(other)) {
+        chosen = other;
+        show();
+      }
+    });
+    show();
+    for (const formula of document.querySelectorAll(".math")) {
+      window.katex.render(formula.textContent, formula, { displayMode: "display" in formula.dataset });
+    }
+    focusable();
+    window.addEventListener("resize", focusable);
+  });
+})();

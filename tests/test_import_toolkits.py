@@ -1,0 +1,190 @@
+"""OpenNMT-py and JoeyNMT: tiny models that their own code built, and the logits that it computed for them.
+
+``tests/data`` holds tensors, settings, ids and logits in float64 (positions and softmax too) of OpenNMT-py 3.5.1 and
+JoeyNMT 2.3.0; the files around them are written here as those programs write them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from third_party import relative_error
+
+import reference_numpy as ref
+from transformer_parity.checkpoints import joeynmt, opennmt_py
+from transformer_parity.checkpoints.options import ReadOptions
+
+DATA = Path(__file__).parent / "data"
+SPECIAL = {"opennmt": ["<unk>", "<blank>", "<s>", "</s>"], "joeynmt": ["<unk>", "<pad>", "<s>", "</s>"]}
+
+
+class Fixture:
+    def __init__(self, name):
+        held = np.load(DATA / f"{name}.npz")
+        described = json.loads(held["text"].tobytes())
+        self.settings = described["settings"]
+        self.source, self.target, self.logits = held["source"], held["target"], held["logits"]
+        self.tensors, at = {}, 0
+        for key, shape in described["tensors"].items():
+            size = int(np.prod(shape))
+            self.tensors[key] = torch.tensor(held["numbers"][at : at + size].reshape(shape))
+            at += size
+
+    def under(self, prefix):
+        return {name.removeprefix(prefix): one for name, one in self.tensors.items() if name.startswith(prefix)}
+
+
+def save_opennmt(folder, name, edit=lambda content: None, **options):
+    held = Fixture(name)
+    settings = {**json.loads(held.settings), **options}
+    model, generator = held.under("model/"), held.under("generator/")
+    sizes = [len(model[f"{stack}.embeddings.make_embedding.emb_luts.0.weight"]) for stack in ("encoder", "decoder")]
+    tokens = [[*SPECIAL["opennmt"], *(f"w{i}" for i in range(size - 4))] for size in sizes]
+    content = {
+        "model": model,
+        "generator": generator,
+        "vocab": {"src": tokens[0], "tgt": tokens[1], "data_task": "seq2seq"},
+        "opt": argparse.Namespace(**settings),
+        "optim": {"training_step": 3},
+    }
+    edit(content)
+    torch.save(content, folder / "model.pt")
+    return held, folder / "model.pt"
+
+
+def save_joeynmt(folder, name, edit=lambda settings, tensors: None):
+    held = Fixture(name)
+    settings, tensors = yaml.safe_load(held.settings), held.under("model/")
+    edit(settings, tensors)
+    torch.save(
+        {"model_state": tensors, "optimizer_state": {"state": {}}, "stats_state": {"steps": 3}}, folder / "3.ckpt"
+    )
+    (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(settings))))
+    return held, folder / "3.ckpt"
+
+
+def assert_only_this_computes_it(imported, held):
+    def error(config):
+        model = ref.Transformer.from_weights(config, imported.weights, dtype="float64")
+        return relative_error(model(held.source, held.target), held.logits)
+
+    assert error(imported.config) <= 1e-12
+    norm = "pre" if imported.config.norm_order == "post" else "post"
+    for change in (
+        {"layer_norm_epsilon": 1e-5},
+        {"position_timescale": "m_minus_1"},
+        {"position_layout": "split"},
+        {"position_offset": 1},
+        {"scale_embedding": False},
+        {"activation": "swish"},
+        {"norm_order": norm},
+    ):
+        assert error(imported.config.replace(**change)) > 1e-7, change
+
+
+@pytest.mark.parametrize("name", ["opennmt-separate", "opennmt-shared"])
+def test_opennmt_py(name, tmp_path):
+    held, path = save_opennmt(tmp_path, name)
+    assert opennmt_py.recognises(path)
+    imported = opennmt_py.read(path, ReadOptions())
+    assert_only_this_computes_it(imported, held)
+    config = imported.config
+    assert (config.pad_id, config.bos_id, config.eos_id) == (1, 2, 3)
+    shared = name.endswith("shared")
+    assert config.tie_embeddings == ("all" if shared else "none")
+    assert (config.attention_bias, config.feed_forward_bias) == (not shared, False)
+
+
+@pytest.mark.parametrize("name", ["joeynmt-pre", "joeynmt-post"])
+def test_joeynmt(name, tmp_path):
+    held, path = save_joeynmt(tmp_path, name)
+    assert joeynmt.recognises(path)
+    imported = joeynmt.read(path, ReadOptions())
+    assert_only_this_computes_it(imported, held)
+    config = imported.config
+    assert (config.pad_id, config.bos_id, config.eos_id) == (1, 2, 3)
+    assert (config.num_heads, config.decoder_num_heads, config.decoder_d_ff) == (2, 4, 20)
+    assert config.final_norm == name.endswith("pre")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("encoder_type", "brnn"),
+        ("max_relative_positions", 20),
+        ("position_encoding", False),
+        ("pos_ffn_activation_fn", "silu"),
+        ("layer_norm", "rms"),
+        ("copy_attn", True),
+        ("num_kv", 2),
+        ("parallel_residual", True),
+        ("model_task", "lm"),
+        ("position_encoding_type", "Rotary"),
+    ],
+)
+def test_other_models_of_opennmt_py_are_refused_by_name(option, value, tmp_path):
+    _, path = save_opennmt(tmp_path, "opennmt-separate", **{option: value})
+    with pytest.raises(ValueError, match=f"-{option} must be .*: got {value!r}"):
+        opennmt_py.read(path, ReadOptions())
+
+
+def flipped(content):
+    content["model"]["encoder.embeddings.make_embedding.pe.pe"] = torch.ones(5, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: c.pop("opt"), "must hold model, generator, vocab and opt"),
+        (lambda c: c["vocab"].update(src=3), "'vocab' must hold lists of tokens"),
+        (lambda c: c["vocab"].update(tgt=["a"]), "the vocabulary of the target must have <blank>, <s>, </s>"),
+        (lambda c: c["vocab"].update(src=["<blank>"]), "<blank> must have one id in both vocabularies: got 0 and 1"),
+        (lambda c: c["model"].pop("decoder.layer_norm.bias"), r"missing decoder.layer_norm.bias \[8\]"),
+        (lambda c: c["model"].update({"feats": torch.ones(1)}), r"unexpected feats \[1\]"),
+        (flipped, "pe.pe must be the sinusoids of interleaved and m: it is off by"),
+    ],
+)
+def test_wrong_files_of_opennmt_py_are_refused(edit, message, tmp_path):
+    _, path = save_opennmt(tmp_path, "opennmt-separate", edit)
+    with pytest.raises(ValueError, match=message):
+        opennmt_py.read(path, ReadOptions())
+
+
+def both(**fields):
+    return lambda settings, _: [settings["model"][stack].update(fields) for stack in ("encoder", "decoder")]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (both(alpha=1.2), "alpha in config.yaml must be 1.0: got 1.2"),
+        (both(type="recurrent"), "type in config.yaml must be 'transformer': got 'recurrent'"),
+        (both(activation="tanh"), "activation in config.yaml must be one of relu, gelu, swish: got 'tanh'"),
+        (both(layer_norm=None), "layer_norm in config.yaml must be 'pre' or 'post' in both stacks: got None"),
+        (
+            lambda s, _: s["model"]["decoder"].update(layer_norm="pre"),
+            "layer_norm in config.yaml must be one in encoder",
+        ),
+        (lambda s, _: s.pop("model"), "config.yaml must have model.encoder and model.decoder"),
+        (lambda _, t: t.pop("encoder.layers.1.layer_norm.bias"), r"missing encoder.layers.1.layer_norm.bias \[8\]"),
+    ],
+)
+def test_other_models_of_joeynmt_are_refused(edit, message, tmp_path):
+    _, path = save_joeynmt(tmp_path, "joeynmt-post", copy.copy(edit))
+    with pytest.raises(ValueError, match=message):
+        joeynmt.read(path, ReadOptions())
+
+
+def test_version_1_of_joeynmt_says_no_order(tmp_path):
+    held, path = save_joeynmt(tmp_path, "joeynmt-pre", both(layer_norm=None))
+    imported = joeynmt.read(path, ReadOptions())
+    assert (imported.config.norm_order, imported.config.final_norm) == ("pre", True)
+    assert imported.config == joeynmt.read(save_joeynmt(tmp_path, "joeynmt-pre")[1], ReadOptions()).config
+    assert held.logits.shape == (3, 5, 15)

@@ -1,0 +1,509 @@
+"""The site: what its pages are made of, and, built, what a browser makes of them.
+
+The tests of the built site are ``extended``; ``.ci/run`` asks for them. Those in a browser are left out, and said to be
+NOT TESTED, where there is no Chromium.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+from sphinx.errors import ExtensionError
+
+from transformer_parity.figures import style
+from transformer_parity.ports.source_marks import differences, tokens
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+sys.path[:0] = [str(DOCS / "_ext"), str(DOCS / "examples")]
+
+import catalogue  # noqa: E402  of the site
+import compute  # noqa: E402
+import example_numbers  # noqa: E402
+import facts  # noqa: E402
+import panes  # noqa: E402
+
+COPIED = ("docs", "benchmarks", "transformer_parity", *panes.PACKAGES.values())
+CSS = (DOCS / "_static" / "site.css").read_text("utf-8")
+MOST_BYTES = 250_000  # of a page and all that it loads, gzipped, without fonts
+SECONDS = 60  # of a processor that a build may take; it needs a third of that
+FRAMEWORKS = ("torch", "jax", "flax", "tensorflow", "keras")
+# Runs sphinx-build where no framework can be imported and no connection opened.
+BUILD = f"""
+import socket, sys
+def refuse(*_): raise OSError("the build must not need a network")
+socket.socket.connect = refuse
+sys.modules.update(dict.fromkeys({FRAMEWORKS!r}))
+from sphinx.cmd.build import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+# --- What pages are made of ---
+
+
+def text(html: str) -> str:
+    """What a reader sees of HTML."""
+    return (
+        re.sub(r"<[^>]+>", "", html)
+        .replace("&lt;", "<")
+        .replace("&gt;", ">")
+        .replace("&#x27;", "'")
+        .replace("&quot;", '"')
+        .replace("&amp;", "&")
+    )
+
+
+def test_tokens_that_differ_are_marked():
+    reference = "def f(x):\n    return np.exp(x)  # why\n"
+    code = "def f(x):\n    return torch.exp(x, 1)  # why\n"
+    marks = differences(code, reference)
+    assert [code[start:stop] for start, stop in marks.spans] == ["torch", ", 1"]
+    assert (marks.different, marks.total) == (3, len(tokens(code)))
+    assert differences(code, code) == ([], 0, marks.total)
+
+
+def test_marks_on_several_lines_do_not_join():
+    marks = differences("a = (\n    1,\n    2,\n)\n", "a = ()\n")
+    assert len(marks.spans) == 2
+
+
+@pytest.mark.parametrize(
+    "code", ["x = 1 < 2 and '&'\n\ny = [\n    f'{x}',\n]", 'def f():\n    """A\n\n    b"""\n    return 1']
+)
+def test_highlighting_keeps_every_character(code):
+    html = panes.highlighted(code, [(0, 5), (8, len(code))])
+    assert text(html) == code + "\n"
+    assert text("".join(re.findall(r"<mark>(.*?)</mark>", html, re.DOTALL))).replace("\n", "") == (
+        code[:5] + code[8:]
+    ).replace("\n", "")
+    assert all(line.count("<mark>") == line.count("</mark>") for line in html.split("\n"))
+
+
+def test_panes_are_the_code_of_the_packages():
+    found = panes.pieces("MultiHeadAttention.forward")
+    assert list(found) == list(panes.PACKAGES)
+    html = panes.panes("MultiHeadAttention.forward", found, 0)
+    for backend, piece in found.items():
+        assert f'id="panes-0-{backend}"' in html
+        assert piece.code in text(html)
+    assert panes.note("torch", differences("a + 1", "a + 2")) == "1 of 3 tokens differ"
+    assert panes.note("jax", differences("a + 1", "a + 1")) == "the same 3 tokens"
+
+
+def test_a_name_that_is_gone_fails_the_build():
+    with pytest.raises(ExtensionError, match=r"no 'additive_attention' in transformer_torch, transformer_jax"):
+        panes.pieces("additive_attention")
+    assert panes.pieces("additive_attention", ["numpy"])
+
+
+def test_what_is_said_to_tools_is_not_shown():
+    assert panes.TO_TOOLS.sub("", "x = 1  # type: ignore[index]") == "x = 1"
+    assert panes.TO_TOOLS.sub("", "x = 1  # type: ignore[index]  # a reason") == "x = 1  # a reason"
+    assert not any("type: ignore" in piece.code for piece in panes.pieces("LayerNorm").values())
+
+
+def test_facts_that_are_gone_fail_the_build():
+    with pytest.raises(ExtensionError, match="no example 'nothing'"):
+        example_numbers.example("nothing")
+    with pytest.raises(ExtensionError, match="no tap 'nothing': it has query, key"):
+        example_numbers.values("attention", "nothing")
+    with pytest.raises(ExtensionError, match="no part nothing"):
+        catalogue.chosen("attention, nothing")
+    with pytest.raises(ExtensionError, match="nothing in mask matches 'gone'"):
+        catalogue.chosen("mask", "gone")
+    with pytest.raises(ExtensionError, match=r"there is no benchmarks/nothing-small.json"):
+        list(facts.speed("nothing"))
+    assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "one two") == "one two"
+    assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "thr") == "three"
+    assert catalogue.comment("x = 1\n", "one") is None
+
+
+def test_a_mistake_shows_whole_lines():
+    source = "def f():\n    a = g(1,\n          2)\n    return a"
+    assert catalogue.whole_lines(source, "2)", "3)") == ("2)", "3)")
+    assert catalogue.whole_lines(source, "g(1,\n          2", "h(") == ("a = g(1,\n      2)", "a = h()")
+    assert catalogue.whole_lines(source, " a", " b")[0] == "a = g(1,"
+    for mistake in catalogue.chosen("attention, decoding"):
+        for backend in mistake.edits:
+            assert catalogue.edit(backend, mistake).count("<del>") == len(mistake.edits[backend])
+
+
+def test_every_field_of_the_config_is_described():
+    for cls in facts.DATACLASSES.values():
+        for row in list(facts.field_table(cls))[2:]:
+            assert row.split("|")[3].strip(), row
+    (row,) = (row for row in facts.field_table(facts.DATACLASSES["TransformerConfig"]) if "`final_norm`" in row)
+    assert row.endswith("| `True`: annotated, torch, flax_wmt |")
+
+
+def test_names_are_shown_with_symbols():
+    rows = list(facts.name_tables())
+    assert "| `encoder.layers.0.self_attention.query_proj.kernel` | [d_model, H·d_k] |" in rows
+    assert "| `decoder.layers.0.cross_attention.weights` | [B, H, T, S] |" in rows
+    assert not any(re.search(r"\[.*\d", row) for row in rows)
+
+
+def test_exit_codes_are_those_of_the_commands():
+    rows = "\n".join(facts.exit_codes())
+    for command in ("check", "golden", "selftest", "train", "translate"):
+        assert f"`cli/{command}.py` | 0 " in rows
+
+
+# --- Colours ---
+
+
+def palette(theme: str) -> dict[str, str]:
+    """The variables of site.css, in one theme."""
+    blocks = re.findall(r"^html(?:\[data-theme=\"(\w+)\"\])? \{(.*?)^\}", CSS, re.MULTILINE | re.DOTALL)
+    return dict(
+        pair for kind, block in blocks if kind in ("", theme) for pair in re.findall(r"--(\w[\w-]*): ([^;]+);", block)
+    )
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+
+def contrast(one: str, other: str) -> float:
+    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_contrast_is_that_of_the_guidelines():
+    assert contrast("#ffffff", "#000000") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_one_palette_and_its_contrast(theme):
+    colours = palette(theme)
+    assert {backend: colours[backend] for backend in style.BACKENDS} == style.BACKENDS
+    for on, below in (("on-mark", "mark"), ("note", "pane"), ("good", "pane"), ("bad", "pane")):
+        assert contrast(colours[on], colours[below]) >= 4.5, (on, below)
+    assert contrast(colours["mark-edge"], colours["pane"]) >= 3  # what is not text
+
+
+def test_katex_is_of_one_version():
+    folder = DOCS / "_static" / "katex"
+    css = (folder / "katex.min.css").read_text("utf-8")
+    assert f'version:"{re.search(r"content:.([0-9.]+)", css)[1]}"' in (folder / "katex.min.js").read_text("utf-8")
+    assert {f"fonts/{path.name}" for path in folder.glob("fonts/*")} == set(re.findall(r"fonts/[\w-]+\.woff2", css))
+
+
+# --- Numbers ---
+
+
+@pytest.mark.parametrize("name", compute.EXAMPLES)
+def test_the_four_agree_about_an_example(name):
+    report = json.loads((DOCS / "examples" / f"{name}.json").read_text("utf-8"))
+    assert list(report["values"]) == list(panes.PACKAGES)
+    assert max(example_numbers.furthest_apart(name, list(report["values"]["numpy"])).values()) <= 1e-12
+
+
+def test_examples_are_computed_again(backend):
+    for name in compute.EXAMPLES:
+        kept = example_numbers.example(name)["values"][backend.name]
+        again = compute.compute(name, backend.name)
+        assert list(again) == list(kept)
+        for tap, value in again.items():
+            np.testing.assert_allclose(value, kept[tap], rtol=0, atol=1e-12, err_msg=f"{name} {tap}")
+
+
+def test_greedy_search_misses_the_better_sentence():
+    found = example_numbers.example("search")["values"]["numpy"]
+    assert found["beam.ids"][0][0][:4] == [7, 4, 7, 2]
+    assert found["greedy.ids"] == [[7, 8, 7, 2]]
+    assert found["beam.scores"][0][0] * ((5 + 4) / 6) ** 0.6 > found["greedy.scores"][0]
+
+
+@pytest.mark.extended("site")
+def test_code_of_the_guides_runs(tmp_path, monkeypatch, ports):
+    requested = {port.name for port in ports} | {"numpy"}
+    monkeypatch.chdir(tmp_path)
+    for page in sorted((DOCS / "how-to").glob("*.md")):
+        namespace: dict[str, object] = {}
+        for code in re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+            package = re.search(r"import transformer_(torch|jax|tf)", code)
+            if package is None or package[1] in requested:
+                exec(compile(code, str(page), "exec"), namespace)
+
+
+@pytest.mark.extended("site")
+def test_the_broken_port_is_diagnosed_as_shown(tmp_path):
+    shutil.copy(DOCS / "examples" / "broken_port.py", tmp_path)
+    asked = ["check", "--port", "broken_port:MyPort", "--stage", "activations", "--only", "cases", "--dtype", "float64"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-m", "transformer_parity", *asked]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 1, ran.stderr
+    shown = re.compile(r"^each block of the port.*?^DIAGNOSIS .*?$", re.MULTILINE | re.DOTALL)
+    kept = (DOCS / "examples" / "broken_port.txt").read_text("utf-8")
+    assert shown.search(ran.stdout)[0] == shown.search(kept)[0]
+
+
+# --- The built site ---
+
+
+class Page(HTMLParser):
+    """What a page refers to, and what can be referred to in it."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.ids |= {found[name] for name in ("id", "name") if found.get(name)}
+        if tag == "a" and found.get("href"):
+            self.links.append(found["href"])
+        if tag in ("script", "img", "iframe", "source") and found.get("src"):
+            self.loaded.append(found["src"])
+        if tag == "link" and found.get("rel") in ("stylesheet", "preload", "icon", "modulepreload"):
+            self.loaded.append(found["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built with warnings as errors from a copy of the tree: without frameworks, network or a checkout."""
+    folder = tmp_path_factory.mktemp("site")
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / "tree" / name, ignore=shutil.ignore_patterns("__pycache__", "api"))
+    shutil.copy(ROOT / "pyproject.toml", folder / "tree")
+    options = ["-W", "--keep-going", "-q", "-d", str(folder / "doctrees"), str(folder / "tree" / "docs")]
+    command = [sys.executable, "-c", BUILD, *options, str(folder / "html")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    before = os.times()
+    built = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    after = os.times()
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert after.children_user + after.children_system - before.children_user - before.children_system < SECONDS
+    return folder / "html"
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    found = (path for path in sorted(site.rglob("*.html")) if "_static" not in path.parts)
+    return {path: Page(path.read_text("utf-8")) for path in found}
+
+
+def is_local(link: str) -> bool:
+    return not urlsplit(link).scheme and not link.startswith("//")
+
+
+@pytest.mark.extended("site")
+def test_links_and_anchors_lead_somewhere(site, pages):
+    lost = []
+    for path, page in pages.items():
+        for link in filter(is_local, page.links):
+            parts = urlsplit(link)
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if not target.exists() or (
+                parts.fragment and target.suffix == ".html" and unquote(parts.fragment) not in pages[target].ids
+            ):
+                lost.append(f"{path.relative_to(site)}: {link}")
+    assert lost == []
+    assert len(pages) > 60
+
+
+@pytest.mark.extended("site")
+def test_pages_are_small_and_load_only_files(site, pages):
+    for path, page in pages.items():
+        assert all(map(is_local, page.loaded)), path
+        files = {(path.parent / urlsplit(link).path).resolve() for link in page.loaded}
+        weight = sum(len(gzip.compress(file.read_bytes())) for file in {path, *files})
+        assert weight <= MOST_BYTES, f"{path.relative_to(site)}: {weight:,} bytes gzipped"
+
+
+@pytest.mark.extended("site")
+def test_no_code_of_the_packages_is_copied_into_the_sources():
+    copied = [page.name for page in DOCS.rglob("*.md") if "def forward(" in page.read_text("utf-8")]
+    assert copied == ["check-my-port.md"]  # a port of the reader's
+
+
+SHOWN = (
+    "index.html",
+    "paper/index.html",
+    "paper/stacks.html",
+    "paper/attention.html",
+    "paper/positions.html",
+    "paper/training.html",
+    "paper/search.html",
+    "how-to/import.html",
+    "how-to/find-the-bug.html",
+    "how-to/train.html",
+    "reference/config.html",
+    "reference/mistakes.html",
+    "results/conformance.html",
+    "results/benchmarks.html",
+    "agreement.html",
+    "why.html",
+    "reference/api/transformer_torch/attention/index.html",
+)
+
+
+@pytest.fixture(scope="module")
+def chromium(browser):
+    """A browser, driven by playwright."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=shutil.which(browser), args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def look(chromium, site):
+    """A function that opens a page, and fails at the end if it asked for more than files or complained."""
+    opened, complaints = [], []
+
+    def open_page(name: str, width: int = 1280, theme: str = "light", query: str = ""):
+        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+        opened.append(context)
+        page = context.new_page()
+        page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "request", lambda asked: None if asked.url.startswith(("file:", "data:")) else complaints.append(asked.url)
+        )
+        page.goto(f"{(site / name).as_uri()}?{query}")
+        return page
+
+    yield open_page
+    for context in opened:
+        context.close()
+    assert complaints == []
+
+
+@pytest.mark.extended("site")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_pages_fit(look, width, theme):
+    too_wide = []
+    for name in SHOWN:
+        page = look(name, width, theme)
+        if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+            too_wide.append(name)
+        page.close()
+    assert too_wide == []
+
+
+@pytest.mark.extended("site")
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (1280, "dark"), (400, "dark")])
+def test_pages_are_accessible(look, width, theme):
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = []
+    for name in SHOWN[:: 1 if width == 400 else 2]:
+        page = look(name, width, theme)
+        for violation in Axe().run(page, options={"preload": False}).response["violations"]:
+            if violation["impact"] in ("serious", "critical"):
+                targets = [node["target"] for node in violation["nodes"][:3]]
+                found.append(f"{name}: {violation['id']} {targets}")
+        page.close()
+    assert found == []
+
+
+@pytest.mark.extended("site")
+def test_one_choice_for_the_whole_site(look):
+    page = look("paper/attention.html", 400)
+    tab = page.locator(".panes-tabs [role=tab][data-framework=jax]").first
+    tab.click()
+    assert page.evaluate("document.documentElement.dataset.framework") == "jax"
+    visible = ".panes .pane:not([hidden])"
+    assert set(page.locator(visible).evaluate_all("all => all.map(pane => pane.dataset.framework)")) == {"jax"}
+    page.reload()
+    assert page.locator(visible).first.get_attribute("data-framework") == "jax"
+    page.goto(page.url.replace("attention", "stacks"))
+    assert page.locator(visible).count() >= 4
+    assert set(page.locator(visible).evaluate_all("all => all.map(pane => pane.dataset.framework)")) == {"jax"}
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.wait_for_function("document.querySelectorAll('.panes.is-tabbed').length === 0")
+    assert page.locator(visible).count() % 4 == 0
+    assert page.locator("#framework-choice").first.input_value() == "jax"
+
+
+@pytest.mark.extended("site")
+def test_the_choice_is_carried_along_where_nothing_can_be_stored(look):
+    page = look("paper/index.html", 400)
+    page.add_init_script(
+        "for (const name of ['getItem', 'setItem']) {"
+        "  const kept = Storage.prototype[name];"
+        "  Storage.prototype[name] = function (key, ...rest) {"
+        "    if (key === 'framework') throw new Error('denied');"
+        "    return kept.call(this, key, ...rest);"
+        "  };"
+        "}"
+    )
+    page.goto(page.url.replace("index", "attention"))
+    page.locator(".panes-tabs [role=tab][data-framework=tf]").first.click()
+    page.locator("a.right-next").click()
+    page.wait_for_url("**/multi-head.html*")
+    assert page.evaluate("document.documentElement.dataset.framework") == "tf"
+
+
+@pytest.mark.extended("site")
+def test_tabs_are_worked_by_keyboard(look):
+    page = look("paper/attention.html", 400)
+    page.locator(".panes-tabs [role=tab][aria-selected=true]").first.focus()
+    keys = {"ArrowRight": "jax", "End": "tf", "ArrowLeft": "jax", "Home": "numpy"}
+    for key, expected in keys.items():
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.dataset.framework") == expected
+        assert page.evaluate("document.activeElement.getAttribute('aria-selected')") == "true"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.getAttribute('role')") == "tabpanel"
+    assert page.evaluate("document.activeElement.dataset.framework") == "numpy"
+
+
+@pytest.mark.extended("site")
+def test_panes_stand_two_by_two_and_long_lines_wrap(look):
+    page = look("paper/attention.html")
+    place = "pane => [pane.getBoundingClientRect().left, pane.getBoundingClientRect().top].map(Math.round)"
+    boxes = page.locator(".panes").first.locator(".pane").evaluate_all(f"all => all.map({place})")
+    assert len({left for left, _ in boxes}) == len({top for _, top in boxes}) == 2
+    cut = "all => all.filter(pre => pre.scrollWidth > pre.clientWidth).length"
+    assert page.locator(".pane pre").evaluate_all(cut) == 0
+    assert look("paper/attention.html", 400).locator(".pane:not([hidden]) pre").evaluate_all(cut) == 0
+
+
+@pytest.mark.extended("site")
+def test_formulas_are_set(look):
+    page = look("paper/attention.html")
+    assert page.locator(".math .katex").count() == page.locator(".math").count() > 2
+
+
+@pytest.mark.extended("site")
+def test_a_mistake_shows_the_code_of_the_framework_of_choice(look):
+    page = look("paper/attention.html")
+    page.get_by_text("scores not scaled").click()
+    assert page.locator("details[open] .only.torch ins").first.is_visible()
+    page.locator("#framework-choice").first.select_option("jax")
+    assert page.locator("details[open] .only.jax ins").first.is_visible()
+    assert not page.locator("details[open] .only.torch ins").first.is_visible()
+
+
+@pytest.mark.extended("site")
+def test_softmax_is_found(look):
+    page = look("search.html", query="q=softmax")
+    page.get_by_text("Search finished").wait_for(timeout=30_000)
+    assert any("Scaled dot-product attention" in found for found in page.locator("ul.search li").all_text_contents())

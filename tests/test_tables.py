@@ -1,0 +1,106 @@
+"""A table of names leads from a format to canonical weights and back; what does not fit has the format's names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import random_weights, tiny_config
+
+import reference_numpy as ref
+from transformer_parity.checkpoints.huggingface import TABLE, table_of
+from transformer_parity.checkpoints.imported import Origin
+from transformer_parity.checkpoints.table import AS_IS, ROW, TRANSPOSED, Row, give, same, spelled_out, take
+
+SHARED = Row("{side}_position.table", "positions")  # one table there, two here
+
+
+def case(preset="bart", **changes):
+    config = tiny_config(preset, tie_embeddings="none", **changes)
+    return config, random_weights(config), table_of("bart")
+
+
+def test_there_and_back():
+    config, weights, table = case()
+    tensors = give(table, weights, config)
+    assert tensors["lm_head.weight"].shape == (config.target_vocab_size, config.d_model)
+    assert tensors["final_logits_bias"].shape == (1, config.target_vocab_size)
+    assert all(array.flags.c_contiguous for array in tensors.values())
+    back = take(table, tensors, config)
+    assert list(back) == list(ref.parameter_shapes(config))
+    assert all(same(weights[name], array) for name, array in back.items())
+
+
+def test_layers_are_counted_from_0_or_from_1():
+    config, _, _ = case()
+    rows = (Row("{stack}.layers.{i}.feed_forward_norm.scale", "{stack}_l{n}_{i}_scale", ROW),)
+    named = spelled_out(rows, config)
+    last = config.num_decoder_layers - 1
+    assert named[f"decoder.layers.{last}.feed_forward_norm.scale"].foreign == f"decoder_l{last + 1}_{last}_scale"
+    assert len(named) == config.num_encoder_layers + config.num_decoder_layers
+
+
+def test_a_name_in_two_rows_is_a_mistake_of_the_table():
+    config, _, table = case()
+    with pytest.raises(ValueError, match=r"two rows of the table name output_proj\.bias: final_logits_bias and bias"):
+        spelled_out((*table, Row("output_proj.bias", "bias")), config)
+
+
+def test_what_a_format_has_no_name_for_is_named_here():
+    config, weights, _ = case()
+    with pytest.raises(ValueError, match=r"this format has no place for output_proj\.kernel"):
+        give(TABLE, weights, config)
+    with pytest.raises(ValueError, match=r"this format has no name for output_proj\.kernel"):
+        take(TABLE, give(table_of("bart"), weights, config), config)
+
+
+def test_one_table_there_for_two_here_needs_them_equal():
+    config, weights, table = case()
+    table = (*(row for row in table if row.name != SHARED.name), SHARED)
+    with pytest.raises(ValueError, match=r"one table for source_position\.table and target_position\.table, and they"):
+        give(table, weights, config)
+    weights["target_position.table"] = weights["source_position.table"].copy()
+    tensors = give(table, weights, config)
+    assert same(take(table, tensors, config)["target_position.table"], tensors["positions"])
+
+
+def test_what_does_not_fit_is_named_as_the_format_names_it():
+    config, weights, table = case()
+    tensors = give(table, weights, config)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].T
+    tensors["final_logits_bias"] = tensors["final_logits_bias"].astype(np.int32)
+    tensors["optimizer.step"] = np.zeros(3)
+    del tensors["model.encoder.embed_tokens.weight"]
+    with pytest.raises(ValueError, match="the tensors do not fit the config") as error:
+        take(table, tensors, config, ignored=("scheduler.*",))
+    d_model, source, target = config.d_model, config.source_vocab_size, config.target_vocab_size
+    assert f"missing model.encoder.embed_tokens.weight [{source}, {d_model}]" in str(error.value)
+    assert f"lm_head.weight must have shape [{target}, {d_model}]: got [{d_model}, {target}]" in str(error.value)
+    assert "final_logits_bias must be one of float64, float32, float16, bfloat16: got int32" in str(error.value)
+    assert "unexpected optimizer.step [3]" in str(error.value)
+
+
+def test_ignored_tensors_are_no_weights():
+    config, weights, table = case()
+    tensors = give(table, weights, config) | {"optimizer.step": np.zeros(3)}
+    assert "optimizer.step" not in take(table, tensors, config, ignored=("optimizer.*",))
+
+
+@pytest.mark.parametrize("form", [AS_IS, TRANSPOSED])
+def test_the_same_bytes(form):
+    one = np.array([[0.0, np.nan], [1.0, 2.0]], np.float32)
+    one = one.T if form == TRANSPOSED else one
+    assert same(one, one.copy())
+    assert not same(one, -one)  # zero has a sign
+    assert not same(one, one.astype(np.float64))
+    assert not same(one, one[:1])
+
+
+def test_an_origin_is_plain_values():
+    origin = Origin(format="hf", family="marian", preset="marian", files={"a": "b"}, licence=None)
+    assert Origin.from_dict(origin.to_dict()) == origin
+    with pytest.raises(ValueError, match="missing fields of an origin: licence"):
+        Origin.from_dict({name: value for name, value in origin.to_dict().items() if name != "licence"})
+    with pytest.raises(TypeError, match="must be text"):
+        Origin.from_dict(origin.to_dict() | {"files": ["a"]})
+    with pytest.raises(TypeError, match="must be a mapping of field names: got list"):
+        Origin.from_dict([])
