@@ -15,7 +15,10 @@ import numpy as np
 from jax import Array
 
 from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
+from reference_numpy.search_plan import SearchRules
 from reference_numpy.shapes import Bool, Float, Int
+
+jax.tree_util.register_static(SearchRules)  # rules are no arrays: they say what is compiled
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from reference_numpy.checks import check_ids, check_mask
-from reference_numpy.search_plan import OnStep, SearchResult, SearchRules, pad_search, plan_search, search_result
+from reference_numpy.search_plan import OnStep, SearchResult, pad_search, plan_search, search_result
 from transformer_jax.transformer import Transformer
-
-jax.tree_util.register_static(SearchRules)  # rules are no arrays: they say what is compiled
 
 BUCKET = 32  # lengths are rounded up to a multiple of it, so that few have to be compiled for
 
