@@ -348,7 +348,7 @@ def test_at_a_terminal_each_line_is_answered_at_once(model):
 
 # --- Several backends ---
 
-BOTH = pytest.mark.parametrize("asked", tiers.first_alone([(), ("--beam", 3)], "translations"), ids=["greedy", "beam"])
+BOTH = pytest.mark.parametrize("asked", tiers.first_alone([[], ["--beam", 3]], "translations"), ids=["greedy", "beam"])
 
 
 @BOTH
