@@ -48,6 +48,7 @@ autoapi_add_toctree_entry = False
 autoapi_keep_files = False
 autoapi_member_order = "bysource"
 autodoc_typehints = "none"
+suppress_warnings = ["autoapi.python_import_resolution"]  # names that only annotations use
 napoleon_use_ivar = True
 napoleon_custom_sections = [("Taps", "params_style")]
 

@@ -106,6 +106,8 @@ def users(name: str) -> str:
     by: dict[str, list[str]] = {}
     for preset, fields in configs.PRESETS.items():
         value = fields.get(name, DEFAULTS.get(name))
+        if name == "dropout" and not isinstance(value, configs.DropoutRates):
+            value = configs.DropoutRates(**value)
         if value != DEFAULTS.get(name):
             shown = ", ".join(f"{k} {v}" for k, v in dataclasses.asdict(value).items()) if name == "dropout" else value
             by.setdefault(str(shown), []).append(preset)

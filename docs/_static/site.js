@@ -99,7 +99,8 @@
   /* What can be scrolled can be scrolled by keyboard. */
   function focusable() {
     for (const element of document.querySelectorAll(".bd-article table, .katex-display, .bd-article pre")) {
-      if (element.scrollWidth > element.clientWidth) element.tabIndex = 0;
+      const scrolls = element.scrollWidth > element.clientWidth || element.scrollHeight > element.clientHeight;
+      if (scrolls) element.tabIndex = 0;
       else element.removeAttribute("tabindex");
     }
   }
@@ -124,7 +125,13 @@
     for (const formula of document.querySelectorAll(".math")) {
       window.katex.render(formula.textContent, formula, { displayMode: "display" in formula.dataset });
     }
+    /* The theme gives the toggles of its sidebar no name. */
+    for (const summary of document.querySelectorAll("summary:has(.toctree-toggle)")) {
+      const link = summary.closest("li").querySelector("a");
+      summary.setAttribute("aria-label", `Pages below ${link.textContent.trim()}`);
+    }
     focusable();
+    document.fonts.ready.then(focusable);
     window.addEventListener("resize", focusable);
   });
 })();
