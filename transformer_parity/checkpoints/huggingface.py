@@ -35,6 +35,8 @@ from transformer_parity.containers import pickles, tensors
 from transformer_parity.containers.folder import has, member, read_bytes, read_json
 from transformer_parity.system.errors import UsageError
 from transformer_parity.text.kinds import read_vocabulary_folder
+from transformer_parity.text.marian import as_marian
+from transformer_parity.text.subwords import JointVocabulary
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS: dict[str, Callable[[Path], dict[str, ndarray]]] = {  # in the order in which transformers looks for them
@@ -319,9 +321,13 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     tensors.write(folder / "model.safetensors", found)
     for name, content in ((CONFIG, fields), (GENERATION, generation)):
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
-    if model.vocabulary is not None:
-        for name, stored in model.vocabulary.files().items():
-            (folder / name).write_bytes(stored)
+    vocabulary = model.vocabulary
+    if isinstance(vocabulary, JointVocabulary):  # of `parity train`
+        vocabulary = as_marian(vocabulary) if family == "marian" else None
+        if vocabulary is None:
+            notes.append(f"no vocabulary: the tokenizers of {family} cannot read the one of `parity train`")
+    for file, stored in (vocabulary.files() if vocabulary else {}).items():
+        (folder / file).write_bytes(stored)
     return tuple(notes)
 
 

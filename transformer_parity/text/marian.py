@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
 from transformer_parity.text.engines import UNKNOWN, Pieces, read_model
 from transformer_parity.text.maps import read_file, read_json, read_map
+from transformer_parity.text.subwords import JointVocabulary
 from transformer_parity.text.vocabulary import Vocabulary, tidied
 
 END, PADDING = "</s>", "<pad>"
@@ -128,3 +130,10 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
     if any(name.endswith(".yml") for name in files) and any(name.endswith(".json") for name in files):
         raise ValueError("a vocabulary has tables of one form: got .yml and .json")
     return MarianVocabulary(files)
+
+
+def as_marian(joint: JointVocabulary) -> MarianVocabulary:
+    """Return the vocabulary that `parity train` trains with as one of Marian's, with the same ids."""
+    model = joint.subwords.model
+    table = json.dumps(joint.table(), ensure_ascii=False, indent=2).encode()
+    return MarianVocabulary({"source.spm": model, "target.spm": model, "vocab.json": table})

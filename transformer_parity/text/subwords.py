@@ -148,3 +148,9 @@ class JointVocabulary(Vocabulary):
         processor = self.subwords.processor
         unknown = processor.unk_id()
         return [self._special.get(token) or processor.id_to_piece(self._pieces.get(token, unknown)) for token in ids]
+
+    def table(self) -> dict[str, int]:
+        """Return the id of each subword, and of padding and end symbol under the names that Marian has for them."""
+        processor = self.subwords.processor
+        subwords = {processor.id_to_piece(piece): token for token, piece in self._pieces.items()}
+        return {**subwords, "<pad>": self._pad_id, "</s>": self._eos_id}
