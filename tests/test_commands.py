@@ -232,7 +232,7 @@ def test_folding_loses_nothing(width):
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("MultiheadAttention", "MultiHeadAttention"), ("encode", "Transformer.encode"), ("atention", "attention")],
+    [("MultiheadAttention", "MultiHeadAttention"), ("encode", "Encoder.encode"), ("atention", "attention")],
 )
 def test_source_suggests_names(capsys, name, meant):
     code, _, err = parity(capsys, "source", name)

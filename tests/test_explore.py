@@ -353,10 +353,11 @@ FRAME = """<body><iframe src="page.html" style="width: %dpx; height: 900px; bord
 
 
 @pytest.mark.parametrize(
-    ("width", "scheme"), first_alone([(1280, "dark"), (400, "light"), (400, "dark"), (1280, "light")], "pages")
+    "screen", first_alone([(1280, "dark"), (400, "light"), (400, "dark"), (1280, "light")], "pages"), ids=str
 )
-def test_the_page_in_a_browser(browser, tmp_path, width, scheme):
+def test_the_page_in_a_browser(browser, tmp_path, screen):
     """By keyboard, at both widths, light and dark: nothing overflows, nothing is asked of a network, no error."""
+    width, scheme = screen
     recording = recorded("numpy", "scores not scaled", "float32")
     text = page(shown(recording), ["about"])
     (tmp_path / "page.html").write_text(text.replace("</body>", f"{PROBE}</body>"), "utf-8")

@@ -417,9 +417,9 @@ def test_tf_traces_a_search_once(port, search, monkeypatch):
         encoded.append(args)
         return encode(model, *args, **options)
 
-    def sized_call(function, model, *args):
+    def sized_call(function, model, *args, **options):
         sizes.add((function, *(tuple(np.shape(x)) for x in tf.nest.flatten(args))))
-        return call(function, model, *args)
+        return call(function, model, *args, **options)
 
     monkeypatch.setattr(type(model), "decode_step", traced_decode_step)
     monkeypatch.setattr(type(model), "encode", traced_encode)

@@ -93,8 +93,7 @@ def presets() -> list:
 def first_alone(values, kind: str, *backends: str) -> list:
     """Return the values of a parameter: all but the first are extended, for these backends or for all."""
     first, *rest = values
-    marks = pytest.mark.extended(kind, *backends)
-    return [first, *(pytest.param(*value if isinstance(value, tuple) else (value,), marks=marks) for value in rest)]
+    return [first, *(pytest.param(value, marks=pytest.mark.extended(kind, *backends)) for value in rest)]
 
 
 def keep_what_is_compiled(config):

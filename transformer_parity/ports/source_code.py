@@ -52,6 +52,10 @@ class Module:
         wanted = FORWARD if method in FORWARD else (method,)
         if methods := [child for child in _methods(node) if child.name in wanted]:
             return self.cut(methods, docstrings)
+        bases = [base.id for base in getattr(node, "bases", []) if isinstance(base, ast.Name)]
+        for base in bases:  # of the same file
+            if inherited := self.find(f"{base}.{method}", docstrings):
+                return inherited
         if method in FORWARD and getattr(node, "bases", []):
             return Piece(f"{self.place}:{node.lineno}", f"{self.lines[node.lineno - 1]}  # inherits this method")
         return None
