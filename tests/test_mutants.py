@@ -88,6 +88,7 @@ def test_mistake_is_not_seen_elsewhere(name, mistake):
 
 
 @pytest.mark.parametrize(("name", "control"), in_every_port(precision.CONTROLS))
+@pytest.mark.extended("equivalent mathematics", "jax", "tf")
 def test_equivalent_mathematics_raises_no_alarm(name, control):
     where, dtypes = ("full/source_all_padding",), ("float64",)
     if name == "torch":  # which takes no time

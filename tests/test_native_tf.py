@@ -214,7 +214,7 @@ def symbolic(model, form):
     return keras.Model(inputs, keras.layers.Softmax()(outputs.get(form, lambda: model(inputs))()))
 
 
-@pytest.mark.parametrize("form", ["arguments", "list", "dict"])
+@pytest.mark.parametrize("form", tiers.first_alone(["arguments", "list", "dict"], "forms"))
 def test_functional_model(port, form, tmp_path):
     import keras
 

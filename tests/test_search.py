@@ -173,6 +173,7 @@ def textbook_beam_search(model, source, beam_size, max_length, penalty, min_leng
 
 @pytest.mark.parametrize("kind", ["gnmt", pytest.param("power", marks=REPEATED)])
 @pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=REPEATED), 0.6, pytest.param(1.5, marks=REPEATED)])
+@pytest.mark.extended("searches", "jax", "tf")
 def test_a_wide_beam_finds_what_enumeration_finds(backend, alpha, kind):
     config, weights = lively(size=5)
     reference, source_ids = load_reference(config, weights), sources(config)
@@ -202,6 +203,7 @@ def load_reference(config, weights, dtype="float64"):
 
 
 @pytest.mark.parametrize("beam_size", [pytest.param(1, marks=REPEATED), 2, pytest.param(5, marks=REPEATED)])
+@pytest.mark.extended("searches", "jax", "tf")
 def test_beam_search_is_the_textbooks(backend, beam_size):
     config, weights = lively()
     reference, source_ids = load_reference(config, weights), sources(config)
@@ -371,6 +373,7 @@ FIRST, *OTHERS = VARIANTS
 
 
 @pytest.mark.parametrize("variant", [FIRST, *(pytest.param(variant, marks=REPEATED) for variant in OTHERS)])
+@pytest.mark.extended("searches", "jax", "tf")
 def test_cached_equals_uncached_where_conventions_differ(backend, variant):
     config = tiny_config(**VARIANTS[variant])
     source_ids, target_ids = sources(config), sources(config, 5, (7, 1, 6, 3, 4))
@@ -387,6 +390,7 @@ def check_steps(backend, config, weights, source_ids, target_ids):
     assert np.abs(stepwise - whole).max() <= TOLERANCE * np.abs(whole).max()
 
 
+@pytest.mark.extended("searches", "jax", "tf")
 def test_the_hypotheses_of_a_sentence_share_its_memory(backend):
     config, weights = lively()
     source_ids, target_ids = sources(config), sources(config, 5, (7,) * 15)
@@ -431,6 +435,7 @@ def test_the_reference_finds_the_same_without_a_cache(search):
 
 
 @pytest.mark.parametrize("search", EITHER)
+@pytest.mark.extended("searches", "tf")
 def test_a_sentence_does_not_depend_on_its_batch(backend, search):
     config, weights = lively()
     model, source_ids = load(backend, config, weights), sources(config)
@@ -581,6 +586,7 @@ def _check_types(backend, dtype):
         found.nbest_ids[:] = 0  # it belongs to the caller
 
 
+@pytest.mark.extended("searches", "jax", "tf")
 def test_float32_agrees_with_the_reference(backend):
     config, weights = lively()
     for search in SEARCHES:

@@ -215,6 +215,7 @@ def test_the_four_agree_about_an_example(name):
     assert max(example_numbers.furthest_apart(name, list(report["values"]["numpy"])).values()) <= 1e-12
 
 
+@pytest.mark.extended("examples", "jax", "tf")
 def test_examples_are_computed_again(backend):
     for name in compute.EXAMPLES:
         kept = example_numbers.example(name)["values"][backend.name]

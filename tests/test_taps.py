@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 from conftest import PACKAGES
 from test_backward import assert_gradient
 
@@ -31,6 +32,7 @@ def test_every_tap_can_be_replaced(port):
         assert relative_error(logits, expected) > 1e-6, name
 
 
+@pytest.mark.extended("taps", "jax", "tf")
 def test_recording_changes_nothing(backend):
     config = tiny()
     model = backend.package.Transformer.from_weights(config, hard_weights(config), "float64")

@@ -124,6 +124,7 @@ REPEATED = pytest.mark.extended("training", "jax", "tf")
 @pytest.mark.parametrize(
     "convention", ["tied", pytest.param("output tied", marks=REPEATED), pytest.param("untied", marks=REPEATED)]
 )
+@pytest.mark.extended("training", "jax", "tf")
 def test_tied_tables_stay_one_through_training(port, convention):
     """After a step of the framework's own optimiser, one table moved, and every use of it sees it."""
     config = tiny_config(num_encoder_layers=1, num_decoder_layers=1, **CONVENTIONS[convention])

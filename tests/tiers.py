@@ -33,6 +33,7 @@ SHARED = (
 )
 
 GROWTH = 400 * 2**20  # bytes, between two tests of which what they compiled is forgotten
+GROWTH_OF_A_FILE = 100 * 2**20  # likewise between two files
 _size = 0  # in bytes, of this process, when it last forgot
 
 QUICK = "--xla_cpu_use_fusion_emitters=false"  # compiles in half the time
@@ -157,16 +158,17 @@ def forget():
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     if "keras" in sys.modules:
-        sys.modules["keras"].backend.clear_session()
-    gc.collect()
+        sys.modules["keras"].backend.clear_session()  # which collects garbage too
+    else:
+        gc.collect()
     with suppress(OSError, AttributeError):  # of glibc, which keeps hundreds of megabytes of what XLA has freed
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def forget_if_grown():
-    """Free it between two tests too, where the process has grown by as much as it may."""
+def forget_if_grown(most=GROWTH):
+    """Free it where the process has grown by as much as it may: to look through everything takes half a second."""
     global _size
-    if psutil.Process().memory_info().rss > _size + GROWTH:
+    if psutil.Process().memory_info().rss > _size + most:
         forget()
         _size = psutil.Process().memory_info().rss
 
