@@ -76,7 +76,7 @@ def test_jax_tells_what_it_compiles(monkeypatch):
     assert clock.seconds == 3.0
 
 
-def test_tensorflow_is_watched_at_the_first_call_of_each_kind(monkeypatch):
+def test_tf_is_watched_at_the_first_call_of_each_kind(monkeypatch):
     clock = Clock(iter(np.arange(0.0, 1000.0)).__next__)
     monkeypatch.setattr(tensorflow, "COMPILING", clock)
     case = CASES_BY_NAME["attention/no_mask"]

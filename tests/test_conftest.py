@@ -157,11 +157,24 @@ def test_what_tests_share_has_one_process(run):
     assert len(workers) == 1, output
 
 
+def test_a_process_that_had_tensorflow_does_nothing_else(run):
+    """Of three: where there are fewer, none is spared."""
+    names = [*(f"tf-{i}" for i in range(4)), *(f"torch-{i}" for i in range(40))]
+    test = f"@pytest.mark.parametrize('name', {names})\ndef test(name): pass"
+    for processes, alone in (("1", False), ("3", True)):
+        code, output = run(test, "--backends", "numpy", "-v", "-n", processes)
+        assert (code, output.count("PASSED")) == (0, len(names))
+        ran = [line.split() for line in output.splitlines() if "PASSED" in line]
+        (worker,) = {words[0] for words in ran if "[tf-" in words[-1]}
+        assert all("[tf-" in words[-1] for words in ran if words[0] == worker) == alone, output
+
+
 @pytest.mark.parametrize(
     ("test", "shares"),
     [
         ("test_search.py::test_types[jax-float64]", "jax"),
         ("test_native_tf.py::test_fit", "tf"),
+        ("test_clock.py::test_jax_compiles", "jax"),
         ("test_selftest.py::test_mistake[tf-loss-summed-steps]", "tf"),
         ("test_selftest.py::test_mistake[torch-loss-no - and no-full/padded]", "full/padded"),
         ("test_golden.py::test_another_package_agrees[torch]", "golden"),

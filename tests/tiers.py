@@ -28,6 +28,7 @@ from reference_numpy import PRESETS, TransformerConfig
 SHARED = (
     re.compile(r"[\[-](jax|tf)[]-]"),  # a framework that compiles
     re.compile(r"_(jax|tf)\.py::"),  # likewise, in a file that is about one
+    re.compile(r"::test_(jax|tf)_"),  # likewise, in a test that is about one
     re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case: what each hypothesis makes of it
     re.compile(r"test_(circumstances|golden|investigate|port_cases)\.py"),  # what all tests of a file need
 )
@@ -66,6 +67,11 @@ def scheduler(config, log):
     class ByWhatIsShared(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return group(nodeid)
+
+        def _reschedule(self, node) -> None:
+            if "tf" in self.assigned_work[node] and self.numnodes > 2:
+                node.shutdown()  # after its tests: what TensorFlow has compiled, a process keeps until it ends
+            super()._reschedule(node)
 
     return ByWhatIsShared(config, log)
 
