@@ -24,18 +24,18 @@ import facts  # noqa: E402  of the site
 
 README = (ROOT / "README.md").read_text("utf-8")
 PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "api" not in path.parts)]
-BLOCK = re.compile(r"^(?:<!-- not run: (.+?) -->\n)?```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHOWN = ("text", "toml")  # what is read and not run; directives of the site, in braces, fail its build
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = ("text", "toml")  # output, and the table of names below; directives of the site, in braces, fail its build
 
 
 def blocks(language: str) -> list[str]:
-    return [code for _, kind, code in BLOCK.findall(README) if kind == language]
+    return [code for kind, code in BLOCK.findall(README) if kind == language]
 
 
 def commands(page: Path) -> list[str]:
     """Return every call of ``parity`` in the blocks of a page."""
     found = []
-    for _, language, code in BLOCK.findall(page.read_text("utf-8")):
+    for language, code in BLOCK.findall(page.read_text("utf-8")):
         if language in ("", "bash", "console"):
             for line in code.splitlines():
                 call = re.sub(r"^\$ ", "", line)
@@ -74,12 +74,12 @@ def small(name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_block_is_run_or_says_why_not(page):
-    """Python in the README runs above, in the guides and in golden.md in tests of their own; commands are parsed."""
+def test_every_block_is_run_parsed_or_only_read(page):
+    """Python in the README runs above, in the guides (test_site) and in golden.md (test_golden) in tests of their own."""
     run = page == PAGES[0] or page.parent.name == "how-to" or page.name == "golden.md"
-    for reason, language, code in BLOCK.findall(page.read_text("utf-8")):
+    for language, code in BLOCK.findall(page.read_text("utf-8")):
         if language == "python":
-            assert run or reason, code
+            assert run, code
         elif not language.startswith("{"):
             assert language in ("", "bash", "console", *SHOWN), (language, code)
         if language == "toml":

@@ -256,8 +256,8 @@ def selftest() -> Iterator[str]:
 
 def paper_section(summary: str) -> tuple[str, str]:
     """Return the section that the first line of a docstring cites, or nothing, and the rest of the line."""
-    found = re.fullmatch(r"(.+?) \(Vaswani et al., 2017, (?:sections? )?(.+?)\)[.:]?(.*)", summary)
-    return (found[2], found[1] + found[3]) if found else ("", summary.rstrip("."))
+    found = re.fullmatch(r"(.+?) \(Vaswani et al., 2017, (?:sections? )?(.+?)\)(.*)", summary)
+    return (found[2], (found[1] + found[3]).rstrip(".")) if found else ("", summary.rstrip("."))
 
 
 def summary(package: str, module: str) -> str:
@@ -269,7 +269,7 @@ def summary(package: str, module: str) -> str:
 def shared(package: str = "transformer_torch") -> list[str]:
     """Return the modules that all four packages have: first those that cite a section of the paper, by its number."""
     found = [path.stem for path in sorted((ROOT / package).glob("*.py")) if path.stem != "__init__"]
-    return sorted(found, key=lambda name: (paper_section(summary(PACKAGES["numpy"], name))[0] or "9", name))
+    return sorted(found, key=lambda name: (paper_section(summary(PACKAGES["numpy"], name))[0] or "no section", name))
 
 
 def modules() -> Iterator[str]:
