@@ -1,18 +1,49 @@
-"""The README is true: its code runs, its links lead somewhere, its two commands are what CI runs."""
+"""README and pages are true: code runs, commands parse, links lead somewhere, figures are those that were measured."""
+
+from __future__ import annotations
 
 import re
+import shlex
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
+import pytest
+
 import reference_numpy as ref
-from reference_numpy.presets import IMPLEMENTATIONS
+from reference_numpy.presets import IMPLEMENTATIONS, TABLE_3
+from transformer_parity.checkpoints import huggingface_families, importer
+from transformer_parity.cli.main import COMMANDS, make_parser
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS / "_ext"))
+
+import facts  # noqa: E402  of the site
+
 README = (ROOT / "README.md").read_text("utf-8")
+PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "api" not in path.parts)]
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = ("text", "toml")  # output, and the table of names below; directives of the site, in braces, fail its build
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [code for kind, code in BLOCK.findall(README) if kind == language]
+
+
+def commands(page: Path) -> list[str]:
+    """Return every call of ``parity`` in the blocks of a page."""
+    found = []
+    for language, code in BLOCK.findall(page.read_text("utf-8")):
+        if language in ("", "bash", "console"):
+            for line in code.splitlines():
+                call = re.sub(r"^\$ ", "", line)
+                found += re.findall(r"(?:^|\| |/|=1 )parity (.+)", call)
+    return found
+
+
+# --- Code ---
 
 
 def test_the_code_runs_in_order(tmp_path, monkeypatch, ports):
@@ -27,9 +58,13 @@ def test_the_code_runs_in_order(tmp_path, monkeypatch, ports):
         package = re.search(r"import transformer_(\w+)", code)
         if package is None or package[1] in requested:
             exec(compile(code, "README.md", "exec"), namespace)
-            assert "logits" not in code or namespace["logits"].shape == (1, 3, 8000)
+            assert "logits =" not in code or namespace["logits"].shape == (1, 3, 8000)
             ran.add(package[1] if package else "numpy")
     assert ran == requested | {"numpy"}
+    config = ref.TransformerConfig(source_vocab_size=9, target_vocab_size=9, **small("paper_base"))
+    port = namespace["Mine"]()
+    port.load(config, ref.init_weights(config, seed=0), "float64")
+    assert port.forward([[5, 6]], [[1, 7, 8]], ref.no_tap).shape == (1, 3, 9)
 
 
 def small(name: str) -> dict[str, int]:
@@ -38,29 +73,44 @@ def small(name: str) -> dict[str, int]:
     return {"d_model": 32, "num_heads": 2, "d_ff": 64, "num_encoder_layers": 1, "num_decoder_layers": 1}
 
 
-def test_no_placeholder_is_left():
-    assert "@@" not in README
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_block_is_run_parsed_or_only_read(page):
+    """Python in the README runs above, in the guides (test_site) and in golden.md (test_golden) in tests of their own."""
+    run = page == PAGES[0] or page.parent.name == "how-to" or page.name == "golden.md"
+    for language, code in BLOCK.findall(page.read_text("utf-8")):
+        if language == "python":
+            assert run, code
+        elif not language.startswith("{"):
+            assert language in ("", "bash", "console", *SHOWN), (language, code)
+        if language == "toml":
+            assert tomllib.loads(code)
 
 
-def test_links_lead_to_files():
-    links = re.findall(r"\]\(([^)#:]+)\)", README)
-    assert len(links) > 40
-    for link in links:
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_command_is_one(page):
+    for call in commands(page):
+        arguments = shlex.split(re.sub(r"\s[>|] .*", "", call), comments=True)
+        assert arguments[0] in COMMANDS, call
+        try:
+            options = make_parser(arguments[0]).parse_args(arguments)
+        except SystemExit as end:
+            pytest.fail(f"parity {call}: exit code {end.code}")
+        assert "run" in options, call
 
 
-def test_every_preset_that_is_not_a_row_of_table_3_is_named():
-    for preset in IMPLEMENTATIONS:
-        assert f"`{preset}`" in README
+def test_a_command_that_does_not_exist_is_found(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ parity check --no-such-option\n```\n\n```\nx | parity translate --beam 4 > y\n```\n")
+    assert commands(page) == ["check --no-such-option", "translate --beam 4 > y"]
+    with pytest.raises(pytest.fail.Exception, match="no-such-option: exit code 3"):
+        test_every_command_is_one(page)
 
 
-def test_every_habit_of_a_framework_is_listed_with_its_test():
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "native.md").read_text("utf-8")))
-    there = set()
-    for path in (ROOT / "tests").glob("test_native*.py"):
-        tests = re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
-        there |= {name for name in tests if path.stem != "test_native" or re.match(r"test_(torch|jax|tf)_", name)}
-    assert named == there
+def test_the_page_of_commands_has_every_command():
+    page = (DOCS / "reference" / "commands.md").read_text("utf-8")
+    assert {call.split()[0] for call in re.findall(r"^\| `parity (.+?)`", page, re.MULTILINE)} == set(COMMANDS)
+    for call in re.findall(r"^\| `parity (.+?)`", page, re.MULTILINE):
+        make_parser(call.split()[0]).parse_args(call.split())
 
 
 def test_ci_runs_the_two_commands_of_the_first_screen():
@@ -75,3 +125,91 @@ def test_ci_runs_the_two_commands_of_the_first_screen():
             ["bash", "-c", f"{function[0]}\nblock {n}"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
         assert printed == expected
+
+
+# --- Figures ---
+
+
+def test_the_readme_is_short():
+    assert README.count("\n") <= 150
+    assert "@@" not in README
+
+
+def test_the_table_is_that_of_the_last_full_check():
+    table = "\n".join(facts.closest())
+    assert table in README, f"README.md should have:\n{table}"
+
+
+# --- Tables and links ---
+
+
+def test_links_lead_to_files():
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README)
+    assert len(links) > 20
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+def test_the_table_of_modules_has_every_module():
+    rows = list(facts.modules())[2:]
+    assert [row.split("|")[1].strip() for row in rows[:6]] == [
+        *("3.1, left half of Figure 1", "3.1, right half of Figure 1", "3.2", "3.2.3", "3.3", "3.4 and 3.5")
+    ]
+    here = {path.stem for path in (ROOT / "reference_numpy").glob("*.py")} - {"__init__"}
+    alone = {re.search(r"\[(\w+)\]", row)[1] for row in list(facts.reference_modules())[2:]}
+    assert {re.search(r"\[(\w+)\]", row)[1] for row in rows} == here - alone
+    for package in facts.PACKAGES.values():
+        there = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
+        assert here - alone <= there <= here
+    assert {"config", "names", "files", "backward"} <= alone
+
+
+def test_every_preset_is_listed():
+    listed = re.findall(r"`([\w.]+)`", "\n".join(facts.presets()))
+    assert listed == [*TABLE_3, *IMPLEMENTATIONS] == list(ref.PRESETS)
+
+
+def test_the_table_of_formats_has_every_format():
+    page = (DOCS / "how-to" / "checkpoints.md").read_text("utf-8")
+    rows = re.findall(r"^\| (.+?) \| `(\w+)` \| yes \| (.+?) \|", page, re.MULTILINE)
+    assert {name for _, name, _ in rows} == set(importer.FORMATS)
+    written = {name for _, name, how in rows if how.startswith(f"`--format {name}`")}
+    assert written == set(importer.EXPORTS)
+    assert all(how == "no" for _, name, how in rows if name not in written)
+    assert all(family in rows[0][0] for family in huggingface_families.FAMILIES)
+    refused = page[page.index("| refused | why |") : page.index("Flags and tensors")].lower()
+    plain = re.sub(r"[^a-z0-9]", "", refused)
+    for name in huggingface_families.OUT_OF_SCOPE:
+        title = re.sub(r"[^a-z0-9]", "", SAID.get(name, name))
+        assert title in plain, name
+
+
+SAID = {  # on that page, by the name of the family
+    "speech_to_text": "speech2text",
+    **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), "seamlessm4t"),
+    **dict.fromkeys(
+        ("encoder-decoder", "vision-encoder-decoder", "speech-encoder-decoder"), "models that join two others"
+    ),
+}
+
+
+def test_the_names_that_a_user_gives_are_taken(tmp_path):
+    from transformer_parity.checkpoints.options import ReadOptions
+    from transformer_parity.checkpoints.state_dict import read_names
+    from transformer_parity.checkpoints.torch_nn import ASKED, ASKED_OF_SINUSOIDS, OWN
+
+    page = (DOCS / "how-to" / "checkpoints.md").read_text("utf-8")
+    (tmp_path / "names.toml").write_text(re.search(r"```toml\n(.*?)```", page, re.DOTALL)[1])
+    given = read_names(ReadOptions(names=tmp_path / "names.toml"))
+    assert set(given.config) == {*ASKED, *ASKED_OF_SINUSOIDS}
+    assert set(given.names) <= set(OWN)
+    ref.TransformerConfig(source_vocab_size=9, target_vocab_size=9, d_model=16, **given.config)
+
+
+def test_every_habit_of_a_framework_is_listed_with_its_test():
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "native.md").read_text("utf-8")))
+    there = set()
+    for path in (ROOT / "tests").glob("test_native*.py"):
+        tests = re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
+        there |= {name for name in tests if path.stem != "test_native" or re.match(r"test_(torch|jax|tf)_", name)}
+    assert named == there

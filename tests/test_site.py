@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 from sphinx.errors import ExtensionError
 
+import reference_numpy as ref
+from transformer_parity.checkpoints.importer import export_checkpoint, load
 from transformer_parity.figures import style
 from transformer_parity.ports.source_marks import differences, tokens
 
@@ -34,6 +36,7 @@ import example_numbers  # noqa: E402
 import facts  # noqa: E402
 import panes  # noqa: E402
 
+SIZES = {"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 16, "d_ff": 16, "d_k": 2, "d_v": 2}
 COPIED = ("docs", "benchmarks", "transformer_parity", *panes.PACKAGES.values())
 CSS = (DOCS / "_static" / "site.css").read_text("utf-8")
 MOST_BYTES = 250_000  # of a page and all that it loads, gzipped, without fonts
@@ -236,6 +239,9 @@ def test_greedy_search_misses_the_better_sentence():
 def test_code_of_the_guides_runs(tmp_path, monkeypatch, ports):
     requested = {port.name for port in ports} | {"numpy"}
     monkeypatch.chdir(tmp_path)
+    config = ref.TransformerConfig.preset("marian", **SIZES)
+    ref.save_weights("marian.safetensors", config, ref.init_weights(config, seed=0))
+    export_checkpoint(load("marian.safetensors"), "hf", "opus-mt-en-de")
     for page in sorted((DOCS / "how-to").glob("*.md")):
         namespace: dict[str, object] = {}
         for code in re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
 from reference_numpy.checks import check_attention, check_attention_mask, check_room

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
 from reference_numpy.config import TransformerConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
 from reference_numpy.config import TransformerConfig

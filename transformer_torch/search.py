@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
 from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult, SearchRules

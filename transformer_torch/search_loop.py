@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
+import torch.nn.functional as F  # noqa: N812  the usual name
 
 from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
 from transformer_torch.embedding import OutputProjection

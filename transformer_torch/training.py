@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 

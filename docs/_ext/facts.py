@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from panes import ROOT, TITLES
+from panes import PACKAGES, ROOT, TITLES
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
@@ -21,6 +21,7 @@ from sphinx.util.docutils import SphinxDirective
 from reference_numpy import config as configs
 from reference_numpy import training_config
 from reference_numpy.names import parameter_shapes, tap_shapes
+from reference_numpy.presets import IMPLEMENTATIONS, TABLE_3
 
 RESULTS = ROOT / "docs" / "results"
 MIB = 2**20
@@ -225,7 +226,13 @@ def conformance(dtype: str) -> Iterator[str]:
 def verdict() -> Iterator[str]:
     """Yield how the last full check ended, and what it was."""
     report = read(RESULTS / "conformance.json")
-    yield f"Verdict: **{report['verdict']}**, with {report['comparisons']:,} comparisons."
+    size = f"{report['cases']:,} cases and " if "cases" in report else ""
+    yield f"Verdict: **{report['verdict']}**, with {size}{report['comparisons']:,} comparisons."
+    if "time" in report:
+        compiling = ", ".join(
+            f"{TITLES[name]} {spent['compiling']:.0f} s" for name, spent in report["time"]["ports"].items()
+        )
+        yield f"It took {report['time']['seconds']:.0f} s. Of the time of each port's process, compiling took: {compiling}."
     yield stamp(report, report["versions"])
 
 
@@ -247,7 +254,65 @@ def selftest() -> Iterator[str]:
         yield f"| {row['part']} | {row['planted']} | {row['caught']} | {row['located']} | {named} |"
 
 
+def paper_section(summary: str) -> tuple[str, str]:
+    """Return the section that the first line of a docstring cites, or nothing, and the rest of the line."""
+    found = re.fullmatch(r"(.+?) \(Vaswani et al., 2017, (?:sections? )?(.+?)\)(.*)", summary)
+    return (found[2], (found[1] + found[3]).rstrip(".")) if found else ("", summary.rstrip("."))
+
+
+def summary(package: str, module: str) -> str:
+    """Return the first line of a module's docstring."""
+    docstring = ast.get_docstring(ast.parse((ROOT / package / f"{module}.py").read_text("utf-8")))
+    return str(docstring).partition("\n")[0]
+
+
+def shared(package: str = "transformer_torch") -> list[str]:
+    """Return the modules that all four packages have: first those that cite a section of the paper, by its number."""
+    found = [path.stem for path in sorted((ROOT / package).glob("*.py")) if path.stem != "__init__"]
+    return sorted(found, key=lambda name: (paper_section(summary(PACKAGES["numpy"], name))[0] or "no section", name))
+
+
+def modules() -> Iterator[str]:
+    """Yield a Markdown table of the modules that all four packages have, with links to their API."""
+    yield f"| paper | what | {' | '.join(TITLES[backend] for backend in PACKAGES)} |"
+    yield "|---|---|" + "---|" * len(PACKAGES)
+    for name in shared():
+        section, what = paper_section(summary(PACKAGES["numpy"], name))
+        links = " | ".join(f"[{name}](api/{package}/{name}/index.rst)" for package in PACKAGES.values())
+        yield f"| {section} | {what} | {links} |"
+
+
+def reference_modules() -> Iterator[str]:
+    """Yield a Markdown table of the modules that the reference alone has."""
+    package = PACKAGES["numpy"]
+    yield from ("| module | what |", "|---|---|")
+    for path in sorted((ROOT / package).glob("*.py")):
+        if path.stem not in ("__init__", *shared()):
+            link = f"[{path.stem}](api/{package}/{path.stem}/index.rst)"
+            yield f"| {link} | {summary(package, path.stem).rstrip('.')} |"
+
+
+def presets() -> Iterator[str]:
+    """Yield a Markdown list of the presets."""
+    for title, names in (("Table 3", TABLE_3), ("Implementations", IMPLEMENTATIONS)):
+        yield f"- {title}: {', '.join(f'`{name}`' for name in names)}"
+
+
+def closest() -> Iterator[str]:
+    """Yield the README's table: for each framework, the comparison that uses most of its tolerance."""
+    rows = read(RESULTS / "conformance.json")["summary"]
+    yield f"| | {' | '.join(TITLES[port] for port in PORTS)} |"
+    yield "|---|" + "---|" * len(PORTS)
+    for dtype in ("float64", "float32"):
+        of_dtype = [[row for row in rows if (row["backend"], row["dtype"]) == (port, dtype)] for port in PORTS]
+        worst = (max(of_port, key=lambda row: row["share"]) for of_port in of_dtype)
+        yield f"| {dtype} | {' | '.join(shown_error(row) for row in worst)} |".replace("\u00a0", " ")
+
+
 TABLES = {
+    "modules": modules,
+    "reference-modules": reference_modules,
+    "presets": presets,
     "names": name_tables,
     "exit-codes": exit_codes,
     "verdict": verdict,

@@ -1,4 +1,4 @@
-"""What the site shows of a check and of a self-test, out of what the commands write.
+"""The figures of a check and of a self-test that the site and the README show, taken from what the commands write.
 
 parity check --json check.json && python docs/results/keep.py conformance check.json COMMIT
 parity selftest --json selftest.json && python docs/results/keep.py selftest selftest.json COMMIT
@@ -29,7 +29,8 @@ def conformance(report: dict[str, Any]) -> dict[str, Any]:
         for row in report["summary"]
     ]
     return {
-        **{name: report[name] for name in ("date", "verdict", "comparisons", "machine")},
+        **{name: report[name] for name in ("date", "verdict", "comparisons", "machine", "time")},
+        "cases": len({row["case"] for row in report["cases"] if row["case"]}),
         "dtypes": report["setting"]["dtypes"],
         "versions": {name: found["version"] for name, found in report["environment"].items()},
         "summary": rows,
@@ -69,6 +70,7 @@ def main(kind: str, path: str, commit: str) -> None:
     """Write what is kept."""
     kept = {"commit": commit, **KINDS[kind](json.loads(Path(path).read_text("utf-8")))}
     (FOLDER / f"{kind}.json").write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+    print("tests/test_readme.py compares README.md with these figures, and prints the lines that it should have")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""The picture in the README, docs/explore.png: a page of ``parity explore`` in Chromium.
+
+    python docs/examples/picture.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+FOLDER = Path(__file__).parent
+ASKED = ("--port", "unscaled_port:MyPort", "--backends", "torch,jax,tf", "Freitag, 3. Mai 2024")
+SIZE = {"width": 1280, "height": 760}
+
+
+def main() -> None:
+    """Write the page to a temporary folder, and a picture of it beside the pages of the site."""
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
+        environment = {**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        command = [sys.executable, "-m", "transformer_parity", "explore", *ASKED, "--out", str(page)]
+        if subprocess.run(command, env=environment, check=False).returncode != 1:
+            raise SystemExit("the port should have diverged")
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        shown = browser.new_page(viewport=SIZE)
+        shown.goto(page.as_uri())
+        shown.screenshot(path=picture)
+        browser.close()
+        Image.open(picture).convert("RGB").quantize(256).save(FOLDER.parent / "explore.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""A port whose first layer does not divide the attention scores by sqrt(d_k), for the picture in the README."""
+
+import reference_numpy  # stands for a framework
+from transformer_parity.plugin import Port
+
+
+class MyPort(Port):
+    """The reference with one mistake."""
+
+    taps = ("**",)
+
+    def load(self, config, weights, dtype):
+        """Build the model with these weights."""
+        self.model = reference_numpy.Transformer.from_weights(config, weights, dtype)
+        self.factor = config.d_k**0.5
+
+    def forward(self, source_ids, target_ids, tap):
+        """Return the logits."""
+
+        def undivided(name, x):
+            return tap(name, x * self.factor if name == "encoder.layers.0.self_attention.scores" else x)
+
+        return self.model(source_ids, target_ids, tap=undivided)
