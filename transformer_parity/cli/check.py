@@ -15,11 +15,10 @@ from transformer_parity.cases.case import STAGES
 from transformer_parity.check.one_port import Job, Message
 from transformer_parity.check.processes import SILENCE, Outcome, run_all
 from transformer_parity.check.selection import ONLY, Selection
-from transformer_parity.cli.options import add_backends, one_or_more, positive
+from transformer_parity.cli.options import add_backends, check_installed, one_or_more, positive
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.compare.findings import failure
 from transformer_parity.compare.tolerances import EPS
-from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.diagnoses import print_audit, print_failure_report
 from transformer_parity.report.html import write_html
@@ -128,10 +127,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit code."""
     console = make_console()
     check_writable(options.json, options.junit, options.html)
-    with refusals(MissingFrameworkError, OSError, ValueError):
+    with refusals(OSError, ValueError):
         selection = _selection(options)
-        for name in selection.backends:
-            PORTS[name].check_installed()
+        check_installed(selection.backends)
         with console.status("learning subwords from the text"):
             cases = selection.cases()
         interpreters = _interpreters(options.isolate, [*selection.ports, *selection.backends])

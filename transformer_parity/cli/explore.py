@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy import ndarray
 
-from transformer_parity.cli.options import add_backends, add_languages, directed
+from transformer_parity.cli.options import add_backends, add_languages, check_installed, directed
 from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.explore.page import write_page
 from transformer_parity.explore.recording import Recording, record
@@ -140,8 +140,7 @@ def _ports(options: argparse.Namespace, console: PlainConsole) -> list[Any]:
         absent = [name for name in PORTS if name not in backends and not options.port]
         if absent:
             console.print(f"not installed, and left out: {', '.join(absent)}", soft_wrap=True)
-    for name in backends:
-        PORTS[name].check_installed()
+    check_installed(backends)
     return [PORTS[name] for name in backends] + [PluginPort(name) for name in dict.fromkeys(options.port)]
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from reference_numpy.search_plan import SEARCH_PRESETS
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.protocol import MissingFrameworkError, SearchOptions
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.errors import UsageError
+from transformer_parity.system.machine import DISTRIBUTION
 from transformer_parity.translate.trained import Trained
 
 
@@ -40,6 +42,47 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, oth
         metavar=",".join(PORTS),
         help=f"which packages (default: {otherwise or ','.join(default or ())})",
     )
+
+
+FALLBACK = ("torch", "jax", "tf", "numpy")  # which computes where none is named: the first that is installed
+FALLBACK_HELP = f"the first of {', '.join(FALLBACK)} that is installed"
+NUMPY_ALONE = (
+    "What runs now, with NumPy alone:",
+    '  parity translate --text "Freitag, 3. Mai 2024"   the model that ships reads a date',
+    '  parity explore "Freitag, 3. Mai 2024"            every value that leads to its answer, as a page for a browser',
+    "  parity source MultiHeadAttention                 the same class in the four packages",
+)
+
+
+def installed_backend(command: str) -> str:
+    """Return the backend that computes where none is named, and note it if it is not the usual one."""
+    name = next(name for name in FALLBACK if PORTS[name].missing() is None)
+    if name != FALLBACK[0]:
+        print(f"{command}: {FALLBACK[0]} is not installed: {name} is used", file=sys.stderr)
+    return name
+
+
+def check_installed(backends: Sequence[str], least: int = 1) -> None:
+    """Refuse backends that are not installed, and name what can be run instead.
+
+    Args:
+        backends: Those that are to run.
+        least: How many the command needs.
+
+    Raises:
+        MissingFrameworkError: Some are not installed; the message has the install line.
+    """
+    modules = {name: module for name in backends if (module := PORTS[name].missing()) is not None}
+    if not modules:
+        return
+    *most, last = modules.values()
+    extras = ",".join(("cli", *modules))
+    message = f"{', '.join(most)} and {last} are" if most else f"{last} is"
+    message += f" not installed: pip install '{DISTRIBUTION}[{extras}]'"
+    others = [name for name in backends if name not in modules]
+    if len(others) >= least:
+        raise MissingFrameworkError(f"{message}, or choose from what is installed: --backends {','.join(others)}")
+    raise MissingFrameworkError(message, *NUMPY_ALONE)
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:

@@ -15,16 +15,13 @@ from rich.text import Text
 from transformer_parity.attacks.attack import TOLERATED
 from transformer_parity.attacks.table import FAMILIES, Outcome, possible, trials
 from transformer_parity.check.selftest import Trial, all_trials
-from transformer_parity.cli.options import one_or_more
+from transformer_parity.cli.options import check_installed, one_or_more
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.compare.findings import FAILED
 from transformer_parity.compare.verdict import EXIT_CODES
 from transformer_parity.mistakes.catalogue import parts
 from transformer_parity.mistakes.mistake import ALL
-from transformer_parity.ports.protocol import MissingFrameworkError
-from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.tables import print_line
-from transformer_parity.system.errors import refusals
 from transformer_parity.system.files import check_writable, write_json, write_results
 
 NAMED = 0.9  # of those that have a name
@@ -80,9 +77,8 @@ def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
     chosen = [name for name in parts() if name.replace(" ", "-") in options.part]
     attacks = possible() if ATTACKS in options.part else []
-    with refusals(MissingFrameworkError):
-        for backend in options.backends if chosen else ():
-            PORTS[backend].check_installed()
+    if chosen:
+        check_installed(options.backends)
     expected = sum(backend in m.edits for name in chosen for m in parts()[name] for backend in options.backends)
     started = time.monotonic()
     found: list[Trial] = []

@@ -15,10 +15,9 @@ from typing import Any, TextIO
 import reference_numpy as ref
 from reference_numpy.config import TransformerConfig
 from reference_numpy.presets import PRESETS
-from transformer_parity.cli.options import add_backends, positive
+from transformer_parity.cli.options import FALLBACK_HELP, add_backends, check_installed, installed_backend, positive
 from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.ports.protocol import Placement
-from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError, printable, refusals
 from transformer_parity.system.interrupts import stop_on_signal
@@ -78,7 +77,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="two line-aligned files")
     what.add_argument("--held-out", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="text to validate on")
     what.add_argument("--resume", type=Path, metavar="RUN", help="go on from a run's folder, or from one checkpoint")
-    add_backends(parser, ["torch"])
+    add_backends(parser, None, FALLBACK_HELP)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the run goes (default: runs/TASK-BACKEND)")
 
     length = parser.add_argument_group("length")
@@ -144,8 +143,8 @@ def _default(what: str, field: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Train, alone in the folder of the run, and return the exit code."""
-    for name in options.backends:
-        PORTS[name].check_installed()
+    options.backends = options.backends or [installed_backend("parity train")]
+    check_installed(options.backends)
     _check_options(options)
     folder = _folder(options)
     with refusals(OSError), locked(folder):

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from transformer_parity.cli.options import (
+    FALLBACK_HELP,
     add_backends,
     add_languages,
     add_search,
+    check_installed,
     directed,
+    installed_backend,
     positive,
     search_options,
 )
@@ -91,7 +94,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--text", metavar="LINE", help="translate this, and no file")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the text (default: standard input)")
-    add_backends(parser, None, "torch; all of them with --compare")
+    add_backends(parser, None, f"{FALLBACK_HELP}; with --compare all four")
     add_search(parser)
     parser.add_argument(
         "--max-length",
@@ -122,9 +125,8 @@ def run(options: argparse.Namespace) -> int:
     """Translate or compare, and return the exit code."""
     _check_options(options)
     check_writable(options.attention)
-    backends = options.backends or (list(PORTS) if options.compare else ["torch"])
-    for name in backends:
-        PORTS[name].check_installed()
+    backends = options.backends or (list(PORTS) if options.compare else [installed_backend(COMMAND)])
+    check_installed(backends, 2 if options.compare else 1)
     with refusals(OSError, TypeError, ValueError):
         trained = directed(read_trained(options.weights), options)
         search = search_options(options, trained.search, options.max_length, options.nbest)
