@@ -59,6 +59,20 @@ def test_alone_it_names_commands_to_begin_with(capsys):
     assert max(map(len, out.splitlines())) <= 120
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_page_and_names_what_it_ends_with(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = parity(capsys, name, "--help")
+    assert code == 0
+    assert [line for line in out.splitlines() if len(line) > 120] == []
+    if name not in ("bench", "show"):  # which have commands of their own
+        assert f"  parity {name}" in out  # an example
+        undescribed = [
+            line for line in out.splitlines() if re.fullmatch(r"  -\S.*[^\s)](  \(default.*|  default.*)", line)
+        ]
+        assert undescribed == []
+
+
 def test_what_is_named_runs_without_a_framework(capsys, only, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     only()

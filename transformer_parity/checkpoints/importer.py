@@ -38,7 +38,7 @@ OURS = "parity"  # the format of weights that were trained here
 
 
 def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOptions | None = None) -> Imported:
-    """Read somebody else's checkpoint. Nothing in it is run, and nothing outside its folder is read.
+    """Read a checkpoint of other software. Nothing in it is run, and nothing outside its folder is read.
 
     Args:
         path: A file or a folder, as the format has it.
@@ -136,7 +136,7 @@ def read_step(description: Mapping[str, Any]) -> int | None:
 
 
 def export_checkpoint(model: Imported, format_: str, folder: str | Path) -> tuple[str, ...]:
-    """Write a model as somebody else's software reads it.
+    """Write a model in the format of other software.
 
     Args:
         model: As ``import_checkpoint`` or ``load`` returns it.

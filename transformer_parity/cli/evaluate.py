@@ -1,4 +1,4 @@
-"""``parity evaluate`` and ``parity curve``: what training has reached."""
+"""``parity evaluate`` and ``parity curve``: loss and score of trained weights, and the curves of training."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("weights", nargs="+", type=Path, metavar="FILE", help="final weights, or checkpoints of a run")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--task", choices=["dates"], help="days that are in no training set")
+    what.add_argument("--task", choices=["dates"], help="dates on days that no training set contains")
     what.add_argument("--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="two line-aligned files")
     add_backends(parser, None, FALLBACK_HELP)
     parser.add_argument("--sentences", type=positive, metavar="N", help="the first N only (default: all; 1000 dates)")
     add_search(parser)
     add_languages(parser)
-    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="(default: cpu)")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where to compute (default: cpu)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
     parser.set_defaults(run=run)
 
@@ -110,7 +110,8 @@ def add_parser_curve(commands: Any) -> None:
     parser = commands.add_parser(
         "curve",
         description="Draw training loss, held-out loss and score of several runs, one backend each, into one picture.",
-        epilog="example: parity curve runs/dates-torch runs/dates-jax runs/dates-tf --out dates.png",
+        epilog="example:\n  parity curve runs/dates-torch runs/dates-jax runs/dates-tf --out dates.png",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders that `parity train` wrote")
     parser.add_argument("--out", type=Path, default=Path(CURVE), metavar="FILE", help=f"png or svg (default: {CURVE})")

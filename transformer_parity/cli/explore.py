@@ -1,4 +1,4 @@
-"""``parity explore``: one sentence pair in every port, tap by tap, as a page to look around in."""
+"""``parity explore``: one sentence pair in every port, tap by tap, as an interactive page."""
 
 from __future__ import annotations
 

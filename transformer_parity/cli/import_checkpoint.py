@@ -1,4 +1,4 @@
-"""``parity import`` and ``parity export``: other people's checkpoints, and ours for other people's software."""
+"""``parity import`` and ``parity export``: checkpoints of other software, read and written."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ DISAGREES, INCOMPLETE = 1, 3
 FORMATS_LISTED = "\n  ".join(f"{name:12} {title}" for name, (_, title) in FORMATS.items())
 IMPORT_EXAMPLES = f"""\
 examples:
-  parity import opus-mt-en-de/                            what is it? Nothing is written
+  parity import opus-mt-en-de/                            describe it; nothing is written
   parity import opus-mt-en-de/ --out en-de.safetensors    one file with weights, vocabulary and search settings
   parity translate --weights en-de.safetensors --backend jax test.en
-  parity import opus-mt-en-de/ --out en-de.safetensors --check    and compare with transformers, where installed
+  parity import opus-mt-en-de/ --out en-de.safetensors --check    also compare with transformers, if installed
 
 formats:
   {FORMATS_LISTED}
 
-Nothing in a checkpoint is run, nothing outside its folder is read, and nothing is fetched. What its flags say and its
-tensors contradict is decided by the tensors; a note says so. What cannot be computed here is refused by name.
+Nothing in a checkpoint is run, nothing outside its folder is read, and nothing is downloaded. Where flags and tensors
+contradict each other, the tensors decide, and a note is printed. What cannot be computed here is refused by name.
 
 After writing, a few logits are computed from the file, in float64 and float32 in every backend that is installed, and
 compared with the reference. --check also compares logits and translations with the software that the checkpoint is for.
@@ -61,7 +61,7 @@ examples:
 
 formats: {", ".join(EXPORTS)}
 
-What the target does not compute is refused by name, before anything is written.
+A model that the target software cannot compute is refused before anything is written, with the reason.
 
 exit code: 0 written, 3 not written
 """
@@ -71,7 +71,7 @@ def add_parser(commands: Any) -> None:
     """Describe the options of ``parity import``."""
     parser = commands.add_parser(
         "import",
-        description="Read a checkpoint of other software, say what it is, and write it as one weight file that every "
+        description="Read a checkpoint of other software, describe it, and write it as one weight file that every "
         "backend loads.",
         epilog=IMPORT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -80,11 +80,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="the weight file to write (default: none is written)")
     parser.add_argument("--as", dest="format", choices=FORMATS, help="the format (default: it is recognised)")
     parser.add_argument("--dtype", choices=FLOAT_DTYPES, help="store the weights in this dtype (default: as they are)")
-    ask = parser.add_argument_group("what some formats do not say")
+    ask = parser.add_argument_group("what some formats do not contain")
     ask.add_argument(
         "--vocab", nargs="+", type=Path, default=[], metavar="FILE", help="files of the vocabulary, source first"
     )
-    ask.add_argument("--names", type=Path, metavar="FILE", help="a TOML file that says what the tensors are called")
+    ask.add_argument("--names", type=Path, metavar="FILE", help="a TOML file with the names of the tensors")
     ask.add_argument(
         "--set",
         dest="fields",
@@ -97,7 +97,9 @@ def add_parser(commands: Any) -> None:
     proof = parser.add_argument_group("proof")
     proof.add_argument("--check", action="store_true", help="compare with transformers too, where it is installed")
     add_backends(proof, None, "all that are installed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything that is said for machines")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the description and the proof for machines"
+    )
     parser.set_defaults(run=run)
 
 
@@ -110,7 +112,7 @@ def add_parser_export(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("weights", type=Path, metavar="FILE", help="a weight file, or a checkpoint of a training run")
-    parser.add_argument("--format", choices=EXPORTS, required=True, help="whose software is to read it")
+    parser.add_argument("--format", choices=EXPORTS, required=True, help="the software that is to read it")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is new, or empty")
     parser.set_defaults(run=run_export)
 

@@ -37,10 +37,10 @@ checkpoints of other software.
 """
 EXAMPLES = """\
 examples:
-  parity info                  everything, as tables
-  parity info --vocab 8000     the presets' sizes at another vocabulary
-  parity info --json           the same for programs; put it into a bug report
-  parity info --names marian   every parameter and every tap of a preset, with its shape
+  parity info                             everything, as tables
+  parity info --vocab 8000                the presets' sizes at another vocabulary
+  parity info --json                      the same for programs; put it into a bug report
+  parity info --names marian              every parameter and every tap of a preset, with its shape
   parity info model.safetensors           what a weight file holds
   parity info model.safetensors --json    the same, with every field of the config
 """
@@ -186,7 +186,7 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]]) -> No
         marks = {name: "fails" if backends[name]["installed"] else "not installed" for name in not_working}
         table.add_row("", *(Text(marks.get(name, ""), "red") for name in backends))
     console.print(table)
-    said = "Switches stand as each framework sets them on import; a check sets them to its precision."
+    said = "Switches are shown as each framework sets them on import; a check sets them to its precision."
     console.print(said, style="dim")
     for name, found in backends.items():
         if not found["installed"]:

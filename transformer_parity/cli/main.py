@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,6 +15,7 @@ from transformer_parity.system.errors import UsageError, printable
 from transformer_parity.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
 from transformer_parity.system.machine import needs, release
 
+WIDTH = 80  # characters of a description
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
 
 # Command: its module in this folder, the function there that describes its options, and its line of help.
@@ -60,6 +62,9 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors exit with 3, because 2 is the code of a precision divergence."""
 
     def __init__(self, **options: object) -> None:
+        description = str(options.get("description") or "")
+        if "\n" not in description:  # what has lines of its own keeps them
+            options["description"] = textwrap.fill(description, WIDTH)
         super().__init__(**options)  # type: ignore[arg-type]
         self.set_defaults(command=self.prog)  # the innermost parser's remains: "parity bench forward"
 
@@ -88,7 +93,7 @@ def make_parser(chosen: str | None) -> Parser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code, which is about the command and not about who reads what it prints."""
+    """Run one command and return its exit code, which does not depend on the reader of its output."""
     try:
         with sigterm_is_ctrl_c(), lasting_streams():
             try:

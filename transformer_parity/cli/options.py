@@ -33,14 +33,15 @@ def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, otherwise: str = "") -> None:
     """Add the option that chooses backends; ``otherwise`` describes what no choice means, where there is no default."""
+    usual = otherwise or ("all" if default == list(PORTS) else ",".join(default or ()))
     parser.add_argument(
         "--backend",
         "--backends",
         dest="backends",
         type=one_or_more(PORTS),
         default=default,
-        metavar=",".join(PORTS),
-        help=f"which packages (default: {otherwise or ','.join(default or ())})",
+        metavar="NAME[,NAME]",
+        help=f"which packages, of {', '.join(PORTS)} (default: {usual})",
     )
 
 
@@ -91,20 +92,31 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         "--beam",
         type=positive,
         metavar="K",
-        help="beam search, keeping K hypotheses; the paper has 4 (default: as the weights say, or else greedy search)",
+        help="beam search, keeping K hypotheses; the paper has 4 (default: as in the weight file, or else greedy)",
     )
     parser.add_argument(
         "--length-penalty",
         type=not_negative,
         metavar="ALPHA",
-        help="with a beam: how much longer hypotheses are favoured; 0 not at all (default: as the weights say, or else "
-        "0.6, as in the paper)",
+        help="with a beam: how much longer hypotheses are favoured; 0 not at all (default: as in the weight file, or "
+        "else 0.6, as in the paper)",
     )
     parser.add_argument(
         "--rules",
         choices=SEARCH_PRESETS,
         help="search as another program does, with its own penalty and lengths: paper, hf (Hugging Face's generate), "
-        "fairseq or marian (default: as the weights say, or else paper)",
+        "fairseq or marian (default: as in the weight file, or else paper)",
+    )
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose where to compute, and how exactly."""
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where to compute (default: cpu)")
+    parser.add_argument(
+        "--precision",
+        choices=("highest", "fast"),
+        default="highest",
+        help="float32 matrix products: highest in full float32, fast in TF32 on a GPU (default: highest)",
     )
 
 

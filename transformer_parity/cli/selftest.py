@@ -60,8 +60,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         dest="backends",
         type=one_or_more(ALL),
         default=list(ALL),
-        metavar=",".join(ALL),
-        help="which ports (default: all)",
+        metavar="NAME[,NAME]",
+        help=f"which ports, of {', '.join(ALL)} (default: all)",
     )
     names = [ATTACKS, *(name.replace(" ", "-") for name in parts())]
     parser.add_argument(
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         ]
     if attacks:
         right = sum(outcome.is_as_expected for outcome in outcomes)
-        counts.append(f"{right:,} of {len(attacks):,} attacks end as they have to")
+        counts.append(f"{right:,} of {len(attacks):,} attacks end as expected")
     word = {0: "PASS", 1: "FAIL", 3: "INCOMPLETE"}[code]
     said = f"  {'; '.join(counts)}; {time.monotonic() - started:.0f} s."
     console.print(Text(word, "bold green" if code == 0 else "bold red") + Text(said, "default"))
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def print_attacks(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """Print how many attacks of each family end as they have to, and every one that does not."""
+    """Print how many attacks of each family end as expected, and every one that does not."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("attacks on AGREE", no_wrap=True)
     for column in ("tried", "as expected", "tolerated, rightly"):

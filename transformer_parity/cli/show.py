@@ -84,8 +84,10 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help="a small random model of these conventions instead",
     )
-    attention.add_argument("--source", metavar="TEXT", help="default: a date, or a line of the text that ships")
-    attention.add_argument("--target", metavar="TEXT", help="default: its translation")
+    attention.add_argument(
+        "--source", metavar="TEXT", help="the sentence that is read (default: a date, or a line of the text that ships)"
+    )
+    attention.add_argument("--target", metavar="TEXT", help="the sentence that is written (default: its translation)")
     files, learn = ("SOURCE", "TARGET"), "line-aligned files to learn subwords from (default: the text that ships)"
     attention.add_argument("--text", type=Path, nargs=2, metavar=files, help=learn)
     attention.add_argument("--which", choices=TAPS, default="cross", help="which attention (default: %(default)s)")
