@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
@@ -14,7 +15,7 @@ from conftest import random_weights, tiny_config
 import reference_numpy as ref
 from transformer_parity.checkpoints.imported import Imported, Origin
 from transformer_parity.checkpoints.importer import save
-from transformer_parity.cli.main import COMMANDS, main
+from transformer_parity.cli.main import COMMANDS, main, make_parser
 from transformer_parity.cli.options import NUMPY_ALONE
 from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.ports.registry import PORTS
@@ -67,10 +68,28 @@ def test_help_fits_a_page_and_names_what_it_ends_with(name, capsys, monkeypatch)
     assert [line for line in out.splitlines() if len(line) > 120] == []
     if name not in ("bench", "show"):  # which have commands of their own
         assert f"  parity {name}" in out  # an example
-        undescribed = [
-            line for line in out.splitlines() if re.fullmatch(r"  -\S.*[^\s)](  \(default.*|  default.*)", line)
-        ]
-        assert undescribed == []
+
+
+def options(parser):
+    """Yield every option of a command and of the commands below it, with the command's name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from options(below)
+        else:
+            yield parser.prog, action
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_more_than_its_default(name):
+    found = list(options(make_parser(name)))
+    assert len(found) > 3
+    bare = [
+        f"{command} {action.option_strings or action.dest}"
+        for command, action in found
+        if not re.sub(r"[(;,]? ?default.*", "", action.help or "").strip()
+    ]
+    assert bare == []
 
 
 def test_what_is_named_runs_without_a_framework(capsys, only, tmp_path, monkeypatch):

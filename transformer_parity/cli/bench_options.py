@@ -206,14 +206,21 @@ def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
             help="compute layers again in the backward pass, to save memory; our packages only",
         )
     if task in GROWING:
-        parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+        parser.add_argument(
+            "--dtype",
+            choices=("float32", "bfloat16"),
+            default="float32",
+            help="of the computation, default: %(default)s",
+        )
         parser.add_argument(
             "--scale",
             type=growth,
             metavar="AXIS[=N,N,...]",
             help=f"let {', '.join(GROWTH)} grow: time and memory at each size",
         )
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--device", choices=("cpu", "gpu"), default="cpu", help="where to compute, default: %(default)s"
+    )
 
 
 def rate(text: str) -> float:

@@ -78,7 +78,13 @@ def add_parser(commands: Any) -> None:
         default="float32",
         help="that the ports compute in (default: %(default)s); float64 tells a wrong formula from rounding",
     )
-    parser.add_argument("--out", type=Path, default=Path("explore.html"), metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("explore.html"),
+        metavar="FILE",
+        help="the page to write (default: %(default)s)",
+    )
     add_languages(parser)
     parser.set_defaults(run=run)
 

@@ -92,14 +92,18 @@ def add_parser(commands: Any) -> None:
     attention.add_argument("--text", type=Path, nargs=2, metavar=files, help=learn)
     attention.add_argument("--which", choices=TAPS, default="cross", help="which attention (default: %(default)s)")
     attention.add_argument("--layer", type=int, default=0, metavar="N", help="counted from 0 (default: %(default)s)")
-    attention.add_argument("--dtype", choices=("float64", "float32"), default="float32", help="default: %(default)s")
+    attention.add_argument(
+        "--dtype", choices=("float64", "float32"), default="float32", help="of the computation (default: %(default)s)"
+    )
     attention.set_defaults(run=run, picture="attention", draw=_attention)
 
     for picture in (positions, masks, attention):
         picture.add_argument(
             "--out", default=".", metavar="FILE|FOLDER", help="a .png or .svg file, or a folder (default: this one)"
         )
-        picture.add_argument("--format", choices=FORMATS, help="default: as the file is called, or png")
+        picture.add_argument(
+            "--format", choices=FORMATS, help="of the picture (default: that of the name of the file, or png)"
+        )
 
 
 def _positions(options: argparse.Namespace) -> Figure:
@@ -155,7 +159,13 @@ def add_parser_why(commands: Any) -> None:
         epilog=WHY_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("question", nargs="?", choices=QUESTIONS, metavar="sqrt-dk|additive", help="default: both")
+    parser.add_argument(
+        "question",
+        nargs="?",
+        choices=QUESTIONS,
+        metavar="sqrt-dk|additive",
+        help="which claim to measure (default: both)",
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="draw a picture of each answer into this folder")
     parser.add_argument("--format", choices=FORMATS, default="svg", help="of the pictures (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number for machines")
