@@ -23,10 +23,10 @@ from rich.text import Text
 
 import reference_numpy as ref
 from transformer_parity.cases.inputs import hard_weights
-from transformer_parity.cli import info, show
+from transformer_parity.cli import info, show, source
 from transformer_parity.cli.main import main
 from transformer_parity.figures import attention
-from transformer_parity.ports import source_code
+from transformer_parity.ports import source_code, source_marks
 from transformer_parity.ports.package import PackagePort
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.report import presets
@@ -50,7 +50,7 @@ def _pipe(monkeypatch):
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(info, "Package", parsed)
+    monkeypatch.setattr(source, "Package", parsed)
 
 
 @pytest.fixture
@@ -77,10 +77,21 @@ def draw(picture, *arguments):
     return options.draw(options)
 
 
+POINTERS = re.compile(r"#[ ^]*\^[ ^]*\n")  # lines below those that differ
+
+
+def printed_pieces(out):
+    """Return what `parity source` printed of each package, by its place and note."""
+    blocks = re.split(r"\n# (?=\w+/\w+\.py:|not in )", out)[1:]
+    return {title: code for title, _, code in (block.partition("\n") for block in blocks) if ".py:" in title}
+
+
 def pieces(out):
     """Return the code that `parity source` printed, by its place."""
-    blocks = [block.partition("\n") for block in out.split("\n# ")[1:]]
-    return {place: code for place, _, code in blocks if ".py:" in place}
+    return {
+        title.partition("  ")[0]: "".join(line for line in code.splitlines(keepends=True) if not POINTERS.match(line))
+        for title, code in printed_pieces(out).items()
+    }
 
 
 @pytest.mark.usefixtures("bare")
@@ -216,16 +227,81 @@ def test_source_stands_side_by_side_where_there_is_room(capsys, width, columns):
     assert [row for row in titles if row] == [PACKAGES[i : i + columns] for i in range(0, 4, columns)]
 
 
+def test_source_points_at_what_differs(capsys):
+    """In a pipe: the output is Python, and the comments below its lines point at the tokens that the marks name."""
+    name = "MultiHeadAttention.forward"
+    expected = parsed("reference_numpy").find(name).code
+    for place, printed in printed_pieces(parity(capsys, "source", name)[1]).items():
+        package = place.partition("/")[0]
+        code = parsed(package).find(name).code
+        marks = source_marks.differences(code, expected)
+        lines = printed.splitlines(keepends=True)
+        pointers = [line if POINTERS.match(line) else "" for line in lines]
+        assert "".join(line for line in lines if line not in pointers).strip("\n") == code
+        found = [
+            below[match.start() : match.end()]
+            for below, pointer in zip(lines, pointers[1:], strict=False)
+            for match in re.finditer(r"\^+", pointer)
+        ]
+        assert found == [code[start:stop] for start, stop in marks.spans]
+        assert bool(found) == (package != "reference_numpy")
+        ast.parse(printed)
+        note = "the reference" if package == "reference_numpy" else f"{marks.different} of {marks.total} tokens differ"
+        assert place.endswith(f"  {note}")
+
+
+def test_source_compares_with_the_reference_though_it_is_not_shown(capsys):
+    both = [parity(capsys, "source", "LayerNorm", "--backends", names)[1] for names in ("numpy,tf", "tf")]
+    assert both[0].partition("# transformer_tf")[2] == both[1].partition("# transformer_tf")[2]
+    lacking = printed_pieces(parity(capsys, "source", "Configured", "--backends", "torch,tf")[1])
+    assert [place.partition("  ")[2] for place in lacking] == ["the others are compared with this"]
+
+
+def test_source_keeps_docstrings_as_they_are(capsys):
+    for place, printed in printed_pieces(parity(capsys, "source", "LayerNorm", "--docstrings")[1]).items():
+        package = place.partition("/")[0]
+        assert ast.dump(ast.parse(printed)) == ast.dump(ast.parse(parsed(package).find("LayerNorm", True).code))
+
+
+@pytest.mark.parametrize("width", [60, 100, 240])
+@pytest.mark.parametrize("name", ["MultiHeadAttention", "LayerNorm"])
+def test_marks_survive_folding(width, name):
+    """Every token that differs is underlined, on a line with a mark in the margin; without colours too."""
+    expected = parsed("reference_numpy").find(name).code
+    for package in PACKAGES:
+        piece = parsed(package).find(name)
+        shown = source.Shown(piece, source_marks.differences(piece.code, expected), "")
+        lines = source._highlight(shown, width - source.FRAME).split("\n", allow_blank=True)
+        underlined = ""
+        for line in lines:
+            spans = [span for span in line.spans if span.style == source.MARKED]
+            assert line.plain.startswith(source.MARK) == bool(spans)
+            underlined += "".join(line.plain[span.start : span.end] for span in spans)
+        marked = "".join(piece.code[start:stop] for start, stop in shown.spans)
+        assert "".join(underlined.split()) == "".join(marked.split())
+        assert max(map(len, lines)) <= width - source.FRAME + source.MARGIN
+
+
+def test_source_marks_without_colours(capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = parity(capsys, "source", "LayerNorm", "--backends", "numpy,torch", "--width", 120)[1]
+    marked = [line for line in out.splitlines() if "│ > " in line]
+    assert marked
+    assert all(line.index("│ > ") >= 60 for line in marked)  # in the port, not in the reference
+    assert "tokens differ" in out
+
+
 def test_source_has_colors_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[94" in parity(capsys, "source", "split_heads")[1]
     assert "\x1b[94" not in parity(capsys, "source", "split_heads", "--no-color")[1]
+    assert "\x1b[1;4" in parity(capsys, "source", "split_heads", "--no-color")[1]  # bold, underlined: no colour
 
 
 @pytest.mark.parametrize("width", [8, 20, 56])
 def test_folding_loses_nothing(width):
     for line in (ROOT / "transformer_torch" / "attention.py").read_text().splitlines():
-        parts = [part.plain for part in info._fold(Text(line), width)]
+        parts = [part.plain for part in source._fold(Text(line), width)]
         assert "".join("".join(parts).split()) == "".join(line.split())
         assert max(map(len, parts)) <= width
 

@@ -325,7 +325,7 @@ def put(name, make):
             *(STEPS, "float64", "step 20 loss", scaled("step 20 loss", 1 + 1e-6), 1, "times its tolerance of 1.0e-10"),
             marks=pytest.mark.extended("diagnoses of 20 steps"),
         ),
-        (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, ::-1] + 1), 1, "where the reference says"),
+        (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, ::-1] + 1), 1, "where the reference has"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x + 99), 1, "tokens must be in 0 to 36"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, :, :0]), 1, "must be of 1 to 12 tokens: got 0"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x.astype("int32")), 1, "dtype must be int64"),
@@ -810,4 +810,4 @@ def test_a_near_tie_of_a_search_is_no_divergence(tmp_path, monkeypatch, capsys):
     assert compare(right, mine) == 0
     printed = capsys.readouterr().out
     assert f"NEAR-TIE  numpy float64 {GREEDY}: " in printed
-    assert "4 where the reference says 3, margin 0.0e+00" in printed
+    assert "4 where the reference has 3, margin 0.0e+00" in printed

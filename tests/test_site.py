@@ -101,8 +101,8 @@ def test_panes_are_the_code_of_the_packages():
     for backend, piece in found.items():
         assert f'id="panes-0-{backend}"' in html
         assert piece.code in text(html)
-    assert panes.note("torch", differences("a + 1", "a + 2")) == "1 of 3 tokens differ"
-    assert panes.note("jax", differences("a + 1", "a + 1")) == "the same 3 tokens"
+    assert panes.note(differences("a + 1", "a + 2")) == "1 of 3 tokens differ"
+    assert panes.note(differences("a + 1", "a + 1")) == "the same 3 tokens"
 
 
 def test_a_name_that_is_gone_fails_the_build():
@@ -198,7 +198,29 @@ def test_one_palette_and_its_contrast(theme):
     assert {backend: colours[backend] for backend in style.BACKENDS} == style.BACKENDS
     for on, below in (("on-mark", "mark"), ("note", "pane"), ("good", "pane"), ("bad", "pane")):
         assert contrast(colours[on], colours[below]) >= 4.5, (on, below)
-    assert contrast(colours["mark-edge"], colours["pane"]) >= 3  # what is not text
+    for mark in ("mark-edge", *style.BACKENDS):  # what is not text
+        assert contrast(colours[mark], colours["pane"]) >= 3, mark
+
+
+def test_backends_have_their_colours_from_one_place():
+    """No other file writes a colour of a backend, and no figure one that is not in the style."""
+    assert {name: style.PAGE[name][0] for name in style.BACKENDS} == style.BACKENDS
+    assert all(contrast(colour, "#ffffff") >= 3 for colour in style.BACKENDS.values())
+    colour = re.compile(r"#[0-9a-f]{6}\b|#[0-9a-f]{3}\b|tab:\w+", re.IGNORECASE)
+    # The steps of the scale of errors, white on the darkest of them, and paper; what the site's style repeats is above.
+    scale = re.compile(r"--(?:s\d|t7|page): #\w+;")
+    files = [
+        *(path for kind in ("py", "html", "css", "js") for path in (ROOT / "transformer_parity").rglob(f"*.{kind}")),
+        *(DOCS / "_ext").glob("*.py"),
+        *(DOCS / "_templates").glob("*.html"),
+        DOCS / "_static" / "site.js",
+        DOCS / "paper" / "model.html",
+    ]
+    found = {path.name: colour.findall(scale.sub("", path.read_text("utf-8"))) for path in files}
+    assert {name for name, colours in found.items() if colours} == {"style.py"}
+    drawn = re.compile(r"\bcolou?rs?=[\"']([^\"']+)[\"']")
+    plain = {name for path in files for name in drawn.findall(path.read_text("utf-8"))}
+    assert plain <= {"black", "white", "default"}
 
 
 def test_katex_is_of_one_version():

@@ -28,7 +28,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
 from transformer_parity.ports.source_code import Package, Piece
-from transformer_parity.ports.source_marks import Marks, differences
+from transformer_parity.ports.source_marks import differences, note
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}
@@ -102,15 +102,6 @@ def _runs(text: str, marked: list[bool]) -> list[tuple[str, bool]]:
     return runs
 
 
-def note(backend: str, marks: Marks) -> str:
-    """Return what stands beside the title of a pane: how much of the code differs."""
-    if backend == "numpy":
-        return "the reference"
-    if not marks.different:
-        return f"the same {marks.total} tokens"
-    return f"{marks.different} of {marks.total} tokens differ"
-
-
 def panes(name: str, found: dict[str, Piece], serial: int) -> str:
     """Return four panes as HTML: all of them below each other where no script runs."""
     reference = next(iter(found.values())).code
@@ -126,7 +117,7 @@ def panes(name: str, found: dict[str, Piece], serial: int) -> str:
             f'<section class="pane" id="{panel}" data-framework="{backend}" aria-labelledby="{panel}-title">'
             f'<p class="pane-title" id="{panel}-title"><strong>{TITLES[backend]}</strong> '
             f'<span class="pane-place">{escape(piece.place)}</span> '
-            f'<span class="pane-note">{note(backend, marks)}</span></p>'
+            f'<span class="pane-note">{"the reference" if backend == "numpy" else note(marks)}</span></p>'
             f'<div class="highlight"><pre>{highlighted(piece.code, marks.spans)}</pre></div></section>'
         )
     label = escape(f"{name} in {', '.join(TITLES[backend] for backend in found)}", quote=True)

@@ -1,4 +1,4 @@
-"""Golden vectors as dictionaries, so that anything can be done to them that somebody could do to the files."""
+"""Golden vectors as dictionaries, so that they can be altered in every way in which files can."""
 
 from __future__ import annotations
 

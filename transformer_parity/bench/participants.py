@@ -1,4 +1,4 @@
-"""Who takes part in ``parity bench``. Each runs in a process of its own, and imports there what it needs."""
+"""The participants of ``parity bench``. Each runs in a process of its own, and imports there what it needs."""
 
 # ruff: noqa: D102  what a method does is said by Participant
 
@@ -238,7 +238,7 @@ OTHERS: dict[str, dict[str, Participant]] = {
 
 
 def others(work: Work) -> list[Participant]:
-    """Return who else does some work: only Marian has a beam search, and none computes activations again."""
+    """Return the other implementations: Marian alone has a beam search, and none computes activations again."""
     if isinstance(work, DecodeWork) and work.beam_size is not None:
         return [OTHERS["decode"]["marian"]]
     return list(OTHERS[work.task].values())

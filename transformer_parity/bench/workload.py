@@ -40,7 +40,7 @@ NEVER = -1e4  # a bias that no other logit makes up for
 class Work:
     """A batch of sentences for a model of a certain size.
 
-    The conventions are those of ``marian``, so that other people's models can do the very same work.
+    The conventions are those of ``marian``, so that other implementations can do exactly the same work.
 
     Attributes:
         size: One of ``SIZES``.

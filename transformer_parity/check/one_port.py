@@ -37,7 +37,7 @@ class Job:
     Attributes:
         backend: A name of ``PORTS``, or a port of the user's own: ``module:class``, or the name of an entry point.
         setting: Dtypes, device and precision.
-        cases: What to run; None is what ``port_cases`` returns for the port, whose conventions only its process knows.
+        cases: What to run; None is what ``port_cases`` returns for the port, in its own process.
         stages: Those of a port of the user's own.
         failures: Where to save the inputs of the first wrong block; None saves nothing.
         views: Whether a page is to show what differs.

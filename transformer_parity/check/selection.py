@@ -69,9 +69,7 @@ class Selection:
         if self.weights and self.presets:
             raise ValueError("--weights brings its own config: leave out --preset")
         if not self.backends and (self.presets or about_text or self.only == TEXT):
-            raise ValueError(
-                "a port says itself what it is compared on: leave out --preset, --weights, --text and --only"
-            )
+            raise ValueError("a port defines its own cases: leave out --preset, --weights, --text and --only")
         if self.sentences < 1:
             raise ValueError(f"--sentences must be at least 1: got {self.sentences}")
 

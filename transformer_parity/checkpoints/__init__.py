@@ -1,1 +1,1 @@
-"""Other people's checkpoints, and ours for other people: one table of names for each format."""
+"""Checkpoints of other software, read and written: one table of names for each format."""

@@ -74,6 +74,8 @@ class Imported:
         search: The search that the checkpoint asks for.
         origin: Where it came from.
         notes: What was decided where the files contradict themselves or say nothing: one sentence each.
+        part: Which part of the model the weights are of; None if they are of all of it.
+        step: Of the training run whose checkpoint it is; None if it is none.
     """
 
     config: TransformerConfig
@@ -82,6 +84,8 @@ class Imported:
     search: SearchOptions
     origin: Origin
     notes: tuple[str, ...] = ()
+    part: str | None = None
+    step: int | None = None
 
 
 def sha256_of(paths: Iterable[Path], on_bytes: Callable[[int], None] | None = None) -> dict[str, str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from reference_numpy.checks import check_choice
+from reference_numpy.checks import check_choice, check_integer
 from reference_numpy.config import CHOICES, SWITCHES, TransformerConfig
 from reference_numpy.files import VocabularyFiles, open_file, read_notes, read_vocabulary, read_weights, save_weights
 from reference_numpy.presets import PRESETS
@@ -36,7 +38,7 @@ OURS = "parity"  # the format of weights that were trained here
 
 
 def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOptions | None = None) -> Imported:
-    """Read somebody else's checkpoint. Nothing in it is run, and nothing outside its folder is read.
+    """Read a checkpoint of other software. Nothing in it is run, and nothing outside its folder is read.
 
     Args:
         path: A file or a folder, as the format has it.
@@ -114,11 +116,27 @@ def load(path: str | Path) -> Imported:
             vocabulary=None if stored is None else build_vocabulary(stored, config),
             search=SearchOptions.from_dict(notes["search"]) if "search" in notes else SearchOptions(),
             origin=Origin.from_dict(notes["origin"]) if "origin" in notes else origin,
+            part=description.get("part"),
+            step=read_step(description),
         )
 
 
+def read_step(description: Mapping[str, Any]) -> int | None:
+    """Return the step of a checkpoint of a training run, from the description in its file; None in a weight file.
+
+    Raises:
+        TypeError: The step is no integer.
+        ValueError: It is negative.
+    """
+    if "training" not in description:
+        return None
+    step = description["training"]["step"]
+    check_integer("step", step, minimum=0)
+    return step
+
+
 def export_checkpoint(model: Imported, format_: str, folder: str | Path) -> tuple[str, ...]:
-    """Write a model as somebody else's software reads it.
+    """Write a model in the format of other software.
 
     Args:
         model: As ``import_checkpoint`` or ``load`` returns it.

@@ -152,7 +152,7 @@ def _matrix(tensors: Mapping[str, ndarray], name: str) -> ndarray:
 
 
 def contradictions(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> list[str]:
-    """Return one sentence for each option that the tensors contradict; the tensors are believed."""
+    """Return one sentence for each option that the tensors contradict; the tensors take precedence."""
     shared = "Wemb" in tensors
     tied = not any(f"decoder_ff_logit_out_{kind}" in tensors for kind in ("W", "Wt"))
     both = settings.get("tied-embeddings-all", False)

@@ -41,7 +41,7 @@ class UserNames:
 
 
 def read_names(options: ReadOptions) -> UserNames:
-    """Return what the file of names and the options say; the options are believed where they differ.
+    """Return what the file of names and the options say; the options take precedence.
 
     Raises:
         OSError: The file cannot be read.

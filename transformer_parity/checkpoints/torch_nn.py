@@ -1,4 +1,4 @@
-"""torch.nn.Transformer's state dict, in a model that somebody built around it: the names of the rest are the user's.
+"""torch.nn.Transformer's state dict, inside a user's model: the names of the rest are the user's.
 
 A user says in a TOML file (see ``state_dict``) how the embeddings and the output are called, and what no tensor shows:
 heads, order of norms, activation, positions, scale and special ids. Nothing of it is guessed.

@@ -20,11 +20,11 @@ from transformer_parity.bench.rounds import Tell
 from transformer_parity.bench.run import Setting, Timing, grown, work_title
 from transformer_parity.bench.workload import DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.cli.bench_options import Run, add_tasks
+from transformer_parity.cli.options import check_installed
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.compare.findings import AGREES, FAILED
 from transformer_parity.compare.verdict import EXIT_CODES
 from transformer_parity.figures.style import FORMATS, OPEN_STYLE, write
-from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.errors import UsageError, refusals
 from transformer_parity.system.files import check_writable, write_json, write_results
 
@@ -93,8 +93,7 @@ def run_compile(options: argparse.Namespace) -> int:
 
 def run_import(options: argparse.Namespace) -> int:
     """Time imports, and return the exit code."""
-    for name in options.backends:
-        PORTS[name].check_installed()
+    check_installed(options.backends)
     _check_files(options)
     console, machine = make_console(), tables.describe(1)
     pairs = [Pair(name) for name in options.backends]
@@ -150,6 +149,7 @@ def _setting(options: argparse.Namespace) -> Setting:
 
 def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work]) -> None:
     """Raise UsageError, before anything is timed, for what could not be done or written."""
+    check_installed(setting.backends)
     for work in works:
         setting.check(work)
     _check_files(options)

@@ -26,7 +26,7 @@ GROWTH = {  # what --scale lets grow, and its default sizes
 }
 
 DESCRIPTION = """\
-Time the packages beside one another, as their users run them.
+Time the packages on the same work, each as its users run it.
 
 Each runs in a process of its own, with the same number of threads. All are
 started, loaded and warmed up first; then come the rounds. Each implementation runs
@@ -35,7 +35,7 @@ affects all of them. Ratios are taken within a round, and then their median.
 
 No time is printed for a result that does not agree with the reference.
 
-Nothing else should run meanwhile: it does not slow all of them down alike.
+Run nothing else meanwhile: other load slows them down unequally.
 """
 
 SIZES_HELP = """
@@ -49,7 +49,7 @@ Compute the logits of a batch of sentences, in inference mode: eagerly in NumPy 
 PyTorch, by a compiled function in JAX and TensorFlow.
 """,
     "train": """\
-Train on a batch of sentences, again and again: forward, backward and an update by
+Train on a batch of sentences repeatedly: forward, backward and an update by
 Adam. The loss of every step has to be the reference's. That is why there is no
 dropout by default; with --dropout, each implementation drops other elements, and
 losses are compared within a wide tolerance.
@@ -59,7 +59,7 @@ Translate a batch of sentences: random ones, by a random model that never ends a
 sentence before the maximum length, so that all generate the same number of tokens.
 """,
     "compile": """\
-How long the first call takes, and a later one: what is between the two is compiling.
+Time the first call and a later one: the difference is compilation.
 Forward pass, training step and greedy search, each in a fresh process.
 """,
     "import": """\
@@ -147,9 +147,13 @@ def _add_task(tasks: Any, task: str, what: str) -> argparse.ArgumentParser:
     if task != "import":
         _add_work(parser, task)
     if task in OURS:
-        parser.add_argument("--against", metavar="NAME", help="the unit of the other times; default: the fastest")
+        parser.add_argument(
+            "--against", metavar="NAME", help="print times as multiples of its time; default: of the fastest"
+        )
     if task != "compile":
-        parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="default: %(default)s")
+        parser.add_argument(
+            "--rounds", type=positive, default=7, metavar="N", help="how many rounds, default: %(default)s"
+        )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything for machines")
     if task != "compile":
         what = "a bar for each" if task not in GROWING else "a bar for each, or with --scale a line"
@@ -162,12 +166,14 @@ def _add_task(tasks: Any, task: str, what: str) -> argparse.ArgumentParser:
 def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
     """Add the options of the work and of the participants."""
     default = DecodeWork if task == "decode" else Work
-    parser.add_argument("--config", choices=SIZES, default=Work.size, help="default: %(default)s")
+    parser.add_argument("--config", choices=SIZES, default=Work.size, help="size of the model, default: %(default)s")
     parser.add_argument(
         "--peers", action="store_true", help="also other implementations, and the matrix products alone"
     )
     threads = min(2, processors())
-    parser.add_argument("--threads", type=positive, default=threads, metavar="N", help=f"of each, default: {threads}")
+    parser.add_argument(
+        "--threads", type=positive, default=threads, metavar="N", help=f"threads of each process, default: {threads}"
+    )
     for name, what in (
         ("batch", "sentences"),
         ("source", "tokens of the longest source sentence"),
@@ -181,14 +187,18 @@ def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
             metavar="N",
             help=f"{what}, default: {getattr(default, name)}",
         )
-    parser.add_argument("--layers", type=positive, metavar="N", help="of encoder and decoder each; default: the size's")
+    parser.add_argument("--layers", type=positive, metavar="N", help="in each stack; default: as in --config")
     if task == "decode":
         parser.add_argument(
             "--beam", type=positive, metavar="K", help="beam search, keeping K hypotheses; default: greedy"
         )
     if task == "train":
         parser.add_argument(
-            "--dropout", type=rate, default=0.0, metavar="RATE", help="of embeddings and residuals, default: none"
+            "--dropout",
+            type=rate,
+            default=0.0,
+            metavar="RATE",
+            help="dropout of embeddings and residuals, default: none",
         )
         parser.add_argument(
             "--activation-checkpointing",
@@ -196,14 +206,21 @@ def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
             help="compute layers again in the backward pass, to save memory; our packages only",
         )
     if task in GROWING:
-        parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+        parser.add_argument(
+            "--dtype",
+            choices=("float32", "bfloat16"),
+            default="float32",
+            help="of the computation, default: %(default)s",
+        )
         parser.add_argument(
             "--scale",
             type=growth,
             metavar="AXIS[=N,N,...]",
             help=f"let {', '.join(GROWTH)} grow: time and memory at each size",
         )
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--device", choices=("cpu", "gpu"), default="cpu", help="where to compute, default: %(default)s"
+    )
 
 
 def rate(text: str) -> float:

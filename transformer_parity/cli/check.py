@@ -15,11 +15,10 @@ from transformer_parity.cases.case import STAGES
 from transformer_parity.check.one_port import Job, Message
 from transformer_parity.check.processes import SILENCE, Outcome, run_all
 from transformer_parity.check.selection import ONLY, Selection
-from transformer_parity.cli.options import add_backends, one_or_more, positive
+from transformer_parity.cli.options import add_backends, add_machine, check_installed, one_or_more, positive
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.compare.findings import failure
 from transformer_parity.compare.tolerances import EPS
-from transformer_parity.ports.protocol import MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.diagnoses import print_audit, print_failure_report
 from transformer_parity.report.html import write_html
@@ -47,7 +46,7 @@ examples:
   parity check --weights model.safetensors           your own weights
   parity check --device gpu --precision fast         what TF32 costs
   parity check --port my_package.my_module:MyPort    a port of yours; `parity init-port` writes one to start from
-  parity check --port mine:Port --html report.html   and a page to look at
+  parity check --port mine:Port --html report.html   and a page for a browser
 
 exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
 """
@@ -76,44 +75,48 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="PORT=PYTHON",
-        help="every port runs in a process of its own; this one by another interpreter: ../other/.venv/bin/python",
+        help="run this port with another Python interpreter, such as ../other/.venv/bin/python",
     )
     parser.add_argument(
         "--timeout",
         type=positive,
         default=int(SILENCE),
         metavar="SECONDS",
-        help="end a port that is silent so long, not counting what it waits for a processor (default: %(default)s)",
+        help="stop a port that reports nothing for so long, not counting waits for a processor (default: %(default)s)",
     )
-    parser.add_argument("--dtype", type=one_or_more(EPS), metavar=",".join(EPS), help="default: all")
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
+    parser.add_argument("--dtype", type=one_or_more(EPS), metavar=",".join(EPS), help="which dtypes (default: all)")
+    add_machine(parser)
     parser.add_argument(
-        "--precision",
-        choices=("highest", "fast"),
-        default="highest",
-        help="float32 matrix products: highest (the default) in full float32, fast in TF32 on a GPU",
-    )
-    parser.add_argument(
-        "--preset", type=one_or_more(PRESETS), metavar="NAME[,NAME]", help="only these; see `parity info` for the list"
+        "--preset",
+        type=one_or_more(PRESETS),
+        metavar="NAME[,NAME]",
+        help="compare only these presets; `parity info` lists them",
     )
     parser.add_argument(
         "--stage",
         type=one_or_more(STAGES),
         metavar=",".join(STAGES),
-        help="every intermediate value; every gradient; weights and moments after 1, 5 and 20 steps; "
-        "tokens and scores of greedy and beam search. Default: all",
+        help="what to compare: every intermediate value; every gradient; weights and moments after 1, 5 and 20 steps; "
+        "tokens and scores of greedy and beam search (default: all)",
     )
     parser.add_argument("--only", choices=ONLY, help="only the small cases, or only the sentences")
     parser.add_argument(
-        "--weights", type=Path, metavar="FILE", help="a model of yours, on the sentences, in subwords learned from them"
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="compare with these weights, on the sentences alone, in subwords learned from them",
     )
     parser.add_argument(
-        "--text", type=Path, nargs=2, metavar=("SOURCE", "TARGET"), help="two line-aligned files, gzip too"
+        "--text",
+        type=Path,
+        nargs=2,
+        metavar=("SOURCE", "TARGET"),
+        help="your own sentences: two line-aligned files, plain or gzipped",
     )
-    parser.add_argument("--sentences", type=int, default=16, metavar="N", help="pairs to run, default: 16")
+    parser.add_argument("--sentences", type=int, default=16, metavar="N", help="sentence pairs to run (default: 16)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write it for a CI server")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as one page with pictures")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write it as JUnit XML, for a CI server")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as one page for a browser")
     parser.add_argument(
         "--failures",
         type=Path,
@@ -128,10 +131,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit code."""
     console = make_console()
     check_writable(options.json, options.junit, options.html)
-    with refusals(MissingFrameworkError, OSError, ValueError):
+    with refusals(OSError, ValueError):
         selection = _selection(options)
-        for name in selection.backends:
-            PORTS[name].check_installed()
+        check_installed(selection.backends)
         with console.status("learning subwords from the text"):
             cases = selection.cases()
         interpreters = _interpreters(options.isolate, [*selection.ports, *selection.backends])

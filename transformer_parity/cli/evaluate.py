@@ -1,4 +1,4 @@
-"""``parity evaluate`` and ``parity curve``: what training has reached."""
+"""``parity evaluate`` and ``parity curve``: loss and score of trained weights, and the curves of training."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from transformer_parity.cli.options import (
+    FALLBACK_HELP,
     add_backends,
     add_languages,
     add_search,
+    check_installed,
     directed,
+    installed_backend,
     positive,
     search_options,
 )
 from transformer_parity.cli.progress import PlainConsole, make_console
-from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError, printable, refusals
 from transformer_parity.system.files import check_writable, write_json, write_results
@@ -50,13 +52,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("weights", nargs="+", type=Path, metavar="FILE", help="final weights, or checkpoints of a run")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--task", choices=["dates"], help="days that are in no training set")
+    what.add_argument("--task", choices=["dates"], help="dates on days that no training set contains")
     what.add_argument("--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="two line-aligned files")
-    add_backends(parser, ["torch"])
+    add_backends(parser, None, FALLBACK_HELP)
     parser.add_argument("--sentences", type=positive, metavar="N", help="the first N only (default: all; 1000 dates)")
     add_search(parser)
     add_languages(parser)
-    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="(default: cpu)")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where to compute (default: cpu)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
     parser.set_defaults(run=run)
 
@@ -64,8 +66,8 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Evaluate, and return the exit code."""
     check_writable(options.json)
-    for name in options.backends:
-        PORTS[name].check_installed()
+    backends = options.backends or [installed_backend("parity evaluate")]
+    check_installed(backends)
     results = []
     with quiet_frameworks() as terminal, refusals(OSError, RuntimeError, TypeError, ValueError):
         console = PlainConsole(file=terminal)
@@ -73,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
             trained = directed(read_trained(path), options)
             search = search_options(options, trained.search)
             corpus = held_out(options.text, options.sentences)
-            for backend in options.backends:
+            for backend in backends:
                 with console.status(Text(printable(f"{backend}: {path}"))):
                     results.append(evaluate(trained, corpus, backend, options.device, search))
     _print(results)
@@ -108,7 +110,8 @@ def add_parser_curve(commands: Any) -> None:
     parser = commands.add_parser(
         "curve",
         description="Draw training loss, held-out loss and score of several runs, one backend each, into one picture.",
-        epilog="example: parity curve runs/dates-torch runs/dates-jax runs/dates-tf --out dates.png",
+        epilog="example:\n  parity curve runs/dates-torch runs/dates-jax runs/dates-tf --out dates.png",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders that `parity train` wrote")
     parser.add_argument("--out", type=Path, default=Path(CURVE), metavar="FILE", help=f"png or svg (default: {CURVE})")

@@ -1,4 +1,4 @@
-"""``parity explore``: one sentence pair in every port, tap by tap, as a page to look around in."""
+"""``parity explore``: one sentence pair in every port, tap by tap, as an interactive page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy import ndarray
 
-from transformer_parity.cli.options import add_backends, add_languages, directed
+from transformer_parity.cli.options import add_backends, add_languages, check_installed, directed
 from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.explore.page import write_page
 from transformer_parity.explore.recording import Recording, record
@@ -78,7 +78,13 @@ def add_parser(commands: Any) -> None:
         default="float32",
         help="that the ports compute in (default: %(default)s); float64 tells a wrong formula from rounding",
     )
-    parser.add_argument("--out", type=Path, default=Path("explore.html"), metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("explore.html"),
+        metavar="FILE",
+        help="the page to write (default: %(default)s)",
+    )
     add_languages(parser)
     parser.set_defaults(run=run)
 
@@ -140,8 +146,7 @@ def _ports(options: argparse.Namespace, console: PlainConsole) -> list[Any]:
         absent = [name for name in PORTS if name not in backends and not options.port]
         if absent:
             console.print(f"not installed, and left out: {', '.join(absent)}", soft_wrap=True)
-    for name in backends:
-        PORTS[name].check_installed()
+    check_installed(backends)
     return [PORTS[name] for name in backends] + [PluginPort(name) for name in dict.fromkeys(options.port)]
 
 

@@ -1,4 +1,4 @@
-"""``parity golden``: write down what a model computes, for ports in other languages and on other machines."""
+"""``parity golden``: write what a model computes to files, for ports in other languages and on other machines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "golden",
         help="write inputs, weights and everything computed from them to files",
-        description="Write down what a small model computes: every intermediate value, every gradient, twenty "
+        description="Write what a small model computes to files: every intermediate value, every gradient, twenty "
         "optimizer steps, greedy and beam search, with inputs and weights, as safetensors and JSON.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -81,19 +81,23 @@ def add_parser(commands: Any) -> None:
     model.add_argument(
         "--for", dest="meant_for", metavar="MODULE:CLASS", help="with the conventions of a port of yours instead"
     )
-    model.add_argument("--port", metavar="MODULE:CLASS", help="a port of yours, with its own conventions, computes")
+    model.add_argument("--port", metavar="MODULE:CLASS", help="let a port of yours compute, with its own conventions")
     parser.add_argument("--backend", choices=PORTS, help="which package computes (default: numpy)")
     parser.add_argument(
-        "--dtype", type=one_or_more(DTYPES), default=list(DTYPES), metavar=",".join(DTYPES), help="default: both"
+        "--dtype",
+        type=one_or_more(DTYPES),
+        default=list(DTYPES),
+        metavar=",".join(DTYPES),
+        help="which dtypes (default: both)",
     )
-    parser.add_argument("--device", choices=("cpu", "gpu"), help="of the package (default: cpu)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="where the package computes (default: cpu)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Write golden vectors and return the exit code."""
     if options.port and (options.backend or options.device):
-        raise UsageError("a --port computes by itself, where it likes: leave out --backend and --device")
+        raise UsageError("--port chooses its own framework and device: leave out --backend and --device")
     expected = (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError)
     with refusals(*expected), quiet_frameworks() as terminal:
         try:
@@ -153,7 +157,7 @@ examples:
   parity compare truth mine --json result.json
 
 The NumPy reference computes every case again from A's weights and inputs, and both folders are compared with that.
-What B leaves out is listed if its manifest says so, and a failure otherwise; each stage needs half of its cases.
+What B leaves out is listed if its manifest declares it, and a failure otherwise; each stage needs half of its cases.
 
 exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
 """
@@ -164,15 +168,19 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "compare",
         help="compare two folders that `parity golden`, or a port of yours, has written",
-        description="Compare two folders of golden vectors, tensor by tensor. A says what is computed: model, weights, "
-        "inputs and cases. B is compared with the NumPy reference, and so is A.",
+        description="Compare two folders of golden vectors, tensor by tensor. A defines what is computed: model, "
+        "weights, inputs and cases. B is compared with the NumPy reference, and so is A.",
         epilog=COMPARE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("truth", type=Path, metavar="A", help="golden vectors of the reference")
     parser.add_argument("candidate", type=Path, metavar="B", help="golden vectors of the same cases")
     parser.add_argument(
-        "--stage", type=one_or_more(STAGES), default=list(STAGES), metavar=",".join(STAGES), help="default: all of A"
+        "--stage",
+        type=one_or_more(STAGES),
+        default=list(STAGES),
+        metavar=",".join(STAGES),
+        help="what to compare (default: all of A)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
     parser.set_defaults(run=run_compare)

@@ -1,4 +1,4 @@
-"""``parity import`` and ``parity export``: other people's checkpoints, and ours for other people's software."""
+"""``parity import`` and ``parity export``: checkpoints of other software, read and written."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from reference_numpy.names import FLOAT_DTYPES, count_parameters
+from reference_numpy.names import FLOAT_DTYPES
 from transformer_parity.checkpoints.imported import Imported
 from transformer_parity.checkpoints.importer import (
     EXPORTS,
     FORMATS,
     check_empty,
-    differences,
     export_checkpoint,
     import_checkpoint,
     load,
@@ -27,34 +26,29 @@ from transformer_parity.checkpoints.importer import (
 )
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.proof import Agreement, check_against_transformers, prove
-from transformer_parity.cli.options import add_backends
+from transformer_parity.cli.options import add_backends, check_installed
 from transformer_parity.cli.progress import PlainConsole, make_console
-from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.ports.registry import PORTS
+from transformer_parity.report.weights import describe, print_model
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import printable, refusals
 from transformer_parity.system.files import check_writable, write_json, write_results
 
 DISAGREES, INCOMPLETE = 1, 3
-TIED = {
-    "none": "nothing: source, target and output have a table each",
-    "target_output": "target and output; the source has a table of its own",
-    "all": "source, target and output have one table",
-}
 
 FORMATS_LISTED = "\n  ".join(f"{name:12} {title}" for name, (_, title) in FORMATS.items())
 IMPORT_EXAMPLES = f"""\
 examples:
-  parity import opus-mt-en-de/                            what is it? Nothing is written
+  parity import opus-mt-en-de/                            describe it; nothing is written
   parity import opus-mt-en-de/ --out en-de.safetensors    one file with weights, vocabulary and search settings
   parity translate --weights en-de.safetensors --backend jax test.en
-  parity import opus-mt-en-de/ --out en-de.safetensors --check    and compare with transformers, where installed
+  parity import opus-mt-en-de/ --out en-de.safetensors --check    also compare with transformers, if installed
 
 formats:
   {FORMATS_LISTED}
 
-Nothing in a checkpoint is run, nothing outside its folder is read, and nothing is fetched. What its flags say and its
-tensors contradict is decided by the tensors; a note says so. What cannot be computed here is refused by name.
+Nothing in a checkpoint is run, nothing outside its folder is read, and nothing is downloaded. Where flags and tensors
+contradict each other, the tensors decide, and a note is printed. What cannot be computed here is refused by name.
 
 After writing, a few logits are computed from the file, in float64 and float32 in every backend that is installed, and
 compared with the reference. --check also compares logits and translations with the software that the checkpoint is for.
@@ -67,7 +61,7 @@ examples:
 
 formats: {", ".join(EXPORTS)}
 
-What the target does not compute is refused by name, before anything is written.
+A model that the target software cannot compute is refused before anything is written, with the reason.
 
 exit code: 0 written, 3 not written
 """
@@ -77,7 +71,7 @@ def add_parser(commands: Any) -> None:
     """Describe the options of ``parity import``."""
     parser = commands.add_parser(
         "import",
-        description="Read a checkpoint of other software, say what it is, and write it as one weight file that every "
+        description="Read a checkpoint of other software, describe it, and write it as one weight file that every "
         "backend loads.",
         epilog=IMPORT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -86,11 +80,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="the weight file to write (default: none is written)")
     parser.add_argument("--as", dest="format", choices=FORMATS, help="the format (default: it is recognised)")
     parser.add_argument("--dtype", choices=FLOAT_DTYPES, help="store the weights in this dtype (default: as they are)")
-    ask = parser.add_argument_group("what some formats do not say")
+    ask = parser.add_argument_group("what some formats do not contain")
     ask.add_argument(
         "--vocab", nargs="+", type=Path, default=[], metavar="FILE", help="files of the vocabulary, source first"
     )
-    ask.add_argument("--names", type=Path, metavar="FILE", help="a TOML file that says what the tensors are called")
+    ask.add_argument("--names", type=Path, metavar="FILE", help="a TOML file with the names of the tensors")
     ask.add_argument(
         "--set",
         dest="fields",
@@ -103,7 +97,9 @@ def add_parser(commands: Any) -> None:
     proof = parser.add_argument_group("proof")
     proof.add_argument("--check", action="store_true", help="compare with transformers too, where it is installed")
     add_backends(proof, None, "all that are installed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything that is said for machines")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the description and the proof for machines"
+    )
     parser.set_defaults(run=run)
 
 
@@ -116,7 +112,7 @@ def add_parser_export(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("weights", type=Path, metavar="FILE", help="a weight file, or a checkpoint of a training run")
-    parser.add_argument("--format", choices=EXPORTS, required=True, help="whose software is to read it")
+    parser.add_argument("--format", choices=EXPORTS, required=True, help="the software that is to read it")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is new, or empty")
     parser.set_defaults(run=run_export)
 
@@ -135,15 +131,15 @@ def _field(text: str) -> tuple[str, object]:
 def run(options: argparse.Namespace) -> int:
     """Import, and return the exit code."""
     check_writable(options.out, options.json)
-    for name in options.backends or ():
-        PORTS[name].check_installed()
+    check_installed(options.backends or ())
     asked = ReadOptions(vocab=tuple(options.vocab), names=options.names, fields=dict(options.fields))
     proof: list[Agreement] = []
     with quiet_frameworks() as terminal, refusals(OSError, RuntimeError, TypeError, ValueError):
         console = PlainConsole(file=terminal)
         with _saying(console, f"reading {options.path}"):
             imported = import_checkpoint(options.path, options.format, asked)
-        _print(options.path, imported)
+        make_console().print(printable(str(options.path)), soft_wrap=True)
+        print_model(make_console(), imported)
         if options.out:
             with _saying(console, f"writing {options.out}"):
                 save(options.out, imported, options.dtype)
@@ -177,57 +173,6 @@ def _saying(console: PlainConsole, text: str) -> Iterator[Any]:
     """Show on a terminal what is being done, and yield what changes that."""
     with console.status(Text(printable(text))) as status:
         yield lambda text: status.update(Text(printable(text)))
-
-
-def _print(path: Path, imported: Imported) -> None:
-    """Print what a checkpoint is."""
-    config, origin = imported.config, imported.origin
-    dtypes = sorted({array.dtype.name for array in imported.weights.values()})
-    different = differences(config, origin.preset)
-    heads = str(config.num_heads)
-    widths = f"{config.d_ff:,}"
-    if config.decoder_num_heads is not None:
-        heads += f" and {config.decoder_num_heads}"
-    if config.decoder_d_ff is not None:
-        widths += f" and {config.decoder_d_ff:,}"
-    rows = {
-        "family": f"{origin.family} ({FORMATS[origin.format][1]})" if origin.format in FORMATS else origin.family,
-        "preset": origin.preset,
-        "differs in": ", ".join(f"{name} {mine} for {usual}" for name, (usual, mine) in different.items()) or "nothing",
-        "tied": TIED[config.tie_embeddings],
-        "size": f"{count_parameters(config):,} parameters in {' and '.join(dtypes)}: d_model {config.d_model}, {heads} "
-        f"heads, d_ff {widths}, {config.num_encoder_layers} + {config.num_decoder_layers} layers, vocabularies of "
-        f"{config.source_vocab_size:,} and {config.target_vocab_size:,}",
-        "vocabulary": imported.vocabulary.kind if imported.vocabulary else "none",
-        "search": search_line(imported.search),
-        "licence": origin.licence or "the files name none",
-    }
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in rows.items():
-        table.add_row(name, printable(text))
-    for note in imported.notes:
-        table.add_row("note", printable(note))
-    console = make_console()
-    console.print(printable(str(path)), soft_wrap=True)
-    console.print(table)
-
-
-def search_line(search: SearchOptions) -> str:
-    """Return how to search, in one line: what is not as usual is named."""
-    usual, rules = SearchOptions(), search.rules.to_dict()
-    parts = ["greedy" if search.beam_size is None else f"beam {search.beam_size}"]
-    if search.beam_size is not None:
-        parts.append(f"length penalty {search.length_penalty:g} ({search.length_penalty_kind})")
-    if search.max_length is not None:
-        parts.append(f"at most {search.max_length:,} tokens")
-    if search.min_length != usual.min_length:
-        parts.append(f"at least {search.min_length}")
-    if search.start_id is not None:
-        parts.append(f"starts with {search.start_id}")
-    parts += [f"{name} {value}" for name, value in rules.items() if value != usual.rules.to_dict()[name]]
-    return ", ".join(parts)
 
 
 def _print_proof(proof: list[Agreement]) -> None:
@@ -264,17 +209,10 @@ def _verdict(options: argparse.Namespace, proof: list[Agreement]) -> int:
 
 def _summary(options: argparse.Namespace, imported: Imported, proof: list[Agreement]) -> dict[str, Any]:
     """Return everything that was said, for machines."""
-    different = differences(imported.config, imported.origin.preset)
     return {
         "path": str(options.path),
         "out": str(options.out) if options.out else None,
-        "config": imported.config.to_dict(),
-        "differences": {name: list(values) for name, values in different.items()},
-        "parameters": count_parameters(imported.config),
-        "vocabulary": imported.vocabulary.kind if imported.vocabulary else None,
-        "search": imported.search.to_dict(),
-        "origin": imported.origin.to_dict(),
-        "notes": list(imported.notes),
+        **describe(imported),
         "proof": [
             {"name": one.name, "dtype": one.dtype, "error": one.error, "allowed": one.allowed, "why": one.why}
             for one in proof

@@ -1,18 +1,14 @@
-"""``parity info`` and ``parity source``: machine, backends, presets, names; and the code of the packages."""
+"""``parity info``: machine, backends, presets and names; or what a weight file holds."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import textwrap
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.panel import Panel
-from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
@@ -20,26 +16,33 @@ from reference_numpy import PRESETS
 from reference_numpy.names import parameter_shapes, tap_shapes
 from transformer_parity.cases.case import tiny
 from transformer_parity.cases.inputs import BATCH, SOURCE, TARGET
-from transformer_parity.cli.options import add_backends
-from transformer_parity.cli.progress import PlainConsole
+from transformer_parity.checkpoints.importer import load
+from transformer_parity.cli.progress import PlainConsole, make_console
 from transformer_parity.ports.package import PackagePort
 from transformer_parity.ports.registry import PORTS
-from transformer_parity.ports.source_code import Package, Piece, list_names, not_found
 from transformer_parity.report.presets import PAPER_VOCABULARY, describe_presets, print_presets
+from transformer_parity.report.weights import describe, print_model
 from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, printable
+from transformer_parity.system.errors import UsageError, printable, refusals
 from transformer_parity.system.machine import describe_machine
 
 DESCRIPTION = """\
 Show this machine, what is installed of the four backends, and every preset:
 how many parameters it has, and how it differs from the paper's base model.
+
+With FILE, describe a weight file or a checkpoint of a training run instead: the
+preset nearest to it and what differs, size, dtype, vocabulary, languages, search
+settings, step, and where it was imported from. `parity import` describes
+checkpoints of other software.
 """
 EXAMPLES = """\
 examples:
-  parity info                  everything, as tables
-  parity info --vocab 8000     the presets' sizes at another vocabulary
-  parity info --json           the same for programs; put it into a bug report
-  parity info --names marian   every parameter and every tap of a preset, with its shape
+  parity info                             everything, as tables
+  parity info --vocab 8000                the presets' sizes at another vocabulary
+  parity info --json                      the same for programs; put it into a bug report
+  parity info --names marian              every parameter and every tap of a preset, with its shape
+  parity info model.safetensors           what a weight file holds
+  parity info model.safetensors --json    the same, with every field of the config
 """
 
 
@@ -51,12 +54,12 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a weight file or a checkpoint to describe")
     parser.add_argument(
         "--vocab",
         type=int,
-        default=PAPER_VOCABULARY,
         metavar="N",
-        help="the vocabulary at which parameters are counted (default: %(default)s)",
+        help=f"the vocabulary at which the presets' parameters are counted (default: {PAPER_VOCABULARY})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
@@ -65,35 +68,65 @@ def add_parser(commands: Any) -> None:
         const="paper_base",
         choices=PRESETS,
         metavar="PRESET",
-        help="print the canonical names of parameters and taps instead, with their shapes in the standard cases",
+        help="print the canonical names of parameters and taps instead, with their shapes in the standard cases "
+        "(default of PRESET: %(const)s)",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print machine, backends and presets, and return the exit code."""
-    if options.names is not None:
+    """Print what was asked for, and return the exit code."""
+    if options.file is not None:
+        if given := [f"--{name}" for name in ("vocab", "names") if getattr(options, name) is not None]:
+            raise UsageError(f"FILE is described as it is: leave out {' and '.join(given)}")
+        print_file(options.file, as_json=options.json)
+    elif options.names is not None:
         print_names(options.names, as_json=options.json)
-        return 0
+    else:
+        print_installation(PAPER_VOCABULARY if options.vocab is None else options.vocab, as_json=options.json)
+    return 0
+
+
+def print_file(path: Path, *, as_json: bool) -> None:
+    """Print what a weight file or a checkpoint holds.
+
+    Raises:
+        UsageError: It cannot be read, or is neither.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: name a weight file in it, or describe it with `parity import {path}`")
+    with refusals(OSError):
+        try:
+            model, size = load(path), path.stat().st_size
+        except ValueError as error:
+            raise UsageError(f"{error}; `parity import {path}` describes a checkpoint of other software") from error
+    if as_json:
+        print(json.dumps({"path": str(path), "bytes": size, **describe(model)}, indent=2))
+        return
+    make_console().print(f"{path}  ({size / 1e6:,.1f} MB)", soft_wrap=True)
+    print_model(make_console(), model, files=True)
+
+
+def print_installation(vocab_size: int, *, as_json: bool) -> None:
+    """Print machine, backends and presets."""
     try:
-        presets = describe_presets(options.vocab)
+        presets = describe_presets(vocab_size)
     except ValueError as error:
-        raise UsageError(f"--vocab {options.vocab}: {error}") from error
+        raise UsageError(f"--vocab {vocab_size}: {error}") from error
     backends = {}
     with quiet_frameworks() as terminal, Console(file=terminal).status("") as spinner:
         for name, port in PORTS.items():
             spinner.update(f"importing {port.package}")
             backends[name] = describe_backend(port)
     machine = describe_machine()
-    if options.json:
-        report = {**machine, "backends": backends, "vocab_size": options.vocab, "presets": presets}
+    if as_json:
+        report = {**machine, "backends": backends, "vocab_size": vocab_size, "presets": presets}
         print(json.dumps(report, indent=2))
-        return 0
+        return
     console = PlainConsole()
     _print_machine(console, machine)
     _print_backends(console, backends)
-    print_presets(console, presets, options.vocab)
-    return 0
+    print_presets(console, presets, vocab_size)
 
 
 def print_names(preset: str, *, as_json: bool) -> None:
@@ -153,7 +186,7 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]]) -> No
         marks = {name: "fails" if backends[name]["installed"] else "not installed" for name in not_working}
         table.add_row("", *(Text(marks.get(name, ""), "red") for name in backends))
     console.print(table)
-    said = "Switches stand as each framework sets them on import; a check sets them to its precision."
+    said = "Switches are shown as each framework sets them on import; a check sets them to its precision."
     console.print(said, style="dim")
     for name, found in backends.items():
         if not found["installed"]:
@@ -164,116 +197,3 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]]) -> No
 
 def _cell(value: Any) -> str:
     return "\n".join(value) if isinstance(value, list) else str(value).replace(", ", "\n")
-
-
-COLUMN = 60  # characters that a column of code needs to be readable
-FRAME = 4  # characters of each column that are border and padding
-
-
-SOURCE_DESCRIPTION = """\
-Print the same class, function, method or module of the four packages: side by
-side where the terminal is wide enough, one below the other where it is not.
-Without a name, list what there is. No framework is imported, or needed.
-"""
-
-
-SOURCE_EXAMPLES = """\
-examples:
-  parity source                                the names, by module
-  parity source scaled_dot_product_attention   a function
-  parity source MultiHeadAttention             a class
-  parity source MultiHeadAttention.forward     a method; .__call__ and .call are the same one
-  parity source attention                      a whole module
-  parity source LayerNorm --backends torch,tf --docstrings
-  parity source EncoderLayer | less            plain text in a pipe
-"""
-
-
-def add_parser_source(commands: Any) -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "source",
-        description=SOURCE_DESCRIPTION,
-        epilog=SOURCE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a class, function, Class.method or module")
-    add_backends(parser, list(PORTS))
-    parser.add_argument(
-        "--docstrings",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="keep the docstrings in the code (default: their first paragraph stands once above it)",
-    )
-    parser.add_argument("--width", type=int, metavar="N", help="lay out for N characters (default: the terminal's)")
-    parser.add_argument("--no-color", action="store_true", help="print without colours")
-    parser.set_defaults(run=run_source)
-
-
-def run_source(options: argparse.Namespace) -> int:
-    """Print the pieces and return the exit code."""
-    if options.width is not None and options.width < COLUMN:
-        raise UsageError(f"--width must be at least {COLUMN}: got {options.width}")
-    packages = [Package(port.package) for port in PORTS.values()]
-    if options.name is None:
-        print(list_names(packages))
-        return 0
-    asked_for = [package for package in packages if package.name in {PORTS[name].package for name in options.backends}]
-    pieces = [package.find(options.name, options.docstrings) for package in asked_for]
-    found = [piece for piece in pieces if piece is not None]
-    if not found:
-        raise UsageError(*not_found(options.name, packages, asked_for).split("\n"))
-    absent = [package.name for package, piece in zip(asked_for, pieces, strict=True) if piece is None]
-    console = PlainConsole(width=options.width, no_color=options.no_color or None)
-    summary = "" if options.docstrings else found[0].summary
-    if console.is_terminal or options.width is not None:
-        _print_panels(console, options.name, summary, found, absent)
-    else:
-        _print_plain(options.name, summary, found, absent)
-    return 0
-
-
-def _print_plain(name: str, summary: str, pieces: list[Piece], absent: list[str]) -> None:
-    """Print one piece below the other, as Python."""
-    print(textwrap.fill(f"{name}: {summary}" if summary else name, 80, initial_indent="# ", subsequent_indent="# "))
-    for piece in pieces:
-        print(f"\n# {piece.place}\n{piece.code}")
-    if absent:
-        print(f"\n# not in {', '.join(absent)}")
-
-
-def _print_panels(console: Console, name: str, summary: str, pieces: list[Piece], absent: list[str]) -> None:
-    """Print as many pieces beside each other as there is room for, in rows of equal length."""
-    side_by_side = max(1, min(len(pieces), console.width // COLUMN))
-    side_by_side = math.ceil(len(pieces) / math.ceil(len(pieces) / side_by_side))
-    code = [_highlight(piece.code, console.width // side_by_side - FRAME) for piece in pieces]
-    grid = Table.grid(expand=True)
-    for _ in range(side_by_side):
-        grid.add_column(ratio=1)
-    for start in range(0, len(pieces), side_by_side):
-        row = range(start, min(start + side_by_side, len(pieces)))
-        height = max(len(code[i].split("\n")) for i in row) + 2
-        grid.add_row(*(Panel(code[i], title=pieces[i].place, title_align="left", height=height) for i in row))
-    console.print(Text.assemble((name, "bold"), f"  {summary}" if summary else ""))
-    console.print(grid)
-    if absent:
-        console.print(f"not in {', '.join(absent)}", style="dim")
-
-
-def _highlight(code: str, width: int) -> Text:
-    """Colour the code, and continue lines that are too long with a deeper indent."""
-    coloured = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(code)
-    coloured.rstrip()
-    return Text("\n").join(part for line in coloured.split("\n", allow_blank=True) for part in _fold(line, width))
-
-
-def _fold(line: Text, width: int) -> Iterator[Text]:
-    """Break a line where it has a space, or else an opening bracket, so that it fits."""
-    indent = min(len(line.plain) - len(line.plain.lstrip()) + 4, width // 2)
-    while len(line) > width:
-        places = (line.plain.rfind(character, indent, width) + 1 for character in " (")
-        cut = next((place for place in places if place), width)
-        first, line = line.divide([cut])
-        yield first
-        line = Text(indent * " ") + line
-    yield line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,32 +15,46 @@ from transformer_parity.system.errors import UsageError, printable
 from transformer_parity.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
 from transformer_parity.system.machine import needs, release
 
+WIDTH = 80  # characters of a description
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
 
 # Command: its module in this folder, the function there that describes its options, and its line of help.
 COMMANDS = {
     "check": ("check", "add_parser", "compare every port with the reference, tap by tap"),
-    "init-port": ("init_port", "add_parser", "write a port of your own, to start from"),
+    "init-port": ("init_port", "add_parser", "write a port that runs and agrees, to put your own model into"),
     "golden": ("golden", "add_parser", "write inputs, weights and everything computed from them to files"),
-    "compare": (
-        "golden",
-        "add_parser_compare",
-        "compare two folders that `parity golden`, or a port of yours, has written",
-    ),
-    "selftest": ("selftest", "add_parser", "plant every known mistake: is it caught, located and named?"),
+    "compare": ("golden", "add_parser_compare", "compare two such folders; one may come from a port in any language"),
+    "selftest": ("selftest", "add_parser", "plant every known mistake in every port: is it caught, located and named?"),
     "train": ("train", "add_parser", "train a model in any backend, go on in another, or several in lockstep"),
-    "curve": ("evaluate", "add_parser_curve", "the curves of several training runs in one picture"),
-    "evaluate": ("evaluate", "add_parser", "how well trained weights do on held-out sentences"),
+    "curve": ("evaluate", "add_parser_curve", "draw the curves of several training runs in one picture"),
+    "evaluate": ("evaluate", "add_parser", "measure the loss and the score of trained weights on held-out sentences"),
     "translate": ("translate", "add_parser", "translate lines of text in any backend, or compare the translations"),
     "import": ("import_checkpoint", "add_parser", "read a checkpoint of other software, and prove what was read"),
     "export": ("import_checkpoint", "add_parser_export", "write a model as other software reads it"),
-    "explore": ("explore", "add_parser", "one sentence in every port, tap by tap, as a page to look around in"),
-    "bench": ("bench", "add_parser", "how fast the packages are, on the same work, with results that agree"),
-    "info": ("info", "add_parser", "this machine, the four backends, and every preset with its size"),
-    "source": ("info", "add_parser_source", "the same piece of code from the four packages, side by side"),
-    "show": ("show", "add_parser", "pictures of positions, masks and attention weights"),
-    "why": ("show", "add_parser_why", "why attention divides by sqrt(d_k), and why it takes dot products, measured"),
+    "explore": ("explore", "add_parser", "write a page that shows one sentence pair in every port, tap by tap"),
+    "bench": ("bench", "add_parser", "time the packages on the same work, once their results agree"),
+    "info": ("info", "add_parser", "describe this machine, the backends and the presets; or a weight file"),
+    "source": ("source", "add_parser", "print the same piece of code from the four packages, with what differs marked"),
+    "show": ("show", "add_parser", "draw positions, masks and attention weights"),
+    "why": ("show", "add_parser_why", "measure why attention divides by sqrt(d_k), and why it uses dot products"),
 }
+DESCRIPTION = """\
+One Transformer, written four times: in NumPy, which is the definition, and in
+PyTorch, JAX and TensorFlow. `parity` compares them, or a port of your own, with
+the definition at every intermediate value (a "tap"), and finds where a port goes wrong.
+
+start here:
+  parity translate --text "Freitag, 3. Mai 2024"   the model that ships reads a date
+  parity explore "Freitag, 3. Mai 2024"            every value that leads to its answer, as a page for a browser
+  parity source MultiHeadAttention                 the same class in the four packages, with what differs marked
+  parity check                                     do the packages agree? Needs their frameworks
+  parity init-port --framework torch               compare a model of your own
+
+The first three need NumPy alone; `parity info` shows which frameworks are installed, and how to install the others.
+"""
+EPILOG = """`parity COMMAND --help` describes a command, with examples and exit codes.
+Exit code 3 always means that nothing, or not everything, was done; wrong usage included.
+"""
 RENAMED = {"--rung": "--stage"}  # option names of the release before
 
 
@@ -47,6 +62,9 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors exit with 3, because 2 is the code of a precision divergence."""
 
     def __init__(self, **options: object) -> None:
+        description = str(options.get("description") or "")
+        if "\n" not in description:  # what has lines of its own keeps them
+            options["description"] = textwrap.fill(description, WIDTH)
         super().__init__(**options)  # type: ignore[arg-type]
         self.set_defaults(command=self.prog)  # the innermost parser's remains: "parity bench forward"
 
@@ -59,9 +77,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser(chosen: str | None) -> Parser:
     """Return the parser of one command, whose module alone is imported; without one, a parser that lists them all."""
     parser = Parser(
-        prog="parity",
-        description="One Transformer in NumPy, PyTorch, JAX and TensorFlow: does every port agree with the reference?",
-        epilog="Start with `parity check`. Every command explains itself with --help.",
+        prog="parity", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -77,7 +93,7 @@ def make_parser(chosen: str | None) -> Parser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code, which is about the command and not about who reads what it prints."""
+    """Run one command and return its exit code, which does not depend on the reader of its output."""
     try:
         with sigterm_is_ctrl_c(), lasting_streams():
             try:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from reference_numpy.search_plan import SEARCH_PRESETS
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.protocol import MissingFrameworkError, SearchOptions
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.errors import UsageError
+from transformer_parity.system.machine import DISTRIBUTION
 from transformer_parity.translate.trained import Trained
 
 
@@ -31,15 +33,57 @@ def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, otherwise: str = "") -> None:
     """Add the option that chooses backends; ``otherwise`` describes what no choice means, where there is no default."""
+    usual = otherwise or ("all" if default == list(PORTS) else ",".join(default or ()))
     parser.add_argument(
         "--backend",
         "--backends",
         dest="backends",
         type=one_or_more(PORTS),
         default=default,
-        metavar=",".join(PORTS),
-        help=f"which packages (default: {otherwise or ','.join(default or ())})",
+        metavar="NAME[,NAME]",
+        help=f"which packages, of {', '.join(PORTS)} (default: {usual})",
     )
+
+
+FALLBACK = ("torch", "jax", "tf", "numpy")  # which computes where none is named: the first that is installed
+FALLBACK_HELP = f"the first of {', '.join(FALLBACK)} that is installed"
+NUMPY_ALONE = (
+    "What runs now, with NumPy alone:",
+    '  parity translate --text "Freitag, 3. Mai 2024"   the model that ships reads a date',
+    '  parity explore "Freitag, 3. Mai 2024"            every value that leads to its answer, as a page for a browser',
+    "  parity source MultiHeadAttention                 the same class in the four packages",
+)
+
+
+def installed_backend(command: str) -> str:
+    """Return the backend that computes where none is named, and note it if it is not the usual one."""
+    name = next(name for name in FALLBACK if PORTS[name].missing() is None)
+    if name != FALLBACK[0]:
+        print(f"{command}: {FALLBACK[0]} is not installed: {name} is used", file=sys.stderr)
+    return name
+
+
+def check_installed(backends: Sequence[str], least: int = 1) -> None:
+    """Refuse backends that are not installed, and name what can be run instead.
+
+    Args:
+        backends: Those that are to run.
+        least: How many the command needs.
+
+    Raises:
+        MissingFrameworkError: Some are not installed; the message has the install line.
+    """
+    modules = {name: module for name in backends if (module := PORTS[name].missing()) is not None}
+    if not modules:
+        return
+    *most, last = modules.values()
+    extras = ",".join(("cli", *modules))
+    message = f"{', '.join(most)} and {last} are" if most else f"{last} is"
+    message += f" not installed: pip install '{DISTRIBUTION}[{extras}]'"
+    others = [name for name in backends if name not in modules]
+    if len(others) >= least:
+        raise MissingFrameworkError(f"{message}, or choose from what is installed: --backends {','.join(others)}")
+    raise MissingFrameworkError(message, *NUMPY_ALONE)
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:
@@ -48,20 +92,31 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         "--beam",
         type=positive,
         metavar="K",
-        help="beam search, keeping K hypotheses; the paper has 4 (default: as the weights say, or else greedy search)",
+        help="beam search, keeping K hypotheses; the paper has 4 (default: as in the weight file, or else greedy)",
     )
     parser.add_argument(
         "--length-penalty",
         type=not_negative,
         metavar="ALPHA",
-        help="with a beam: how much longer hypotheses are favoured; 0 not at all (default: as the weights say, or else "
-        "0.6, as in the paper)",
+        help="with a beam: how much longer hypotheses are favoured; 0 not at all (default: as in the weight file, or "
+        "else 0.6, as in the paper)",
     )
     parser.add_argument(
         "--rules",
         choices=SEARCH_PRESETS,
         help="search as another program does, with its own penalty and lengths: paper, hf (Hugging Face's generate), "
-        "fairseq or marian (default: as the weights say, or else paper)",
+        "fairseq or marian (default: as in the weight file, or else paper)",
+    )
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose where to compute, and how exactly."""
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where to compute (default: cpu)")
+    parser.add_argument(
+        "--precision",
+        choices=("highest", "fast"),
+        default="highest",
+        help="float32 matrix products: highest in full float32, fast in TF32 on a GPU (default: highest)",
     )
 
 

@@ -15,16 +15,13 @@ from rich.text import Text
 from transformer_parity.attacks.attack import TOLERATED
 from transformer_parity.attacks.table import FAMILIES, Outcome, possible, trials
 from transformer_parity.check.selftest import Trial, all_trials
-from transformer_parity.cli.options import one_or_more
+from transformer_parity.cli.options import check_installed, one_or_more
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.compare.findings import FAILED
 from transformer_parity.compare.verdict import EXIT_CODES
 from transformer_parity.mistakes.catalogue import parts
 from transformer_parity.mistakes.mistake import ALL
-from transformer_parity.ports.protocol import MissingFrameworkError
-from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.tables import print_line
-from transformer_parity.system.errors import refusals
 from transformer_parity.system.files import check_writable, write_json, write_results
 
 NAMED = 0.9  # of those that have a name
@@ -63,8 +60,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         dest="backends",
         type=one_or_more(ALL),
         default=list(ALL),
-        metavar=",".join(ALL),
-        help="which ports (default: all)",
+        metavar="NAME[,NAME]",
+        help=f"which ports, of {', '.join(ALL)} (default: all)",
     )
     names = [ATTACKS, *(name.replace(" ", "-") for name in parts())]
     parser.add_argument(
@@ -80,9 +77,8 @@ def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
     chosen = [name for name in parts() if name.replace(" ", "-") in options.part]
     attacks = possible() if ATTACKS in options.part else []
-    with refusals(MissingFrameworkError):
-        for backend in options.backends if chosen else ():
-            PORTS[backend].check_installed()
+    if chosen:
+        check_installed(options.backends)
     expected = sum(backend in m.edits for name in chosen for m in parts()[name] for backend in options.backends)
     started = time.monotonic()
     found: list[Trial] = []
@@ -117,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         ]
     if attacks:
         right = sum(outcome.is_as_expected for outcome in outcomes)
-        counts.append(f"{right:,} of {len(attacks):,} attacks end as they have to")
+        counts.append(f"{right:,} of {len(attacks):,} attacks end as expected")
     word = {0: "PASS", 1: "FAIL", 3: "INCOMPLETE"}[code]
     said = f"  {'; '.join(counts)}; {time.monotonic() - started:.0f} s."
     console.print(Text(word, "bold green" if code == 0 else "bold red") + Text(said, "default"))
@@ -127,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def print_attacks(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """Print how many attacks of each family end as they have to, and every one that does not."""
+    """Print how many attacks of each family end as expected, and every one that does not."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("attacks on AGREE", no_wrap=True)
     for column in ("tried", "as expected", "tolerated, rightly"):

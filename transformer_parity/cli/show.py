@@ -84,20 +84,26 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help="a small random model of these conventions instead",
     )
-    attention.add_argument("--source", metavar="TEXT", help="default: a date, or a line of the text that ships")
-    attention.add_argument("--target", metavar="TEXT", help="default: its translation")
+    attention.add_argument(
+        "--source", metavar="TEXT", help="the sentence that is read (default: a date, or a line of the text that ships)"
+    )
+    attention.add_argument("--target", metavar="TEXT", help="the sentence that is written (default: its translation)")
     files, learn = ("SOURCE", "TARGET"), "line-aligned files to learn subwords from (default: the text that ships)"
     attention.add_argument("--text", type=Path, nargs=2, metavar=files, help=learn)
     attention.add_argument("--which", choices=TAPS, default="cross", help="which attention (default: %(default)s)")
     attention.add_argument("--layer", type=int, default=0, metavar="N", help="counted from 0 (default: %(default)s)")
-    attention.add_argument("--dtype", choices=("float64", "float32"), default="float32", help="default: %(default)s")
+    attention.add_argument(
+        "--dtype", choices=("float64", "float32"), default="float32", help="of the computation (default: %(default)s)"
+    )
     attention.set_defaults(run=run, picture="attention", draw=_attention)
 
     for picture in (positions, masks, attention):
         picture.add_argument(
             "--out", default=".", metavar="FILE|FOLDER", help="a .png or .svg file, or a folder (default: this one)"
         )
-        picture.add_argument("--format", choices=FORMATS, help="default: as the file is called, or png")
+        picture.add_argument(
+            "--format", choices=FORMATS, help="of the picture (default: that of the name of the file, or png)"
+        )
 
 
 def _positions(options: argparse.Namespace) -> Figure:
@@ -153,7 +159,13 @@ def add_parser_why(commands: Any) -> None:
         epilog=WHY_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("question", nargs="?", choices=QUESTIONS, metavar="sqrt-dk|additive", help="default: both")
+    parser.add_argument(
+        "question",
+        nargs="?",
+        choices=QUESTIONS,
+        metavar="sqrt-dk|additive",
+        help="which claim to measure (default: both)",
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="draw a picture of each answer into this folder")
     parser.add_argument("--format", choices=FORMATS, default="svg", help="of the pictures (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number for machines")

@@ -14,11 +14,10 @@ from typing import Any, TextIO
 
 import reference_numpy as ref
 from reference_numpy.config import TransformerConfig
-from reference_numpy.presets import PRESETS
-from transformer_parity.cli.options import add_backends, positive
+from transformer_parity.cli.options import check_installed, installed_backend
 from transformer_parity.cli.progress import PlainConsole, Progress
+from transformer_parity.cli.train_options import add_options
 from transformer_parity.ports.protocol import Placement
-from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError, printable, refusals
 from transformer_parity.system.interrupts import stop_on_signal
@@ -29,7 +28,6 @@ from transformer_parity.train.log import CURVE, LOG, MODEL, checkpoints, locked,
 from transformer_parity.train.run import Observer, Run, Status
 from transformer_parity.train.start import Changes, Setup, begin, resume
 
-SUBWORDS = RECIPES["text"].vocab_size
 LINE_EVERY = 10.0  # seconds between two lines where no bar can be drawn
 SIZES = {  # option: fields of the model's config
     "d_model": ("d_model",),
@@ -47,105 +45,16 @@ SETTINGS = {  # option: field of the training settings
     "activation_checkpointing": "activation_checkpointing",
 }
 
-EXAMPLES = f"""\
-examples:
-  parity train --task dates --backend jax                   the dates, to more than 99 % exact matches in minutes
-  parity train --text train.en.gz train.de.gz --held-out val.en.gz val.de.gz --backend torch
-  parity train --resume runs/dates-jax --backend tf         go on in another framework, with the very same state
-  parity train --task dates --backend torch,jax,tf --steps 100 --dtype float64
-                                                            in lockstep: same weights, same batches, no dropout
-
-what a run leaves in its folder: checkpoint-*.safetensors (config, weights, optimizer state, position in the data,
-vocabulary: any backend can go on from it), {MODEL} (the final weights, for load_transformer), {LOG} (one JSON
-object a line) and {CURVE}. Ctrl-C and SIGTERM finish the step, save, and print how to go on. A second run in the same
-folder is refused until the first has ended. If the text has moved, name it: --resume RUN --text SOURCE TARGET.
-
-exit code: 0 finished, 3 not started, failed, or Ctrl-C pressed twice, 130 stopped by Ctrl-C, 143 by SIGTERM
-"""
-
 
 def add_parser(commands: Any) -> None:
-    """Describe the options."""
-    parser = commands.add_parser(
-        "train",
-        description="Train a Transformer on generated dates or on your own parallel text: token-bucketed batches, the "
-        "paper's schedule, label smoothing and Adam, validation, checkpoints that every backend can go on from.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    what = parser.add_argument_group("what to train on: one of these, and with --resume the text that has moved")
-    what.add_argument("--task", choices=["dates"], help="human-written dates to ISO 8601, generated as needed")
-    what.add_argument("--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="two line-aligned files")
-    what.add_argument("--held-out", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="text to validate on")
-    what.add_argument("--resume", type=Path, metavar="RUN", help="go on from a run's folder, or from one checkpoint")
-    add_backends(parser, ["torch"])
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the run goes (default: runs/TASK-BACKEND)")
-
-    length = parser.add_argument_group("length")
-    length.add_argument("--steps", type=positive, metavar="N", help=_default("the whole run", "steps"))
-    length.add_argument("--stop-at", type=positive, metavar="N", help="stop after this step, to go on later")
-    length.add_argument("--validate-every", type=positive, metavar="N", help="steps (default: a tenth of the run)")
-    length.add_argument("--save-every", type=positive, metavar="N", help="steps (default: a tenth of the run)")
-    length.add_argument("--keep", type=positive, metavar="N", help="checkpoints (default: as many as --average)")
-    length.add_argument(
-        "--average", type=positive, metavar="N", help=_default("of the last checkpoints, at the end", "average")
-    )
-
-    model = parser.add_argument_group("model")
-    model.add_argument("--preset", choices=list(PRESETS), metavar="NAME", help="conventions (default: paper_base)")
-    model.add_argument("--d-model", type=positive, metavar="N", help=_default("width", "d_model"))
-    model.add_argument("--d-ff", type=positive, metavar="N", help=_default("inner width", "d_ff"))
-    model.add_argument("--heads", type=positive, metavar="N", help=_default("of attention", "num_heads"))
-    model.add_argument("--layers", type=positive, metavar="N", help=_default("in each stack", "num_encoder_layers"))
-    model.add_argument("--vocab-size", type=positive, metavar="N", help=f"subwords of --text (default: {SUBWORDS})")
-    model.add_argument("--dropout", type=float, metavar="P", help=_default("its rate", "dropout"))
-    model.add_argument(
-        "--set", action="append", metavar="FIELD=VALUE", help="any other field, as in embedding_norm=true"
-    )
-
-    optimizer = parser.add_argument_group("optimizer")
-    optimizer.add_argument(
-        "--tokens", type=positive, metavar="N", help=_default("of a batch, padding included", "tokens_per_batch")
-    )
-    optimizer.add_argument(
-        "--factor", type=float, metavar="X", help=_default("times equation (3)", "learning_rate_factor")
-    )
-    optimizer.add_argument("--warmup", type=positive, metavar="N", help=_default("steps", "warmup_steps"))
-    optimizer.add_argument(
-        "--cooldown", type=int, metavar="N", help=_default("last steps, linearly towards zero", "cooldown_steps")
-    )
-    optimizer.add_argument("--clip", type=float, metavar="X", help="the largest norm of the gradient (default: none)")
-    optimizer.add_argument("--accumulate", type=positive, metavar="N", help="slices of a batch, to save memory")
-    optimizer.add_argument(
-        "--mixed-bfloat16", action="store_true", default=None, help="compute in bfloat16 with float32 weights"
-    )
-    optimizer.add_argument(
-        "--activation-checkpointing",
-        action="store_true",
-        default=None,
-        help="keep each layer's input alone, and compute the rest again in the backward pass, to save memory",
-    )
-    optimizer.add_argument("--seed", type=int, metavar="N", help="of weights, batches and dropout (default: 0)")
-
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--dtype", choices=["float64", "float32"], help="(default: float32, or the run's)")
-    machine.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="(default: cpu)")
-    machine.add_argument("--precision", choices=["highest", "fast"], default="highest", help="(default: highest)")
-    parser.set_defaults(run=run)
-
-
-def _default(what: str, field: str) -> str:
-    """Return the help of an option, with the default of each task."""
-    dates, text = (
-        {**vars(recipe), **recipe.model, **recipe.training}[field] for recipe in (RECIPES["dates"], RECIPES["text"])
-    )
-    return f"{what} (default: {dates} for dates, {text} for text)"
+    """Describe the command and its options."""
+    add_options(commands).set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Train, alone in the folder of the run, and return the exit code."""
-    for name in options.backends:
-        PORTS[name].check_installed()
+    options.backends = options.backends or [installed_backend("parity train")]
+    check_installed(options.backends)
     _check_options(options)
     folder = _folder(options)
     with refusals(OSError), locked(folder):
@@ -330,8 +239,8 @@ def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
         console.print(curves.lockstep_table(events))
         console.print(curves.parting(events))
     unit = " %" if metric == "exact match" else ""
-    for who, found in reached.items():
-        console.print(f"{who}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}")
+    for name, found in reached.items():
+        console.print(f"{name}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}")
     if any(event["event"] == "step" for event in events):  # none where a run was only finished here
         curves.draw(events, folder / CURVE)
     files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]

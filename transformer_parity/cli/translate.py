@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from transformer_parity.cli.options import (
+    FALLBACK_HELP,
     add_backends,
     add_languages,
+    add_machine,
     add_search,
+    check_installed,
     directed,
+    installed_backend,
     positive,
     search_options,
 )
@@ -63,11 +67,11 @@ input: one sentence a line, UTF-8 (a file may be gzipped). As many lines come ou
 A score is the log-probability in nats; with --beam, over the length penalty. It is -inf where there is no hypothesis.
 A blank line yields an empty line. So does a line that is too long (for the model's learned positions, or over 4,096
 tokens); a warning on standard error says which, and the exit code is 3. After Ctrl-C, what has been written is complete
-lines from the first on, and standard error says how many lines of the input they answer. If the reader of the output
-leaves, as `head` does, the rest is not translated, and the exit code is 3 too.
+lines from the first on, and standard error says how many lines of the input they answer. If the output is closed early,
+as by `head`, the rest is not translated, and the exit code is 3 too.
 
 --compare prints no translations, but each line that the backends translate differently, with the verdict by the
-float64 reference: a near-tie, where rounding may turn the decision, or a divergence. The last line counts them.
+float64 reference: a near-tie, where rounding may change the decision, or a divergence. The last line counts them.
 
 exit code: 0 all translated, or the same but for near-ties; 1 a divergence; 3 not everything translated or compared
 """
@@ -77,8 +81,8 @@ def add_parser(commands: Any) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "translate",
-        description="Translate text with weights and the vocabulary in their file, which `parity train` or an import "
-        "wrote: as the file says, greedily, or with beam search.",
+        description="Translate text with a weight file that `parity train` or `parity import` wrote, with the "
+        "vocabulary and the search settings in it; greedily, where it has none.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -91,13 +95,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--text", metavar="LINE", help="translate this, and no file")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the text (default: standard input)")
-    add_backends(parser, None, "torch; all of them with --compare")
+    add_backends(parser, None, f"{FALLBACK_HELP}; with --compare all four")
     add_search(parser)
     parser.add_argument(
         "--max-length",
         type=positive,
         metavar="N",
-        help="tokens of a translation (default: as the weights say, or else source length + 50)",
+        help="tokens of a translation (default: as in the weight file, or else source length + 50)",
     )
     add_languages(parser)
     what = parser.add_argument_group("output")
@@ -112,9 +116,10 @@ def add_parser(commands: Any) -> None:
         help="also draw the cross-attention of the first translation: .png or .svg",
     )
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--dtype", choices=EPS, default="float32", help="(default: float32)")
-    machine.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="(default: cpu)")
-    machine.add_argument("--precision", choices=["highest", "fast"], default="highest", help="(default: highest)")
+    machine.add_argument(
+        "--dtype", choices=EPS, default="float32", help="of weights and computation (default: float32)"
+    )
+    add_machine(machine)
     parser.set_defaults(run=run)
 
 
@@ -122,9 +127,8 @@ def run(options: argparse.Namespace) -> int:
     """Translate or compare, and return the exit code."""
     _check_options(options)
     check_writable(options.attention)
-    backends = options.backends or (list(PORTS) if options.compare else ["torch"])
-    for name in backends:
-        PORTS[name].check_installed()
+    backends = options.backends or (list(PORTS) if options.compare else [installed_backend(COMMAND)])
+    check_installed(backends, 2 if options.compare else 1)
     with refusals(OSError, TypeError, ValueError):
         trained = directed(read_trained(options.weights), options)
         search = search_options(options, trained.search, options.max_length, options.nbest)

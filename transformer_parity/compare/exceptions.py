@@ -1,4 +1,4 @@
-"""What an exception inside a port says to the one who wrote it."""
+"""An exception raised inside a port, described for its author."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _follow_greedy(scorer: PrefixScorer, sentence: int, tokens: Tokens, plan: Se
         (best, total), *others = ways.best(2)
         if tokens[:n] != best:
             noise = ways.noise([best, tokens[:n], *(other for other, _ in others)])
-            said = f"{tokens[n - 1]} where the reference says {best[-1]}"
+            said = f"{tokens[n - 1]} where the reference has {best[-1]}"
             doubts.append(Doubt(sentence, n, total - ways.total(tokens[:n]), noise, said))
     if eos_id in tokens[:-1] or not (len(tokens) == limit or (tokens[-1:] == (eos_id,) and len(tokens) < limit)):
         doubts.append(Doubt(sentence, len(tokens), math.inf, 0.0, "the hypothesis does not end where it should"))

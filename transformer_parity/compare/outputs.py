@@ -83,7 +83,7 @@ def _plain(value: ndarray) -> ndarray:
 def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
     """Return what a port is given: read-only copies, rounded to bfloat16 beforehand where that is the dtype.
 
-    Both sides start from the same numbers, and a port that changes its caller's arrays is found out.
+    Both sides start from the same numbers, and a port that changes its caller's arrays is detected.
     """
     found = {}
     for name, array in arrays.items():

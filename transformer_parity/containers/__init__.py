@@ -1,1 +1,1 @@
-"""Files of other people's software, read into NumPy arrays: nothing in them is run, and sizes are bounded first."""
+"""Files of other software, read into NumPy arrays: nothing in them is run, and sizes are bounded first."""

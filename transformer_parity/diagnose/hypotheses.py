@@ -190,5 +190,5 @@ def _fitted(weights: Mapping[str, ndarray], config: TransformerConfig) -> dict[s
         elif name.endswith((".scale", ".bias")):
             fitted[name] = np.full(shape, float(name.endswith(".scale")), np.float32)
         else:
-            raise ValueError(f"nobody knows what {name} would be")
+            raise ValueError(f"no weight or default for {name}")
     return fitted

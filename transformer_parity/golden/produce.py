@@ -51,7 +51,7 @@ def golden_cases(config: TransformerConfig) -> list[Case]:
 
 
 def describe(port: PackagePort | PluginPort, dtypes: Sequence[str], device: str) -> dict[str, Any]:
-    """Return who computes, after making sure that it can do so here."""
+    """Return what computes, after a check that it can do so here."""
     if isinstance(port, PluginPort):
         return {"name": port.name, "versions": port.describe(), "machine": describe_machine()}
     package = port.import_package()

@@ -56,7 +56,7 @@ class Folder:
 
     Attributes:
         path: Where they lie.
-        producer: Who computed them.
+        producer: What computed them.
         config: What model.
         weights: Its parameters by canonical name.
         cases: What it was run on; ``dtypes`` of each are those in which something was computed.
@@ -183,7 +183,7 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
     if stage not in STAGES:
         raise ValueError(f"case {name} must have a stage of {', '.join(STAGES)}: got {stage!r}")
     search = SearchOptions.from_dict(_entry(fields, "search", dict)) if stage == DECODE else None
-    if search is not None and search.num_hypotheses != 1:  # of the others nobody could say why they are others
+    if search is not None and search.num_hypotheses != 1:  # a difference among further ones could not be explained
         raise ValueError(f"num_hypotheses of case {name} must be 1: got {search.num_hypotheses}")
     return Case(
         name,

@@ -38,7 +38,7 @@ def write(
 
     Args:
         path: The folder.
-        producer: Who computed them: ``name``, and what else is worth knowing.
+        producer: What computed them: ``name``, and what else is worth knowing.
         config: What model.
         weights: Its parameters by canonical name.
         computed: The tensors of each case, by dtype and name, in the order of computation.

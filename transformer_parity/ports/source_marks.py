@@ -49,6 +49,13 @@ def differences(code: str, reference: str) -> Marks:
     return Marks(list(_joined(code, changed)), len(changed), len(ours))
 
 
+def note(marks: Marks) -> str:
+    """Return a phrase: how much of the code differs."""
+    if not marks.different:
+        return f"the same {marks.total} tokens"
+    return f"{marks.different} of {marks.total} tokens differ"
+
+
 def _joined(code: str, changed: list[Token]) -> Iterator[tuple[int, int]]:
     """Yield the spans of tokens; those with nothing but blanks between them are one."""
     spans: list[tuple[int, int]] = []

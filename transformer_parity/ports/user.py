@@ -197,7 +197,7 @@ class _PluginTrainer:
 
 
 class _Shown(Replay):
-    """The tap that a port is given: it keeps copies of what was promised, and refuses names that nobody knows."""
+    """The tap that a port is given: it keeps copies of what was promised, and refuses unknown names."""
 
     def __init__(self, promised: Mapping[str, bool], given: Mapping[str, ndarray] | None) -> None:
         super().__init__(replace=given)

@@ -1,4 +1,4 @@
-"""The result as one page for people: self-contained, for a screen of any size, in light and dark, and for paper."""
+"""The result as one page: self-contained, for a screen of any size, in light and dark, and for paper."""
 
 from __future__ import annotations
 

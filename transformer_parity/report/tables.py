@@ -34,7 +34,7 @@ TITLES = {
 
 
 def print_line(console: Console, word: str, style: str, said: str) -> None:
-    """Print a word and what a port or a file has said: one line, however long, so that it can forge no other."""
+    """Print a word and a message of a port or a file: one line, however long, so that it can forge no other."""
     console.print(Text(word, style) + Text(printable(said), "default"), soft_wrap=True)
 
 
@@ -97,7 +97,7 @@ def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdi
 
 
 def print_near_ties(console: Console, findings: Sequence[Finding]) -> None:
-    """Print where a search said something else than the reference, and may: no failure, and not nothing either."""
+    """Print where a search returned something else than the reference, within rounding: no failure."""
     for finding in filter(is_near_tie, findings):
         print_line(console, "NEAR-TIE ", "", f" {finding.backend} {finding.dtype} {finding.case}: {finding.detail}")
 

@@ -53,7 +53,7 @@ def _stream_at(path: Path) -> int | None:
 def _write_into(path: Path, content: Path) -> None:
     """Write into what is no regular file; its reader may leave at any time."""
     number = _stream_at(path)
-    place = path if number is None else os.dup(number)  # a pipe whose reader has left could be opened by nobody
+    place = path if number is None else os.dup(number)  # a pipe whose reader has left cannot be opened
     with suppress(BrokenPipeError), content.open("rb") as source, open(place, "ab") as stream:
         shutil.copyfileobj(source, stream)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from numpy import ndarray
 
-from reference_numpy.checks import check_integer
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import open_file, read_notes, read_vocabulary, read_weights
+from transformer_parity.checkpoints.importer import read_step
 from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.text.kinds import build_vocabulary
 from transformer_parity.text.vocabulary import Vocabulary
@@ -63,10 +63,7 @@ def read_trained(path: Path) -> Trained:
         config, weights = read_weights(description, file)
         stored = read_vocabulary(description, file)
         search = SearchOptions.from_dict(read_notes(description).get("search", {}))
-        step = None
-        if "training" in description:
-            step = description["training"]["step"]
-            check_integer("step", step, minimum=0)
+        step = read_step(description)
     if stored is None:
         raise ValueError(f"{path} holds no vocabulary: parity train writes one, save_weights only when given it")
     try:

@@ -1,0 +1,224 @@
+"""What a newcomer meets first: `parity` alone, an installation without frameworks, a weight file to be described."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import random_weights, tiny_config
+
+import reference_numpy as ref
+from transformer_parity.checkpoints.imported import Imported, Origin
+from transformer_parity.checkpoints.importer import save
+from transformer_parity.cli.main import COMMANDS, main, make_parser
+from transformer_parity.cli.options import NUMPY_ALONE
+from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.ports.registry import PORTS
+from transformer_parity.text.dates import SHIPPED
+
+DATE = "Freitag, 3. Mai 2024"
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Return what lets some frameworks alone be installed."""
+    real = importlib.util.find_spec
+
+    def install(*names):
+        absent = {module for name, port in PORTS.items() for module in port.needs if name not in names}
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else real(name))
+
+    return install
+
+
+def parity(capsys, *arguments):
+    """Run a command and return its exit code and what it printed."""
+    try:
+        code = main(list(map(str, arguments)))
+    except SystemExit as leaving:
+        code = leaving.code
+    return code, *capsys.readouterr()
+
+
+def commands(text):
+    """Return the command lines of `parity` that a text names, one a line."""
+    found = re.findall(r"^ +parity (.*?)(?:  .*)?$", text, re.MULTILINE)
+    return [shlex.split(line) for line in found]
+
+
+def test_alone_it_names_commands_to_begin_with(capsys):
+    code, out, err = parity(capsys)
+    assert (code, err) == (0, "")
+    start = commands(out)
+    assert [words[0] for words in start] == ["translate", "explore", "source", "check", "init-port"]
+    assert {words[0] for words in start} <= COMMANDS.keys()
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_page_and_names_what_it_ends_with(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = parity(capsys, name, "--help")
+    assert code == 0
+    assert [line for line in out.splitlines() if len(line) > 120] == []
+    if name not in ("bench", "show"):  # which have commands of their own
+        assert f"  parity {name}" in out  # an example
+
+
+def options(parser):
+    """Yield every option of a command and of the commands below it, with the command's name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from options(below)
+        else:
+            yield parser.prog, action
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_more_than_its_default(name):
+    found = list(options(make_parser(name)))
+    assert len(found) > 3
+    bare = [
+        f"{command} {action.option_strings or action.dest}"
+        for command, action in found
+        if not re.sub(r"[(;,]? ?default.*", "", action.help or "").strip()
+    ]
+    assert bare == []
+
+
+def test_what_is_named_runs_without_a_framework(capsys, only, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    only()
+    lines = commands("\n".join(NUMPY_ALONE))
+    assert len(lines) == 3
+    for words in lines:
+        code, out, _ = parity(capsys, *words)
+        assert code == 0
+        assert out.startswith("2024-05-03\n") == (words[0] == "translate")
+    assert Path("explore.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "check",
+        "check --backends torch",
+        "selftest",
+        "bench forward --backends jax",
+        "bench import --backends tf",
+        "translate --text x --compare",
+        "translate --text x --backend torch",
+        f"evaluate {SHIPPED} --task dates --backend tf",
+        "train --task dates --backend jax",
+        "explore x --backends torch",
+        "import . --backends jax",
+    ],
+)
+def test_what_needs_a_framework_says_what_to_install_and_what_runs_now(capsys, only, command):
+    only()
+    code, out, err = parity(capsys, *command.split())
+    assert (code, out) == (3, "")
+    first, *below = err.splitlines()
+    assert re.search(r"error: .* not installed: pip install 'transformer-parity\[cli,[a-z,]+\]'$", first)
+    assert tuple(below) == NUMPY_ALONE
+
+
+@pytest.mark.parametrize(
+    ("there", "command", "choice"),
+    [
+        (["torch"], "check", "torch"),
+        (["torch", "tf"], "check", "torch,tf"),
+        ([], "bench forward", "numpy"),
+        (["jax"], "translate --text x --compare", "numpy,jax"),
+    ],
+)
+def test_what_is_installed_can_be_chosen(capsys, only, there, command, choice):
+    only(*there)
+    code, _, err = parity(capsys, *command.split())
+    assert code == 3
+    assert err.endswith(f", or choose from what is installed: --backends {choice}\n")
+
+
+def test_all_that_is_missing_is_named_at_once(capsys, only):
+    only()
+    err = parity(capsys, "check")[2]
+    needed = "torch, jax and tensorflow are not installed: pip install 'transformer-parity[cli,torch,jax,tf]'"
+    assert err.startswith(f"parity check: error: {needed}\n")
+
+
+@pytest.mark.parametrize(("there", "used"), [([], "numpy"), (["tf"], "tf"), (["torch", "jax"], "torch")])
+def test_where_no_backend_is_named_one_that_is_installed_is_used(capsys, only, monkeypatch, there, used):
+    only(*there)
+    loaded = []
+    monkeypatch.setattr(type(PORTS["numpy"]), "load", lambda port, *_: loaded.append(port.name) or _stop())
+    code, _, err = parity(capsys, "translate", "--text", DATE)
+    assert (code, loaded) == (3, [used])
+    note = f"parity translate: torch is not installed: {used} is used\n"
+    assert err.startswith(note) == (used != "torch")
+
+
+def _stop():
+    raise RuntimeError("far enough")
+
+
+def test_a_weight_file_is_described(capsys):
+    code, out, err = parity(capsys, "info", SHIPPED)
+    assert (code, err) == (0, "")
+    words = " ".join(out.split())
+    for part in ("(2.9 MB) family this project preset paper_base", "670,848 parameters in float32", "search greedy"):
+        assert part in words
+    assert "step" not in words
+    found = json.loads(parity(capsys, "info", SHIPPED, "--json")[1])
+    assert found["config"] == ref.load_weights(SHIPPED)[0].to_dict()
+    assert found["vocabulary"] == {"kind": "joint", "sizes": [89, 89], "source_languages": [], "target_languages": []}
+    assert (found["parameters"], found["dtypes"], found["part"], found["step"]) == (670_848, ["float32"], None, None)
+    assert found["bytes"] == Path(SHIPPED).stat().st_size
+
+
+def test_what_was_imported_says_where_from(capsys, tmp_path):
+    config = tiny_config(norm_order="pre", final_norm=True)
+    origin = Origin(format="hf", family="marian\x1b[31m", preset="paper_base", files={"a.bin": "12ab"}, licence="MIT")
+    search = SearchOptions(beam_size=6, max_length=512)
+    model = Imported(config=config, weights=random_weights(config), vocabulary=None, search=search, origin=origin)
+    save(tmp_path / "a", model, "float16")
+    words = " ".join(parity(capsys, "info", tmp_path / "a")[1].split())
+    for part in (
+        "family marian\N{REPLACEMENT CHARACTER}[31m (a folder of Hugging Face's, with config.json) preset paper_base",
+        "norm_order pre for post",
+        "parameters in float16",
+        "vocabulary none search beam 6, length penalty 0.6 (gnmt), at most 512 tokens licence MIT",
+        "from a.bin, SHA-256 12ab",
+    ):
+        assert part in words
+    assert json.loads(parity(capsys, "info", tmp_path / "a", "--json")[1])["origin"] == origin.to_dict()
+
+
+def test_the_nearest_preset_is_named(capsys, tmp_path):
+    sizes = {"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 8, "num_heads": 2, "d_ff": 8}
+    for preset in ("marian", "fairseq", "paper_big"):
+        config = ref.TransformerConfig.preset(preset, **{**sizes, "d_k": 4, "d_v": 4})
+        ref.save_weights(tmp_path / "a", config, ref.init_weights(config, seed=0))
+        found = json.loads(parity(capsys, "info", tmp_path / "a", "--json")[1])
+        assert found["preset"] == {"paper_big": "paper_base"}.get(preset, preset)  # which it is but for its sizes
+        assert found["differences"] == {}
+
+
+def test_what_is_no_weight_file_is_refused(capsys, tmp_path):
+    (tmp_path / "a.pt").write_bytes(b"PK")
+    for path, said in (
+        (tmp_path / "none", f"there is no weight file {tmp_path / 'none'}"),
+        (tmp_path, f"{tmp_path} is a folder: name a weight file in it, or describe it with `parity import {tmp_path}`"),
+        (tmp_path / "a.pt", f"{tmp_path / 'a.pt'} is not a usable weight file: "),
+    ):
+        code, out, err = parity(capsys, "info", path)
+        assert (code, out) == (3, "")
+        assert err.startswith(f"parity info: error: {said}")
+        assert err.count("\n") == 1
+    said = "parity info: error: FILE is described as it is: leave out --vocab and --names\n"
+    assert parity(capsys, "info", SHIPPED, "--vocab", "9", "--names")[2] == said

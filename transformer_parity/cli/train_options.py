@@ -1,0 +1,134 @@
+"""The options of ``parity train`` and their help."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from reference_numpy.presets import PRESETS
+from transformer_parity.cli.options import FALLBACK_HELP, add_backends, add_machine, positive
+from transformer_parity.train.corpora import RECIPES
+from transformer_parity.train.log import CURVE, LOG, MODEL
+
+SUBWORDS = RECIPES["text"].vocab_size
+
+EXAMPLES = f"""\
+examples:
+  parity train --task dates --backend jax                   the dates, to more than 99 % exact matches in minutes
+  parity train --text train.en.gz train.de.gz --held-out val.en.gz val.de.gz --backend torch
+  parity train --resume runs/dates-jax --backend tf         continue in another framework, with exactly the same state
+  parity train --task dates --backend torch,jax,tf --steps 100 --dtype float64
+                                                            in lockstep: same weights, same batches, no dropout
+
+what a run leaves in its folder:
+  checkpoint-*.safetensors   config, weights, optimizer state, position in the data, vocabulary
+  {MODEL:24}   the final weights, for load_transformer and `parity translate`
+  {LOG:24}   one JSON object a line
+  {CURVE:24}   the curves of the losses and of the score
+Every backend can continue from a checkpoint of any other. Ctrl-C and SIGTERM finish the step, save, and print how to
+continue. A second run in the same folder is refused until the first has ended. If the text has moved, name it:
+--resume RUN --text SOURCE TARGET.
+
+exit code: 0 finished, 3 not started, failed, or Ctrl-C pressed twice, 130 stopped by Ctrl-C, 143 by SIGTERM
+"""
+
+
+def add_options(commands: Any) -> argparse.ArgumentParser:
+    """Describe the command and its options, and return its parser."""
+    parser = commands.add_parser(
+        "train",
+        description="Train a Transformer on generated dates or on your own parallel text: token-bucketed batches, the "
+        "paper's schedule, label smoothing and Adam, validation, and checkpoints that every backend can continue.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to train on: one of these, and with --resume the text that has moved")
+    what.add_argument("--task", choices=["dates"], help="human-written dates to ISO 8601, generated as needed")
+    what.add_argument("--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="two line-aligned files")
+    what.add_argument("--held-out", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="text to validate on")
+    what.add_argument("--resume", type=Path, metavar="RUN", help="continue from a run's folder, or from one checkpoint")
+    add_backends(parser, None, FALLBACK_HELP)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the run goes (default: runs/TASK-BACKEND)")
+
+    length = parser.add_argument_group("length")
+    for name, what in {
+        "steps": _default("steps of the whole run", "steps"),
+        "stop-at": "stop after this step, to be continued later",
+        "validate-every": "steps between validations (default: a tenth of the run)",
+        "save-every": "steps between checkpoints (default: a tenth of the run)",
+        "keep": "how many checkpoints to keep (default: as many as --average)",
+        "average": _default("how many of the last checkpoints to average at the end", "average"),
+    }.items():
+        length.add_argument(f"--{name}", type=positive, metavar="N", help=what)
+
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--preset", choices=list(PRESETS), metavar="NAME", help="whose conventions (default: paper_base)"
+    )
+    for name, what in {
+        "d-model": _default("width", "d_model"),
+        "d-ff": _default("inner width", "d_ff"),
+        "heads": _default("attention heads", "num_heads"),
+        "layers": _default("layers in each stack", "num_encoder_layers"),
+        "vocab-size": f"subwords of --text (default: {SUBWORDS})",
+    }.items():
+        model.add_argument(f"--{name}", type=positive, metavar="N", help=what)
+    model.add_argument("--dropout", type=float, metavar="P", help=_default("dropout rate", "dropout"))
+    model.add_argument(
+        "--set",
+        action="append",
+        metavar="FIELD=VALUE",
+        help="any other field of the config, such as embedding_norm=true",
+    )
+
+    optimizer = parser.add_argument_group("optimizer")
+    optimizer.add_argument(
+        "--tokens", type=positive, metavar="N", help=_default("tokens of a batch, padding included", "tokens_per_batch")
+    )
+    optimizer.add_argument(
+        "--factor",
+        type=float,
+        metavar="X",
+        help=_default("factor of the learning rate in equation (3)", "learning_rate_factor"),
+    )
+    optimizer.add_argument(
+        "--warmup", type=positive, metavar="N", help=_default("steps in which the rate rises", "warmup_steps")
+    )
+    optimizer.add_argument(
+        "--cooldown",
+        type=int,
+        metavar="N",
+        help=_default("last steps, in which the rate falls to zero", "cooldown_steps"),
+    )
+    optimizer.add_argument(
+        "--clip", type=float, metavar="X", help="clip the gradient to this norm (default: no clipping)"
+    )
+    optimizer.add_argument(
+        "--accumulate", type=positive, metavar="N", help="split each batch into N slices, to save memory"
+    )
+    optimizer.add_argument(
+        "--mixed-bfloat16", action="store_true", default=None, help="compute in bfloat16 with float32 weights"
+    )
+    optimizer.add_argument(
+        "--activation-checkpointing",
+        action="store_true",
+        default=None,
+        help="keep each layer's input alone, and compute the rest again in the backward pass, to save memory",
+    )
+    optimizer.add_argument("--seed", type=int, metavar="N", help="seed of weights, batches and dropout (default: 0)")
+
+    machine = parser.add_argument_group("machine")
+    machine.add_argument(
+        "--dtype", choices=["float64", "float32"], help="of the weights (default: float32, or that of the run)"
+    )
+    add_machine(machine)
+    return parser
+
+
+def _default(what: str, field: str) -> str:
+    """Return the help of an option, with the default of each task."""
+    dates, text = (
+        {**vars(recipe), **recipe.model, **recipe.training}[field] for recipe in (RECIPES["dates"], RECIPES["text"])
+    )
+    return f"{what} (default: {dates} for dates, {text} for text)"
