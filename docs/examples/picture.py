@@ -1,6 +1,6 @@
 """The picture in the README, docs/explore.png: a page of ``parity explore`` in Chromium.
 
-    python docs/examples/picture.py
+python docs/examples/picture.py
 """
 
 from __future__ import annotations
