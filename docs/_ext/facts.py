@@ -232,7 +232,7 @@ def verdict() -> Iterator[str]:
         compiling = ", ".join(
             f"{TITLES[name]} {spent['compiling']:.0f} s" for name, spent in report["time"]["ports"].items()
         )
-        yield f"It took {report['time']['seconds']:.0f} s. Of the time of each port's process, compiling took: {compiling}."
+        yield f"It took {report['time']['seconds']:.0f} s. Compiling in the process of each port: {compiling}."
     yield stamp(report, report["versions"])
 
 

@@ -1,7 +1,4 @@
-"""The picture in the README, docs/explore.png: a page of ``parity explore`` in Chromium.
-
-python docs/examples/picture.py
-"""
+"""The picture in the README: ``python docs/examples/picture.py`` shows ``parity explore`` in Chromium."""
 
 from __future__ import annotations
 
