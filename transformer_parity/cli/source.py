@@ -93,8 +93,9 @@ def run(options: argparse.Namespace) -> int:
     if not found:
         raise UsageError(*not_found(options.name, packages, asked_for).split("\n"))
     absent = [package.name for package in asked_for if package.name not in found]
-    base = REFERENCE if pieces[REFERENCE] is not None else next(iter(found))
-    shown = list(_compared(found, base, pieces[base].code))
+    reference = pieces[REFERENCE]
+    base = next(iter(found)) if reference is None else REFERENCE
+    shown = list(_compared(found, base, (reference or found[base]).code))
     console = PlainConsole(width=options.width, no_color=options.no_color or None)
     summary = "" if options.docstrings else next(iter(found.values())).summary
     if console.is_terminal or options.width is not None:
