@@ -70,6 +70,13 @@ def test_help_fits_a_page_and_names_what_it_ends_with(name, capsys, monkeypatch)
         assert f"  parity {name}" in out  # an example
 
 
+@pytest.mark.parametrize("name", ["golden", "compare", "explore", "init-port", "evaluate", "bench", "curve"])
+def test_what_is_required_leads_to_examples(name, capsys):
+    code, _, err = parity(capsys, name)
+    assert code == 3
+    assert re.search(rf"parity {name}: error: .* required: .*; `parity {name} --help` has examples\n$", err)
+
+
 def options(parser):
     """Yield every option of a command and of the commands below it, with the command's name."""
     for action in parser._actions:

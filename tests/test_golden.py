@@ -438,7 +438,7 @@ def test_a_missing_case_is_skipped_only_if_its_manifest_says_so(truth, copy, cap
     drop(copy, lambda name: name != STEPS)
     assert compare(truth, copy) == 3
     printed = capsys.readouterr().out
-    assert "FAILED    numpy float64 steps/port: the case is missing, and nothing says that it is left out" in printed
+    assert "FAILED    numpy float64 steps/port: the case is missing, and is not declared as left out" in printed
     assert "INCOMPLETE" in printed
     set_field("left_out", value=[{"case": "steps/*", "reason": "no optimizer yet"}])(copy)
     assert compare(truth, copy) == 0

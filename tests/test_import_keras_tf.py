@@ -91,9 +91,11 @@ def test_logits_are_keras(port, options, ids, tmp_path):
 def test_what_the_weights_do_not_say_is_asked_for(port, tmp_path):
     build().save_weights(tmp_path / "model.weights.h5")
     build().save(tmp_path / "model.keras")
-    with pytest.raises(ValueError, match=r"model.weights.h5 does not say norm_order, activation, layer_norm_epsilon"):
+    with pytest.raises(
+        ValueError, match=r"model.weights.h5 does not contain norm_order, activation, layer_norm_epsilon"
+    ):
         read(tmp_path / "model.weights.h5")
-    with pytest.raises(ValueError, match=r"model.keras does not say pad_id, bos_id, eos_id"):
+    with pytest.raises(ValueError, match=r"model.keras does not contain pad_id, bos_id, eos_id"):
         reader.read(tmp_path / "model.keras", ReadOptions())
 
 

@@ -169,8 +169,14 @@ def without(line):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "model.pt does not say num_heads, norm_order, activation, scale_embedding, position_encoding, position_o"),
-        (without("position_layout"), r"does not say position_layout: put them into \[config\] of a file, for --names"),
+        (
+            "",
+            "model.pt does not contain num_heads, norm_order, activation, scale_embedding, position_encoding, pos",
+        ),
+        (
+            without("position_layout"),
+            r"contain position_layout: put them into \[config\] of a file, for --names",
+        ),
         (without("src_tok"), r"\[names\] must name source_embedding.table;"),
         (without("head.weight"), r"unexpected head.weight \[23, 12\]"),
         (without("head.bias"), r"unexpected head.bias \[23\]"),
@@ -290,7 +296,7 @@ def test_the_annotated_transformer(tmp_path):
 @pytest.mark.parametrize(
     ("options", "edit", "message"),
     [
-        ({}, lambda s: s, "model.pt does not say num_heads"),
+        ({}, lambda s: s, "model.pt does not contain num_heads"),
         ({"num_heads": 5}, lambda s: s, "num_heads must divide d_model"),
         (
             {"num_heads": 3},

@@ -162,7 +162,7 @@ def test_lockstep_shows_where_the_curves_part(backends, tmp_path, capfd):
     assert len(steps) == 5
     assert curves.spread(by_backend).max() < 1e-12
     output = capfd.readouterr().out
-    assert "do not part in 5 steps" in output
+    assert "The curves agree for 5 steps" in output
     assert not list((tmp_path / "run").glob("*.safetensors"))
 
 
@@ -181,7 +181,7 @@ def test_a_mistake_in_one_backend_is_seen_in_lockstep(tmp_path, capfd, monkeypat
 
     monkeypatch.setattr(transformer_torch, "Trainer", EarlyTrainer)
     assert train(tmp_path / "run", "--backend", "numpy,torch", "--steps", 4, "--dtype", "float64") == 0
-    assert "The curves part at step 2," in capfd.readouterr().out
+    assert "The curves diverge at step 2," in capfd.readouterr().out
 
 
 def test_text_is_learned_in_subwords(tmp_path, capfd):

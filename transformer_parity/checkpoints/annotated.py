@@ -88,7 +88,7 @@ def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> Transf
 
     Raises:
         TypeError: A field that is said has the wrong type.
-        ValueError: A tensor that says a size is missing, or what is said describes no model.
+        ValueError: A tensor that determines a size is missing, or what is given describes no model.
     """
     source, target = (state_dict.matrix(tensors, f"{side}_embed.0.lut.weight") for side in ("src", "tgt"))
     shown = {

@@ -119,7 +119,7 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     """Return the config of a model without its special ids.
 
     Raises:
-        ValueError: A variable that says a size is missing, or a flag asks for what is not here.
+        ValueError: A variable that determines a size is missing, or a flag asks for what is not here.
     """
     for name in tensors:
         if name.rpartition("/")[2] in OFF and _flag(tensors, name, 0):

@@ -170,7 +170,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> tu
     """Return the config, and what was decided where options and tensors disagree: sizes and ties are the tensors'.
 
     Raises:
-        ValueError: A tensor that says a size is missing, or options and tensors describe no model that is here.
+        ValueError: A tensor that determines a size is missing, or options and tensors describe no model that is here.
     """
     source, target = (_matrix(tensors, f"{stack}.embed_tokens.weight") for stack in ("encoder", "decoder"))
     output = tensors.get("decoder.output_projection.weight", target)

@@ -116,7 +116,7 @@ def _ids(value: Any) -> list[Any]:
 
 
 def _banned(fields: Mapping[str, Any], config: TransformerConfig) -> list[Any]:
-    """Return the ids that are never said, but padding, which no search of ours says."""
+    """Return the ids that are never written, without padding, which no search of ours writes."""
     words = [_ids(word) for word in fields.get("bad_words_ids") or []]
     if long := [word for word in words if len(word) != 1]:
         raise ValueError(f"bad_words_ids must be single tokens: got {long[0]}")

@@ -28,9 +28,9 @@ class Origin:
     Attributes:
         format: What was read, such as ``hf`` or ``marian``.
         family: The model's name for itself there, such as ``m2m_100``.
-        preset: The preset that it is a point near to.
+        preset: The preset that it is nearest to.
         files: The SHA-256 of each file that was read, by its name.
-        licence: What the files say about their licence; None if they say nothing.
+        licence: The licence that the files name; None if they name none.
     """
 
     format: str
@@ -73,7 +73,7 @@ class Imported:
         vocabulary: What cuts a line into ids; None if there is none beside the weights.
         search: The search that the checkpoint asks for.
         origin: Where it came from.
-        notes: What was decided where the files contradict themselves or say nothing: one sentence each.
+        notes: What was decided where the files are contradictory or incomplete: one sentence each.
         part: Which part of the model the weights are of; None if they are of all of it.
         step: Of the training run whose checkpoint it is; None if it is none.
     """

@@ -95,7 +95,7 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     """Return the config: sizes and ties are those of the tensors.
 
     Raises:
-        ValueError: The settings describe a model that is not here, or a tensor that says a size is missing.
+        ValueError: The settings describe a model that is not here, or a tensor that determines a size is missing.
     """
     model = settings.get("model")
     stacks: list[Any] = [model.get(stack) for stack in ("encoder", "decoder")] if isinstance(model, dict) else [None]

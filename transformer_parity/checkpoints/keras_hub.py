@@ -67,7 +67,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
     Raises:
         OSError: A file cannot be read.
         TypeError: A field that is said has the wrong type.
-        ValueError: The file is damaged or refused, holds another model, or something is not said that no file says.
+        ValueError: The file is damaged or refused, holds another model, or a value is not given that no file contains.
     """
     from transformer_parity.containers import hdf5
 
@@ -178,7 +178,7 @@ def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> Transf
 
     Raises:
         TypeError: A field that is said has the wrong type.
-        ValueError: A tensor that says a size is missing, or what is said describes no model.
+        ValueError: A tensor that determines a size is missing, or what is given describes no model.
     """
     tables = [matrix(tensors, NAMES[j].foreign) for j in range(3)]
     shown = {

@@ -110,7 +110,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> Tr
     """Return the config of a model without its padding: sizes and ties as the tensors have them.
 
     Raises:
-        ValueError: A tensor that says a size is missing, or the options describe no model.
+        ValueError: A tensor that determines a size is missing, or the options describe no model.
     """
     tables = [_table(tensors, f"{stack}_Wemb") for stack in ("encoder", "decoder")]
     untied = any(f"decoder_ff_logit_out_{kind}" in tensors for kind in ("W", "Wt"))

@@ -164,7 +164,7 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     """Return the config; ties are those of the tensors.
 
     Raises:
-        ValueError: A tensor that says a size is missing, or the options describe no model.
+        ValueError: A tensor that determines a size is missing, or the options describe no model.
     """
     source, target = (matrix(tensors, f"{prefix}.emb_luts.0.weight") for prefix in TABLES.values())
     output = matrix(tensors, "generator.weight")

@@ -199,7 +199,7 @@ def _translations(model: Any, imported: Imported) -> tuple[list[list[int]], list
     found = PORTS["torch"].load(config, imported.weights, Placement("float64")).search(ids, options)
     settings = model.generation_config
     settings.max_length, settings.max_new_tokens = None, longest
-    settings.bad_words_ids = [*(settings.bad_words_ids or []), [config.pad_id]]  # no search here says padding
+    settings.bad_words_ids = [*(settings.bad_words_ids or []), [config.pad_id]]  # no search here returns padding
     with torch.no_grad():
         theirs = model.generate(input_ids=torch.tensor(ids), attention_mask=torch.tensor(ids != config.pad_id))
     return [_ended(row, config) for row in found.ids.tolist()], [_ended(row, config) for row in theirs[:, 1:].tolist()]

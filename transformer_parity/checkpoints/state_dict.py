@@ -1,4 +1,4 @@
-"""State dicts of PyTorch whose file says little: the tensors, and what their user adds to them.
+"""State dicts of PyTorch whose file holds little: the tensors, and what their user adds to them.
 
 A user's TOML file may have three tables: ``[config]`` with fields of the config that no tensor shows, ``[names]`` with
 the user's name of each parameter that a format does not name, by its canonical name, and ``[file]`` with ``state``, the
@@ -31,7 +31,7 @@ ROUNDED = 1e-6  # for each position: angles of float32
 
 @dataclass(frozen=True)
 class UserNames:
-    """What a user says about a state dict: see above."""
+    """What a user declares about a state dict: see above."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -95,13 +95,13 @@ def read_state(path: Path, key: str = "") -> dict[str, ndarray]:
 
 
 def needed_fields(said: Mapping[str, Any], needed: Iterable[str], what: str) -> None:
-    """Refuse a state dict of which something is not said that no tensor shows.
+    """Refuse a state dict that lacks a value that no tensor shows.
 
     Raises:
         ValueError: Fields are missing; the message lists them.
     """
     if missing := [name for name in needed if name not in said]:
-        raise ValueError(f"{what} does not say {', '.join(missing)}: put them into [config] of a file, for --names")
+        raise ValueError(f"{what} does not contain {', '.join(missing)}: put them into [config] of a file, for --names")
 
 
 def count_layers(names: Iterable[str], prefix: str) -> int:
@@ -111,7 +111,7 @@ def count_layers(names: Iterable[str], prefix: str) -> int:
 
 
 def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
-    """Return a tensor that says a size.
+    """Return a tensor that determines a size.
 
     Raises:
         ValueError: It is missing, or no matrix.

@@ -1,7 +1,7 @@
 """torch.nn.Transformer's state dict, inside a user's model: the names of the rest are the user's.
 
-A user says in a TOML file (see ``state_dict``) how the embeddings and the output are called, and what no tensor shows:
-heads, order of norms, activation, positions, scale and special ids. Nothing of it is guessed.
+A user declares in a TOML file (see ``state_dict``) how the embeddings and the output are called, and what no tensor
+shows: heads, order of norms, activation, positions, scale and special ids. Nothing of it is guessed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ EXPRESSIBLE: dict[str, tuple[object, ...]] = {
 
 
 def recognises(path: Path) -> bool:
-    """Return False: whose model it is and what it computes, no file says."""
+    """Return False: no file tells which model it is, or what it computes."""
     return False
 
 
@@ -119,7 +119,7 @@ def config_of(tensors: Mapping[str, ndarray], said: UserNames) -> TransformerCon
 
     Raises:
         TypeError: A field that is said has the wrong type.
-        ValueError: A tensor that says a size is missing or not named, or what is said describes no model.
+        ValueError: A tensor that determines a size is missing or not named, or what is given describes no model.
     """
     names, p = said.names, said.prefix
     if missing := [name for name in ("source_embedding.table", "target_embedding.table") if name not in names]:

@@ -208,7 +208,7 @@ def _verdict(options: argparse.Namespace, proof: list[Agreement]) -> int:
 
 
 def _summary(options: argparse.Namespace, imported: Imported, proof: list[Agreement]) -> dict[str, Any]:
-    """Return everything that was said, for machines."""
+    """Return description and proof, for machines."""
     return {
         "path": str(options.path),
         "out": str(options.out) if options.out else None,

@@ -70,6 +70,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message, and exit."""
+        if "are required" in message:
+            message += f"; `{self.prog} --help` has examples"
         self.print_usage(sys.stderr)
         self.exit(INCOMPLETE, f"{self.prog}: error: {printable(message)}\n")
 

@@ -24,12 +24,12 @@ REFERENCE = PORTS["numpy"].package
 COLUMN = 60  # characters that a column of code needs to be readable
 MARGIN = 2  # characters before each line, with a mark where it differs
 FRAME = 4 + MARGIN  # characters of each column that are border, padding and margin
-MARK, MARKED = "> ", "bold underline"
+MARK, MARKED = "> ", "reverse"  # without colours too, and no style of the theme
 
 DESCRIPTION = """\
 Print the same class, function, method or module of the four packages: side by
 side where the terminal is wide enough, one below the other where it is not.
-Tokens that the NumPy reference does not have there are underlined, and their
+Tokens that the NumPy reference does not have there are highlighted, and their
 lines begin with ">"; in a pipe, a comment below each line has ^ under them.
 Without a name, list what there is. No framework is imported, or needed.
 """
@@ -93,8 +93,9 @@ def run(options: argparse.Namespace) -> int:
     if not found:
         raise UsageError(*not_found(options.name, packages, asked_for).split("\n"))
     absent = [package.name for package in asked_for if package.name not in found]
-    base = REFERENCE if pieces[REFERENCE] is not None else next(iter(found))
-    shown = list(_compared(found, base, pieces[base].code))
+    reference = pieces[REFERENCE]
+    base = next(iter(found)) if reference is None else REFERENCE
+    shown = list(_compared(found, base, (reference or found[base]).code))
     console = PlainConsole(width=options.width, no_color=options.no_color or None)
     summary = "" if options.docstrings else next(iter(found.values())).summary
     if console.is_terminal or options.width is not None:
@@ -164,7 +165,7 @@ def _print_panels(console: PlainConsole, name: str, summary: str, shown: Sequenc
 
 
 def _highlight(shown: Shown, width: int) -> Text:
-    """Colour the code, underline what differs, and continue lines that are too long with a deeper indent."""
+    """Colour the code, highlight what differs, and continue lines that are too long with a deeper indent."""
     coloured = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(shown.piece.code)
     for start, stop in shown.spans:
         coloured.stylize(MARKED, start, stop)

@@ -104,7 +104,7 @@ def searched_log_probabilities(logits: ndarray, ids: ndarray, plan: SearchPlan) 
 
     Args:
         logits: [R, n, V].
-        ids: What each row says, [R, n - 1] or [R, n], without the start symbol.
+        ids: What each row holds, [R, n - 1] or [R, n], without the start symbol.
         plan: Of the search; its limits are those of the rows, or of the one sentence that all rows are about.
     """
     plan = plan._replace(limits=np.broadcast_to(plan.limits, len(logits)))

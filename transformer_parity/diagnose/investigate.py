@@ -233,7 +233,7 @@ def _of_names(found: Diagnosis, detail: str) -> Diagnosis:
     promise = f"what is shown is not what was promised: {detail}"
     if found.confidence == EXACT:
         return replace(found, signatures=(promise, *found.signatures))
-    return replace(found, sentence=f"{promise}. Beside that, {found.sentence}")
+    return replace(found, sentence=f"{promise}. Besides, {found.sentence}")
 
 
 def _of_error(evidence: Evidence, case: Case) -> list[str]:

@@ -84,8 +84,8 @@ def of_path(loaded: LoadedPort, case: Case, tolerance: float) -> str:
     fast, explicit = (loaded.run(case.block, given(case.inputs, "float64"), taps=taps).output for taps in (False, True))
     error = distance("output", {"output": fast}, {"output": explicit})
     if error <= tolerance / 2:
-        return "the difference does not come again: an earlier run left it, such as an input that was written to"
-    return f"without taps the output is another than with them (error {error:.0e}): fused attention, or compilation"
+        return "the difference is not reproduced: an earlier run caused it, for example by writing to an input"
+    return f"the output without taps differs from that with taps (error {error:.0e}): fused attention, or compilation"
 
 
 def is_random(loaded: LoadedPort, case: Case) -> str:

@@ -105,7 +105,7 @@ def _audit(port: Port, case: Case, placement: Placement, progress: Callable[[str
             for name, weight in weights.items()
             if first_change(expected, run_reference({**weights, name: _disturbed(weight)}), CHANGED["float64"]) == first
         ]
-        found = f"it is another one at every load: it is not set from the given weights, as {first} shows"
+        found = f"it changes at every load: it is not set from the given weights, as {first} shows"
         return [
             Fate(name, RANDOM, f"{found}{'' if len(reads) == 1 else ' (it, or another that is read there)'}")
             for name in reads

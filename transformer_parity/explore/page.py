@@ -111,7 +111,7 @@ def ladder(view: View, scale: Scale) -> list[dict[str, Any]]:
 
 
 def _step(names: Sequence[str], entries: Sequence[View | None], scale: Scale) -> dict[str, Any]:
-    """Return what the ladder says of one tap."""
+    """Return what the ladder shows of one tap."""
     shown = {name: entry for name, entry in zip(names, entries, strict=True) if entry is not None}
     verdicts = {name: entry["verdict"] for name, entry in shown.items()}
     worst = next((verdict for verdict in (INTRODUCED, INHERITED) if verdict in verdicts.values()), "")

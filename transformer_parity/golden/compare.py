@@ -1,7 +1,7 @@
 """Compare two folders of golden vectors.
 
-A says what is computed: config, weights, inputs and cases. The NumPy reference computes it again, and both folders are
-compared with that: A is not taken on trust.
+A defines what is computed: config, weights, inputs and cases. The NumPy reference computes it again, and both folders
+are compared with that: A is not taken on trust.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Pair:
 
     Attributes:
         name: The name of the model, empty where there is only one.
-        truth: A, which says what is computed.
+        truth: A, which defines what is computed.
         candidate: B, which is compared.
         stages: What was asked for.
     """
@@ -144,7 +144,7 @@ def _compare_case(pair: Pair, case: Case, dtype: str, reference: Reference) -> I
     if not candidate.holds(case, dtype):
         if truth.holds(case, dtype) and dtype in candidate.dtypes:
             why = candidate.why_not(case, dtype)
-            unsaid = "the case is missing, and nothing says that it is left out"
+            unsaid = "the case is missing, and is not declared as left out"
             yield author.skipped(FILES, why) if why else author.failed(FILES, unsaid)
         return
     setting = Setting((dtype,))

@@ -128,7 +128,7 @@ def _components(result: Result) -> dict[str, Any]:
 
 
 def _diagnoses(entries: Iterable[Result]) -> list[dict[str, Any]]:
-    """Take together what says the same of several cases."""
+    """Merge what is the same in several cases."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for entry in _main_first(entries):
         key = tuple(entry["hypotheses"]) or (entry["sentence"],)
@@ -168,7 +168,7 @@ def _tree(blame: Result) -> dict[str, Any]:
 
 
 def _part(node: Node, first: Mapping[str, int]) -> dict[str, Any]:
-    """Return a node with all that the page says of it; open where something is introduced first."""
+    """Return a node with all that the page shows of it; open where something is introduced first."""
     marks = list(node.marks())
     return {
         "name": node.name,
@@ -176,7 +176,7 @@ def _part(node: Node, first: Mapping[str, int]) -> dict[str, Any]:
         "mark": node.mark,
         "count": len(marks),
         "failing": sum(mark.verdict != FINE for mark in marks),
-        "guilty": sum(mark.verdict == INTRODUCED for mark in marks),
+        "origin": sum(mark.verdict == INTRODUCED for mark in marks),
         "is_open": any(mark.name in first for mark in marks),
         "others": first.get(node.mark.name, 0) if node.mark else 0,
         "parts": [_part(part, first) for part in node.parts],

@@ -33,7 +33,7 @@ class Cell:
 
 @dataclass
 class Row:
-    """A tap, and what each column says of it; None where a column has no such tap."""
+    """A tap, and its cell in each column; None where a column has no such tap."""
 
     tap: str
     block: str

@@ -91,7 +91,7 @@ def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdi
         print_line(console, f"{WORDS[finding.verdict]:9}", STYLES[finding.verdict], f" {where}: {detail}")
     if verdict.undecided:
         names = ", ".join(verdict.undecided)
-        console.print(f"Whether {names} lost only precision stays open: compare in float64 too.")
+        console.print(f"Whether {names} lost only precision is not known: compare in float64 too.")
     if len(by_text) > limit:
         console.print(f"... and {len(by_text) - limit} more; --json holds them all.")
 

@@ -36,7 +36,7 @@ class Form:
         languages: Which table of ``data/languages.json``.
         token: The token of a code.
         code_first: Whether it stands before what is read, or behind its end symbol.
-        is_start: Whether the decoder starts with the code of the target, or says it as its first token.
+        is_start: Whether the decoder starts with the code of the target, or writes it as its first token.
         tidies: Whether texts are without spaces before punctuation, unless the settings say something else.
     """
 
@@ -117,7 +117,7 @@ class MultilingualVocabulary(Vocabulary):
         return [*self._from, *pieces, self._end] if self._code_first else [*pieces, self._end, *self._from]
 
     def target_ids(self, line: str) -> list[int]:
-        """Return the code of the target language if the model says it, the pieces and the end symbol."""
+        """Return the code of the target language if the model writes it, the pieces and the end symbol."""
         return [*self.forced_ids, *self._engine.ids(line), self._end]
 
     def text(self, ids: Iterable[int]) -> str:
@@ -181,7 +181,7 @@ class TokenizerVocabulary(Vocabulary):
         return self._engine.framed(line)
 
     def target_ids(self, line: str) -> list[int]:
-        """Return the ids of a line in its template: the model says all of it."""
+        """Return the ids of a line in its template: the model writes all of it."""
         return self._engine.framed(line)
 
     def text(self, ids: Iterable[int]) -> str:

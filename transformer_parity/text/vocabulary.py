@@ -60,11 +60,11 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def target_ids(self, line: str) -> list[int]:
-        """Return the ids of a translation, as the model says them: from the forced ones to the end symbol."""
+        """Return the ids of a translation, as the model writes them: from the forced ones to the end symbol."""
 
     @abstractmethod
     def text(self, ids: Iterable[int]) -> str:
-        """Return what a translation says, without special symbols."""
+        """Return the text of a translation, without special symbols."""
 
     @abstractmethod
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:

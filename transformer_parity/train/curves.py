@@ -100,10 +100,10 @@ def parting(events: Sequence[dict[str, Any]]) -> str:
     steps, by_backend = losses(events)
     apart = spread(by_backend)
     beyond = np.flatnonzero(~(apart <= PARTED))
-    most = f"at the most they are {np.nanmax(apart):.1e} of the loss apart"
+    most = f"the losses differ by at most {np.nanmax(apart):.1e}, relative"
     if not beyond.size:
-        return f"The curves do not part in {len(steps):,} steps: {most}."
-    return f"The curves part at step {steps[beyond[0]]:,}, by more than {PARTED:.0e} of the loss: {most}."
+        return f"The curves agree for {len(steps):,} steps: {most}."
+    return f"The curves diverge at step {steps[beyond[0]]:,}, by more than {PARTED:.0e} of the loss: {most}."
 
 
 def milestones(last: int) -> list[int]:

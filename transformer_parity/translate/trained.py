@@ -26,7 +26,7 @@ class Trained:
         config: The model.
         weights: One array per canonical name.
         vocabulary: What cuts a line into ids.
-        search: How the file says to search; greedily, if it says nothing.
+        search: The search settings of the file; greedy search, if it has none.
     """
 
     path: Path
