@@ -29,7 +29,7 @@ NEEDS = {"tour": "all", "one-attention": "all", "broken-port": "torch", "train-a
 NAMES = list(NEEDS)
 SECONDS = 180  # of a processor that a notebook may take, frameworks imported and compiled anew
 MOST_BYTES = 70_000  # of the figures of a page: the rest of a page weighs as much as it may otherwise
-FENCE = re.compile(r"^```\{code-cell\} ipython3\n((?::\w+: .*\n)*)\n?(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```\{code-cell\} ipython3\n((?::\w+: [^\n]*\n)*)\n?(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
@@ -80,7 +80,7 @@ def test_every_notebook_is_known_and_listed():
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(NAMES)
     assert {path.stem for path in FOLDER.glob("*.md")} == {*NAMES, "index"}
     index = (FOLDER / "index.md").read_text("utf-8")
-    assert re.findall(r"^([\w-]+)$(?<!```)", index.partition("{toctree}")[2], re.MULTILINE) == NAMES
+    assert re.findall(r"^([\w-]+)$", index.partition("{toctree}")[2], re.MULTILINE) == NAMES
     assert re.findall(r"\{download\}`([\w-]+)\.ipynb`", index) == NAMES
 
 
@@ -89,8 +89,8 @@ def test_what_is_stored_is_of_the_current_source(name):
     prose, code = source(name)
     path = FOLDER / f"{name}.ipynb"
     assert [code_cells.joined(cell["source"]) for cell in stored(path, "code")] == code
-    kept = "".join(code_cells.joined(cell["source"]) for cell in stored(path, "markdown"))
-    assert kept.split() == "".join(prose).split()
+    kept = "\n".join(code_cells.joined(cell["source"]) for cell in stored(path, "markdown"))
+    assert kept.split() == "\n".join(prose).split()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,7 +121,7 @@ def test_the_site_refuses_outputs_of_other_code():
         code_cells.outputs("tour", 0, code[0] + " ")
     with pytest.raises(ExtensionError, match=f"code cell {len(code)} of"):
         code_cells.outputs("tour", len(code), code[0])
-    with pytest.raises(ExtensionError, match="nothing.ipynb is not there: run python docs/notebooks/run.py nothing"):
+    with pytest.raises(ExtensionError, match=r"nothing.ipynb is not there: run python docs/notebooks/run.py nothing"):
         code_cells.outputs("nothing", 0, "")
 
 

@@ -348,6 +348,8 @@ SHOWN = (
     "paper/positions.html",
     "paper/training.html",
     "paper/search.html",
+    "notebooks/tour.html",
+    "notebooks/broken-port.html",
     "how-to/import.html",
     "how-to/find-the-bug.html",
     "how-to/train.html",

@@ -1,7 +1,7 @@
 """The directive ``code-cell``: the code of a notebook, and what it printed and drew when it was executed.
 
-The notebooks are MyST sources that Jupyter opens through Jupytext. Their outputs are those of the ``.ipynb`` beside them,
-which ``docs/notebooks/run.py`` writes. A cell whose stored code is another one fails the build.
+The notebooks are MyST sources that Jupyter opens through Jupytext. Their outputs are those of the ``.ipynb`` beside
+them, which ``docs/notebooks/run.py`` writes. A cell whose stored code is another one fails the build.
 """
 
 from __future__ import annotations

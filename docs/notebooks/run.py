@@ -4,8 +4,8 @@
     python docs/notebooks/run.py tour                 only this one
     python docs/notebooks/run.py tour --out FOLDER    into another folder
 
-The site shows the stored outputs; tests/test_notebooks.py executes the sources again and compares. A cell that raises, or
-that writes to standard error, fails the command, and the old file stays.
+The site shows the stored outputs; tests/test_notebooks.py executes the sources again and compares. A cell that raises,
+or that writes to standard error, fails the command, and the old file stays.
 """
 
 from __future__ import annotations
