@@ -27,6 +27,7 @@ extensions = [
     "myst_parser",
     "sphinx.ext.napoleon",
     "autoapi.extension",
+    "code_cells",
     "formulas",
     "panes",
     "example_numbers",

@@ -378,6 +378,8 @@ SHOWN = (
     "paper/training.html",
     "paper/search.html",
     "how-to/checkpoints.html",
+    "notebooks/tour.html",
+    "notebooks/broken-port.html",
     "how-to/import.html",
     "how-to/find-the-bug.html",
     "how-to/train.html",
