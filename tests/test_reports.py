@@ -272,7 +272,7 @@ def check_page(page: Page, result: dict) -> None:
     assert page.count("tr", "fails") + page.count("tr", "fine") == rows_of(result) == 2 * len(TAPS)
     assert page.count("tr", "fails") == len(TAPS) - TAPS.index(GUILTY) + 2
     assert page.count("em", "introduced") == 2  # float64 and float32
-    assert page.count("path", "guilty") == 2
+    assert page.count("path", "origin") == 2
     assert page.count("li", "introduced") == 2 * 3  # the layer, its attention, the scores; in both trees
     assert page.count("article", "port") == 2
     assert page.count("div", "explorer") == 1
