@@ -21,11 +21,11 @@ FORMATS = ("png", "svg")
 DPI = 150
 
 # Okabe and Ito (2008): distinct for every kind of colour vision, on white and in print.
-BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"
-OCHRE = "#a87400"  # their orange, darker: as it is it has a contrast of 2.2 to 1 on white
+BLUE, VERMILION = "#0072b2", "#d55e00"
+GREEN = "#008a5f"  # their green, darker: as it is it has a contrast of 3.4 to 1 on white
 GREY = "#767676"
 GOOD, BAD = BLUE, VERMILION
-BACKENDS = {"numpy": GREY, "torch": VERMILION, "jax": BLUE, "tf": OCHRE}
+BACKENDS = {"numpy": GREY, "torch": VERMILION, "jax": BLUE, "tf": GREEN}
 OTHERS = "#8fbfdf"  # implementations that are not ours
 ALLOWED, FORBIDDEN = "#4a90c8", "#e9edf2"  # pairs of a mask
 ZERO, PLUS, MINUS = "#fafaf8", "#004682", "#be4b00"  # ends of the scale of a map from -1 to 1
@@ -46,7 +46,7 @@ PAGE = {
     "numpy": (GREY, "#9aa0a6"),
     "torch": (VERMILION, "#f0803c"),
     "jax": (BLUE, "#56b4e9"),
-    "tf": (OCHRE, ORANGE),
+    "tf": (GREEN, "#3fc79a"),
     "other": ("#b0568f", "#dd8fc2"),
 }
 
