@@ -94,6 +94,10 @@ ZIPPED = {  # the pickle, and a part of what is said about it
     "a state that changes a tensor": (state(a_tensor() + ELSEWHERE), "no attribute"),
     "a memo of 2 billion": (b"\x80\x02Nr\xff\xff\xff\x7f.", "up to 2,147,483,647"),
     "tuples 3 million deep": (DEEP, "over 100 tuples"),
+    "a tuple twice in the next, 60 times": (
+        b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"Ns.",
+        "more than 10,000,000 values",
+    ),
     "a text of 4 GiB": (b"\x80\x02X\xff\xff\xff\xff.", "expected 4294967295 bytes"),
     "a pickle that does not end": (b"\x80\x02}", "not a usable file"),
     "no values on the stack": (b"\x80\x02\x86.", "what is not there"),

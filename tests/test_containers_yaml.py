@@ -34,6 +34,7 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("a
         ("a: &a {b: *a}", r"it has an alias, \*a"),
         ("[" * 3_000, "is not usable YAML"),
         ("a: " + "x" * 2**18, "must have at most 262,144 bytes"),
+        ("a: 1" + ":9" * 100_000, "it has a number of 200,001 characters"),
         ("a: [1", "is not usable YAML"),
         ("a: \x00", "is not usable YAML"),
         (b"a: \xff\xfe\xfa", "is not usable YAML"),

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -412,6 +413,44 @@ def test_the_licence_and_what_was_read_are_remembered(folder, tmp_path):
     assert origin == found.origin
     assert (origin.format, origin.family, origin.preset, origin.licence) == ("hf", "marian", "marian", "cc-by-4.0")
     assert set(origin.files) >= {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_a_readme_of_empty_lines_takes_no_time(folder):
+    for text in ("---" + "\n" * 3_000_000, "---\n" + "\n--" * 1_000_000):
+        (folder / "README.md").write_text(text)
+        start = time.process_time()
+        assert import_checkpoint(folder).origin.licence is None
+        assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize("name", ["source.spm", "target.spm", "vocab.json", "tokenizer_config.json"])
+def test_no_file_of_a_vocabulary_is_read_from_elsewhere(folder, tmp_path, name):
+    test_vocabularies.write(folder, test_vocabularies.marian_files(test_vocabularies.train(size=300)))
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    found = import_checkpoint(folder)
+    assert found.vocabulary is None
+    assert f"{name} is a link that leads out of its folder" in found.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_beams": 10**9}, "beam_size of a search in a file must be at most 1,000: got 1,000,000,000"),
+        ({"max_new_tokens": 10**9}, "max_length of a search in a file must be at most 65,536: got 1,000,000,000"),
+        ({"no_repeat_ngram_size": 10**9}, "no_repeat_ngram_size of a search in a file must be at most 1,000: got 1,"),
+        ({"forced_bos_token_id": 31}, r"forced_ids must lie in \[0, 31\): got 31"),
+        ({"decoder_start_token_id": 31}, r"start_id must lie in \[0, 31\): got 31"),
+        ({"bad_words_ids": [[31]]}, r"banned_ids must lie in \[0, 31\): got 31"),
+        ({"bad_words_ids": 5}, "bad_words_ids must be a list: got 5"),
+        ({"max_length": [5]}, r"max_length must be an integer: got \[5\]"),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_refused(folder, fields, message):
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ValueError, match=message):
+        import_checkpoint(folder)
 
 
 CONFIG = ref.TransformerConfig.preset("marian", source_vocab_size=31, target_vocab_size=31)

@@ -319,6 +319,13 @@ def test_rules_and_options_come_back_from_json():
         ([], TypeError, "search options must be a mapping of field names: got list"),
         ({"min_length": 0}, ValueError, "min_length must be at least 1: got 0"),
         ({"start_id": -1}, ValueError, "start_id must be at least 0: got -1"),
+        ({"length_penalty": "x"}, TypeError, "length_penalty must be a number: got 'x'"),
+        ({"max_length": 70_000}, ValueError, "max_length of a search in a file must be at most 65,536: got 70,000"),
+        (
+            {"rules": {"no_repeat_ngram_size": 1001}},
+            ValueError,
+            "no_repeat_ngram_size of a search in a file must be at most 1,000: got 1,001",
+        ),
     ):
         with pytest.raises(error) as caught:
             SearchOptions.from_dict(fields)

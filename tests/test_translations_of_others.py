@@ -18,6 +18,7 @@ from transformer_parity.cli.main import main
 from transformer_parity.figures.attention import Asked, draw_attention
 from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.text.kinds import read_vocabulary_folder
+from transformer_parity.translate.lines import Line
 from transformer_parity.translate.trained import read_trained
 
 TEXT = LINES[:200:2]  # English; the file in between is German
@@ -130,6 +131,12 @@ def test_a_blank_line_is_left_blank_and_codes_may_stand_in_the_text(opus, capfd)
     told = translate(capfd, model, [f">>deu<<{line}" for line in TEXT[:9]], "--backend", "numpy")
     assert translate(capfd, model, TEXT[:9], "--backend", "numpy", "--to", "deu") == told
     assert told[1] != expected[:9]
+
+
+def test_a_line_of_spaces_is_blank_even_where_spaces_have_ids():
+    """Byte-level pieces number each of them."""
+    assert not Line(1, " \t ", [0, 7, 7, 7, 2], most=99, least=3).can_be_translated
+    assert Line(1, " a ", [0, 7, 8, 7, 2], most=99, least=3).can_be_translated
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -234,9 +234,12 @@ def _licence(path: Path) -> str | None:
     if not has(path, "README.md"):
         return None
     text = read_bytes(member(path, "README.md"), 2**22).decode("utf-8", "replace")
-    front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-    found = re.search(r"^license:[ \t]*(\S[^\n]*)$", front[1], re.MULTILINE) if front else None
-    return found[1].strip()[:200] if found else None
+    first, *lines = text.splitlines() or [""]
+    if first.rstrip() != "---":
+        return None
+    front = takewhile(lambda line: not line.startswith("---"), lines)
+    found = (line.removeprefix("license:").strip() for line in front if line.startswith("license:"))
+    return next(found, "")[:200] or None
 
 
 def family_for(config: TransformerConfig) -> str:

@@ -193,7 +193,8 @@ def config_of(name: str, fields: Mapping[str, Any], tie_embeddings: str, rows: i
         TypeError: A field has the wrong type.
     """
     family = FAMILIES[name]
-    if (activation := fields["activation_function"]) not in ACTIVATIONS:
+    activation = fields["activation_function"]
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation_function must be one of {', '.join(ACTIVATIONS)}: got {activation!r}")
     source = fields["src_vocab_size"] if name == "fsmt" else fields["vocab_size"]
     target = fields["tgt_vocab_size"] if name == "fsmt" else source

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from reference_numpy.checks import check_integer
 from reference_numpy.config import TransformerConfig
 from reference_numpy.search_plan import SearchRules
 from transformer_parity.ports.protocol import SearchOptions
@@ -26,6 +27,7 @@ UNKNOWN: Mapping[str, tuple[Any, ...]] = {
     "begin_suppress_tokens": (None, []),
     "remove_invalid_values": (None, False),
 }
+INTEGERS = ("num_beams", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size")
 STOPS = {None: "current", False: "current", True: "first", "never": "attainable"}  # by early_stopping
 LONGEST = 512  # tokens, the start symbol included: what is written for a search whose limit follows the source
 
@@ -84,6 +86,12 @@ def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> S
     for name in ("eos_token_id", "forced_eos_token_id"):
         if fields.get(name) is not None and _ids(fields[name]) != [config.eos_id]:
             raise ValueError(f"{name} must be the model's end symbol, {config.eos_id}: got {fields[name]!r}")
+    for name in INTEGERS:
+        if fields.get(name) is not None:
+            check_integer(name, fields[name], minimum=0)
+    for name in ("bad_words_ids", "suppress_tokens"):
+        if not isinstance(fields.get(name), list | None):
+            raise TypeError(f"{name} must be a list: got {fields[name]!r:.60}")
     early = fields.get("early_stopping")
     if not isinstance(early, bool | str | None) or early not in STOPS:
         raise ValueError(f"early_stopping must be false, true or 'never': got {early!r}")

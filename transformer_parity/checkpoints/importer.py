@@ -57,9 +57,25 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
         raise FileNotFoundError(f"there is no file or folder {path}")
     name = as_ or recognised(path)
     try:
-        return module_of(name).read(path, options or ReadOptions())
+        imported = module_of(name).read(path, options or ReadOptions())
+        check_search(imported.search, imported.config)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be imported: {error}") from error
+    return imported
+
+
+def check_search(search: SearchOptions, config: TransformerConfig) -> None:
+    """Refuse a search that a file of ours could not hold, or that names ids which its model does not have.
+
+    Raises:
+        ValueError: See above.
+    """
+    SearchOptions.from_dict(search.to_dict())
+    start = () if search.start_id is None else (search.start_id,)
+    named = {"start_id": start, "forced_ids": search.rules.forced_ids, "banned_ids": search.rules.banned_ids}
+    for name, ids in named.items():
+        if max(ids, default=0) >= config.target_vocab_size:
+            raise ValueError(f"{name} must lie in [0, {config.target_vocab_size}): got {max(ids)}")
 
 
 def recognised(path: Path) -> str:

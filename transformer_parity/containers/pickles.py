@@ -26,6 +26,7 @@ from numpy import ndarray
 MOST_PICKLED = 32 * 2**20  # bytes of a pickle; the numbers lie outside it
 MOST_MEMBERS = 100_000
 DEEPEST = 100  # tuples in tuples
+MOST_IN_TUPLES = 10**7  # values, each as often as it is reached: a key of a dictionary is gone through whole
 REPEATS = 8  # how often the names of tied tensors may repeat the bytes of a file
 LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
 LEGACY_VERSION = 1001
@@ -240,12 +241,13 @@ def _read_legacy(path: Path, file: BinaryIO, also: Names) -> Any:
 def _end(content: bytes, path: Path) -> int:
     """Return the length in bytes of the pickle in front, and refuse one that does more than build values and tensors.
 
-    Tuples in tuples are counted, because Python's own code descends into them without a limit.
+    Tuples in tuples are counted, because Python's own code descends into them without a limit; and so is what they
+    hold, because a short pickle can say the same tuple twice in the next, and that one twice again.
     """
-    puts = 0
+    puts = spent = 0
     marks: list[int] = []
-    stack: list[int] = []  # how deep the tuples of each object are
-    memo: dict[int, int] = {}
+    stack: list[tuple[int, int]] = []  # how deep the tuples of each object are, and how many values they hold
+    memo: dict[int, tuple[int, int]] = {}
     try:
         for instruction, argument, at in pickletools.genops(content):
             name, needs, leaves = instruction.name, instruction.stack_before, instruction.stack_after
@@ -261,16 +263,23 @@ def _end(content: bytes, path: Path) -> int:
                 marks.append(len(stack))
             elif "GET" in name:
                 stack.append(memo[given])
+                spent += stack[-1][1]
             else:
                 behind = len(needs)
                 if pickletools.markobject in needs:
                     behind = len(stack) - marks.pop() + needs.index(pickletools.markobject)
                 below = len(stack) - behind
-                depth = max(stack[below:], default=0) + ("TUPLE" in name)
+                taken = stack[below:]
+                depth, held = max((one[0] for one in taken), default=0), 0
+                if "TUPLE" in name:
+                    depth, held = depth + 1, sum(1 + one[1] for one in taken)
+                    spent += held
                 del stack[below:]
-                stack += [depth] * len(leaves)
+                stack += [(depth, held)] * len(leaves)
                 if below < 0 or depth > DEEPEST:
                     raise ValueError(f"its pickle takes what is not there, or has over {DEEPEST} tuples in each other")
+            if spent > MOST_IN_TUPLES:
+                raise ValueError(f"the tuples of its pickle hold more than {MOST_IN_TUPLES:,} values")
             if name == "STOP":
                 return int(at or 0) + 1
     except (ValueError, LookupError) as error:

@@ -11,6 +11,9 @@ LARGEST = (
     2**18
 )  # bytes: the settings of a model take some thousands, and PyYAML reads about a hundred thousand a second
 
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+LONGEST_NUMBER = 100  # characters
+
 
 class _Loader(yaml.SafeLoader):
     """The safe loader, without aliases: with them, a short text can stand for one that is exponentially long."""
@@ -19,6 +22,12 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise ValueError(f"it has an alias, *{self.peek_event().anchor}")
         return super().compose_node(parent, index)
+
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        if node.tag in NUMBERS and len(value) > LONGEST_NUMBER:  # 1:2:3 is one too, and takes quadratic time
+            raise ValueError(f"it has a number of {len(value):,} characters")
+        return value
 
 
 def read(text: str | bytes, what: str) -> dict[str, Any]:

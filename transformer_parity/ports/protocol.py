@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from numpy import ndarray
 
-from reference_numpy.checks import check_choice, check_fields, check_integer
+from reference_numpy.checks import check_choice, check_fields, check_integer, check_number
 from reference_numpy.config import TransformerConfig
 from reference_numpy.search_plan import (
     LENGTH_PENALTIES,
@@ -32,6 +31,12 @@ class Placement(NamedTuple):
     dtype: str = "float32"
     device: str = "cpu"
     precision: str = "highest"
+
+
+LARGEST = {  # of the sizes of a search that a file asks for
+    **{"beam_size": 1000, "num_hypotheses": 1000, "no_repeat_ngram_size": 1000},
+    **{"max_length": 2**16, "min_length": 2**16, "max_length_extra": 2**16, "max_length_factor": 100},
+}
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,7 @@ class SearchOptions:
                 check_integer(name, getattr(self, name), minimum=1)
         if self.start_id is not None:
             check_integer("start_id", self.start_id, minimum=0)
-        if isinstance(self.length_penalty, bool) or not 0.0 <= self.length_penalty < math.inf:
-            raise ValueError(f"length_penalty must be a number of at least 0: got {self.length_penalty!r}")
+        check_number("length_penalty", self.length_penalty, "at least 0", lambda number: number >= 0.0)
         check_choice("length_penalty_kind", self.length_penalty_kind, LENGTH_PENALTIES)
         if not isinstance(self.rules, SearchRules):
             raise TypeError(f"rules must be SearchRules: got {type(self.rules).__name__}")
@@ -91,17 +95,22 @@ class SearchOptions:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SearchOptions:
-        """Rebuild options from ``to_dict``; what is missing is as by default.
+        """Rebuild options from ``to_dict``, as a file may hold them; what is missing is as by default.
 
         Raises:
             TypeError: A field has the wrong type.
-            ValueError: A field is unknown, or makes no sense.
+            ValueError: A field is unknown, makes no sense, or asks for more memory than any search needs.
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"search options must be a mapping of field names: got {type(fields).__name__}")
         known = {entry.name for entry in dataclasses.fields(cls)}
         check_fields("search options", fields, known & fields.keys())
-        return cls(**{**fields, "rules": SearchRules.from_dict(fields.get("rules", {}))})
+        found = cls(**{**fields, "rules": SearchRules.from_dict(fields.get("rules", {}))})
+        for name, most in LARGEST.items():
+            value = getattr(found if name in known else found.rules, name)
+            if value is not None and value > most:
+                raise ValueError(f"{name} of a search in a file must be at most {most:,}: got {value:,}")
+        return found
 
     def search(
         self, package: Any, model: Any, source_ids: Any, on_step: Callable[[ndarray], None] | None = None

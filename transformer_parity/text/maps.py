@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformer_parity.containers.folder import member
+
 MOST_BYTES = 2**27  # of a file; the largest that are published have 33 million
 
 ESCAPES = {"0": "\0", "a": "\a", "b": "\b", "t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "e": "\x1b"}
@@ -19,11 +21,11 @@ def read_files(folder: Path, names: Iterable[str], optional: Iterable[str] = ())
     """Return files of a folder by name; of the optional ones, those that are there.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is missing or too large.
+        OSError: A file is missing or cannot be read.
+        ValueError: A file is too large, or a link that leads out of the folder.
     """
     optional = [name for name in optional if (folder / name).is_file()]
-    return {name: read_file(folder / name) for name in (*names, *optional)}
+    return {name: read_file(member(folder, name)) for name in (*names, *optional)}
 
 
 def read_file(path: Path) -> bytes:

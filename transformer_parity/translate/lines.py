@@ -34,7 +34,10 @@ class Line:
     @property
     def can_be_translated(self) -> bool:
         """Whether it holds anything, and not too much."""
-        return len(self.ids) >= self.least and not self.is_too_long
+        is_blank = (
+            len(self.ids) < self.least or not self.text.strip()
+        )  # bytes of a space are pieces to some vocabularies
+        return not is_blank and not self.is_too_long
 
 
 @dataclass(frozen=True)
