@@ -25,7 +25,7 @@ from third_party import relative_error
 from tiers import first_alone
 
 import reference_numpy as ref
-from transformer_parity.checkpoints import huggingface, huggingface_families, proof
+from transformer_parity.checkpoints import huggingface, huggingface_families, proof, torch_nn
 from transformer_parity.checkpoints.huggingface_search import read_search, write_search
 from transformer_parity.checkpoints.importer import differences, export_checkpoint, import_checkpoint, load, save
 from transformer_parity.checkpoints.options import ReadOptions
@@ -413,6 +413,21 @@ def test_the_licence_and_what_was_read_are_remembered(folder, tmp_path):
     assert origin == found.origin
     assert (origin.format, origin.family, origin.preset, origin.licence) == ("hf", "marian", "marian", "cc-by-4.0")
     assert set(origin.files) >= {"config.json", "generation_config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("format_", ["marian", "fairseq", "torch"])
+def test_a_folder_is_no_file_of_another_format(folder, format_):
+    options = ReadOptions(fields=dict.fromkeys(torch_nn.ASKED, "none")) if format_ == "torch" else None
+    with pytest.raises(ValueError, match=f"cannot be imported as {format_}: it must be "):
+        import_checkpoint(folder, format_, options)
+
+
+def test_an_adapter_is_refused_and_so_is_what_would_not_be_used(folder):
+    with pytest.raises(ValueError, match="what --vocab, --names and --set would: leave them out"):
+        import_checkpoint(folder, options=ReadOptions(fields={"num_heads": 8}))
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    with pytest.raises(ValueError, match=r"an adapter \(LoRA\) changes another model: merge it into that model"):
+        import_checkpoint(folder)
 
 
 def test_a_readme_of_empty_lines_takes_no_time(folder):

@@ -39,6 +39,7 @@ from transformer_parity.text.marian import as_marian
 from transformer_parity.text.subwords import JointVocabulary
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+ADAPTER = "adapter_config.json"
 WEIGHTS: dict[str, Callable[[Path], dict[str, ndarray]]] = {  # in the order in which transformers looks for them
     "model.safetensors": tensors.read,
     "model.safetensors.index.json": tensors.read_shards,
@@ -89,8 +90,8 @@ def table_of(family: str) -> tuple[Row, ...]:
 
 
 def recognises(path: Path) -> bool:
-    """Return whether a path is a folder with a config.json."""
-    return path.is_dir() and has(path, CONFIG)
+    """Return whether a path is a folder with a config.json, or with that of an adapter."""
+    return path.is_dir() and (has(path, CONFIG) or has(path, ADAPTER))
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
@@ -101,6 +102,12 @@ def read(path: Path, options: ReadOptions) -> Imported:
         TypeError: A field has the wrong type.
         ValueError: A file is damaged, the family is none of ours, or the tensors are not those of the config.
     """
+    if has(path, ADAPTER):
+        raise ValueError(f"{ADAPTER}: an adapter (LoRA) changes another model: merge it into that model, and save that")
+    if options != ReadOptions():
+        raise ValueError(
+            "a folder of Hugging Face's says by itself what --vocab, --names and --set would: leave them out"
+        )
     given = read_json(member(path, CONFIG))
     family = family_of(given)
     fields = filled_in(family, given)

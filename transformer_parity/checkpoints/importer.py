@@ -59,6 +59,8 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
     try:
         imported = module_of(name).read(path, options or ReadOptions())
         check_search(imported.search, imported.config)
+    except (IsADirectoryError, NotADirectoryError) as error:
+        raise ValueError(f"{path} cannot be imported as {name}: it must be {FORMATS[name][1]}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be imported: {error}") from error
     return imported
