@@ -111,6 +111,11 @@ def logits(model, source, target):
     return stacks[1](target, memory, source != 1, target == 1, future).last_hidden_state.numpy()
 
 
+DOUBLED: list = []
+for _ in range(60):
+    DOUBLED = [DOUBLED, DOUBLED]  # a few bytes of a pickle, and no end of text
+
+
 def save(path, state, options, form="args", legacy=False):
     holder = {
         "args": {"args": argparse.Namespace(**options)},
@@ -220,7 +225,9 @@ def test_ties_are_the_tensors_and_contradictions_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"adaptive_softmax_cutoff": [100, 200]}, r"--adaptive-softmax-cutoff is \[100, 200\]: adaptive softmax"),
+        ({"adaptive_softmax_cutoff": [100, 200]}, r"--adaptive-softmax-cutoff is '\[100, 200\]': adaptive softmax"),
+        ({"adaptive_softmax_cutoff": DOUBLED}, r"--adaptive-softmax-cutoff is '\[\[\[.{,999}': adaptive softmax"),
+        ({"activation_fn": DOUBLED}, r"--activation-fn must be one of relu, .*: got '\[\["),
         ({"cross_self_attention": True}, "--cross-self-attention is True"),
         ({"no_token_positional_embeddings": True}, "a model without positions"),
         ({"activation_fn": "tanh"}, "--activation-fn must be one of relu, .*: got 'tanh'"),

@@ -132,6 +132,7 @@ def read_settings(content: Any) -> dict[str, Any]:
     for stack in ("encoder", "decoder"):
         part = fields.get(stack)
         settings |= {f"{stack}_{key}": value for key, value in part.items()} if isinstance(part, dict) else {}
+    settings = pickles.plain(settings)
     for option, what in REFUSED.items():
         if settings.get(option) not in OFF:
             raise ValueError(f"--{option.replace('_', '-')} is {settings[option]!r}: {what} cannot be imported")

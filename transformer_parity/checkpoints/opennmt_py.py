@@ -130,7 +130,7 @@ def read_settings(opt: Any) -> dict[str, Any]:
     """
     if not isinstance(opt, SimpleNamespace):
         raise ValueError(f"'opt' must be the options of a command line: got {type(opt).__name__}")
-    settings = vars(opt)
+    settings = pickles.plain(vars(opt))
     for name, values in {
         **NEEDED,
         "pos_ffn_activation_fn": ACTIVATIONS,

@@ -11,6 +11,7 @@ import io
 import math
 import pickle
 import pickletools
+import reprlib
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -152,6 +153,18 @@ def arrays(state: Any, what: str) -> dict[str, ndarray]:
         raise ValueError(f"the tensors of {what} repeat its numbers: {total:,} bytes, and at most {most:,} are allowed")
     found = {tensor: tensor.read() for tensor in set(state.values())}
     return {name: found[tensor] for name, tensor in state.items()}
+
+
+def plain(settings: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the settings of a file, each list or other object as a short text.
+
+    A short pickle can hold a list twice in the next, and that one twice again: what is said about it has no end.
+    """
+    values = {key if isinstance(key, str) else reprlib.repr(key): value for key, value in settings.items()}
+    return {
+        key: value if not value or isinstance(value, bool | int | float | str) else reprlib.repr(value)
+        for key, value in values.items()
+    }
 
 
 def _read_zip(path: Path, file: BinaryIO, also: Names) -> Any:
