@@ -247,6 +247,8 @@ def plan_search(
         raise ValueError(f"min_length must be at most max_length: got {min_length} and {limits.min()}")
     if len(rules.forced_ids) >= limits.min():
         raise ValueError(f"forced_ids must be fewer than max_length: got {len(rules.forced_ids)} and {limits.min()}")
+    if rules.no_repeat_ngram_size > limits.max():
+        rules = dataclasses.replace(rules, no_repeat_ngram_size=0)  # nothing so long is said twice
     penalties = length_penalty(np.arange(limits.max() + 1, dtype=np.float64), alpha, length_penalty_kind)
     penalties[0] = 1.0  # no hypothesis is that short
     pool_size = num_hypotheses if rules.pool == "num_hypotheses" else beam_size

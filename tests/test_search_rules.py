@@ -254,6 +254,20 @@ def test_what_the_rules_say_is_seen():
     assert (found["hf"][..., 7][full] == config.eos_id).all()
 
 
+@COMPILED
+def test_an_ngram_that_no_hypothesis_can_hold_costs_nothing(backend):
+    """Its tokens are not looked through one by one: that would take minutes."""
+    config, weights, source_ids = lively_marian()
+    model = load(backend, config, weights)
+    usual, found = (
+        backend.package.beam_search(
+            model, source_ids[:2], 2, max_length=6, rules=SearchRules(no_repeat_ngram_size=size)
+        )
+        for size in (0, 10**9)
+    )
+    np.testing.assert_array_equal(found.nbest_ids, usual.nbest_ids)
+
+
 def test_where_no_maximum_length_is_given():
     config, weights, _ = lively_marian()
     source_ids = np.array([[5, 6, 7, 8]])

@@ -15,7 +15,7 @@ from reference_numpy.config import TransformerConfig
 from transformer_parity.checkpoints import state_dict
 from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
 from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.checkpoints.table import TRANSPOSED, Row, take
+from transformer_parity.checkpoints.table import TRANSPOSED, Row, matrix, take
 from transformer_parity.ports.protocol import SearchOptions
 
 POSITIONS = ("src_embed.1.pe", "tgt_embed.1.pe")
@@ -90,12 +90,12 @@ def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> Transf
         TypeError: A field that is said has the wrong type.
         ValueError: A tensor that determines a size is missing, or what is given describes no model.
     """
-    source, target = (state_dict.matrix(tensors, f"{side}_embed.0.lut.weight") for side in ("src", "tgt"))
+    source, target = (matrix(tensors, f"{side}_embed.0.lut.weight") for side in ("src", "tgt"))
     shown = {
         "source_vocab_size": len(source),
         "target_vocab_size": len(target),
         "d_model": source.shape[1],
-        "d_ff": len(state_dict.matrix(tensors, "encoder.layers.0.feed_forward.w_1.weight")),
+        "d_ff": len(matrix(tensors, "encoder.layers.0.feed_forward.w_1.weight")),
         "num_encoder_layers": state_dict.count_layers(tensors, "encoder.layers."),
         "num_decoder_layers": state_dict.count_layers(tensors, "decoder.layers."),
     }

@@ -37,8 +37,8 @@ from transformer_parity.checkpoints.ctranslate2_names import (
 from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.padding import append_padding
-from transformer_parity.checkpoints.state_dict import ROUNDED, matrix
-from transformer_parity.checkpoints.table import same, take
+from transformer_parity.checkpoints.state_dict import ROUNDED
+from transformer_parity.checkpoints.table import matrix, same, take
 from transformer_parity.containers import ctranslate2
 from transformer_parity.containers.folder import has, member, read_bytes, read_json
 from transformer_parity.ports.protocol import SearchOptions

@@ -12,13 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
 from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.checkpoints.table import TRANSPOSED, Row, same, take
+from transformer_parity.checkpoints.table import TRANSPOSED, Row, matrix, same, take, three_projections
 from transformer_parity.containers import pickles
 from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.text import moses
@@ -154,11 +153,8 @@ def upgraded(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
     """
     found: dict[str, ndarray] = {}
     for name, array in tensors.items():
-        if fused := re.fullmatch(r"(.*)\.in_proj_(weight|bias)", name):
-            if array.ndim < 1 or len(array) % 3:
-                raise ValueError(f"{name} must have the rows of three projections: got {list(array.shape)}")
-            parts = zip("qkv", np.split(array, 3), strict=True)
-            found |= {f"{fused[1]}.{one}_proj.{fused[2]}": part for one, part in parts}
+        if ".in_proj_" in name:
+            found |= three_projections(name, array)
         elif numbered := re.fullmatch(r"((?:en|de)coder)(\.layers\.\d+)\.layer_norms\.(\d)(\..*)", name):
             new = "final_layer_norm" if numbered[1] + numbered[3] == "encoder1" else NORMS.get(numbered[3], name)
             found[f"{numbered[1]}{numbered[2]}.{new}{numbered[4]}"] = array
@@ -173,7 +169,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> tu
     Raises:
         ValueError: A tensor that determines a size is missing, or options and tensors describe no model that is here.
     """
-    source, target = (_matrix(tensors, f"{stack}.embed_tokens.weight") for stack in ("encoder", "decoder"))
+    source, target = (matrix(tensors, f"{stack}.embed_tokens.weight") for stack in ("encoder", "decoder"))
     output = tensors.get("decoder.output_projection.weight", target)
     tied = (
         "all" if same(source, target) and same(target, output) else "target_output" if same(target, output) else "none"
@@ -185,9 +181,9 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> tu
     if norms[0] != norms[1]:
         raise ValueError("encoder.layer_norm and decoder.layer_norm must both be there, or neither: got one of them")
     learned = bool(settings.get("encoder_learned_pos", False))
-    table = _matrix(tensors, "encoder.embed_positions.weight") if learned else None
+    table = matrix(tensors, "encoder.embed_positions.weight") if learned else None
     heads = [settings.get(f"{stack}_attention_heads", 8) for stack in ("encoder", "decoder")]
-    widths = [_matrix(tensors, f"{stack}.layers.0.fc1.weight").shape[0] for stack in ("encoder", "decoder")]
+    widths = [matrix(tensors, f"{stack}.layers.0.fc1.weight").shape[0] for stack in ("encoder", "decoder")]
     config = TransformerConfig.preset(
         "fairseq",
         source_vocab_size=source.shape[0],
@@ -211,12 +207,6 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> tu
         **({} if table is None else {"position_encoding": "learned", "max_length": len(table)}),
     )
     return config, notes if said != tied else ()
-
-
-def _matrix(tensors: Mapping[str, ndarray], name: str) -> ndarray:
-    if name not in tensors or tensors[name].ndim != 2:
-        raise ValueError(f"{name} must be a matrix: got {list(tensors[name].shape) if name in tensors else 'none'}")
-    return tensors[name]
 
 
 def read_vocabulary(paths: Sequence[Path], settings: Mapping[str, Any], config: TransformerConfig) -> Vocabulary:

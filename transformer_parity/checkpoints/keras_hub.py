@@ -17,8 +17,8 @@ from numpy import ndarray
 from reference_numpy.config import TransformerConfig
 from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
 from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.checkpoints.state_dict import matrix, needed_fields, read_names
-from transformer_parity.checkpoints.table import Row, take
+from transformer_parity.checkpoints.state_dict import needed_fields, read_names
+from transformer_parity.checkpoints.table import Row, matrix, take
 from transformer_parity.containers.npz import check_members
 from transformer_parity.ports.protocol import SearchOptions
 

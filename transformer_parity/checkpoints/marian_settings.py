@@ -10,6 +10,8 @@ from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.search_plan import SearchRules
+from transformer_parity.checkpoints.table import matrix
+from transformer_parity.containers.folder import read_bytes
 from transformer_parity.ports.protocol import SearchOptions
 
 SETTINGS = "special:model.yml"
@@ -116,7 +118,7 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> Tr
     untied = any(f"decoder_ff_logit_out_{kind}" in tensors for kind in ("W", "Wt"))
     positions = tensors.get("Wpos")
     learned = {"position_encoding": "learned", "scale_embedding": False}
-    d_ff, decoder_d_ff = (_matrix(tensors, f"{stack}_l1_ffn_W1").shape[1] for stack in ("encoder", "decoder"))
+    d_ff, decoder_d_ff = (matrix(tensors, f"{stack}_l1_ffn_W1").shape[1] for stack in ("encoder", "decoder"))
     return TransformerConfig.preset(
         "marian_cpp",
         source_vocab_size=tables[0].shape[0],
@@ -136,19 +138,12 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> Tr
         pad_id=0,
         bos_id=0,
         eos_id=EOS_ID,
-        **({} if positions is None else {**learned, "max_length": len(_matrix(tensors, "Wpos"))}),
+        **({} if positions is None else {**learned, "max_length": len(matrix(tensors, "Wpos"))}),
     )
 
 
 def _table(tensors: Mapping[str, ndarray], name: str) -> ndarray:
-    return _matrix(tensors, "Wemb" if "Wemb" in tensors else name)
-
-
-def _matrix(tensors: Mapping[str, ndarray], name: str) -> ndarray:
-    if name not in tensors or tensors[name].ndim != 2:
-        found = list(tensors[name].shape) if name in tensors else "none"
-        raise ValueError(f"{name} must be a matrix: got {found}")
-    return tensors[name]
+    return matrix(tensors, "Wemb" if "Wemb" in tensors else name)
 
 
 def contradictions(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> list[str]:
@@ -180,7 +175,7 @@ def read_search(path: Path) -> SearchOptions:
     """
     from transformer_parity.containers import yaml
 
-    settings = yaml.read(path.read_bytes(), path.name) if path.is_file() else {}
+    settings = yaml.read(read_bytes(path, yaml.LARGEST), path.name) if path.is_file() else {}
     if settings.get("word-penalty", 0):
         raise ValueError(f"{path.name}: word-penalty must be 0: got {settings['word-penalty']}; no search here has one")
     penalty = float(settings.get("normalize", 0))

@@ -15,8 +15,8 @@ from numpy import ndarray
 from reference_numpy.config import TransformerConfig
 from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
 from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.checkpoints.state_dict import check_positions, count_layers, matrix
-from transformer_parity.checkpoints.table import TRANSPOSED, Row, same, take
+from transformer_parity.checkpoints.state_dict import check_positions, count_layers
+from transformer_parity.checkpoints.table import TRANSPOSED, Row, matrix, same, take
 from transformer_parity.containers import pickles
 from transformer_parity.ports.protocol import SearchOptions
 

@@ -110,17 +110,6 @@ def count_layers(names: Iterable[str], prefix: str) -> int:
     return max((int(number) + 1 for number in numbers if number.isdecimal() and len(number) < 6), default=0)
 
 
-def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
-    """Return a tensor that determines a size.
-
-    Raises:
-        ValueError: It is missing, or no matrix.
-    """
-    if name not in held or held[name].ndim != 2:
-        raise ValueError(f"{name} must be a matrix: got {list(held[name].shape) if name in held else 'none'}")
-    return held[name]
-
-
 def check_positions(name: str, table: ndarray, config: TransformerConfig) -> None:
     """Refuse a stored table of positions that is not the one that the config describes; it needs no place then.
 

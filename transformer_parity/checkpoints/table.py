@@ -119,6 +119,29 @@ def give(table: Iterable[Row], weights: Mapping[str, ndarray], config: Transform
     return tensors
 
 
+def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
+    """Return a tensor that determines a size.
+
+    Raises:
+        ValueError: It is missing, or no matrix.
+    """
+    if name not in held or held[name].ndim != 2:
+        raise ValueError(f"{name} must be a matrix: got {list(held[name].shape) if name in held else 'none'}")
+    return held[name]
+
+
+def three_projections(name: str, fused: ndarray) -> dict[str, ndarray]:
+    """Return query, key and value of a fused projection of PyTorch's: ``q_proj``, ``k_proj``, ``v_proj`` in its place.
+
+    Raises:
+        ValueError: It does not have the rows of three.
+    """
+    path, _, kind = name.rpartition(".in_proj_")
+    if fused.ndim < 1 or len(fused) % 3:
+        raise ValueError(f"{name} must have the rows of three projections: got {list(fused.shape)}")
+    return {f"{path}.{one}_proj.{kind}": part for one, part in zip("qkv", np.split(fused, 3), strict=True)}
+
+
 def foreign_shape(shape: Shape, form: str) -> Shape:
     """Return the shape that a format has an array in."""
     return {AS_IS: shape, TRANSPOSED: shape[::-1], ROW: (1, *shape)}[form]

@@ -21,7 +21,7 @@ from transformer_parity.checkpoints.expressible import PLAIN_HEADS, check_expres
 from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.state_dict import UserNames
-from transformer_parity.checkpoints.table import AS_IS, TRANSPOSED, Row, give, same, take
+from transformer_parity.checkpoints.table import AS_IS, TRANSPOSED, Row, give, matrix, same, take, three_projections
 from transformer_parity.containers import tensors as safetensors
 from transformer_parity.ports.protocol import SearchOptions
 
@@ -124,13 +124,13 @@ def config_of(tensors: Mapping[str, ndarray], said: UserNames) -> TransformerCon
     names, p = said.names, said.prefix
     if missing := [name for name in ("source_embedding.table", "target_embedding.table") if name not in names]:
         raise ValueError(f"[names] must name {', '.join(missing)}; the same name for both, if they are one table")
-    source, target = (state_dict.matrix(tensors, names[f"{side}_embedding.table"]) for side in ("source", "target"))
-    output = state_dict.matrix(tensors, names["output_proj.kernel"]) if "output_proj.kernel" in names else target
+    source, target = (matrix(tensors, names[f"{side}_embedding.table"]) for side in ("source", "target"))
+    output = matrix(tensors, names["output_proj.kernel"]) if "output_proj.kernel" in names else target
     shown: dict[str, Any] = {
         "source_vocab_size": len(source),
         "target_vocab_size": len(target),
         "d_model": source.shape[1],
-        "d_ff": len(state_dict.matrix(tensors, f"{p}encoder.layers.0.linear1.weight")),
+        "d_ff": len(matrix(tensors, f"{p}encoder.layers.0.linear1.weight")),
         "num_encoder_layers": state_dict.count_layers(tensors, f"{p}encoder.layers."),
         "num_decoder_layers": state_dict.count_layers(tensors, f"{p}decoder.layers."),
         "final_norm": f"{p}encoder.norm.weight" in tensors,
@@ -143,7 +143,7 @@ def config_of(tensors: Mapping[str, ndarray], said: UserNames) -> TransformerCon
     if said.config["position_encoding"] == "learned":
         if missing := [name for name in POSITIONS if name not in names]:
             raise ValueError(f"[names] must name {', '.join(missing)}")
-        shown["max_length"] = len(state_dict.matrix(tensors, names["source_position.table"]))
+        shown["max_length"] = len(matrix(tensors, names["source_position.table"]))
     return TransformerConfig.preset("torch", **{**shown, **said.config})
 
 
@@ -161,11 +161,8 @@ def _split(tensors: Mapping[str, ndarray], prefix: str) -> dict[str, ndarray]:
     """Return the tensors with every fused projection in three, learned positions as a matrix, and no norm unbiased."""
     found: dict[str, ndarray] = {}
     for name, array in tensors.items():
-        path, fused, kind = name.rpartition(".in_proj_")
-        if fused:
-            if array.ndim < 1 or len(array) % 3:
-                raise ValueError(f"{name} must have the rows of three projections: got {list(array.shape)}")
-            found |= {f"{path}.{one}_proj.{kind}": part for one, part in zip("qkv", np.split(array, 3), strict=True)}
+        if ".in_proj_" in name:
+            found |= three_projections(name, array)
         else:
             found[name] = array.reshape(-1, array.shape[-1]) if array.ndim == 3 else array
     for name in [*found]:  # with bias=False, norms have none either

@@ -15,7 +15,7 @@ from transformer_parity.cases.case import STAGES
 from transformer_parity.check.one_port import Job, Message
 from transformer_parity.check.processes import SILENCE, Outcome, run_all
 from transformer_parity.check.selection import ONLY, Selection
-from transformer_parity.cli.options import add_backends, add_machine, check_installed, one_or_more, positive
+from transformer_parity.cli.options import add_backends, add_machine, add_ports, check_installed, one_or_more, positive
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.compare.findings import failure
 from transformer_parity.compare.tolerances import EPS
@@ -63,13 +63,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_backends(parser, None, "all four, or none beside --port")
-    parser.add_argument(
-        "--port",
-        action="append",
-        default=[],
-        metavar="MODULE:CLASS",
-        help="a port of yours (see `parity init-port`), or the name under which one is registered; may be repeated",
-    )
+    add_ports(parser)
     parser.add_argument(
         "--isolate",
         action="append",

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy import ndarray
 
-from transformer_parity.cli.options import add_backends, add_languages, check_installed, directed
+from transformer_parity.cli.options import add_backends, add_languages, add_ports, check_installed, directed
 from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.explore.page import write_page
 from transformer_parity.explore.recording import Recording, record
@@ -65,13 +65,7 @@ def add_parser(commands: Any) -> None:
         help="weights with their vocabulary, as `parity train` writes them (default: the model that ships)",
     )
     add_backends(parser, None, "those that are installed, or none beside --port")
-    parser.add_argument(
-        "--port",
-        action="append",
-        default=[],
-        metavar="MODULE:CLASS",
-        help="a port of yours (see `parity init-port`), or the name under which one is registered; may be repeated",
-    )
+    add_ports(parser)
     parser.add_argument(
         "--dtype",
         choices=("float64", "float32"),

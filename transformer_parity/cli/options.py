@@ -45,6 +45,17 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, oth
     )
 
 
+def add_ports(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names ports of one's own."""
+    parser.add_argument(
+        "--port",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="a port of yours (see `parity init-port`), or the name under which one is registered; may be repeated",
+    )
+
+
 FALLBACK = ("torch", "jax", "tf", "numpy")  # which computes where none is named: the first that is installed
 FALLBACK_HELP = f"the first of {', '.join(FALLBACK)} that is installed"
 NUMPY_ALONE = (

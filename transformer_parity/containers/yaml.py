@@ -7,9 +7,7 @@ from typing import Any
 
 import yaml
 
-LARGEST = (
-    2**18
-)  # bytes: the settings of a model take some thousands, and PyYAML reads about a hundred thousand a second
+LARGEST = 2**18  # bytes: the settings of a model take thousands; PyYAML reads a hundred thousand a second
 
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 LONGEST_NUMBER = 100  # characters
