@@ -45,6 +45,7 @@ ALLOWED = [
             "files",
             "names",
             "presets",
+            "parallel_plan",
             "search_plan",
             "shapes",
             "taps",
