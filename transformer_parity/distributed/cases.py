@@ -38,9 +38,19 @@ class Probe:
     seed: int = 3
     dropout: str = "global"
 
+    @property
+    def halfway(self) -> int:
+        """How many steps are half of them: from there, a run also goes on elsewhere."""
+        return self.steps // 2
+
     def weights(self) -> dict[str, ndarray]:
-        """Return the weights that every process starts with, in float64."""
-        return {name: array.astype(np.float64) for name, array in init_weights(self.config, 5).items()}
+        """Return the weights that every process starts with, in float64: no bias is zero, and no scale one."""
+        rng = np.random.default_rng(5)
+        drawn = {name: array.astype(np.float64) for name, array in init_weights(self.config, 5).items()}
+        return {
+            name: array + 0.1 * rng.normal(size=array.shape) if name.endswith(("bias", "scale")) else array
+            for name, array in drawn.items()
+        }
 
     def batch(self, step: int) -> Batch:
         """Return the global batch of a step: other tokens in each, of the same lengths."""
@@ -73,6 +83,7 @@ def probes() -> dict[str, Probe]:
     drops = {"embedding": 0.1, "residual": 0.1, "attention": 0.1, "feed_forward": 0.1}
     found = (
         Probe("plain", config(), TrainingConfig(**settings)),
+        Probe("short", config(), TrainingConfig(**settings), steps=4),
         Probe("vocabulary of 37", config(37), TrainingConfig(**settings)),
         Probe("untied", config(tie_embeddings="none"), TrainingConfig(**settings), steps=4),
         Probe("accumulated", config(), TrainingConfig(**settings, accumulation_steps=2), steps=4),
