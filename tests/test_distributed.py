@@ -28,7 +28,7 @@ def task(name: str, plan: Plan | None = None) -> Task:
     """Return the run of a case; ``resumed`` goes on from the middle of another."""
     if name != "resumed":
         return Task(probes()[name], plan)
-    return Task(probes()["short"], plan, expected("short").halfway)
+    return Task(probes()["short"], plan, expected("short").snapshots[2])
 
 
 def run(mistake):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -67,7 +68,7 @@ class Probe:
         return source, np.where(there, started, pad_id), labels
 
 
-def config(tokens: int = 40, **fields: object) -> TransformerConfig:
+def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
     """Return the model of a case: the paper's conventions at sizes that fall into 2 and 4 parts, without dropout."""
     sizes = {"d_model": 32, "num_heads": 4, "d_k": 8, "d_v": 8, "d_ff": 48, "max_length": 16}
     layers = {"num_encoder_layers": 2, "num_decoder_layers": 2}
@@ -79,18 +80,21 @@ def config(tokens: int = 40, **fields: object) -> TransformerConfig:
 @cache
 def probes() -> dict[str, Probe]:
     """Return the cases by name: one for each thing that a plan may break."""
-    settings = {"clip_norm": 0.5, "warmup_steps": 10}
+    settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10}
+    sliced: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
     drops = {"embedding": 0.1, "residual": 0.1, "attention": 0.1, "feed_forward": 0.1}
     found = (
         Probe("plain", config(), TrainingConfig(**settings)),
         Probe("short", config(), TrainingConfig(**settings), steps=4),
+        Probe("uneven", config(37, tie_embeddings="none"), TrainingConfig(**settings, **sliced), steps=4),
         Probe("vocabulary of 37", config(37), TrainingConfig(**settings)),
         Probe("untied", config(tie_embeddings="none"), TrainingConfig(**settings), steps=4),
         Probe("accumulated", config(), TrainingConfig(**settings, accumulation_steps=2), steps=4),
         Probe("checkpointing", config(), TrainingConfig(**settings, activation_checkpointing=True), steps=4),
-        Probe("dropout", config(dropout=drops), TrainingConfig(**settings, accumulation_steps=2), steps=4),
+        Probe("dropout", config(dropout=drops), TrainingConfig(**settings, **sliced), steps=4),
     )
     return {probe.name: probe for probe in found}
 
 
+STAGE = ("plain", "uneven", "dropout")  # the cases of a check: each thing once, and little to compile
 PLANS = tuple(map(Plan.parse, ("data=2", "data=3", "data=4", "fsdp=2", "tensor=2", "data=2,fsdp=2,tensor=2")))

@@ -20,6 +20,7 @@ from transformer_parity.distributed.holdings import Holdings
 from transformer_parity.distributed.signatures import Contributions, explain
 from transformer_parity.distributed.worker import Seen, Snapshot
 
+RESUMED = "resumed"  # the name of a run that goes on from elsewhere
 REPLICAS, DIVIDED, NAMES = "replicas", "what is divided", "names"  # findings that are about no tensor
 
 
@@ -31,19 +32,21 @@ class Run:
         probe: Model, settings and batches.
         plan: The devices.
         start: What it goes on from, and where that was; None is its beginning.
-        origin: Likewise, in words.
+        origin: Likewise, in words: framework and plan.
+        named: Whether the plan was asked for, so that it must not be refused.
     """
 
     probe: Probe
     plan: Plan
     start: Snapshot | None = None
     origin: str = ""
+    named: bool = True
 
     @property
     def case(self) -> Case:
         """The case that its findings are about."""
         inputs = dict(zip(("source_ids", "target_ids", "labels"), self.probe.batch(0), strict=True))
-        name = f"{DISTRIBUTED}/{self.plan}/{self.probe.name}" + (f", begun in {self.origin}" if self.origin else "")
+        name = f"{DISTRIBUTED}/{self.plan}/{RESUMED if self.start else self.probe.name}"
         common = {"dtypes": ("float64",), "stage": DISTRIBUTED, "settings": self.probe.settings}
         return Case(name, str(self.plan), self.probe.config, "", inputs, **common)
 
@@ -59,20 +62,22 @@ def findings(backend: str, run: Run, seen: Sequence[Seen], expected: Seen) -> li
     """
     author = Author(backend, "float64", run.case)
     if refused := next((one.refused for one in seen if one.refused), ""):
-        return [author.skipped("run", f"{run.plan}: {refused}")]
+        return [(author.failed if run.named else author.skipped)("run", refused)]
     found = [*_tensors(author, seen, expected), *_held(author, run, seen)]
     failing = next((i for i, finding in enumerate(found) if finding.verdict != AGREES), None)
     if failing is not None and found[failing].tap not in (NAMES, REPLICAS, DIVIDED):
-        known = None if _draws(run.probe) else _contributions(run)
+        known = None if draws(run.probe) else _contributions(run)
         finding, wanted = found[failing], tensors(expected)
         furthest = max(seen, key=lambda one: _distance(finding.tap, tensors(one), wanted))
         why = explain(furthest, expected, known, run.plan)
-        detail = finding.detail or f"error {finding.error:.1e}"
-        found[failing] = replace(finding, detail=f"{detail}; {why}" if why else detail)
+        begun = f"begun by {run.origin}" if run.origin else ""
+        said = [finding.detail or f"error {finding.error:.1e}", why, begun]
+        found[failing] = replace(finding, detail="; ".join(filter(None, said)))
     return found
 
 
-def _draws(probe: Probe) -> bool:
+def draws(probe: Probe) -> bool:
+    """Whether a run has dropout, which each framework draws in its own way."""
     rates = probe.config.dropout
     return any((rates.embedding, rates.residual, rates.attention, rates.feed_forward))
 
@@ -95,16 +100,15 @@ def tensors(seen: Seen) -> dict[str, ndarray]:
         **{f"of {name}": array for name, array in reversed(seen.gradient.items())},
         **numbers,
     }
-    if seen.end is not None:
-        step, state = seen.first + len(seen.losses), seen.end.state
-        found[f"step {step} number of the step"] = np.asarray(state.step)
-        weights = {name: array for name, array in seen.end.weights.items() if not name.endswith("key_proj.bias")}
+    for step, snapshot in seen.snapshots.items():
+        weights = {name: array for name, array in snapshot.weights.items() if not name.endswith("key_proj.bias")}
         for what, arrays in (
-            ("first moment", state.first_moment),
-            ("second moment", state.second_moment),
+            ("first moment", snapshot.state.first_moment),
+            ("second moment", snapshot.state.second_moment),
             ("weight", weights),  # but those whose gradient is rounding noise
         ):
             found |= {f"step {step} {what} {name}": array for name, array in arrays.items()}
+        found[f"step {step} number of the step"] = np.asarray(snapshot.state.step)
     return found
 
 

@@ -61,8 +61,7 @@ class Seen:
         tokens: Likewise.
         norms: Likewise, of the gradient before clipping.
         gradient: Of the first step, before clipping, whole.
-        halfway: After half of the steps.
-        end: After the last.
+        snapshots: After half of the steps, and after the last.
         shards: The parts of each parameter that are here, after the last step.
         refused: Why the framework has no such mesh; then there is nothing else.
         problem: An exception, likewise.
@@ -73,8 +72,7 @@ class Seen:
     tokens: list[int] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradient: Mapping[str, ndarray] = field(default_factory=dict)
-    halfway: Snapshot | None = None
-    end: Snapshot | None = None
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
     shards: dict[str, list[Held]] = field(default_factory=dict)
     refused: str = ""
     problem: str = ""
@@ -102,9 +100,8 @@ def train(package: ModuleType, task: Task) -> Seen:
         seen.losses.append(float(result.loss))
         seen.tokens.append(int(result.tokens))
         seen.norms.append(float(result.gradient_norm))
-        if step + 1 == probe.halfway:
-            seen.halfway = Snapshot(model.export_weights(), trainer.export_state())
-    seen.end = Snapshot(model.export_weights(), trainer.export_state())
+        if step + 1 in (probe.halfway, probe.steps):
+            seen.snapshots[step + 1] = Snapshot(model.export_weights(), trainer.export_state())
     if plan is not None:
         seen.shards = {name: _described(parts) for name, parts in package.shards(trainer).items()}
     return seen
