@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from reference_numpy.training_config import TrainingConfig
+from transformer_torch.weights import gathered
 
 
 def global_norm(gradient: Iterable[Tensor]) -> Tensor:
     """Return the Euclidean norm of a gradient, all tensors taken together; a part that a mesh divides counts once."""
-    norms = [torch.nn.utils.get_total_norm(tensors) for tensors in by_mesh(gradient)]
-    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    return whole[0] if len(whole) == 1 else torch.nn.utils.get_total_norm(whole)
+    norms = [gathered(torch.nn.utils.get_total_norm(tensors)) for tensors in by_mesh(gradient)]
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
 def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | float:

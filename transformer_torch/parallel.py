@@ -1,7 +1,8 @@
 """Training on several devices: a process for each, and the engines of ``torch.distributed``.
 
 Copies of the model are kept by DistributedDataParallel, parts of its parameters by ``fully_shard``, parts of its heads
-and feed-forward networks by ``parallelize_module``.
+and feed-forward networks by ``parallelize_module``. Each process calls ``make_mesh`` before it puts a model on a GPU;
+processes that form no group yet then join, as the environment says, which ``torchrun`` sets.
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ HOW = "start one process for each, as by torchrun --nproc-per-node"
 def make_mesh(plan: Plan, device: str | None = None) -> DeviceMesh:
     """Return the devices of a plan as the framework arranges them, for a ``Trainer``.
 
-    Arguments, result and errors as in ``reference_numpy.make_mesh``.
+    Args:
+        plan: How many devices there are along each axis.
+        device: ``cpu`` or ``gpu``. None leaves the place to the framework.
 
-    Every process of the plan calls it, before it puts a model on a GPU. Processes that have not joined a group yet do
-    so, as the environment says (``torchrun`` sets it).
+    Raises:
+        ValueError: There is another number of devices than the plan needs, or the framework cannot follow the plan.
+        RuntimeError: The device is not visible.
     """
     check_placement("float32", device)
     kind = to_device(device).type
@@ -93,7 +97,7 @@ class Share:
         number: The number of this process in the mesh.
 
     Raises:
-        ValueError: The model is on another device, or is divided or wrapped already, or the process is not in the mesh.
+        ValueError: The model is on another device, or is divided or wrapped already, or a process is not in the mesh.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, dropout: str) -> None:
@@ -165,16 +169,18 @@ def _check(model, mesh):
         raise ValueError(f"a mesh divides a model that nothing else has wrapped or divided: got {type(model).__name__}")
     if model.device.type != mesh.device_type:
         raise ValueError(f"the model must be on the devices of the mesh, {mesh.device_type}: got {model.device}")
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"this process, number {dist.get_rank()}, is not in the mesh")
-    return plan_of(mesh, model.config)
+    plan = plan_of(mesh, model.config)
+    plan.check_devices(dist.get_world_size(), "all processes train")
+    return plan
 
 
 def _with_all_axes(mesh, plan):
     """Return a mesh of the same devices that has all axes in their order, some of size 1."""
     order = [mesh.mesh_dim_names.index(axis) for axis in AXES if axis in mesh.mesh_dim_names]
     devices = mesh.mesh.permute(order).reshape(plan.data, plan.fsdp, plan.tensor)
-    return DeviceMesh(mesh.device_type, devices, mesh_dim_names=AXES)
+    whole = DeviceMesh(mesh.device_type, devices, mesh_dim_names=AXES)
+    whole["fsdp", "tensor"]._flatten()  # torch warns where it reduces over two axes that nothing has flattened
+    return whole
 
 
 def _own_dropouts(model, plan, part):

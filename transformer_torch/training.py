@@ -160,7 +160,7 @@ class Trainer:
             loss, _, _ = self._gradient(batch)
         named = parameters(_transformer(self.model))
         found = {name: copy_out(name, p.grad) for name, p in named.items() if p.grad is not None}
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         return Gradients(loss.item(), found, frozen=tuple(name for name in named if name not in found))
 
     @torch.no_grad()
@@ -202,7 +202,7 @@ class Trainer:
             copy_in(name, state.second_moment[name], remembered["exp_avg_sq"])
 
     def _gradient(self, batch):
-        """Return loss, tokens and gradient, summed over the slices of a batch."""
+        """Return loss, tokens and gradient, summed over the shares of all slices of a batch."""
         settings, config, losses = self.settings, _transformer(self.model).config, []
         tokens = (batch[2] != config.pad_id).sum()
         self.optimizer.zero_grad()
