@@ -187,8 +187,8 @@ class Decoder(Part):
     def init_cache(
         self,
         source_ids: Int[Tensor, "B S"] | None,
-        capacity: int,
-        beam_size: int = 1,
+        capacity: int | Int[Tensor, ""],
+        beam_size: int | Int[Tensor, ""] = 1,
         source_mask: Bool[Tensor, "B S"] | None = None,
         memory: Float[Tensor, "B S d_model"] | None = None,
     ) -> DecoderCache:
