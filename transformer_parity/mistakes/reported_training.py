@@ -181,7 +181,7 @@ SEARCH = [
     *table(
         {
             TOKENS: {
-                "padding may be said": changed(
+                "padding may be generated": changed(
                     "search",
                     ("(token == plan.pad_id) | ((n < plan.min_length)", "((n < plan.min_length)"),
                     numpy=("    log_probabilities[:, plan.pad_id] = -inf\n", ""),
