@@ -12,7 +12,7 @@ from test_layout import ROOT, circle, imports
 PACKAGE = ROOT / "transformer_parity"
 # From the lowest to the highest: a sub-package imports those before it.
 ORDER = (
-    *("system", "containers", "text", "ports", "cases", "compare", "checkpoints"),
+    *("system", "containers", "text", "ports", "cases", "compare", "checkpoints", "distributed"),
     *("mistakes", "diagnose", "golden", "figures", "explore", "report", "check", "attacks", "bench"),
     *("translate", "train", "cli"),
 )

@@ -58,7 +58,7 @@ ALLOWED = [
     *(
         ("torch jax tf", "__init__", f"lacks definition exports.{name}", FACTS)
         for name in (
-            *("PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
+            *("Plan", "PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
             *("count_parameters", "parameter_shapes", "tap_shapes", "load_weights", "save_weights"),
             *("Gradients", "StepResult", "TrainingConfig", "TrainingState"),
             *("LENGTH_PENALTIES", "SearchResult", "SearchRules", "length_penalty"),
@@ -126,7 +126,10 @@ ALLOWED = [
     ("tf", "attention", "adds definition Nested*", "how TensorFlow takes a dataclass apart"),
     ("jax tf", "decoder.DecoderCache.length", "result: *", "in a compiled loop it is an array"),
     ("torch", "training.*", "parameter model: *", "torch.compile and DistributedDataParallel return wrappers"),
-    ("torch tf", "training.Trainer._gradient", "lacks parameter rng", STATE),
+    ("torch jax tf", "parallel", "docstring", "each says which engine of its framework it stands on"),
+    ("torch jax tf", "parallel", "lacks definition divide", "each process computes its own share; NumPy all of them"),
+    ("torch jax tf", "parallel.make_mesh", "result: *", "the framework's own mesh"),
+    ("torch jax tf", "training.Trainer.__init__", "parameter mesh: *", "the framework's own mesh"),
     ("tf", "training.Trainer._gradient", "adds parameter random_bits", "its dropout is given numbers, not a generator"),
     ("torch tf", "optimizer.global_norm", "*", SHIPPED),
     ("torch jax tf", "optimizer.*", "parameter *", SCALARS),
