@@ -5,6 +5,7 @@ B batch, L length.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformer_jax.runtime import check_placement
 
 Arrays = dict[str, Array]  # by canonical name
 
+KEYS = ("num_processes", "process_id")
 MORE_DEVICES = (
     "jax.config.update('jax_num_cpu_devices', N) makes N of a CPU, before JAX is used; jax.distributed.initialize adds "
     "those of other processes"
@@ -38,6 +40,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
         ValueError: There is another number of devices than the plan needs, or the framework cannot follow the plan.
         RuntimeError: The device is not visible.
     """
+    _join()
     check_placement("float32", device)
     devices = jax.devices(device)
     if jax.process_count() == 1:  # of several processes, each needs a part
@@ -116,6 +119,15 @@ def gather(parameters: Arrays, mesh: Mesh | None) -> Arrays:
 def to_numpy(array: Array) -> np.ndarray:
     """Copy an array out of its devices, those of other processes included: then each of them has to call this."""
     return np.array(array) if array.is_fully_addressable else process_allgather(array, tiled=True)
+
+
+def _join():
+    """Let this process join the others that its environment tells of, unless it has."""
+    if "JAX_COORDINATOR_ADDRESS" not in os.environ or jax.distributed.is_initialized():
+        return
+    # What is not said is found by JAX, where Slurm or Open MPI has started the processes.
+    said = {key: int(os.environ[f"JAX_{key.upper()}"]) for key in KEYS if f"JAX_{key.upper()}" in os.environ}
+    jax.distributed.initialize(**said, initialization_timeout=60, heartbeat_timeout_seconds=10)
 
 
 def _axes(name, shape, mesh, fsdp=True):

@@ -158,7 +158,7 @@ class Trainer:
         total, tokens, gradient = self._compiled_gradient(_parameters(self.model), batch, random_bits)
         count = max(int(tokens), 1)
         names = parameter_shapes(self.model.config)  # in their order: jax.jit has sorted the keys
-        return Gradients(float(total / count), {name: to_numpy(gradient[name]) / count for name in names}, {})
+        return Gradients(float(total / count), {name: to_numpy(gradient[name]) / count for name in names})
 
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[Array, ""], Int[Array, ""]]:
         """Return the cross-entropy in nats summed over the target tokens, and their number: no dropout, no smoothing.
@@ -194,7 +194,7 @@ class Trainer:
         self.step, self.seed = state.step, state.seed
 
     def _take(self, source_ids, target_ids, labels):
-        """Take the batch of a step from the outside, checked and divided, and the random bits of its dropout."""
+        """Take the batch of a step, checked and divided over devices, and the random bits of its dropout."""
         slices = self.settings.accumulation_steps
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(slices, len(batch[0]))
