@@ -151,6 +151,11 @@ ALLOWED = [
     ("torch tf", "weights", "adds definition parameters", "for the optimizer, which takes them all at once"),
     ("torch", "weights", "adds definition computed_with", "torch can compute a weight from other parameters"),
     ("torch", "training", "adds definition inference", "a module is in training mode or not; a search asks for it too"),
+    ("torch", "weights", "adds definition gathered", "a parameter may be divided over processes"),
+    ("torch", "weights", "adds definition local_part", "a parameter may be divided over processes"),
+    ("torch", "optimizer", "adds definition by_mesh", "its fused kernels take tensors of one mesh at a time"),
+    ("torch", "parallel", "adds definition Share*", "each process computes its own share; NumPy all of them"),
+    ("torch", "layers", "adds definition *OwnDropout*", "its generator draws for no more rows than it is given"),
     ("torch", "weights", "adds definition copy_*", "only torch transposes, moments and gradients too"),
     ("torch", "weights", "docstring", "only torch transposes"),
 ]

@@ -1,4 +1,4 @@
-"""The loop of a search: decode a position, let the search choose what is said there, until nothing is left to say."""
+"""The loop of a search: decode a position, let the search choose the next tokens, until all sentences have ended."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The TensorFlow package behind the port protocol."""
 
-# ruff: noqa: D102  what a method does is said by LoadedPackage
+# ruff: noqa: D102  methods are documented in LoadedPackage
 
 from __future__ import annotations
 
