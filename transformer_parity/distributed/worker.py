@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -78,17 +79,25 @@ class Seen:
     problem: str = ""
 
 
-def train(package: ModuleType, task: Task) -> Seen:
-    """Train the part of this process, and return what it saw."""
+def train(package: ModuleType, task: Task, meshes: dict[Plan, Any] | None = None) -> Seen:
+    """Train the part of this process, and return what it saw.
+
+    Args:
+        package: One of the four.
+        task: What to train.
+        meshes: Those made so far: of the same devices, TensorFlow's disturb one another.
+    """
     probe, plan = task.probe, task.plan
-    mesh = None
-    if plan is not None:
+    meshes = {} if meshes is None else meshes
+    if plan is not None and plan not in meshes:
         try:
-            mesh = package.make_mesh(plan, "cpu")
-        except (ValueError, NotImplementedError) as error:
+            meshes[plan] = package.make_mesh(plan, "cpu")
+        except ValueError as error:
             return Seen(refused=str(error))
+    mesh = None if plan is None else meshes[plan]
     weights = probe.weights() if task.start is None else task.start.weights
-    model = package.Transformer.from_weights(probe.config, weights, "float64", "cpu")
+    with getattr(mesh, "scope", nullcontext)():  # TensorFlow's strategies want a model to be made in theirs
+        model = package.Transformer.from_weights(probe.config, weights, "float64", None if mesh else "cpu")
     trainer = package.Trainer(model, probe.settings, probe.seed, mesh=mesh, dropout=probe.dropout)
     if task.start is not None:
         trainer.load_state(task.start.state)
@@ -128,10 +137,11 @@ def work(parent: Parent) -> None:
     except Exception as error:
         parent.send(Seen(problem=described(error)))
         return
-    parent.send(package.describe())
+    meshes: dict[Plan, Any] = {}
     while (task := parent.receive()) is not None:
         try:
-            seen = train(package, task)
+            seen = train(package, task, meshes)
         except Exception as error:
             seen = Seen(problem=described(error))
         parent.send(seen)
+    parent.send({name: str(value) for name, value in package.describe().items()})  # which may start the framework
