@@ -77,6 +77,11 @@ def copy_out(name: str, tensor: Tensor) -> ndarray:
     return tensor.numpy().copy()
 
 
+def is_divided(model: nn.Module) -> bool:
+    """Whether a mesh divides parameters of a model, so that a process holds but parts of them."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that a mesh may divide, to every process of the mesh."""
     if not hasattr(tensor, "device_mesh"):  # what is imported below is a second, and nothing else needs it
