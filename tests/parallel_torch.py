@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import transformer_torch
 from reference_numpy import Plan
 from transformer_parity.distributed.cases import probes
+from transformer_torch.parallel_checkpoint import load_sharded, save_sharded
 
 
 def run(folder: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], seconds: float = 200) -> list[list[Any]]:
@@ -98,15 +100,23 @@ def train_on_a_mesh_of_the_user(rank: int, axes: dict[str, int], probe: str, ste
     return observed(transformer_torch.Trainer(model, case.settings, case.seed, mesh=mesh), case, steps)
 
 
-def train_on(rank: int, first: str, then: str, probe: str, steps: int) -> dict[str, Any]:
-    """Train on one plan, and go on in another trainer, on another plan."""
+def save(rank: int, folder: Path, plan: str, probe: str, steps: int) -> list[str]:
+    """Train on a plan and write a folder; return what is said of attempts to write it again."""
     case = probes()[probe]
-    begun = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(first)))
-    observed(begun, case, steps // 2)
-    resumed = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(then)))
-    transformer_torch.set_weights(resumed.model, begun.model.export_weights())
-    resumed.load_state(begun.export_state())
-    return observed(resumed, case, steps - steps // 2)
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
+    observed(trainer, case, steps)
+    save_sharded(folder, trainer, {"position": [3, 1]}, b"vocabulary")
+    with pytest.raises(FileExistsError) as refused:
+        save_sharded(folder, trainer)
+    return str(refused.value)
+
+
+def go_on(rank: int, folder: Path, plan: str | None, probe: str, steps: int) -> dict[str, Any]:
+    """Go on from a folder, on a plan."""
+    case = probes()[probe]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)) if plan else None)
+    progress = load_sharded(folder, trainer)
+    return {**observed(trainer, case, steps), "progress": progress}
 
 
 REFUSED = {
