@@ -80,7 +80,7 @@ def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
 @cache
 def probes() -> dict[str, Probe]:
     """Return the cases by name: one for each thing that a plan may break."""
-    settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10}
+    settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10, "learning_rate_factor": 0.1}
     sliced: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
     drops = {"embedding": 0.1, "residual": 0.1, "attention": 0.1, "feed_forward": 0.1}
     found = (

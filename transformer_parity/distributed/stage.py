@@ -15,7 +15,7 @@ from transformer_parity.compare.verdict import Author
 from transformer_parity.distributed.cases import STAGE, probes
 from transformer_parity.distributed.compare import Run, draws, findings
 from transformer_parity.distributed.run import Group, RunError, devices_needed
-from transformer_parity.distributed.worker import Seen, Snapshot, Task, train
+from transformer_parity.distributed.worker import Seen, Task, train
 
 USUAL = tuple(map(Plan.parse, ("data=2", "fsdp=2", "tensor=2")))
 OFFERED = {"tf": USUAL[:1]}  # of these, where a framework has not all
@@ -89,10 +89,7 @@ class Check:
                 if seen[0].refused:
                     yield from (Step(findings=findings(backend, other, seen, Seen())) for other in runs)
                     return False
-                if draws(run.probe):
-                    expected = processes.train(Task(run.probe))[0]
-                else:
-                    expected = _in_reference(run)
+                expected = processes.train(Task(run.probe))[0] if draws(run.probe) else _in_reference(run)
             except RunError as error:
                 yield from (Step(findings=[_failed(backend, other, error)]) for other in runs[number:])
                 return True
