@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from reference_numpy.parallel_plan import Plan
 
 HERE = "127.0.0.1"
+VARIABLES = {"torch": ("RANK", "WORLD_SIZE"), "jax": ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES")}
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,17 @@ def found(backend: str, environment: Mapping[str, str]) -> Group | None:
     Raises:
         ValueError: A variable is none that a launcher sets.
     """
+    rank, size = VARIABLES.get(backend, ("", ""))
+    if backend == "jax" and "JAX_COORDINATOR_ADDRESS" in environment and size not in environment:
+        rank, size = "SLURM_PROCID", "SLURM_NTASKS"  # JAX asks Slurm for the rest
     try:
         if backend == "tf" and (said := environment.get("TF_CONFIG")):
             return _of_tf_config(json.loads(said))
-        rank, size = {"torch": ("RANK", "WORLD_SIZE"), "jax": ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES")}[backend]
-        if size in environment:
-            return Group(int(environment[rank]), int(environment[size]))
-        if backend == "jax" and "JAX_COORDINATOR_ADDRESS" in environment:  # JAX asks Slurm for the rest
-            return Group(int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"]))
+        return Group(int(environment[rank]), int(environment[size])) if size in environment else None
     except KeyError as error:
-        if backend not in ("torch", "jax", "tf"):
-            return None
         raise ValueError(f"the environment names a group of processes, but lacks {error}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"the environment names a group of processes that is none: {error}") from error
-    return None
 
 
 def taken_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
