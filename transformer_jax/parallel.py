@@ -6,6 +6,7 @@ B batch, L length.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,9 +126,20 @@ def _join():
     """Let this process join the others that its environment tells of, unless it has."""
     if "JAX_COORDINATOR_ADDRESS" not in os.environ or jax.distributed.is_initialized():
         return
+    # Of two programs that run at a time, CPUs of two processes may take either first, and wait for each other for ever.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    jax.config.update("jax_enable_preemption_service", False)  # which would take SIGTERM and go on
     # What is not said is found by JAX, where Slurm or Open MPI has started the processes.
     said = {key: int(os.environ[f"JAX_{key.upper()}"]) for key in KEYS if f"JAX_{key.upper()}" in os.environ}
     jax.distributed.initialize(**said, initialization_timeout=60, heartbeat_timeout_seconds=10)
+    sys.excepthook = _stop
+
+
+def _stop(kind, error, trace):
+    """End a process by an error, at once: else it would wait for the others, which wait for its part of a step."""
+    sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _axes(name, shape, mesh, fsdp=True):
