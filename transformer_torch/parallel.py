@@ -29,9 +29,9 @@ from transformer_torch.feed_forward import PositionwiseFeedForward
 from transformer_torch.layers import Dropout, Linear, OwnDropout
 from transformer_torch.runtime import check_placement, to_device
 from transformer_torch.transformer import Transformer
-from transformer_torch.weights import copy_out, local_part, parameters
+from transformer_torch.weights import copy_out, is_divided, local_part, parameters
 
-JOINING = timedelta(seconds=60)  # how long processes wait for one another when they start
+JOINING = timedelta(seconds=60)  # for which processes wait for one another when they start
 HOW = "start one process for each, as by torchrun --nproc-per-node"
 
 
@@ -151,21 +151,31 @@ class Share:
 
 
 def _join(kind):
-    """Join the other processes: an error instead of an endless wait, where some are missing."""
+    """Join the other processes.
+
+    Raises:
+        RuntimeError: Not all have started in time.
+    """
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    store, rank, size = next(dist.rendezvous("env://", timeout=JOINING))
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=JOINING))
+        store.set(f"process {rank}", "")
+        store.wait([f"process {each}" for each in range(size)], JOINING)
+    except dist.DistError as error:
+        seconds = JOINING.total_seconds()
+        raise RuntimeError(f"of {os.environ['WORLD_SIZE']} processes, not all have joined in {seconds:g} s") from error
     store.set_timeout(dist.default_pg_timeout)
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size)
 
 
 def _check(model, mesh):
     """Return the plan of a mesh that can divide a model."""
-    if not isinstance(model, Transformer) or any(hasattr(p, "device_mesh") for p in model.parameters()):
+    if not isinstance(model, Transformer) or is_divided(model):
         raise ValueError(f"a mesh divides a model that nothing else has wrapped or divided: got {type(model).__name__}")
     if model.device.type != mesh.device_type:
         raise ValueError(f"the model must be on the devices of the mesh, {mesh.device_type}: got {model.device}")

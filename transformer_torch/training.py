@@ -34,7 +34,7 @@ from transformer_torch.optimizer import Adam, by_mesh, clip_factor, global_norm
 from transformer_torch.parallel import Share, plan_of
 from transformer_torch.runtime import dtype_name, to_ids
 from transformer_torch.transformer import Transformer
-from transformer_torch.weights import computed_with, copy_in, copy_out, parameters
+from transformer_torch.weights import computed_with, copy_in, copy_out, is_divided, parameters
 
 MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
 
@@ -71,6 +71,8 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
 
     Arguments, result and errors as in ``reference_numpy.gradients``.
     """
+    if is_divided(model):
+        raise ValueError("the model is divided over a mesh: Trainer.gradient has the gradients of its parameters")
     batch = _take(model, source_ids, target_ids, labels)
     transformer, seen = _transformer(model), Recorder()
     with inference(model), parametrize.cached():  # what a parametrized layer computes with is then one tensor

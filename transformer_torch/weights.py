@@ -38,7 +38,7 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
 def computed_with(model: Model) -> dict[str, Tensor]:
     """Return what the model computes with by canonical name, parametrized or not; a kernel is still transposed."""
-    return {name: find(model, _torch_path(name)) for name in parameter_shapes(model.config, model.part)}
+    return {name: find(model, torch_path(name)) for name in parameter_shapes(model.config, model.part)}
 
 
 def parameters(model: Model) -> dict[str, nn.Parameter]:
@@ -77,6 +77,11 @@ def copy_out(name: str, tensor: Tensor) -> ndarray:
     return tensor.numpy().copy()
 
 
+def is_divided(model: nn.Module) -> bool:
+    """Whether a mesh divides parameters of a model, so that a process holds but parts of them."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that a mesh may divide, to every process of the mesh."""
     if not hasattr(tensor, "device_mesh"):  # what is imported below is a second, and nothing else needs it
@@ -99,6 +104,7 @@ def local_part(tensor: Tensor) -> tuple[tuple[slice, ...], Tensor]:
     return tuple(index), tensor.to_local()
 
 
-def _torch_path(name: str) -> str:
+def torch_path(name: str) -> str:
+    """Return the name that torch has for a parameter of canonical name."""
     path, _, attribute = name.rpartition(".")
     return f"{path}.{TORCH_NAMES[attribute]}"
