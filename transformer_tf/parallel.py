@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
         raise ValueError(f"TensorFlow's strategies divide the rows of a batch only, by data=N: got {plan}")
     check_placement("float32", device)
     if os.environ.get("TF_CONFIG"):
-        mesh = tf.distribute.MultiWorkerMirroredStrategy()
+        mesh = _multi_worker()
         plan.check_devices(mesh.num_replicas_in_sync, "TF_CONFIG lists the workers, each with a GPU or its CPU")
         return mesh
     gpus = tf.config.list_physical_devices("GPU")
@@ -45,7 +46,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
         _split_cpu(plan.devices)
     devices = [device.name for device in tf.config.list_logical_devices(kind.upper())][: plan.devices]
     plan.check_devices(len(devices), "make the mesh before anything else of TensorFlow, to split a CPU into several")
-    return tf.distribute.MirroredStrategy(devices)
+    return _mirrored(tuple(devices))
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
@@ -155,6 +156,11 @@ def _any_length(array):
     sizes = list(np.shape(array))
     is_ids = array.dtype == np.int32
     return tf.TensorSpec([*sizes[:-2], None, None] if is_ids else sizes, array.dtype)
+
+
+# The collectives of two strategies of the same devices would take each other's tensors: there is one of each.
+_mirrored = cache(tf.distribute.MirroredStrategy)
+_multi_worker = cache(tf.distribute.MultiWorkerMirroredStrategy)
 
 
 def _split_cpu(count):
