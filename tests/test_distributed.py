@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
+import tiers
 from test_reports import SCHEMA_VALIDATOR
 
 import reference_numpy
@@ -19,6 +20,7 @@ from transformer_parity.distributed.cases import PLANS, probes
 from transformer_parity.distributed.compare import DIVIDED, NAMES, REPLICAS, Run, findings
 from transformer_parity.distributed.stage import Check
 from transformer_parity.distributed.worker import Seen, Task, train
+from transformer_parity.mistakes import distributed_torch
 from transformer_parity.mistakes.distributed import MISTAKES
 from transformer_parity.mistakes.edited_package import edited_package
 
@@ -59,6 +61,31 @@ def test_a_mistake_is_found_located_and_named(mistake):
     assert mistake.detail in first.detail
     if mistake.name in INVISIBLE:
         assert seen.losses[:4] == pytest.approx(right.losses[:4], abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two processes of torch."""
+    with processes.group("torch", 2, timeout=200) as group:
+        yield group
+
+
+@pytest.mark.only("torch")
+@pytest.mark.parametrize(
+    "mistake",
+    tiers.first_alone(distributed_torch.MISTAKES, "plans"),
+    ids=lambda mistake: mistake.name.replace(" ", "-"),
+)
+def test_a_mistake_between_processes_is_found_located_and_named(two, mistake):
+    _, plan, name = mistake.case.split("/")
+    planted = replace(task(name, Plan.parse(plan)), edits=tuple(mistake.edits["torch"]))
+    seen = two.train(planted)
+    right = two.train(task(name))[0] if name == "dropout" else expected(name)
+    found = failing(findings("torch", Run(planted.probe, planted.plan), seen, right))
+    at, said = next(iter(found.items()))
+    assert at.startswith(mistake.at)
+    assert mistake.detail in said
+    assert (REPLICAS in found) == (mistake.name in distributed_torch.APART)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

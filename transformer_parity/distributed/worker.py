@@ -22,6 +22,8 @@ from reference_numpy.parallel_plan import Plan
 from reference_numpy.training_config import TrainingState
 from transformer_parity.compare.exceptions import described
 from transformer_parity.distributed.cases import Probe
+from transformer_parity.mistakes.edited_package import edited_package
+from transformer_parity.mistakes.mistake import Edit
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.messages import Parent
 
@@ -45,11 +47,13 @@ class Task:
         probe: Model, settings and batches.
         plan: The devices; None is one, without a mesh.
         start: Where the run goes on from; None is its beginning.
+        edits: A mistake that is planted in the package.
     """
 
     probe: Probe
     plan: Plan | None = None
     start: Snapshot | None = None
+    edits: tuple[Edit, ...] = ()
 
 
 @dataclass
@@ -133,15 +137,16 @@ def work(parent: Parent) -> None:
     backend, environment = parent.receive()
     os.environ.update(environment)  # before the framework is imported
     try:
-        package = PORTS[backend].import_package()
+        PORTS[backend].import_package()
     except Exception as error:
         parent.send(Seen(problem=described(error)))
         return
     meshes: dict[Plan, Any] = {}
     while (task := parent.receive()) is not None:
         try:
-            seen = train(package, task, meshes)
+            seen = train(edited_package(PORTS[backend].package, task.edits), task, meshes)
         except Exception as error:
             seen = Seen(problem=described(error))
         parent.send(seen)
-    parent.send({name: str(value) for name, value in package.describe().items()})  # which may start the framework
+    described_by = PORTS[backend].import_package().describe()
+    parent.send({name: str(value) for name, value in described_by.items()})  # which may start the framework
