@@ -58,7 +58,7 @@ ALLOWED = [
     *(
         ("torch jax tf", "__init__", f"lacks definition exports.{name}", FACTS)
         for name in (
-            *("PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
+            *("Plan", "PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
             *("count_parameters", "parameter_shapes", "tap_shapes", "load_weights", "save_weights"),
             *("Gradients", "StepResult", "TrainingConfig", "TrainingState"),
             *("LENGTH_PENALTIES", "SearchResult", "SearchRules", "length_penalty"),
@@ -112,7 +112,7 @@ ALLOWED = [
     ("torch jax tf", "layers", "lacks definition Dropout.*", SHIPPED),
     ("torch jax tf", "layers.Dropout", "docstring", SHIPPED),
     ("torch tf", "layers", "lacks definition Linear.__call__", SHIPPED),
-    ("torch jax tf", "layers", "order: Dropout for Linear", "the names taken over as they are come first"),
+    ("torch jax", "layers", "order: Dropout for Linear", "the names taken over as they are come first"),
     ("torch jax tf", "layers", "adds definition masked_softmax", "the reference has it in functional"),
     ("torch", "layers", "adds definition Linear.reset_parameters", "torch draws initial values there"),
     ("tf", "layers", "adds definition gelu*", "TensorFlow's own is not exact in float64"),
@@ -126,8 +126,17 @@ ALLOWED = [
     ("tf", "attention", "adds definition Nested*", "how TensorFlow takes a dataclass apart"),
     ("jax tf", "decoder.DecoderCache.length", "result: *", "in a compiled loop it is an array"),
     ("torch", "training.*", "parameter model: *", "torch.compile and DistributedDataParallel return wrappers"),
-    ("torch tf", "training.Trainer._gradient", "lacks parameter rng", STATE),
+    ("torch jax tf", "parallel", "docstring", "each says which engine of its framework it stands on"),
+    ("torch jax tf", "parallel", "lacks definition divide", "each process computes its own share; NumPy all of them"),
+    ("torch jax tf", "parallel.make_mesh", "result: *", "the framework's own mesh"),
+    ("torch jax tf", "training.Trainer.__init__", "parameter mesh: *", "the framework's own mesh"),
     ("tf", "training.Trainer._gradient", "adds parameter random_bits", "its dropout is given numbers, not a generator"),
+    *(
+        ("tf", "parallel", f"adds definition {name}", "a function of a step is traced as a strategy runs it")
+        for name in ("check_copies", "spread_rows", "random_bits", "traced", "summed")
+    ),
+    ("tf", "layers", "adds definition own_rows", "Keras' dropout draws by itself; it is told what for"),
+    ("tf", "layers.Dropout.__call__", "*", KERAS),
     ("torch tf", "optimizer.global_norm", "*", SHIPPED),
     ("torch jax tf", "optimizer.*", "parameter *", SCALARS),
     ("torch jax tf", "optimizer.clip_factor", "result: *", SCALARS),
@@ -148,6 +157,14 @@ ALLOWED = [
     ("torch tf", "weights", "adds definition parameters", "for the optimizer, which takes them all at once"),
     ("torch", "weights", "adds definition computed_with", "torch can compute a weight from other parameters"),
     ("torch", "training", "adds definition inference", "a module is in training mode or not; a search asks for it too"),
+    ("torch", "", "adds module parallel_checkpoint", "a folder of parts is in the framework's own format"),
+    ("torch", "weights", "adds definition torch_path", "only torch has names of its own"),
+    ("torch", "weights", "adds definition is_divided", "a parameter may be divided over processes"),
+    ("torch", "weights", "adds definition gathered", "a parameter may be divided over processes"),
+    ("torch", "weights", "adds definition local_part", "a parameter may be divided over processes"),
+    ("torch", "optimizer", "adds definition by_mesh", "its fused kernels take tensors of one mesh at a time"),
+    ("torch", "parallel", "adds definition Share*", "each process computes its own share; NumPy all of them"),
+    ("torch", "layers", "adds definition *OwnDropout*", "its generator draws for no more rows than it is given"),
     ("torch", "weights", "adds definition copy_*", "only torch transposes, moments and gradients too"),
     ("torch", "weights", "docstring", "only torch transposes"),
 ]
