@@ -32,6 +32,7 @@ KERAS = "Keras' protocol"
 DEVICE = "torch puts a new tensor where it is told to"
 COMPILED = "the others always compile a step"
 SCALARS = "numbers of a step are scalars of the framework"
+TRACED = "a size is not known while tracing"
 MODES = "Keras hands the mode down from the outermost call"
 
 # Who (of torch, jax, tf) differs, where, how, and why. Stars as in file names; each row holds for each of its ports.
@@ -108,7 +109,9 @@ ALLOWED = [
     ),
     ("tf", "runtime", "adds definition placed", "a trainer and a search place what is not the model's"),
     ("torch", "runtime", "adds definition dtype_name", "a torch dtype has no name"),
-    ("tf", "runtime.to_m*", "parameter shape: *", "a length is not known while tracing"),
+    ("tf", "runtime.to_m*", "parameter shape: *", TRACED),
+    ("tf", "transformer.*.init_cache", "parameter capacity: *", TRACED),
+    ("tf", "*.init_cache", "parameter beam_size: *", TRACED),
     ("torch jax tf", "layers", "lacks definition Dropout.*", SHIPPED),
     ("torch jax tf", "layers.Dropout", "docstring", SHIPPED),
     ("torch tf", "layers", "lacks definition Linear.__call__", SHIPPED),
