@@ -112,7 +112,7 @@ ALLOWED = [
     ("torch jax tf", "layers", "lacks definition Dropout.*", SHIPPED),
     ("torch jax tf", "layers.Dropout", "docstring", SHIPPED),
     ("torch tf", "layers", "lacks definition Linear.__call__", SHIPPED),
-    ("torch jax tf", "layers", "order: Dropout for Linear", "the names taken over as they are come first"),
+    ("torch jax", "layers", "order: Dropout for Linear", "the names taken over as they are come first"),
     ("torch jax tf", "layers", "adds definition masked_softmax", "the reference has it in functional"),
     ("torch", "layers", "adds definition Linear.reset_parameters", "torch draws initial values there"),
     ("tf", "layers", "adds definition gelu*", "TensorFlow's own is not exact in float64"),
@@ -131,6 +131,12 @@ ALLOWED = [
     ("torch jax tf", "parallel.make_mesh", "result: *", "the framework's own mesh"),
     ("torch jax tf", "training.Trainer.__init__", "parameter mesh: *", "the framework's own mesh"),
     ("tf", "training.Trainer._gradient", "adds parameter random_bits", "its dropout is given numbers, not a generator"),
+    *(
+        ("tf", "parallel", f"adds definition {name}", "a function of a step is traced as a strategy runs it")
+        for name in ("check_copies", "spread_rows", "random_bits", "traced", "summed")
+    ),
+    ("tf", "layers", "adds definition own_rows", "Keras' dropout draws by itself; it is told what for"),
+    ("tf", "layers.Dropout.__call__", "*", KERAS),
     ("torch tf", "optimizer.global_norm", "*", SHIPPED),
     ("torch jax tf", "optimizer.*", "parameter *", SCALARS),
     ("torch jax tf", "optimizer.clip_factor", "result: *", SCALARS),
