@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-from contextlib import contextmanager
-from pathlib import Path
-
 import numpy as np
-import psutil
 import pytest
-import tiers
-from conftest import still_running
-from test_train import SMALL, losses, resume, saved_weights, train
+from test_train import losses, resume, saved_weights, train
 
-import reference_numpy as ref
-from reference_numpy import Plan
-from transformer_parity.train import corpora, group
-from transformer_parity.train.group import Group
+from transformer_parity.train import corpora
 
 EXACT = ("--dtype", "float64", "--heads", 4)
 SECONDS = 20  # in which processes have to end; most of it for a busy machine
