@@ -15,7 +15,8 @@ from transformer_parity.system.child import PATIENCE, THREAD_SWITCHES, Child, Ch
 
 WORK = "transformer_parity.distributed.worker:work"  # what a process runs
 INTERVAL = 2.0  # seconds between two looks at the processor time
-ONE_PROCESS = ("numpy", "jax", "tf")  # of several devices; the others have a process for each
+ONE_PROCESS = ("numpy", "jax", "tf")  # of several devices; others have a process for each
+ALL_PLANS = ("numpy", "jax")  # in one process: a mesh may leave devices out; others want processes for each size
 
 
 class RunError(Exception):
@@ -26,16 +27,18 @@ class Group:
     """The processes of one framework that train together, one run after another.
 
     Attributes:
-        environment: Versions and switches, as the first process has them.
+        environment: Versions and switches, as the first process has them when all are stopped.
     """
+
+    environment: dict[str, str] | None = None
 
     def __init__(self, children: Children, backend: str, devices: int, timeout: float | None, python: str) -> None:
         self._children, self._timeout = children, math.inf if timeout is None else timeout
+        self._has_failed = False
         environments = _environments(backend, devices)
         self._processes = [children.start(WORK, python) for _ in environments]
         for process, environment in zip(self._processes, environments, strict=True):
             process.send((backend, environment))
-        self.environment: dict[str, str] = self._receive()[0]
 
     def train(self, task: Task) -> list[Seen]:
         """Return what each process saw of a run.
@@ -49,8 +52,11 @@ class Group:
 
     def stop(self) -> None:
         """End the processes."""
+        if self._has_failed:
+            return
         for process in self._processes:
             process.send(None)
+        self.environment = self._receive()[0]
         for process in self._processes:
             self._children.stop(process, PATIENCE)
 
@@ -75,6 +81,7 @@ class Group:
         return message
 
     def _failed(self, process: Child, why: str) -> RunError:
+        self._has_failed = True
         for other in self._processes:
             self._children.stop(other)
         return RunError(f"process {self._processes.index(process)} of {len(self._processes)}: {why}")
@@ -92,7 +99,7 @@ def group(backend: str, devices: int, timeout: float | None = None, python: str 
         python: The interpreter that runs them.
 
     Raises:
-        RunError: A process could not start.
+        RunError: A process did not end as it should.
     """
     with Children({**os.environ, **dict.fromkeys(THREAD_SWITCHES, "1")}) as children:
         found = Group(children, backend, devices, timeout, python)
@@ -102,7 +109,7 @@ def group(backend: str, devices: int, timeout: float | None = None, python: str 
 
 def devices_needed(backend: str, plans: Sequence[Plan]) -> list[tuple[int, list[Plan]]]:
     """Return groups of processes that train on all plans: how many devices each has, and its plans."""
-    if backend in ONE_PROCESS:
+    if backend in ALL_PLANS:
         return [(max(plan.devices for plan in plans), list(plans))]
     sizes = dict.fromkeys(plan.devices for plan in plans)
     return [(size, [plan for plan in plans if plan.devices == size]) for size in sizes]

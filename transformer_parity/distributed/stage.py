@@ -10,7 +10,7 @@ from functools import cache
 import reference_numpy
 from reference_numpy.parallel_plan import Plan
 from transformer_parity.cases.case import Case
-from transformer_parity.compare.findings import Finding
+from transformer_parity.compare.findings import Finding, failure
 from transformer_parity.compare.verdict import Author
 from transformer_parity.distributed.cases import STAGE, probes
 from transformer_parity.distributed.compare import Run, draws, findings
@@ -67,12 +67,12 @@ class Check:
             while waiting:  # new processes after a failure
                 try:
                     with start(devices) as processes:
-                        yield Step(environment=processes.environment)
                         failed = False
                         while waiting and not failed:
                             failed = yield from self._on_plan(backend, waiting.pop(0), processes)
-                except RunError as error:
-                    yield from (Step(findings=[_failed(backend, run, error)]) for run in self._runs(waiting.pop(0)))
+                    yield Step(environment=processes.environment)
+                except RunError as error:  # while they end
+                    yield Step(findings=[failure(backend, str(error))])
 
     def _runs(self, plan: Plan) -> list[Run]:
         named, known = bool(self.asked), probes()

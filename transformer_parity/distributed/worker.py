@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,8 @@ from reference_numpy.parallel_plan import Plan
 from reference_numpy.training_config import TrainingState
 from transformer_parity.compare.exceptions import described
 from transformer_parity.distributed.cases import Probe
+from transformer_parity.mistakes.edited_package import edited_package
+from transformer_parity.mistakes.mistake import Edit
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.messages import Parent
 
@@ -44,11 +47,13 @@ class Task:
         probe: Model, settings and batches.
         plan: The devices; None is one, without a mesh.
         start: Where the run goes on from; None is its beginning.
+        edits: A mistake that is planted in the package.
     """
 
     probe: Probe
     plan: Plan | None = None
     start: Snapshot | None = None
+    edits: tuple[Edit, ...] = ()
 
 
 @dataclass
@@ -78,17 +83,25 @@ class Seen:
     problem: str = ""
 
 
-def train(package: ModuleType, task: Task) -> Seen:
-    """Train the part of this process, and return what it saw."""
+def train(package: ModuleType, task: Task, meshes: dict[Plan, Any] | None = None) -> Seen:
+    """Train the part of this process, and return what it saw.
+
+    Args:
+        package: One of the four.
+        task: What to train.
+        meshes: Those made so far: of the same devices, TensorFlow's disturb one another.
+    """
     probe, plan = task.probe, task.plan
-    mesh = None
-    if plan is not None:
+    meshes = {} if meshes is None else meshes
+    if plan is not None and plan not in meshes:
         try:
-            mesh = package.make_mesh(plan, "cpu")
-        except (ValueError, NotImplementedError) as error:
+            meshes[plan] = package.make_mesh(plan, "cpu")
+        except ValueError as error:
             return Seen(refused=str(error))
+    mesh = None if plan is None else meshes[plan]
     weights = probe.weights() if task.start is None else task.start.weights
-    model = package.Transformer.from_weights(probe.config, weights, "float64", "cpu")
+    with getattr(mesh, "scope", nullcontext)():  # TensorFlow's strategies want a model to be made in theirs
+        model = package.Transformer.from_weights(probe.config, weights, "float64", None if mesh else "cpu")
     trainer = package.Trainer(model, probe.settings, probe.seed, mesh=mesh, dropout=probe.dropout)
     if task.start is not None:
         trainer.load_state(task.start.state)
@@ -124,14 +137,16 @@ def work(parent: Parent) -> None:
     backend, environment = parent.receive()
     os.environ.update(environment)  # before the framework is imported
     try:
-        package = PORTS[backend].import_package()
+        PORTS[backend].import_package()
     except Exception as error:
         parent.send(Seen(problem=described(error)))
         return
-    parent.send(package.describe())
+    meshes: dict[Plan, Any] = {}
     while (task := parent.receive()) is not None:
         try:
-            seen = train(package, task)
+            seen = train(edited_package(PORTS[backend].package, task.edits), task, meshes)
         except Exception as error:
             seen = Seen(problem=described(error))
         parent.send(seen)
+    described_by = PORTS[backend].import_package().describe()
+    parent.send({name: str(value) for name, value in described_by.items()})  # which may start the framework
