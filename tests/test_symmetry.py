@@ -32,6 +32,7 @@ KERAS = "Keras' protocol"
 DEVICE = "torch puts a new tensor where it is told to"
 COMPILED = "the others always compile a step"
 SCALARS = "numbers of a step are scalars of the framework"
+TRACED = "a size is not known while tracing"
 MODES = "Keras hands the mode down from the outermost call"
 
 # Who (of torch, jax, tf) differs, where, how, and why. Stars as in file names; each row holds for each of its ports.
@@ -108,7 +109,9 @@ ALLOWED = [
     ),
     ("tf", "runtime", "adds definition placed", "a trainer and a search place what is not the model's"),
     ("torch", "runtime", "adds definition dtype_name", "a torch dtype has no name"),
-    ("tf", "runtime.to_m*", "parameter shape: *", "a length is not known while tracing"),
+    ("tf", "runtime.to_m*", "parameter shape: *", TRACED),
+    ("tf", "transformer.*.init_cache", "parameter capacity: *", TRACED),
+    ("tf", "*.init_cache", "parameter beam_size: *", TRACED),
     ("torch jax tf", "layers", "lacks definition Dropout.*", SHIPPED),
     ("torch jax tf", "layers.Dropout", "docstring", SHIPPED),
     ("torch tf", "layers", "lacks definition Linear.__call__", SHIPPED),
@@ -127,7 +130,12 @@ ALLOWED = [
     ("jax tf", "decoder.DecoderCache.length", "result: *", "in a compiled loop it is an array"),
     ("torch", "training.*", "parameter model: *", "torch.compile and DistributedDataParallel return wrappers"),
     ("torch jax tf", "parallel", "docstring", "each says which engine of its framework it stands on"),
-    ("torch jax tf", "parallel", "lacks definition divide", "each process computes its own share; NumPy all of them"),
+    ("torch tf", "parallel", "lacks definition divide", "each process computes its own share; NumPy all of them"),
+    ("jax", "parallel.divide", "*", "each process computes its own share; NumPy all of them"),
+    *(
+        ("jax", "parallel", f"adds definition {name}", "its pure functions take and return arrays, placed on a mesh")
+        for name in ("Arrays", "shardings", "place", "constrain", "to_numpy")
+    ),
     ("torch jax tf", "parallel.make_mesh", "result: *", "the framework's own mesh"),
     ("torch jax tf", "training.Trainer.__init__", "parameter mesh: *", "the framework's own mesh"),
     ("tf", "training.Trainer._gradient", "adds parameter random_bits", "its dropout is given numbers, not a generator"),
