@@ -100,8 +100,11 @@ def shardings(config: TransformerConfig, mesh: Mesh | None) -> dict[str, NamedSh
 
 def place(parameters: Arrays, wanted: dict[str, NamedSharding] | None) -> Arrays:
     """Bind parameters to the devices of a mesh; without one, to those where they are."""
+    if wanted is None:
+        return {name: jax.device_put(array, array.sharding) for name, array in parameters.items()}
+    several = jax.process_count() > 1  # what is on a device of one is not sent to another: each has the same
     return {
-        name: jax.device_put(array, array.sharding if wanted is None else wanted[name])
+        name: jax.device_put(np.asarray(array) if several and array.is_fully_addressable else array, wanted[name])
         for name, array in parameters.items()
     }
 

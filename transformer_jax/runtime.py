@@ -56,7 +56,9 @@ def check_placement(dtype: str, device: str | None) -> None:
 
 def to_device(device: str | None) -> jax.Device | None:
     """Return the framework's own device of that name; None is its default."""
-    return jax.config.jax_default_device if device is None else jax.devices(device)[0]  # type: ignore[attr-defined]
+    if device is None:
+        return jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.local_devices(backend=device)[0]  # of several processes, each has its own
 
 
 def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
