@@ -632,12 +632,42 @@ def test_values_of_functional_tensors_are_not_read(port):
     torch.testing.assert_close(logits, model(SOURCE, TARGET), rtol=0, atol=1e-12)
 
 
+IDS = torch.tensor(SOURCE), torch.tensor(TARGET)
+SIZES = IDS, (IDS[0][:1, :3], IDS[1][:1, :2]), (IDS[1].repeat(3, 1), IDS[0].repeat(3, 1))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_dynamic_sizes(port, strict):
     model = build(port)
     batch, source, target = (torch.export.Dim(name) for name in ("batch", "source", "target"))
-    ids = torch.tensor(SOURCE), torch.tensor(TARGET)
     shapes = ({0: batch, 1: source}, {0: batch, 1: target})
-    exported = torch.export.export(model, ids, dynamic_shapes=shapes, strict=strict).module()
-    for given in (ids, (ids[0][:1, :3], ids[1][:1, :2]), (ids[1].repeat(3, 1), ids[0].repeat(3, 1))):
+    exported = torch.export.export(model, SIZES[0], dynamic_shapes=shapes, strict=strict).module()
+    for given in SIZES:
         assert_close(port.to_numpy(exported(*given)), port.to_numpy(model(*given)))
+
+
+@pytest.mark.extended("habits", "torch")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
+def test_compiled_with_inductor_as_one_graph(port):
+    model = build(port)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for given in SIZES:
+        assert_close(port.to_numpy(compiled(*given)), port.to_numpy(model(*given)))
+    torch.compiler.reset()
+
+
+@pytest.mark.extended("habits", "torch")
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning", "ignore:# The axis name:UserWarning")
+def test_onnx_with_dynamic_sizes(port, tmp_path):
+    import onnxruntime
+
+    # The exporter would round the square root of d_model, a Python number, to float32.
+    model, file = build(port, scale_embedding=False), tmp_path / "model.onnx"
+    batch, source, target = (torch.export.Dim(name) for name in ("batch", "source", "target"))
+    shapes = ({0: batch, 1: source}, {0: batch, 1: target})
+    torch.onnx.export(model, SIZES[0], dynamic_shapes=shapes, dynamo=True, verbose=False).save(file)
+    session = onnxruntime.InferenceSession(file)
+    names = [entry.name for entry in session.get_inputs()]
+    for given in SIZES:
+        (logits,) = session.run(None, dict(zip(names, (ids.numpy() for ids in given), strict=True)))
+        assert_close(logits, port.to_numpy(model(*given)))

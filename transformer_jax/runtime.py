@@ -18,7 +18,7 @@ from reference_numpy.checks import check_choice, check_ids, check_mask, check_me
 from reference_numpy.search_plan import SearchRules
 from reference_numpy.shapes import Bool, Float, Int
 
-jax.tree_util.register_static(SearchRules)  # rules are no arrays: they say what is compiled
+jax.tree_util.register_static(SearchRules)  # rules are no arrays: what is compiled depends on them
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")

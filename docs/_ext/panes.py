@@ -35,7 +35,7 @@ PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "tr
 TITLES = {"numpy": "NumPy", "torch": "PyTorch", "jax": "JAX", "tf": "TensorFlow"}
 
 
-# Of no use to a reader: what is said to mypy and ruff. A reason behind it stays.
+# Of no use to a reader: comments for mypy and ruff. A reason behind it stays.
 TO_TOOLS = re.compile(r"\s*# (?:type: ignore\S*|noqa\S*(?: [A-Z]+\d+)?)(?=\s|$)")
 BREAKS_BEHIND, BREAKS_BEFORE = ("(", "[", "{", ",", "="), (".",)  # where a long line may be continued
 

@@ -65,7 +65,7 @@ def model_cases(config: TransformerConfig) -> list[Case]:
 def _varied_seed(config: TransformerConfig) -> int:
     """Return the seed of weights with which hypotheses end after different numbers of tokens.
 
-    Of models with random weights, most say the same token again and again, and no mistake in a search would show.
+    Of models with random weights, most repeat one token, and no mistake in a search would show.
     """
     ids = token_ids(config)["source_ids"]
     variety = {}

@@ -84,10 +84,10 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config that the tensors have, with what else is said of it.
+    """Return the config that the tensors have, with what else is given of it.
 
     Raises:
-        TypeError: A field that is said has the wrong type.
+        TypeError: A field that is given has the wrong type.
         ValueError: A tensor that determines a size is missing, or what is given describes no model.
     """
     source, target = (matrix(tensors, f"{side}_embed.0.lut.weight") for side in ("src", "tgt"))

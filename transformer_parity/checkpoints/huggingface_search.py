@@ -69,7 +69,7 @@ def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> S
     """Return the search of a model from the fields of its ``generation_config.json``, or of an old ``config.json``.
 
     Lengths are counted otherwise there. ``max_length`` and ``min_length`` count the start symbol, so that a
-    ``max_length`` of 512 is 511 here; and ``min_length`` is the first length at which the end symbol may be said, as
+    ``max_length`` of 512 is 511 here; and ``min_length`` is the first length at which the end symbol is allowed, as
     here. Nothing else changes: the length penalty counts the end symbol, and a forced first token.
 
     Args:

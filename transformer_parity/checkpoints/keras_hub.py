@@ -66,7 +66,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
     Raises:
         OSError: A file cannot be read.
-        TypeError: A field that is said has the wrong type.
+        TypeError: A field that is given has the wrong type.
         ValueError: The file is damaged or refused, holds another model, or a value is not given that no file contains.
     """
     from transformer_parity.containers import hdf5
@@ -174,10 +174,10 @@ def _flat(tensors: Mapping[str, ndarray]) -> tuple[dict[str, ndarray], int]:
 
 
 def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config that the tensors have, with what else is said of it.
+    """Return the config that the tensors have, with what else is given of it.
 
     Raises:
-        TypeError: A field that is said has the wrong type.
+        TypeError: A field that is given has the wrong type.
         ValueError: A tensor that determines a size is missing, or what is given describes no model.
     """
     tables = [matrix(tensors, NAMES[j].foreign) for j in range(3)]

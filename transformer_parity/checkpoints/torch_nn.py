@@ -84,7 +84,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
     Raises:
         OSError: A file cannot be read.
-        TypeError: A field that is said has the wrong type.
+        TypeError: A field that is given has the wrong type.
         ValueError: A file is damaged or refused, something is not named or said, or the tensors do not fit together.
     """
     said = state_dict.read_names(options)
@@ -115,10 +115,10 @@ def rows(said: UserNames) -> list[Row]:
 
 
 def config_of(tensors: Mapping[str, ndarray], said: UserNames) -> TransformerConfig:
-    """Return the config that tensors have, with what else is said of it; tables are tied where they are the same.
+    """Return the config that tensors have, with what else is given of it; tables are tied where they are the same.
 
     Raises:
-        TypeError: A field that is said has the wrong type.
+        TypeError: A field that is given has the wrong type.
         ValueError: A tensor that determines a size is missing or not named, or what is given describes no model.
     """
     names, p = said.names, said.prefix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -38,9 +39,19 @@ class Probe:
     seed: int = 3
     dropout: str = "global"
 
+    @property
+    def halfway(self) -> int:
+        """How many steps are half of them: from there, a run also goes on elsewhere."""
+        return self.steps // 2
+
     def weights(self) -> dict[str, ndarray]:
-        """Return the weights that every process starts with, in float64."""
-        return {name: array.astype(np.float64) for name, array in init_weights(self.config, 5).items()}
+        """Return the weights that every process starts with, in float64: no bias is zero, and no scale one."""
+        rng = np.random.default_rng(5)
+        drawn = {name: array.astype(np.float64) for name, array in init_weights(self.config, 5).items()}
+        return {
+            name: array + 0.1 * rng.normal(size=array.shape) if name.endswith(("bias", "scale")) else array
+            for name, array in drawn.items()
+        }
 
     def batch(self, step: int) -> Batch:
         """Return the global batch of a step: other tokens in each, of the same lengths."""
@@ -57,7 +68,7 @@ class Probe:
         return source, np.where(there, started, pad_id), labels
 
 
-def config(tokens: int = 40, **fields: object) -> TransformerConfig:
+def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
     """Return the model of a case: the paper's conventions at sizes that fall into 2 and 4 parts, without dropout."""
     sizes = {"d_model": 32, "num_heads": 4, "d_k": 8, "d_v": 8, "d_ff": 48, "max_length": 16}
     layers = {"num_encoder_layers": 2, "num_decoder_layers": 2}
@@ -69,17 +80,21 @@ def config(tokens: int = 40, **fields: object) -> TransformerConfig:
 @cache
 def probes() -> dict[str, Probe]:
     """Return the cases by name: one for each thing that a plan may break."""
-    settings = {"clip_norm": 0.5, "warmup_steps": 10}
+    settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10, "learning_rate_factor": 0.1}
+    sliced: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
     drops = {"embedding": 0.1, "residual": 0.1, "attention": 0.1, "feed_forward": 0.1}
     found = (
         Probe("plain", config(), TrainingConfig(**settings)),
+        Probe("short", config(), TrainingConfig(**settings), steps=4),
+        Probe("uneven", config(37, tie_embeddings="none"), TrainingConfig(**settings, **sliced), steps=4),
         Probe("vocabulary of 37", config(37), TrainingConfig(**settings)),
         Probe("untied", config(tie_embeddings="none"), TrainingConfig(**settings), steps=4),
         Probe("accumulated", config(), TrainingConfig(**settings, accumulation_steps=2), steps=4),
         Probe("checkpointing", config(), TrainingConfig(**settings, activation_checkpointing=True), steps=4),
-        Probe("dropout", config(dropout=drops), TrainingConfig(**settings, accumulation_steps=2), steps=4),
+        Probe("dropout", config(dropout=drops), TrainingConfig(**settings, **sliced), steps=4),
     )
     return {probe.name: probe for probe in found}
 
 
+STAGE = ("plain", "uneven", "dropout")  # the cases of a check: each thing once, and little to compile
 PLANS = tuple(map(Plan.parse, ("data=2", "data=3", "data=4", "fsdp=2", "tensor=2", "data=2,fsdp=2,tensor=2")))

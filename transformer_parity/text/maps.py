@@ -10,7 +10,7 @@ from typing import Any
 
 from transformer_parity.containers.folder import member
 
-MOST_BYTES = 2**27  # of a file; the largest that are published have 33 million
+MOST_BYTES = 2**26  # of a file; the largest that are published have 33 million
 
 ESCAPES = {"0": "\0", "a": "\a", "b": "\b", "t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "e": "\x1b"}
 ESCAPES |= {"N": "\x85", "_": "\xa0", "L": "\u2028", "P": "\u2029"}

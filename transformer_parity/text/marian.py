@@ -78,7 +78,7 @@ class MarianVocabulary(Vocabulary):
         return [*self._target.ids(line), self._ends[1]]
 
     def text(self, ids: Iterable[int]) -> str:
-        """Return what the pieces say."""
+        """Return the text of the pieces."""
         return tidied(self._said.text(ids), self._settings)
 
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:

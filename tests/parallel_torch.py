@@ -1,0 +1,197 @@
+"""What the processes of test_parallel_torch.py do: each function is a job of all processes of a run, given its rank."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch.distributed.device_mesh import init_device_mesh
+
+import transformer_torch
+from reference_numpy import Plan
+from transformer_parity.distributed.cases import probes
+from transformer_torch.parallel_checkpoint import load_sharded, save_sharded
+
+
+def run(folder: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], seconds: float = 200) -> list[list[Any]]:
+    """Let processes do jobs one after another; return what each process returned for each job.
+
+    An error of one process ends all of them, and is raised here.
+    """
+    store = meeting_place()
+    context = processes.spawn(_process, (world, store.port, folder, jobs), nprocs=world, join=False)
+    ends = time.monotonic() + seconds
+    try:
+        while not context.join(timeout=1.0, grace_period=1.0):
+            assert time.monotonic() < ends, f"the processes have not ended in {seconds:g} s"
+    finally:
+        for process in context.processes:
+            process.kill()
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+def meeting_place() -> dist.TCPStore:
+    """Return where processes find one another, at a port that the system chooses, as torchrun's agent has it."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return what torchrun tells a process."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+    switches = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}, **switches}
+
+
+def _process(rank: int, world: int, port: int, folder: Path, jobs: list[tuple[str, dict[str, Any]]]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= environment(rank, world, port)
+    found = [globals()[name](rank, **arguments) for name, arguments in jobs]
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def trainer_of(probe: Any, dtype: str = "float64", **arguments: Any) -> transformer_torch.Trainer:
+    """Return a trainer of a fresh model."""
+    model = transformer_torch.Transformer.from_weights(probe.config, probe.weights(), dtype)
+    return transformer_torch.Trainer(model, arguments.pop("settings", probe.settings), probe.seed, **arguments)
+
+
+def observed(trainer: Any, probe: Any, steps: int) -> dict[str, Any]:
+    """Return what a trainer gives: a gradient, steps, what is evaluated, weights and moments."""
+    gradient = trainer.gradient(*probe.batch(0))
+    results = [trainer.train_step(*probe.batch(trainer.step)) for _ in range(steps)]
+    state = trainer.export_state()
+    return {
+        "loss": gradient.loss,
+        "gradient": gradient.parameters,
+        "steps": [[float(x) for x in (r.loss, r.tokens, r.gradient_norm)] for r in results],
+        "evaluated": [float(x) for x in trainer.evaluate(*probe.batch(0))],
+        "weights": trainer.model.export_weights(),
+        "first moment": state.first_moment,
+        "second moment": state.second_moment,
+    }
+
+
+def train(rank: int, plan: str, probe: str, steps: int, **arguments: Any) -> dict[str, Any]:
+    """Train on a plan."""
+    case = probes()[probe]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)), **arguments)
+    found = observed(trainer, case, steps)
+    return {**found, "shards": transformer_torch.shards(trainer), "engine": type(trainer.share.module).__name__}
+
+
+def train_on_a_mesh_of_the_user(rank: int, axes: dict[str, int], probe: str, steps: int) -> dict[str, Any]:
+    """Train on a mesh whose axes stand in any order; the weights of all processes but the first are wrong."""
+    case = probes()[probe]
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    model = transformer_torch.Transformer.from_weights(case.config, case.weights(), "float64")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank)
+    return observed(transformer_torch.Trainer(model, case.settings, case.seed, mesh=mesh), case, steps)
+
+
+def save(rank: int, folder: Path, plan: str, probe: str, steps: int) -> list[str]:
+    """Train on a plan and write a folder; return what is said of attempts to write it again."""
+    case = probes()[probe]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
+    observed(trainer, case, steps)
+    save_sharded(folder, trainer, {"position": [3, 1]}, b"vocabulary")
+    with pytest.raises(FileExistsError) as refused:
+        save_sharded(folder, trainer)
+    return str(refused.value)
+
+
+def go_on(rank: int, folder: Path, plan: str | None, probe: str, steps: int) -> dict[str, Any]:
+    """Go on from a folder, on a plan."""
+    case = probes()[probe]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)) if plan else None)
+    progress = load_sharded(folder, trainer)
+    return {**observed(trainer, case, steps), "progress": progress}
+
+
+REFUSED = {
+    "search": "ValueError: the model is divided over a mesh: what searches is another, made from its export_weights()",
+    "gradients": "ValueError: the model is divided over a mesh: Trainer.gradient has the gradients of its parameters",
+    "again": "ValueError: a mesh divides a model that nothing else has wrapped or divided: got FSDPTransformer",
+    "wrapped": "ValueError: a mesh divides a model that nothing else has wrapped or divided: got Sequential",
+    "frozen": "ValueError: what is frozen on a mesh is settled when the trainer is made: make another trainer",
+    "plan": "ValueError: the plan data=3 needs 3 devices: got 2 "
+    "(start one process for each, as by torchrun --nproc-per-node)",
+    "axis": "ValueError: the axes of a mesh must be some of data, fsdp, tensor: got x",
+    "no names": "ValueError: the axes of a mesh must be some of data, fsdp, tensor: got (without a name)",
+    "type": "TypeError: mesh must be a DeviceMesh: got Plan",
+    "dropout": "ValueError: dropout must be one of global, local: got 'none'",
+}
+
+
+def refused(rank: int, plan: str, attempts: list[str]) -> dict[str, str]:
+    """Return what is said of each thing that cannot be done with a trainer on a plan."""
+    case, mesh = probes()["plain"], transformer_torch.make_mesh(Plan.parse(plan))
+    trainer = trainer_of(case, mesh=mesh)
+    ways = {
+        "search": lambda: transformer_torch.greedy_search(trainer.model, case.batch(0)[0]),
+        "gradients": lambda: transformer_torch.gradients(trainer.model, *case.batch(0)),
+        "again": lambda: transformer_torch.Trainer(trainer.model, case.settings, mesh=mesh),
+        "wrapped": lambda: transformer_torch.Trainer(torch.nn.Sequential(trainer.model), case.settings, mesh=mesh),
+        "frozen": lambda: (trainer.model.encoder.requires_grad_(False), trainer.train_step(*case.batch(0))),
+        "plan": lambda: transformer_torch.make_mesh(Plan(data=3)),
+        "axis": lambda: trainer_of(case, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("x",))),
+        "no names": lambda: trainer_of(case, mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
+        "type": lambda: trainer_of(case, mesh=Plan()),
+        "dropout": lambda: trainer_of(case, mesh=mesh, dropout="none"),
+    }
+    said = {}
+    for name in attempts:
+        try:
+            ways[name]()
+        except (TypeError, ValueError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def other_dropout(rank: int, plan: str) -> dict[str, float]:
+    """Return the loss of a step with dropout of either kind."""
+    case, mesh = probes()["dropout"], transformer_torch.make_mesh(Plan.parse(plan))
+    kinds = {"global": "global", "local": "local", "local again": "local"}
+    return {
+        name: trainer_of(case, mesh=mesh, dropout=kind).gradient(*case.batch(0)).loss for name, kind in kinds.items()
+    }
+
+
+def search(rank: int, plan: str) -> Any:
+    """Return what a model that is being trained on a plan finds, and a model of its own that has the same weights."""
+    case = probes()["plain"]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
+    trainer.train_step(*case.batch(0))
+    own = transformer_torch.Transformer.from_weights(case.config, trainer.model.export_weights(), "float64")
+    return [transformer_torch.beam_search(model, case.batch(1)[0], 3) for model in (trainer.model, own)]
+
+
+def loss_of_torch(rank: int) -> float:
+    """Return how far torch's ``loss_parallel`` is off in the gradient of a smoothed loss that is written out."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh = transformer_torch.make_mesh(Plan(tensor=dist.get_world_size()))
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(6, 8)))
+
+    def gradient(x):
+        x.requires_grad_()
+        log_probabilities = x.log_softmax(-1)
+        (-log_probabilities.sum()).backward()
+        return x.grad
+
+    expected = gradient(logits.clone())
+    with loss_parallel():
+        found = gradient(distribute_tensor(logits, mesh["tensor"], [Shard(1)]))
+    return float((found.full_tensor() - expected).abs().max() / expected.abs().max())
