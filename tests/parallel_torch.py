@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import transformer_torch
-from reference_numpy import Plan
+from reference_numpy import Plan, TrainingConfig
 from transformer_parity.distributed.cases import probes
 from transformer_torch.parallel_checkpoint import load_sharded, save_sharded
+from transformer_torch.weights import copy_out, parameters
 
 
 def run(folder: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], seconds: float = 200) -> list[list[Any]]:
@@ -36,6 +40,27 @@ def run(folder: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], second
         for process in context.processes:
             process.kill()
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+def ends(folder: Path, world: int, ranks: list[int], job: tuple[str, dict[str, Any]], seconds: float) -> dict[int, Any]:
+    """Let only some processes of a run do a job; return what each returned, or its exit status where it returned none.
+
+    None of them is ended from outside, unless time is over.
+    """
+    store, spawn = meeting_place(), processes.get_context("spawn")
+    started = [spawn.Process(target=_process, args=(rank, world, store.port, folder, [job])) for rank in ranks]
+    over = time.monotonic() + seconds
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(max(over - time.monotonic(), 0.0))
+    for process in started:
+        process.kill()
+    returned = {rank: folder / f"{rank}.pickle" for rank in ranks}
+    return {
+        rank: pickle.loads(returned[rank].read_bytes())[0] if returned[rank].exists() else process.exitcode
+        for rank, process in zip(ranks, started, strict=True)
+    }
 
 
 def meeting_place() -> dist.TCPStore:
@@ -87,6 +112,15 @@ def train(rank: int, plan: str, probe: str, steps: int, **arguments: Any) -> dic
     trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)), **arguments)
     found = observed(trainer, case, steps)
     return {**found, "shards": transformer_torch.shards(trainer), "engine": type(trainer.share.module).__name__}
+
+
+def train_in(rank: int, plan: str, mixed: bool) -> dict[str, Any]:
+    """Train on a plan in float32, and compute in bfloat16 if mixed; the gradients of slices are added up."""
+    case = probes()["plain"]
+    changes = {"mixed_bfloat16": mixed, "accumulation_steps": 2, "activation_checkpointing": True}
+    settings = TrainingConfig(**{**case.settings.to_dict(), **changes})
+    mesh = transformer_torch.make_mesh(Plan.parse(plan))
+    return observed(trainer_of(case, "float32", settings=settings, mesh=mesh), case, 3)
 
 
 def train_on_a_mesh_of_the_user(rank: int, axes: dict[str, int], probe: str, steps: int) -> dict[str, Any]:
@@ -166,6 +200,46 @@ def other_dropout(rank: int, plan: str) -> dict[str, float]:
     return {
         name: trainer_of(case, mesh=mesh, dropout=kind).gradient(*case.batch(0)).loss for name, kind in kinds.items()
     }
+
+
+def join(rank: int, seconds: float) -> str:
+    """Wait for the others, for another while than usual; return what is said where they do not come."""
+    transformer_torch.parallel.JOINING = timedelta(seconds=seconds)
+    with pytest.raises(RuntimeError) as refused:
+        transformer_torch.make_mesh(Plan(data=2))
+    return str(refused.value)
+
+
+def die(rank: int, plan: str) -> str:
+    """Take a step; then the last process ends. Return what the others meet in the next one."""
+    case = probes()["plain"]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
+    trainer.train_step(*case.batch(0))
+    if rank == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for step in range(1, 100):
+            trainer.train_step(*case.batch(step))
+    except RuntimeError as error:
+        return f"{type(error).__name__} {error}"
+    return "nothing"
+
+
+def their_own_copies(rank: int) -> dict[str, Any]:
+    """Train as users do who wrap the model and take rows of their own, by the trainer and by a loop of theirs."""
+    transformer_torch.make_mesh(Plan(data=2))
+    case, found = probes()["plain"], {}
+    own = [ids[rank::2] for ids in case.batch(0)]
+    model = transformer_torch.Transformer.from_weights(case.config, case.weights(), "float64")
+    wrapped = DistributedDataParallel(model)
+    source, target, labels = map(torch.from_numpy, own)
+    total, tokens = transformer_torch.cross_entropy(wrapped(source, target), labels, case.config)
+    (total / tokens).backward()
+    found["loop"] = {name: copy_out(name, parameter.grad) for name, parameter in parameters(model).items()}
+    trainer = transformer_torch.Trainer(wrapped, case.settings)
+    found["trainer"] = trainer.gradient(*own).parameters
+    trainer.train_step(*own)
+    return {**found, "weights": model.export_weights()}
 
 
 def search(rank: int, plan: str) -> Any:

@@ -109,14 +109,14 @@ def place(parameters: Arrays, wanted: dict[str, NamedSharding] | None) -> Arrays
     }
 
 
-def gather(parameters: Arrays, mesh: Mesh | None) -> Arrays:
-    """Return traced parameters as a device computes with them: what ``fsdp`` divides is put together."""
+def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> Arrays:
+    """Return traced parameters, or what is as large, divided as a mesh holds them; or gathered where ``fsdp`` does."""
     if mesh is None:
-        return parameters
-    # Said, and not left to XLA, which may as well divide the sums of a product and gather the activations.
+        return arrays
+    # Said, not left to XLA, which may as well gather the activations and divide the sums of a product.
     return {
-        name: jax.lax.with_sharding_constraint(array, _sharding(mesh, _axes(name, array.shape, mesh, fsdp=False)))
-        for name, array in parameters.items()
+        name: jax.lax.with_sharding_constraint(array, _sharding(mesh, _axes(name, array.shape, mesh, gathered)))
+        for name, array in arrays.items()
     }
 
 
@@ -145,10 +145,10 @@ def _stop(kind, error, trace):
     os._exit(1)
 
 
-def _axes(name, shape, mesh, fsdp=True):
+def _axes(name, shape, mesh, gathered=False):
     """Return which axis of the mesh divides each axis of a parameter."""
     axes = [None] * len(shape)
-    if fsdp and "fsdp" in mesh.shape and (axis := fsdp_axis(name, shape, mesh.shape["fsdp"])) is not None:
+    if not gathered and "fsdp" in mesh.shape and (axis := fsdp_axis(name, shape, mesh.shape["fsdp"])) is not None:
         axes[axis] = "fsdp"
     if "tensor" in mesh.shape and (axis := tensor_axis(name)) is not None:
         axes[axis] = "tensor"

@@ -32,7 +32,7 @@ from reference_numpy.shapes import Float, Int
 from reference_numpy.taps import no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_jax.optimizer import Adam, Arrays, clip_factor, global_norm
-from transformer_jax.parallel import divide, gather, place, plan_of, shardings, to_numpy
+from transformer_jax.parallel import constrain, divide, place, plan_of, shardings, to_numpy
 from transformer_jax.runtime import as_placed, quick_compilation, to_ids
 from transformer_jax.transformer import Transformer
 
@@ -77,7 +77,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     Arguments, result and errors as in ``reference_numpy.gradients``.
     """
     batch = _take(model, source_ids, target_ids, labels)
-    loss, (of_parameters, of_taps) = _compile_gradients(_Structure.of(model))(_parameters(model), batch)
+    loss, (of_parameters, of_taps) = _compile_gradients(_gradients, _Structure.of(model))(_parameters(model), batch)
     # The names give the order, which jax.jit loses: it sorts the keys of a dict.
     taps = _tap_shapes(model.config, batch)
     return Gradients(
@@ -119,7 +119,7 @@ class Trainer:
         structure = _Structure.of(model, mesh)
         platform = next(iter(model.source_embedding.table.devices())).platform
         self._compiled_step = _compile_step(structure, settings, platform)
-        self._compiled_gradient = _compile_gradient(structure, settings)
+        self._compiled_gradient = _compile_gradients(_gradient, structure, settings)
         self._compiled_evaluation = _compile_evaluation(structure)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
@@ -248,7 +248,7 @@ class _Structure:
     def build(self, parameters: Arrays) -> Transformer:
         """Return a model in inference mode that computes with these arrays, which may be traced."""
         model = nnx.merge(self.graph, self.state, copy=True)
-        _put_parameters(model, gather(parameters, self.mesh))
+        _put_parameters(model, constrain(parameters, self.mesh, gathered=True))
         model.eval()
         return model
 
@@ -265,20 +265,15 @@ def _loss(model, batch, config, tap=no_tap):
 
 
 @lru_cache(maxsize=8)
-def _compile_gradients(structure: _Structure) -> Callable[..., Any]:
+def _compile_gradients(function: Callable[..., Any], *structure: Any) -> Callable[..., Any]:
     # Called once or twice for one model, so that compiling is most of the time.
-    return jax.jit(partial(_gradients, structure), compiler_options=quick_compilation())
+    return jax.jit(partial(function, *structure), compiler_options=quick_compilation())
 
 
 @lru_cache(maxsize=8)
 def _compile_evaluation(structure: _Structure) -> Callable[..., Any]:
     config = structure.config.replace(label_smoothing=0.0)
     return jax.jit(lambda parameters, batch: _loss(structure.build(parameters), batch, config))
-
-
-@lru_cache(maxsize=8)
-def _compile_gradient(structure: _Structure, settings: TrainingConfig) -> Callable[..., Any]:
-    return jax.jit(partial(_gradient, structure, settings), compiler_options=quick_compilation())
 
 
 @lru_cache(maxsize=8)
@@ -290,8 +285,7 @@ def _compile_step(structure: _Structure, settings: TrainingConfig, platform: str
         options["xla_disable_hlo_passes"] = "cse_barrier_expander"
     # The old moments, which are the trainer's alone, make room for the new ones; the old parameters may be in a clone.
     step = partial(_step, structure, settings)
-    # On a mesh, arrays stay where they are: else the second step would be compiled again.
-    kept = shardings(structure.config, structure.mesh)
+    kept = shardings(structure.config, structure.mesh)  # as the arguments are: else the second step is compiled again
     results = kept, Adam(kept, kept, settings), None
     return jax.jit(step, donate_argnames="optimizer", compiler_options=options, out_shardings=results)
 
@@ -334,7 +328,7 @@ def _gradient(structure, settings, parameters, batch, random_bits):
         return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None
 
     parts = jax.tree.map(lambda ids: ids.reshape(slices, -1, ids.shape[-1]), batch)
-    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    zeros = constrain(jax.tree.map(jnp.zeros_like, parameters), structure.mesh)
     sums = (jnp.zeros((), zeros["source_embedding.table"].dtype), jnp.zeros((), int), zeros)
     return jax.lax.scan(add_slice, sums, (parts, jnp.arange(slices)))[0]
 

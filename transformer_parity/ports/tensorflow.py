@@ -39,10 +39,10 @@ class LoadedTf(LoadedPackage):
         import tensorflow as tf
 
         def on_device(found: Any) -> Any:
-            return tf.distribute.get_replica_context().all_reduce("SUM", found)
+            return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(found))
 
         if self._sum is None:
-            self._sum = tf.function(lambda found: mesh.run(on_device, (found,)))
+            self._sum = tf.function(lambda found: mesh.run(on_device, (found,)), autograph=False)
         return mesh.experimental_local_results(self._sum(tf.constant(numbers, tf.float64)))[0].numpy()
 
     def inference(self) -> Any:
