@@ -21,6 +21,7 @@ from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.weight_audit import Fate
 from transformer_parity.ports.compile_clock import Spent
 from transformer_parity.system.child import PATIENCE, THREAD_SWITCHES, Child, ChildEndedError, Children
+from transformer_parity.system.kept_programs import keep_programs
 
 
 @dataclass
@@ -98,7 +99,8 @@ def run_all(
     waiting = sorted(jobs, key=_when)
     running: list[_Running] = []
     reference = Reference(ports=sum(job.cases is not None for job in jobs) or 1)
-    with Children({**threads, **os.environ}) as children:  # read by the frameworks when a process imports them
+    # Read by the frameworks when a process imports them.
+    with Children({**threads, **keep_programs(os.environ), **os.environ}) as children:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
