@@ -10,10 +10,10 @@ from collections import Counter
 import pytest
 
 from transformer_parity.cases.standard import standard_cases
+from transformer_parity.check.kept_programs import AGE, JAX_SWITCH, SWITCH, keep_programs
 from transformer_parity.check.one_port import Job
 from transformer_parity.check.processes import run_all
 from transformer_parity.compare.findings import Setting
-from transformer_parity.system.kept_programs import AGE, JAX_SWITCH, SWITCH, keep_programs
 
 
 def test_programs_are_kept_in_the_users_cache(tmp_path):

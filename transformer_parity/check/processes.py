@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from transformer_parity.cases.case import Case
+from transformer_parity.check.kept_programs import keep_programs
 from transformer_parity.check.one_port import Job, Message, cases_of
 from transformer_parity.compare.comparator import Comparator
 from transformer_parity.compare.expected import Reference
@@ -21,7 +22,6 @@ from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.weight_audit import Fate
 from transformer_parity.ports.compile_clock import Spent
 from transformer_parity.system.child import PATIENCE, THREAD_SWITCHES, Child, ChildEndedError, Children
-from transformer_parity.system.kept_programs import keep_programs
 
 
 @dataclass
