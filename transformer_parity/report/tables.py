@@ -72,6 +72,17 @@ def print_depth(console: Console, findings: Sequence[Finding], backends: Sequenc
         _print_table(console, "Real sentences, block by block: the error of the worst tap.", table)
 
 
+def print_profile(console: Console, spent: Mapping[str, Spent], comparing: float) -> None:
+    """Print the processor seconds of each port's process by what they went into, and those of this process."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("", *spent):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for part in dict.fromkeys(part for port in spent.values() for part in port.parts):
+        table.add_row(part, *(f"{port.parts[part]:.1f}" if part in port.parts else "" for port in spent.values()))
+    table.add_row("together", *(f"{port.cpu_seconds:.1f}" for port in spent.values()))
+    _print_table(console, f"Processor seconds; the reference and comparing took {comparing:.1f} beside them.", table)
+
+
 def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdict, limit: int = 8) -> None:
     """Print, per backend and case, the first tap that failed: what comes later may only have inherited it."""
     first: dict[tuple[str, str, str], Finding] = {}
