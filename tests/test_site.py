@@ -24,7 +24,7 @@ from sphinx.errors import ExtensionError
 import reference_numpy as ref
 from transformer_parity.checkpoints.importer import export_checkpoint, load
 from transformer_parity.figures import style
-from transformer_parity.ports.source_marks import differences, tokens
+from transformer_parity.ports.source_marks import compare, tokens
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -68,18 +68,56 @@ def text(html: str) -> str:
     )
 
 
+def marked(code: str, reference: str) -> tuple[list[str], list[str]]:
+    """What is marked in a piece of code and in its reference."""
+    codes = {"port": code, "reference": reference}
+    marks = compare(codes, "reference")
+    spans = {name: [codes[name][start:stop] for start, stop in marks[name].spans] for name in codes}
+    return spans["port"], spans["reference"]
+
+
 def test_tokens_that_differ_are_marked():
-    reference = "def f(x):\n    return np.exp(x)  # why\n"
+    reference = "def f(x):\n    y = abs(x)\n    return np.exp(y)  # why\n"
     code = "def f(x):\n    return torch.exp(x, 1)  # why\n"
-    marks = differences(code, reference)
-    assert [code[start:stop] for start, stop in marks.spans] == ["torch", ", 1"]
-    assert (marks.different, marks.total) == (3, len(tokens(code)))
-    assert differences(code, code) == ([], 0, marks.total)
+    assert marked(code, reference) == (["torch", "x, 1"], ["y = abs(x)", "np", "y"])
+    marks = compare({"port": code, "reference": reference}, "reference")
+    assert marks["port"][1:] == (4, 8, len(tokens(code)))
+    assert marks["reference"][1:] == (8, 0, len(tokens(reference)))
+    assert panes.note(marks["port"]) == "15 tokens, 4 added, 8 missing"
+    assert panes.note(marks["reference"], is_base=True) == "19 tokens, 8 not in all ports"
+    assert marked(code, code) == ([], [])
+
+
+def test_what_any_port_lacks_is_marked_in_the_reference():
+    marks = compare({"one": "f(b, c)", "reference": "f(a, b, c)", "two": "f(a, b)"}, "reference")
+    assert marks["reference"].spans == [(2, 4), (6, 9)]
+    assert panes.note(marks["reference"], is_base=True) == "8 tokens, 4 not in all ports"
+    assert compare({"reference": "f(a)"}, "reference")["reference"].spans == []
+
+
+def test_comments_annotations_and_the_name_of_the_method_are_not_compared():
+    code = 'def forward(self, x: Float[Tensor, "ä"], n: int) -> Tensor:  # why\n    y: Tensor = self.call(x)\n'
+    assert marked(code, "def __call__(self, x, n):\n    # not\n    y = self.__call__(x)\n") == ([], [])
+    assert marked("def f(x, n: int = 1): pass", "def f(x): pass") == ([", n: int = 1"], [])
+
+
+def test_methods_are_compared_by_name():
+    reference = "class A:\n    def f(self): return 1\n    def g(self): return 2\n"
+    code = "class A:\n    def g(self): return 2\n    def more(self): return 1\n    def f(self): return 1\n"
+    assert marked(code, reference) == (["def more(self): return 1"], [])
+
+
+def test_what_has_moved_within_a_function_is_not_marked():
+    reference = 'a = tap("a", a)\nb = softmax(a, mask)\nb = tap("b", b)\n'
+    assert marked('a = tap("a", a)\nb = tap("b", softmax(a, mask))\n', reference) == ([], ["b =", "b"])
+
+
+def test_marks_are_whole_lines_where_they_can_be():
+    assert marked("f(\n    a,\n    *b,\n    c,\n)", "f(\n    a,\n    c,\n)") == (["*b,"], [])
 
 
 def test_marks_on_several_lines_do_not_join():
-    marks = differences("a = (\n    1,\n    2,\n)\n", "a = ()\n")
-    assert len(marks.spans) == 2
+    assert marked("a = (\n    1,\n    2,\n)\n", "a = ()\n")[0] == ["1,", "2,"]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +139,7 @@ def test_panes_are_the_code_of_the_packages():
     for backend, piece in found.items():
         assert f'id="panes-0-{backend}"' in html
         assert piece.code in text(html)
-    assert panes.note(differences("a + 1", "a + 2")) == "1 of 3 tokens differ"
-    assert panes.note(differences("a + 1", "a + 1")) == "the same 3 tokens"
+    assert panes.note(compare({"a": "a + 1", "b": "a + 1"}, "b")["a"]) == "3 tokens, the same"
 
 
 def test_a_name_that_is_gone_fails_the_build():

@@ -5,7 +5,8 @@
     ```{four-panes} MultiHeadAttention.forward
     ```
 
-Tokens that differ from the NumPy reference are marked. A name that a package does not have fails the build.
+Marked are the tokens of a port that the NumPy reference does not have, and those of the reference that a port lacks.
+A name that a package does not have fails the build.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
 from transformer_parity.ports.source_code import Package, Piece
-from transformer_parity.ports.source_marks import differences, note
+from transformer_parity.ports.source_marks import compare, note
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}
@@ -104,10 +105,11 @@ def _runs(text: str, marked: list[bool]) -> list[tuple[str, bool]]:
 
 def panes(name: str, found: dict[str, Piece], serial: int) -> str:
     """Return four panes as HTML: all of them below each other where no script runs."""
-    reference = next(iter(found.values())).code
+    base = next(iter(found))
+    marked = compare({backend: piece.code for backend, piece in found.items()}, base)
     tabs, panels = [], []
     for backend, piece in found.items():
-        marks = differences(piece.code, reference)
+        marks, how = marked[backend], note(marked[backend], is_base=backend == base)
         panel = f"panes-{serial}-{backend}"
         tabs.append(
             f'<button type="button" role="tab" id="{panel}-tab" aria-controls="{panel}" aria-selected="false" '
@@ -117,7 +119,7 @@ def panes(name: str, found: dict[str, Piece], serial: int) -> str:
             f'<section class="pane" id="{panel}" data-framework="{backend}" aria-labelledby="{panel}-title">'
             f'<p class="pane-title" id="{panel}-title"><strong>{TITLES[backend]}</strong> '
             f'<span class="pane-place">{escape(piece.place)}</span> '
-            f'<span class="pane-note">{"the reference" if backend == "numpy" else note(marks)}</span></p>'
+            f'<span class="pane-note">{how}</span></p>'
             f'<div class="highlight"><pre>{highlighted(piece.code, marks.spans)}</pre></div></section>'
         )
     label = escape(f"{name} in {', '.join(TITLES[backend] for backend in found)}", quote=True)
