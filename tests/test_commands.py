@@ -346,6 +346,7 @@ def test_show_writes_png_and_svg(capsys, tmp_path):
     assert ElementTree.fromstring(again[0]).tag == "{http://www.w3.org/2000/svg}svg"
     assert again[0] == again[1]
     chinese = ("attention", "--preset", "paper_base", "--source", "你好 $1 $2", "--out", folder, "--format", "svg")
+    chinese += ("--backends", "numpy")
     note = "note: the font lacks some of the characters; boxes stand for them\n"
     assert parity(capsys, "show", *chinese) == (0, f"wrote {folder / 'attention.svg'}\n", note)
     assert sorted(path.name for path in folder.iterdir()) == ["a.svg", "attention.svg", "masks.png"]
@@ -413,7 +414,7 @@ def test_attention_of_every_backend(backends, which):
 
 
 def test_attention_of_the_model_that_ships():
-    figure = draw("attention")
+    figure = draw("attention", "--backends", "numpy")
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == 4
     assert "dates.safetensors" in figure.get_suptitle()
@@ -422,12 +423,29 @@ def test_attention_of_the_model_that_ships():
     assert attended.max() > 0.9  # it is trained
 
 
+@pytest.mark.usefixtures("bare")
+def test_attention_is_that_of_what_is_installed(monkeypatch):
+    assert len([axes for axes in draw("attention").axes if axes.images]) == 4
+    monkeypatch.setattr(show, "draw_attention", lambda asked: asked.backends)
+    monkeypatch.setattr(PackagePort, "missing", lambda port: "keras" if port.name == "tf" else None)
+    assert draw("attention") == ["numpy", "torch", "jax"]
+    assert draw("attention", "--backends", "torch") == ["torch"]
+
+
 def test_attention_of_a_weight_file(tmp_path):
     sizes = {"source_vocab_size": 400, "target_vocab_size": 500, "d_model": 22, "num_heads": 11, "d_ff": 8}
     config = ref.TransformerConfig.preset("marian", tie_embeddings="none", **sizes)
     ref.save_weights(tmp_path / "mine.safetensors", config, hard_weights(config))
     figure = draw(
-        "attention", "--weights", tmp_path / "mine.safetensors", "--layer", 5, "--source", "It costs $5 or $6."
+        "attention",
+        "--weights",
+        tmp_path / "mine.safetensors",
+        "--layer",
+        5,
+        "--source",
+        "It costs $5 or $6.",
+        "--backends",
+        "numpy",
     )
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == 11  # in rows of 6 and 5
@@ -460,8 +478,8 @@ def test_agreement_names_the_two_that_differ_the_most():
         ("show masks --out x.svg --format png", "--out x.svg and --format png contradict each other"),
         ("show masks --out some_file/x.png", "some_file"),
         ("show attention --backends numpy,jax", "jax is not installed: pip install 'transformer-parity[cli,jax]'"),
-        ("show attention --layer 2", "--layer must be 0 to 1 in this model: got 2"),
-        ("show attention --layer -1", "--layer must be 0 to 1 in this model: got -1"),
+        ("show attention --backends numpy --layer 2", "--layer must be 0 to 1 in this model: got 2"),
+        ("show attention --backends numpy --layer -1", "--layer must be 0 to 1 in this model: got -1"),
         ("show attention --weights none.safetensors", "there is no weight file none.safetensors"),
         ("show attention --weights some_file", "some_file is not a usable weight file"),
     ],

@@ -35,6 +35,7 @@ import compute  # noqa: E402
 import example_numbers  # noqa: E402
 import facts  # noqa: E402
 import panes  # noqa: E402
+import results  # noqa: E402
 
 SIZES = {"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 16, "d_ff": 16, "d_k": 2, "d_v": 2}
 COPIED = ("docs", "benchmarks", "transformer_parity", *panes.PACKAGES.values())
@@ -164,7 +165,7 @@ def test_facts_that_are_gone_fail_the_build():
     with pytest.raises(ExtensionError, match="nothing in mask matches 'gone'"):
         catalogue.chosen("mask", "gone")
     with pytest.raises(ExtensionError, match=r"there is no benchmarks/nothing-small.json"):
-        list(facts.speed("nothing"))
+        list(results.speed("nothing"))
     assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "one two") == "one two"
     assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "thr") == "three"
     assert catalogue.comment("x = 1\n", "one") is None
