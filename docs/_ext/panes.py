@@ -37,7 +37,7 @@ TITLES = {"numpy": "NumPy", "torch": "PyTorch", "jax": "JAX", "tf": "TensorFlow"
 
 
 # Of no use to a reader: comments for mypy and ruff. A reason behind it stays.
-TO_TOOLS = re.compile(r"\s*# (?:type: ignore\S*|noqa\S*(?: [A-Z]+\d+)?)(?=\s|$)")
+TO_TOOLS = re.compile(r"\s*# (?:type: ignore\S*|noqa\S*(?: [A-Z]+\d+)?)(?: +(?=[^\s#])|(?=\s|$))")
 BREAKS_BEHIND, BREAKS_BEFORE = ("(", "[", "{", ",", "="), (".",)  # where a long line may be continued
 
 
@@ -57,10 +57,13 @@ def pieces(name: str, backends: Sequence[str] = tuple(PACKAGES), *, docstrings: 
     if absent := [PACKAGES[backend] for backend, piece in found.items() if piece is None]:
         raise ExtensionError(f"four-panes: there is no {name!r} in {', '.join(absent)}")
     return {
-        backend: replace(piece, code=TO_TOOLS.sub("", piece.code))
-        for backend, piece in found.items()
-        if piece is not None
+        backend: replace(piece, code=to_readers(piece.code)) for backend, piece in found.items() if piece is not None
     }
+
+
+def to_readers(code: str) -> str:
+    """Return code without comments for tools."""
+    return TO_TOOLS.sub(lambda found: "  # " if found[0].endswith(" ") else "", code)
 
 
 def highlighted(code: str, spans: list[tuple[int, int]]) -> str:
