@@ -182,6 +182,13 @@ def test_a_mistake_shows_whole_lines():
             assert catalogue.edit(backend, mistake).count("<del>") == len(mistake.edits[backend])
 
 
+def test_a_mistake_names_the_threads_that_reported_it():
+    known = {mistake.name for mistakes in catalogue.catalogue.parts().values() for mistake in mistakes}
+    assert len(known & set(catalogue.reports())) >= 60
+    (twice,) = catalogue.chosen("norm", "normed twice")
+    assert ">k2-fsa/snowfall#184</a>, <a " in catalogue.entry(twice)
+
+
 def test_every_field_of_the_config_is_described():
     for cls in facts.DATACLASSES.values():
         for row in list(facts.field_table(cls))[2:]:
