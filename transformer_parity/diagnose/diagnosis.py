@@ -96,6 +96,8 @@ def diagnose(
         return _exact(port, confirmed, tried)
     if not exact and case.stage == ACTIVATIONS and (found := _by_fewer_tensors(trials, start, known, port, progress)):
         return found
+    if found := _and_another(trials, exact, known, progress):
+        return _exact(port, found, tried)
     if exact and len(exact[0].hypothesis.parts) == 1:  # several together fit one case by chance
         name = exact[0].hypothesis.name
         sentence = f"in {case.name}, but not in every case, {port} behaves like the reference with {name}"
@@ -122,6 +124,29 @@ def _search(
             if exact := _simplest([attempt for attempt in attempts if attempt.is_exact]):
                 break
     return exact, tried
+
+
+def _and_another(
+    trials: Trials, exact: Sequence[Attempt], known: Sequence[Mistake], progress: Callable[[str], None]
+) -> list[Attempt]:
+    """Return which hypotheses with another one hold in every case, where the first alone holds in this one only."""
+    failing = [(case, shown) for case, shown in trials.others if shown is not None]
+    for attempt in exact[:PROMISING]:
+        if len(attempt.hypothesis.parts) > 1:  # several together fit one case by chance
+            continue
+        there = next((one for one in failing if not Trials.of(*one).run(attempt.hypothesis).is_exact), None)
+        if there is None:
+            continue
+        progress(f"{attempt.hypothesis.name} and another")
+        elsewhere = Trials.of(*there)
+        both = [
+            Hypothesis((*attempt.hypothesis.parts, one)) for one in known if not _clash(attempt.hypothesis.parts, one)
+        ]
+        both = [one for one in both if (found := elsewhere.run(one)) and found.is_exact]
+        fits = [found for one in both if (found := trials.run(one)) and found.is_exact and trials.holds_elsewhere(one)]
+        if fits:
+            return fits
+    return []
 
 
 def _by_fewer_tensors(
