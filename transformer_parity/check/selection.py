@@ -130,7 +130,15 @@ class Selection:
         stages = self.stages or [stage for stage in STAGES if any(case.stage == stage for case in cases)]
         planned = Counter((case.stage, dtype) for case in cases for dtype in dtypes if dtype in case.dtypes)
         pairs = self.stages is not None and self.dtypes is not None
-        return Asked(port, tuple(stages), tuple(self.dtypes or ()), pairs, planned)
+        elsewhere = {
+            stage: [
+                dtype
+                for dtype in ALL_DTYPES
+                if dtype in offered and any(case.stage == stage and dtype in case.dtypes for case in cases)
+            ]
+            for stage in stages
+        }
+        return Asked(port, tuple(stages), tuple(self.dtypes or ()), pairs, planned, elsewhere)
 
     def not_tested(self, cases: Iterable[Case]) -> list[str]:
         """Return what this run leaves out, and how to ask for it; ``cases`` are those of all ports."""
