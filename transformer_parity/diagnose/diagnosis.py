@@ -311,10 +311,19 @@ def _exact(port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: 
     error = exact[0].worst
     also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
     sentence = f"{port} behaves exactly like the reference with {names[0]}{also} (error {error:.0e}"
+    meant = _if_it_is_meant(exact[0].hypothesis)
     if runner_up is None:
-        return Diagnosis(f"{sentence}){note}", EXACT, names, error)
+        return Diagnosis(f"{sentence}){note}", EXACT, names, error, signatures=meant)
     name, left = runner_up.hypothesis.name, runner_up.worst
-    return Diagnosis(f"{sentence}, next best {left:.0e}: {name}){note}", EXACT, names, error, name, left)
+    return Diagnosis(f"{sentence}, next best {left:.0e}){note}", EXACT, names, error, name, left, meant)
+
+
+def _if_it_is_meant(hypothesis: Hypothesis) -> tuple[str, ...]:
+    """Return how to declare what a port does, where that is a convention; nothing where it is a mistake."""
+    if not all(map(is_convention, hypothesis.parts)):
+        return ()
+    fields = {name: value for part in hypothesis.parts for name, value in part.config.items()}
+    return (f"mend it; or if you mean it, declare it in the port: overrides = {fields!r}",)
 
 
 def _unknown(tried: Sequence[Attempt], start: Attempt) -> Diagnosis:
@@ -324,7 +333,9 @@ def _unknown(tried: Sequence[Attempt], start: Attempt) -> Diagnosis:
     sentence = "unknown: no known mistake or convention, nor several of them together, reproduces these numbers"
     further = max(tried, key=lambda attempt: attempt.matched, default=None)
     if further is not None and further.matched > start.matched:
-        sentence += f". With {further.hypothesis.name}, {further.matched - start.matched} more tensors are right"
+        more = further.matched - start.matched
+        right = "one more tensor is right" if more == 1 else f"{more} more tensors are right"
+        sentence += f". With {further.hypothesis.name}, {right}"
     return Diagnosis(sentence, UNKNOWN, (), math.inf, name, left)
 
 
