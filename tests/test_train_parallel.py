@@ -21,6 +21,7 @@ from test_train import SMALL, losses, resume, saved_weights, train
 
 import reference_numpy as ref
 from reference_numpy import Plan
+from transformer_parity.cli.main import main
 from transformer_parity.train import corpora, group
 from transformer_parity.train.group import Group
 
@@ -292,3 +293,27 @@ def test_each_process_is_told_in_the_words_of_its_framework():
         group.taken_from_slurm(srun)
     found = group.taken_from_slurm({**srun, "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+# --- One file, and the folders of the frameworks ---
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "tf")])
+def test_a_file_is_split_and_joined_again(name, alone, tmp_path, capfd):
+    path, folder, again = alone / "checkpoint-0000006.safetensors", tmp_path / "parts", tmp_path / "again.safetensors"
+    assert main(["checkpoint", "split", str(path), "--backend", name, "--out", str(folder)]) == 0
+    assert main(["checkpoint", "join", str(folder), "--out", str(again)]) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        f"{folder}: step 6, for {name}",
+        f"{again}: step 6, from a folder of {name}",
+    ]
+    assert again.read_bytes() == path.read_bytes()
+    for command, message in (
+        (["join", str(folder), "--out", str(again)], f"{again} exists already"),
+        (["join", str(tmp_path / "none"), "--out", str(tmp_path / "x")], "there is no folder"),
+        (["split", str(path), "--backend", name, "--out", str(folder)], f"{folder} exists already"),
+        (["split", str(alone / "model.safetensors"), "--backend", name, "--out", str(tmp_path / "x")], "holds weights"),
+    ):
+        assert main(["checkpoint", *command]) == 3
+        assert message in capfd.readouterr().err
+    assert {one.name for one in tmp_path.iterdir()} == {"parts", "again.safetensors"}
