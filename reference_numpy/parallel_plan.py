@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -123,7 +122,8 @@ class Plan:
                     raise ValueError(f"{name} of the {stack} must be divisible by tensor={self.tensor}: got {size}")
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """What one device holds of one parameter.
 
     Attributes:
