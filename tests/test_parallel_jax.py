@@ -302,6 +302,6 @@ def test_what_one_device_holds(port):
     held = port.package.shards(trainer)
     assert list(held) == list(parameter_shapes(SMALL))
     for name, array in trainer.model.export_weights().items():
-        ((device, index, part),) = held[name]
-        assert (device, index) == (0, tuple(slice(0, size) for size in array.shape))
-        np.testing.assert_array_equal(part, array)
+        (shard,) = held[name]
+        assert (shard.device, shard.index) == (0, tuple(slice(0, size) for size in array.shape))
+        np.testing.assert_array_equal(shard.array, array)
