@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import transformer_torch
-from reference_numpy import Plan
+from reference_numpy import Checkpoint, Plan, TrainingConfig, load_checkpoint, save_checkpoint
 from transformer_parity.distributed.cases import probes
 from transformer_torch.parallel_checkpoint import load_sharded, save_sharded
+from transformer_torch.weights import copy_out, parameters
 
 
 def run(folder: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], seconds: float = 200) -> list[list[Any]]:
@@ -36,6 +40,27 @@ def run(folder: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], second
         for process in context.processes:
             process.kill()
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+def ends(folder: Path, world: int, ranks: list[int], job: tuple[str, dict[str, Any]], seconds: float) -> dict[int, Any]:
+    """Let only some processes of a run do a job; return what each returned, or its exit status where it returned none.
+
+    None of them is ended from outside, unless time is over.
+    """
+    store, spawn = meeting_place(), processes.get_context("spawn")
+    started = [spawn.Process(target=_process, args=(rank, world, store.port, folder, [job])) for rank in ranks]
+    over = time.monotonic() + seconds
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(max(over - time.monotonic(), 0.0))
+    for process in started:
+        process.kill()
+    returned = {rank: folder / f"{rank}.pickle" for rank in ranks}
+    return {
+        rank: pickle.loads(returned[rank].read_bytes())[0] if returned[rank].exists() else process.exitcode
+        for rank, process in zip(ranks, started, strict=True)
+    }
 
 
 def meeting_place() -> dist.TCPStore:
@@ -59,10 +84,15 @@ def _process(rank: int, world: int, port: int, folder: Path, jobs: list[tuple[st
         dist.destroy_process_group()
 
 
+def model_of(probe: Any, dtype: str = "float64") -> transformer_torch.Transformer:
+    """Return a fresh model."""
+    return transformer_torch.Transformer.from_weights(probe.config, probe.weights(), dtype)
+
+
 def trainer_of(probe: Any, dtype: str = "float64", **arguments: Any) -> transformer_torch.Trainer:
     """Return a trainer of a fresh model."""
-    model = transformer_torch.Transformer.from_weights(probe.config, probe.weights(), dtype)
-    return transformer_torch.Trainer(model, arguments.pop("settings", probe.settings), probe.seed, **arguments)
+    settings = arguments.pop("settings", probe.settings)
+    return transformer_torch.Trainer(model_of(probe, dtype), settings, probe.seed, **arguments)
 
 
 def observed(trainer: Any, probe: Any, steps: int) -> dict[str, Any]:
@@ -89,33 +119,53 @@ def train(rank: int, plan: str, probe: str, steps: int, **arguments: Any) -> dic
     return {**found, "shards": transformer_torch.shards(trainer), "engine": type(trainer.share.module).__name__}
 
 
+def train_in(rank: int, plan: str, mixed: bool) -> dict[str, Any]:
+    """Train on a plan in float32, and compute in bfloat16 if mixed; the gradients of slices are added up."""
+    case = probes()["plain"]
+    changes = {"mixed_bfloat16": mixed, "accumulation_steps": 2, "activation_checkpointing": True}
+    settings = TrainingConfig(**{**case.settings.to_dict(), **changes})
+    mesh = transformer_torch.make_mesh(Plan.parse(plan))
+    return observed(trainer_of(case, "float32", settings=settings, mesh=mesh), case, 3)
+
+
 def train_on_a_mesh_of_the_user(rank: int, axes: dict[str, int], probe: str, steps: int) -> dict[str, Any]:
     """Train on a mesh whose axes stand in any order; the weights of all processes but the first are wrong."""
     case = probes()[probe]
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    model = transformer_torch.Transformer.from_weights(case.config, case.weights(), "float64")
+    model = model_of(case)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(rank)
     return observed(transformer_torch.Trainer(model, case.settings, case.seed, mesh=mesh), case, steps)
 
 
-def save(rank: int, folder: Path, plan: str, probe: str, steps: int) -> list[str]:
-    """Train on a plan and write a folder; return what is said of attempts to write it again."""
+def save(rank: int, folder: Path, plan: str, probe: str, steps: int) -> str:
+    """Train on a plan and write a folder, and the one file beside it; return what is said where it exists already."""
     case = probes()[probe]
     trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
     observed(trainer, case, steps)
     save_sharded(folder, trainer, {"position": [3, 1]}, b"vocabulary")
     with pytest.raises(FileExistsError) as refused:
         save_sharded(folder, trainer)
+    weights, state = trainer.model.export_weights(), trainer.export_state()
+    if rank == 0:
+        path = folder.with_suffix(".safetensors")
+        save_checkpoint(path, Checkpoint(case.config, case.settings, weights, state, {"position": [3, 1]}))
+    dist.barrier()
     return str(refused.value)
 
 
-def go_on(rank: int, folder: Path, plan: str | None, probe: str, steps: int) -> dict[str, Any]:
-    """Go on from a folder, on a plan."""
+def go_on(rank: int, path: Path, plan: str, probe: str, steps: int) -> dict[str, Any]:
+    """Go on from a folder or a file, on a plan."""
     case = probes()[probe]
-    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)) if plan else None)
-    progress = load_sharded(folder, trainer)
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
+    if path.is_dir():
+        progress = load_sharded(path, trainer)
+    else:
+        checkpoint = load_checkpoint(path)
+        transformer_torch.set_weights(trainer.model, checkpoint.weights)
+        trainer.load_state(checkpoint.state)
+        progress = checkpoint.progress
     return {**observed(trainer, case, steps), "progress": progress}
 
 
@@ -131,6 +181,10 @@ REFUSED = {
     "no names": "ValueError: the axes of a mesh must be some of data, fsdp, tensor: got (without a name)",
     "type": "TypeError: mesh must be a DeviceMesh: got Plan",
     "dropout": "ValueError: dropout must be one of global, local: got 'none'",
+    "seed": "ValueError: all processes must have the same seed, settings, dropout and model: "
+    "got another one in process 1",
+    "batch": "ValueError: all processes must have the same batch, of which each takes its rows: "
+    "got another one in process 1",
 }
 
 
@@ -149,6 +203,8 @@ def refused(rank: int, plan: str, attempts: list[str]) -> dict[str, str]:
         "no names": lambda: trainer_of(case, mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
         "type": lambda: trainer_of(case, mesh=Plan()),
         "dropout": lambda: trainer_of(case, mesh=mesh, dropout="none"),
+        "seed": lambda: transformer_torch.Trainer(model_of(case), case.settings, rank, mesh=mesh),
+        "batch": lambda: trainer_of(case, mesh=mesh).train_step(*case.batch(rank)),
     }
     said = {}
     for name in attempts:
@@ -166,6 +222,46 @@ def other_dropout(rank: int, plan: str) -> dict[str, float]:
     return {
         name: trainer_of(case, mesh=mesh, dropout=kind).gradient(*case.batch(0)).loss for name, kind in kinds.items()
     }
+
+
+def join(rank: int, seconds: float) -> str:
+    """Wait for the others, for another while than usual; return what is said where they do not come."""
+    transformer_torch.parallel.JOINING = timedelta(seconds=seconds)
+    with pytest.raises(RuntimeError) as refused:
+        transformer_torch.make_mesh(Plan(data=2))
+    return str(refused.value)
+
+
+def die(rank: int, plan: str) -> str:
+    """Take a step; then the last process ends. Return what the others meet in the next one."""
+    case = probes()["plain"]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
+    trainer.train_step(*case.batch(0))
+    if rank == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for step in range(1, 100):
+            trainer.train_step(*case.batch(step))
+    except RuntimeError as error:
+        return f"{type(error).__name__} {error}"
+    return "nothing"
+
+
+def their_own_copies(rank: int) -> dict[str, Any]:
+    """Train as users do who wrap the model and take rows of their own, by the trainer and by a loop of theirs."""
+    transformer_torch.make_mesh(Plan(data=2))
+    case, found = probes()["plain"], {}
+    own = [ids[rank::2] for ids in case.batch(0)]
+    model = model_of(case)
+    wrapped = DistributedDataParallel(model)
+    source, target, labels = map(torch.from_numpy, own)
+    total, tokens = transformer_torch.cross_entropy(wrapped(source, target), labels, case.config)
+    (total / tokens).backward()
+    found["loop"] = {name: copy_out(name, parameter.grad) for name, parameter in parameters(model).items()}
+    trainer = transformer_torch.Trainer(wrapped, case.settings)
+    found["trainer"] = trainer.gradient(*own).parameters
+    trainer.train_step(*own)
+    return {**found, "weights": model.export_weights()}
 
 
 def search(rank: int, plan: str) -> Any:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+import torch
 from conftest import assert_same_bits
-from parallel_torch import REFUSED, environment, observed, run, trainer_of
+from parallel_torch import REFUSED, ends, environment, observed, run, trainer_of
 
 import reference_numpy as ref
 import transformer_torch
@@ -100,22 +107,25 @@ def test_what_else_two_processes_do(tmp_path):
         ("train_on_a_mesh_of_the_user", {"axes": {"tensor": 2, "data": 1}, "probe": "plain", "steps": 0}),
         ("other_dropout", {"plan": "data=2"}),
         ("save", {"folder": tmp_path / "run", "plan": "fsdp=2", "probe": "vocabulary of 37", "steps": 2}),
-        ("go_on", {"folder": tmp_path / "run", "plan": "tensor=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("go_on", {"path": tmp_path / "run", "plan": "tensor=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("go_on", {"path": tmp_path / "run.safetensors", "plan": "data=2", "probe": "vocabulary of 37", "steps": 2}),
         ("loss_of_torch", {}),
     ]
     first, second = run(tmp_path, 2, jobs)
     expected = on_one_device("vocabulary of 37", 2, 2)
-    for said, (trained, own), one_mesh, other_mesh, dropout, again, resumed, loss in (first, second):
+    for found in (first, second):
+        said, (trained, own), *meshes, dropout, again, from_the_folder, from_the_file, loss = found
         assert said == REFUSED
         np.testing.assert_array_equal(trained.ids, own.ids)
         np.testing.assert_allclose(trained.scores, own.scores, rtol=1e-10)
-        for found in (one_mesh, other_mesh):
-            assert_agree(found, on_one_device("plain", 0))
+        for trained_there in meshes:
+            assert_agree(trained_there, on_one_device("plain", 0))
         assert dropout["local"] != pytest.approx(dropout["global"], rel=1e-3)
         assert dropout["local again"] == dropout["local"]
         assert again == f"{tmp_path / 'run'} exists already"
-        assert_agree(resumed, expected)
-        assert resumed["progress"] == {"position": [3, 1]}
+        for resumed in (from_the_folder, from_the_file):
+            assert_agree(resumed, expected)
+            assert resumed["progress"] == {"position": [3, 1]}
         # Mended when this fails: https://github.com/pytorch/pytorch/issues/190746; a vocabulary can be divided then.
         assert loss > 0.01
 
@@ -143,6 +153,66 @@ def test_another_number_of_processes_than_the_plan_needs(monkeypatch, world, pla
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"the plan {plan} needs 2 devices: got {world or 1} .*torchrun"):
         transformer_torch.make_mesh(Plan.parse(plan))
+
+
+def test_a_mesh_of_one_process():
+    """Without a launcher, and with no more than this process."""
+    probe = probes()["dropout"]
+    try:
+        found = observed(trainer_of(probe, mesh=transformer_torch.make_mesh(Plan())), probe, 2)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_agree(found, on_one_device("dropout", 2))
+
+
+@pytest.mark.extended("plans")
+def test_processes_that_do_not_start(tmp_path):
+    (said,) = ends(tmp_path, 2, [0], ("join", {"seconds": 3}), 100).values()
+    assert said == "of 2 processes, not all have joined in 3 s"
+    (said,) = ends(tmp_path, 2, [1], ("join", {"seconds": 3}), 100).values()
+    assert said == "of 2 processes, not all have joined in 3 s"
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2"])
+def test_a_process_that_is_killed(tmp_path, plan):
+    """The other one does not wait for it."""
+    found = ends(tmp_path, 2, [0, 1], ("die", {"plan": plan}), 100)
+    assert found[1] == -signal.SIGKILL
+    assert found[0].startswith(("RuntimeError", "DistBackendError"))
+
+
+@pytest.mark.extended("plans")
+def test_an_error_of_one_process_is_an_error_of_the_run(tmp_path):
+    with pytest.raises(Exception, match="the plan data=2 needs 2 devices: got 3"):
+        run(tmp_path, 3, [("train", {"plan": "data=2", "probe": "plain", "steps": 1})])
+
+
+@pytest.mark.extended("plans")
+def test_processes_that_torchrun_starts(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pickle, pathlib, parallel_torch\n"
+        "found = parallel_torch.train(int(os.environ['RANK']), 'data=2', 'plain', 1)\n"
+        "pathlib.Path(__file__).with_name(os.environ['RANK']).write_bytes(pickle.dumps(found))\n"
+        "parallel_torch.dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert_agree(pickle.loads((tmp_path / str(rank)).read_bytes()), on_one_device("plain", 1))
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2"])
+def test_bfloat16_and_float32(tmp_path, plan):
+    """Rounded otherwise, but no further off than a step of one device is from the exact one."""
+    found = run(tmp_path, 2, [("train_in", {"plan": plan, "mixed": mixed}) for mixed in (False, True)])[0]
+    expected = observed(trainer_of(probes()["plain"]), probes()["plain"], 3)
+    for results, tolerance in zip(found, (1e-5, 2e-2), strict=True):
+        np.testing.assert_allclose(results["steps"], expected["steps"], rtol=tolerance)
 
 
 # --- Folders of parts ---

@@ -130,7 +130,12 @@ ALLOWED = [
     ("jax tf", "decoder.DecoderCache.length", "result: *", "in a compiled loop it is an array"),
     ("torch", "training.*", "parameter model: *", "torch.compile and DistributedDataParallel return wrappers"),
     ("torch jax tf", "parallel", "docstring", "each says which engine of its framework it stands on"),
-    ("torch jax tf", "parallel", "lacks definition divide", "each process computes its own share; NumPy all of them"),
+    ("torch tf", "parallel", "lacks definition divide", "each process computes its own share; NumPy all of them"),
+    ("jax", "parallel.divide", "*", "each process computes its own share; NumPy all of them"),
+    *(
+        ("jax", "parallel", f"adds definition {name}", "its pure functions take and return arrays, placed on a mesh")
+        for name in ("Arrays", "shardings", "place", "constrain", "to_numpy")
+    ),
     ("torch jax tf", "parallel.make_mesh", "result: *", "the framework's own mesh"),
     ("torch jax tf", "training.Trainer.__init__", "parameter mesh: *", "the framework's own mesh"),
     ("tf", "training.Trainer._gradient", "adds parameter random_bits", "its dropout is given numbers, not a generator"),
