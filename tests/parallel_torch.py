@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import transformer_torch
-from reference_numpy import Plan, TrainingConfig
+from reference_numpy import Checkpoint, Plan, TrainingConfig, load_checkpoint, save_checkpoint
 from transformer_parity.distributed.cases import probes
 from transformer_torch.parallel_checkpoint import load_sharded, save_sharded
 from transformer_torch.weights import copy_out, parameters
@@ -84,10 +84,15 @@ def _process(rank: int, world: int, port: int, folder: Path, jobs: list[tuple[st
         dist.destroy_process_group()
 
 
+def model_of(probe: Any, dtype: str = "float64") -> transformer_torch.Transformer:
+    """Return a fresh model."""
+    return transformer_torch.Transformer.from_weights(probe.config, probe.weights(), dtype)
+
+
 def trainer_of(probe: Any, dtype: str = "float64", **arguments: Any) -> transformer_torch.Trainer:
     """Return a trainer of a fresh model."""
-    model = transformer_torch.Transformer.from_weights(probe.config, probe.weights(), dtype)
-    return transformer_torch.Trainer(model, arguments.pop("settings", probe.settings), probe.seed, **arguments)
+    settings = arguments.pop("settings", probe.settings)
+    return transformer_torch.Trainer(model_of(probe, dtype), settings, probe.seed, **arguments)
 
 
 def observed(trainer: Any, probe: Any, steps: int) -> dict[str, Any]:
@@ -127,29 +132,40 @@ def train_on_a_mesh_of_the_user(rank: int, axes: dict[str, int], probe: str, ste
     """Train on a mesh whose axes stand in any order; the weights of all processes but the first are wrong."""
     case = probes()[probe]
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    model = transformer_torch.Transformer.from_weights(case.config, case.weights(), "float64")
+    model = model_of(case)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(rank)
     return observed(transformer_torch.Trainer(model, case.settings, case.seed, mesh=mesh), case, steps)
 
 
-def save(rank: int, folder: Path, plan: str, probe: str, steps: int) -> list[str]:
-    """Train on a plan and write a folder; return what is said of attempts to write it again."""
+def save(rank: int, folder: Path, plan: str, probe: str, steps: int) -> str:
+    """Train on a plan and write a folder, and the one file beside it; return what is said where it exists already."""
     case = probes()[probe]
     trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
     observed(trainer, case, steps)
     save_sharded(folder, trainer, {"position": [3, 1]}, b"vocabulary")
     with pytest.raises(FileExistsError) as refused:
         save_sharded(folder, trainer)
+    weights, state = trainer.model.export_weights(), trainer.export_state()
+    if rank == 0:
+        path = folder.with_suffix(".safetensors")
+        save_checkpoint(path, Checkpoint(case.config, case.settings, weights, state, {"position": [3, 1]}))
+    dist.barrier()
     return str(refused.value)
 
 
-def go_on(rank: int, folder: Path, plan: str | None, probe: str, steps: int) -> dict[str, Any]:
-    """Go on from a folder, on a plan."""
+def go_on(rank: int, path: Path, plan: str, probe: str, steps: int) -> dict[str, Any]:
+    """Go on from a folder or a file, on a plan."""
     case = probes()[probe]
-    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)) if plan else None)
-    progress = load_sharded(folder, trainer)
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
+    if path.is_dir():
+        progress = load_sharded(path, trainer)
+    else:
+        checkpoint = load_checkpoint(path)
+        transformer_torch.set_weights(trainer.model, checkpoint.weights)
+        trainer.load_state(checkpoint.state)
+        progress = checkpoint.progress
     return {**observed(trainer, case, steps), "progress": progress}
 
 
@@ -165,6 +181,10 @@ REFUSED = {
     "no names": "ValueError: the axes of a mesh must be some of data, fsdp, tensor: got (without a name)",
     "type": "TypeError: mesh must be a DeviceMesh: got Plan",
     "dropout": "ValueError: dropout must be one of global, local: got 'none'",
+    "seed": "ValueError: all processes must have the same seed, settings, dropout and model: "
+    "got another one in process 1",
+    "batch": "ValueError: all processes must have the same batch, of which each takes its rows: "
+    "got another one in process 1",
 }
 
 
@@ -183,6 +203,8 @@ def refused(rank: int, plan: str, attempts: list[str]) -> dict[str, str]:
         "no names": lambda: trainer_of(case, mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
         "type": lambda: trainer_of(case, mesh=Plan()),
         "dropout": lambda: trainer_of(case, mesh=mesh, dropout="none"),
+        "seed": lambda: transformer_torch.Trainer(model_of(case), case.settings, rank, mesh=mesh),
+        "batch": lambda: trainer_of(case, mesh=mesh).train_step(*case.batch(rank)),
     }
     said = {}
     for name in attempts:
@@ -230,7 +252,7 @@ def their_own_copies(rank: int) -> dict[str, Any]:
     transformer_torch.make_mesh(Plan(data=2))
     case, found = probes()["plain"], {}
     own = [ids[rank::2] for ids in case.batch(0)]
-    model = transformer_torch.Transformer.from_weights(case.config, case.weights(), "float64")
+    model = model_of(case)
     wrapped = DistributedDataParallel(model)
     source, target, labels = map(torch.from_numpy, own)
     total, tokens = transformer_torch.cross_entropy(wrapped(source, target), labels, case.config)

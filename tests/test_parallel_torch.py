@@ -107,22 +107,25 @@ def test_what_else_two_processes_do(tmp_path):
         ("train_on_a_mesh_of_the_user", {"axes": {"tensor": 2, "data": 1}, "probe": "plain", "steps": 0}),
         ("other_dropout", {"plan": "data=2"}),
         ("save", {"folder": tmp_path / "run", "plan": "fsdp=2", "probe": "vocabulary of 37", "steps": 2}),
-        ("go_on", {"folder": tmp_path / "run", "plan": "tensor=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("go_on", {"path": tmp_path / "run", "plan": "tensor=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("go_on", {"path": tmp_path / "run.safetensors", "plan": "data=2", "probe": "vocabulary of 37", "steps": 2}),
         ("loss_of_torch", {}),
     ]
     first, second = run(tmp_path, 2, jobs)
     expected = on_one_device("vocabulary of 37", 2, 2)
-    for said, (trained, own), one_mesh, other_mesh, dropout, again, resumed, loss in (first, second):
+    for found in (first, second):
+        said, (trained, own), *meshes, dropout, again, from_the_folder, from_the_file, loss = found
         assert said == REFUSED
         np.testing.assert_array_equal(trained.ids, own.ids)
         np.testing.assert_allclose(trained.scores, own.scores, rtol=1e-10)
-        for found in (one_mesh, other_mesh):
-            assert_agree(found, on_one_device("plain", 0))
+        for trained_there in meshes:
+            assert_agree(trained_there, on_one_device("plain", 0))
         assert dropout["local"] != pytest.approx(dropout["global"], rel=1e-3)
         assert dropout["local again"] == dropout["local"]
         assert again == f"{tmp_path / 'run'} exists already"
-        assert_agree(resumed, expected)
-        assert resumed["progress"] == {"position": [3, 1]}
+        for resumed in (from_the_folder, from_the_file):
+            assert_agree(resumed, expected)
+            assert resumed["progress"] == {"position": [3, 1]}
         # Mended when this fails: https://github.com/pytorch/pytorch/issues/190746; a vocabulary can be divided then.
         assert loss > 0.01
 

@@ -30,7 +30,7 @@ LARGE_FOLDERS = {
     "ports": 11,  # generate's settings are read beside the search options, below the checkpoints that hold them
     "bench": 11,  # import_clock is a file of its own: a fresh process runs it without importing anything else
     "mistakes": 14,  # one file of data for each part of the catalogue
-    "checkpoints": 22,  # one file for each format, or for its settings
+    "checkpoints": 23,  # one file for each format, or for its settings
     "cli": 18,  # one file for each command, or for two that belong together, and for long lists of options
 }
 LONG_SIGNATURES = {

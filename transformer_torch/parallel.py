@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ class Share:
         self.dropouts = _own_dropouts(model, self.plan, place[2]) if not self.local or self.plan.tensor > 1 else []
         self.module = _divide(model, self.whole, self.plan)
         self.trained = [p.requires_grad for p in model.parameters()]
+        self.has_checked_batches = False
 
     @property
     def entropy(self) -> tuple[int, ...]:
@@ -123,13 +125,17 @@ class Share:
         """Yield the rows of each slice that are this process's, padded where they do not fall into equal parts.
 
         Raises:
-            ValueError: Parameters were frozen or thawed since the model was divided.
+            ValueError: Parameters were frozen or thawed since the model was divided, or each process has a batch of its
+                own, which is looked at once.
         """
         if self.mesh is None:
             yield from zip(*(ids.chunk(count) for ids in batch), strict=True)
             return
         if self.trained != [p.requires_grad for p in self.module.parameters()]:
             raise ValueError("what is frozen on a mesh is settled when the trainer is made: make another trainer")
+        if not self.has_checked_batches:
+            self.check_same("batch, of which each takes its rows", [ids.tolist() for ids in batch])
+            self.has_checked_batches = True
         rows = np.arange(len(batch[0]))[:, None]
         own = spread(rows, count, self.plan.shares, -1)[:, self.index, :, 0]  # [count, R], -1 for padding
         first, drawn = (0, own.shape[1]) if self.local else (self.index * own.shape[1], len(rows) // count)
@@ -141,6 +147,19 @@ class Share:
             waits = i < count - 1 and isinstance(self.module, DistributedDataParallel)
             with self.module.no_sync() if waits else nullcontext():
                 yield tuple(ids[each] for ids in padded)
+
+    def check_same(self, what: str, value: Any) -> None:
+        """Refuse a run whose processes were not given the same.
+
+        Raises:
+            ValueError: They were not.
+        """
+        if self.mesh is None:
+            return
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, sha256(repr(value).encode()).hexdigest())
+        if different := [rank for rank, each in enumerate(found) if each != found[0]]:
+            raise ValueError(f"all processes must have the same {what}: got another one in process {different[0]}")
 
     def summed(self, x: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """Return the sum of a number over all shares."""

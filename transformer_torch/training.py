@@ -99,6 +99,11 @@ class Trainer:
     processes is taken of gradients that are each per target token of one process. Parametrized layers
     (``torch.nn.utils.parametrize``) are trained, but their state is refused: it has no moments of the weights.
 
+    A mesh divides the model itself, in place; its processes call each method together. Between steps they may call the
+    model, and search with it unless its parameters are divided. Where dropout is ``global``, attention with dropout
+    takes the explicit path, since the fused kernel draws for no more than it computes; on a GPU, where the two draw
+    other numbers, one device needs a mesh of one to give what several give.
+
     Args:
         compile: Hand the forward and backward pass to torch.compile: slow first steps, faster ones after them.
     """
@@ -117,8 +122,10 @@ class Trainer:
         check_trainable(dtype, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
-        self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, _transformer(model).config), dropout
+        config = _transformer(model).config
+        self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, config), dropout
         self.share = Share(model, mesh, dropout)
+        self.share.check_same("seed, settings, dropout and model", (seed, settings, dropout, config))
         self.model = model.eval()
         self.settings = settings
         self.seed = seed

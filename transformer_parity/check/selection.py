@@ -158,7 +158,15 @@ class Selection:
         stages = self.stages or [stage for stage in STAGES if any(case.stage == stage for case in cases)]
         planned = Counter((case.stage, dtype) for case in cases for dtype in dtypes if dtype in case.dtypes)
         pairs = self.stages is not None and self.dtypes is not None
-        return Asked(port, tuple(stages), tuple(self.dtypes or ()), pairs, planned)
+        elsewhere = {
+            stage: [
+                dtype
+                for dtype in ALL_DTYPES
+                if dtype in offered and any(case.stage == stage and dtype in case.dtypes for case in cases)
+            ]
+            for stage in stages
+        }
+        return Asked(port, tuple(stages), tuple(self.dtypes or ()), pairs, planned, elsewhere)
 
     def not_tested(self, cases: Iterable[Case]) -> list[str]:
         """Return what this run leaves out, and how to ask for it; ``cases`` are those of all ports."""
@@ -168,8 +176,9 @@ class Selection:
         if self.backends:
             yield from (f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *self.backends))
         dtypes = self.setting.dtypes
-        yield from (f"{dtype} (left out of --dtype)" for dtype in ALL_DTYPES if dtype not in dtypes)
-        if COMPILED_IN_FULL not in dtypes:
+        if unnamed := [dtype for dtype in ALL_DTYPES if dtype not in dtypes]:
+            yield f"{' and '.join(unnamed)} (left out of --dtype)"
+        if COMPILED_IN_FULL not in dtypes and self.backends:
             yield f"what XLA makes of a program for users (compiled in full in {COMPILED_IN_FULL})"
         if self.weights or self.only == TEXT:
             yield "the standard cases (left out by --weights or --only text)"
@@ -177,7 +186,8 @@ class Selection:
             yield "sentences, fully masked rows and parts of the model alone (ask for them with --backends)"
         elif self.presets:
             yield "the other cases, and optimizer steps (left out by --preset)"
-        yield from (f"{stage} (left out of --stage)" for stage in STAGES if stage not in self.chosen_stages)
+        if unnamed := [stage for stage in STAGES if stage not in self.chosen_stages]:
+            yield f"{', '.join(unnamed)} (left out of --stage)"
         if self.only == CASES:
             yield "sentences (left out by --only cases)"
         if self.backends and not self.distributed:

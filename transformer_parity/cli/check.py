@@ -39,6 +39,7 @@ from transformer_parity.report.tables import (
     print_depth,
     print_near_ties,
     print_problems,
+    print_profile,
     print_skips,
     print_summary,
     verdict_line,
@@ -131,6 +132,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="also write it as JUnit XML, for a CI server")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as one page for a browser")
+    parser.add_argument("--profile", action="store_true", help="also show what the processor time went into")
     parser.add_argument(
         "--failures",
         type=Path,
@@ -181,10 +183,11 @@ def run(options: argparse.Namespace) -> int:
         [{"backend": name, "weights": [fate.to_dict() for fate in fates]} for name, fates in outcome.audits.items()],
         time.monotonic() - started,
         outcome.spent,
+        time.process_time(),
     )
     for name, fates in outcome.audits.items():
         print_audit(console, name, fates)
-    _print(console, result)
+    _print(console, result, options.profile)
     if options.json or options.junit or options.html:
         files = ((options.json, write_json), (options.junit, write_junit), (options.html, write_html))
         write_results(build(result), *files)
@@ -209,7 +212,7 @@ def _selection(options: argparse.Namespace) -> Selection:
     )
 
 
-def _print(console: Console, result: Run) -> None:
+def _print(console: Console, result: Run, profile: bool) -> None:
     """Print tables, what failed and why, what was not compared, and the verdict."""
     findings = result.findings
     print_summary(console, findings, result.ports)
@@ -220,6 +223,8 @@ def _print(console: Console, result: Run) -> None:
         print_failure_report(console, report)
     print_skips(console, findings)
     print_coverage(console, result.verdict, result.not_tested)
+    if profile:
+        print_profile(console, result.spent, result.cpu_seconds)
     console.print(verdict_line(result.verdict, findings, result.ports, result.seconds, result.spent))
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from numpy import ndarray
 
-from reference_numpy.search_plan import OnStep, SearchResult
+from reference_numpy.search_plan import OnStep, SearchResult, SearchRules
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.ports.compile_clock import COMPILING
 from transformer_parity.ports.package import COMPILED_IN_FULL, LoadedPackage, find, with_first_step
@@ -62,7 +63,10 @@ class LoadedTf(LoadedPackage):
             return self._compiled[block](arrays)
 
     def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
-        with self._compiling((options, source_ids.shape)) as stop:
+        # Searches by other programs' rules run in float64 alone, and so by XLA: what it makes of each must be compared.
+        by_xla = self.dtype == COMPILED_IN_FULL or options.rules != SearchRules()
+        place = nullcontext() if by_xla else _without_xla()
+        with place, self._compiling((options, source_ids.shape)) as stop:
 
             def show(ids: ndarray) -> None:
                 stop()  # by the end of the first step, all is compiled
@@ -81,3 +85,13 @@ class LoadedTf(LoadedPackage):
         self._called.add(what)
         with COMPILING.running() if first else nullcontext(lambda: None) as stop:
             yield stop
+
+
+@contextmanager
+def _without_xla() -> Iterator[None]:
+    """Let TensorFlow run what is traced meanwhile by itself, also where XLA was asked for."""
+    import tensorflow as tf
+
+    function = tf.function
+    with patch.object(tf, "function", lambda *args, jit_compile=None, **options: function(*args, **options)):
+        yield
