@@ -31,7 +31,7 @@ LARGE_FOLDERS = {
     "bench": 11,  # import_clock is a file of its own: a fresh process runs it without importing anything else
     "mistakes": 14,  # one file of data for each part of the catalogue
     "checkpoints": 23,  # one file for each format, or for its settings
-    "cli": 18,  # one file for each command, or for two that belong together, and for long lists of options
+    "cli": 19,  # one file for each command, or for two that belong together, and for long lists of options
 }
 LONG_SIGNATURES = {
     "bench/peers/keras_hub.py: step": "the tensors of one decoding step, as tf.while_loop passes them",
