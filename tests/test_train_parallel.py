@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import numpy as np
 import psutil
 import pytest
-import tiers
 from conftest import still_running
 from test_train import SMALL, losses, resume, saved_weights, train
 
@@ -26,6 +25,7 @@ from transformer_parity.train import corpora, group
 from transformer_parity.train.group import Group
 
 EXACT = ("--dtype", "float64", "--heads", 4)
+ONLY_TORCH = pytest.mark.only("torch")
 SECONDS = 20  # in which processes have to end; most of it for a busy machine
 PLANS = {
     "numpy": ["data=2,fsdp=2,tensor=2"],
@@ -152,17 +152,23 @@ def ended(run, processes, folder):
     return said
 
 
-@pytest.mark.only("torch")
-@pytest.mark.parametrize("rank", tiers.first_alone([1, 0], "signals"))
-def test_a_process_that_is_killed_ends_all(rank, tmp_path):
-    with running(tmp_path / "run", "--backend", "torch", "--parallel", "data=2") as (run, _):
-        processes = members(run)
-        processes[rank].kill()
-        said = ended(run, processes, tmp_path / "run")
+@pytest.mark.parametrize(
+    ("name", "processes", "rank"),
+    [
+        ("numpy", 1, 0),
+        *(pytest.param("torch", 2, rank, marks=[ONLY_TORCH, pytest.mark.extended("signals")]) for rank in (0, 1)),
+    ],
+)
+def test_a_process_that_is_killed_ends_all(name, processes, rank, tmp_path):
+    with running(tmp_path / "run", "--backend", name, "--parallel", "data=2") as (run, _):
+        found = members(run)
+        assert len(found) == processes
+        found[rank].kill()
+        said = ended(run, found, tmp_path / "run")
     assert run.returncode == 3
     assert said.splitlines()[-1] == (
-        f"parity train: error: process {rank} of 2 failed, and the others were ended: the process ended with exit "
-        "code -9 (SIGKILL)"
+        f"parity train: error: process {rank} of {processes} failed, and the others were ended: the process ended with "
+        "exit code -9 (SIGKILL)"
     )
     assert "Traceback" not in said
 
