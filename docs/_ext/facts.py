@@ -173,7 +173,8 @@ def summary(package: str, module: str) -> str:
 
 def shared(package: str = "transformer_torch") -> list[str]:
     """Return the modules that all four packages have: first those that cite a section of the paper, by its number."""
-    found = [path.stem for path in sorted((ROOT / package).glob("*.py")) if path.stem != "__init__"]
+    reference = {path.name for path in (ROOT / PACKAGES["numpy"]).glob("*.py")} - {"__init__.py"}
+    found = [path.stem for path in sorted((ROOT / package).glob("*.py")) if path.name in reference]
     return sorted(found, key=lambda name: (paper_section(summary(PACKAGES["numpy"], name))[0] or "no section", name))
 
 
