@@ -212,7 +212,7 @@ def _check_shape(name: str, shape: Shape, needed: Shape) -> None:
 
 
 def check_labels(shape: Shape, target_shape: Shape) -> None:
-    """Refuse labels of another shape than what the decoder reads or says: each position has one right next token."""
+    """Refuse labels of another shape than what the decoder reads: each position has one right next token."""
     _check_shape("labels", shape, target_shape)
 
 

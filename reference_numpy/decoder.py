@@ -82,7 +82,7 @@ class DecoderLayer:
 
 @dataclass
 class DecoderCache:
-    """What the decoder keeps while it says one token after another.
+    """What the decoder keeps while it decodes one token after another.
 
     R rows: the hypotheses of all sentences, those of one sentence side by side.
 

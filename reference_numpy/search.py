@@ -31,16 +31,16 @@ def greedy_search(
     rules: SearchRules | None = None,
     use_cache: bool = True,
 ) -> SearchResult:
-    """Say the likeliest next token, again and again, until it is the end symbol.
+    """Take the likeliest next token, again and again, until it is the end symbol.
 
-    Padding is never said. Of equally likely tokens, the one with the lower id is taken. What is found for a sentence
+    Padding is never generated. Of equally likely tokens, the one with the lower id is taken. The result of a sentence
     does not depend on the other sentences of the batch.
 
     Args:
         model: The model.
         source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        max_length: The most tokens to say, the end symbol included. None is the length of each source sentence + 50.
-        min_length: The fewest tokens to say, the end symbol included.
+        max_length: The most tokens to generate, the end symbol included. None is each source's length + 50.
+        min_length: The fewest tokens to generate, the end symbol included.
         start_id: What the decoder reads first. None is ``config.bos_id``.
         source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
         on_step: Called after each step with the tokens so far [B, 1, n], padded behind the end symbol.
@@ -83,8 +83,8 @@ def beam_search(
     ``num_hypotheses``. Of equally likely continuations, the one of the better hypothesis comes first, then the one with
     the lower id; of equally good finished hypotheses, the one found first.
 
-    Padding is never said. A beam may be wider than the vocabulary: then it fills up within a few steps. What is found
-    for a sentence does not depend on the other sentences of the batch.
+    Padding is never generated. A beam may be wider than the vocabulary: then it fills up within a few steps. The result
+    of a sentence does not depend on the other sentences of the batch.
 
     Args:
         model: The model.
@@ -120,7 +120,7 @@ class Greedy(NamedTuple):
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
-        """Return the state before the first step: nothing is said."""
+        """Return the state before the first step: no hypothesis has a token."""
         batch = len(plan.limits)
         return cls(
             tokens=np.full([batch], plan.start_id),
@@ -194,7 +194,7 @@ class Beam(NamedTuple):
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
         alive, rank = _top(np.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
-        attainable = alive[:, 0] / plan.penalties[longest]  # if all that it has yet to say were certain
+        attainable = alive[:, 0] / plan.penalties[longest]  # if all its further tokens were certain
         is_over = finished[:, -1] >= attainable
         if plan.rules.stop == "first":
             is_over = finished[:, -1] != -inf
@@ -214,7 +214,7 @@ class Beam(NamedTuple):
 
 
 def _next_log_probabilities(logits, ids, n, plan):
-    """Return the log-probability of each next token [R, V], with -inf for what may not be said."""
+    """Return the log-probability of each next token [R, V], with -inf for tokens that are not allowed."""
     log_probabilities = log_softmax(logits)
     log_probabilities[:, plan.pad_id] = -inf
     if n < plan.min_length:

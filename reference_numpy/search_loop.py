@@ -1,4 +1,4 @@
-"""The loop of a search: decode a position, let the search choose what is said there, until nothing is left to say."""
+"""The loop of a search: decode a position, let the search choose the next tokens, until all sentences have ended."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Uncached:
         self.model = model
 
     def init_cache(self, source_ids, capacity, beam_size, source_mask):
-        """Encode the source; what was said so far takes the place of a cache."""
+        """Encode the source; the tokens so far take the place of a cache."""
         self.source_ids, self.source_mask = source_ids.repeat(beam_size, 0), source_mask.repeat(beam_size, 0)
         self.memory = self.model.encode(source_ids, source_mask).repeat(beam_size, 0)  # [R, S, d_model]
         self.prefix = np.zeros((len(self.memory), 0), int)  # [R, n]

@@ -57,21 +57,21 @@ class SearchRules:
 
     Attributes:
         stop: When the beam search of a sentence ends, at the latest where nothing is unfinished. ``attainable``: no
-            unfinished hypothesis could still enter the pool, even if all that it has yet to say were certain.
+            unfinished hypothesis could still enter the pool, even if all its further tokens were certain.
             ``current``: none would enter it as long as it is now (Hugging Face, ``early_stopping=False``). ``first``:
             the pool is full (fairseq; Hugging Face, ``early_stopping=True``).
         pool: Which finished hypotheses are kept. ``num_hypotheses``: the best that are asked for. ``beam``: the best
             ``beam_size`` (Hugging Face). ``first``: the first ``beam_size`` (fairseq).
-        at_limit: How a hypothesis ends at its maximum length. ``cut``: with whatever is said there. ``forced``: with
-            the end symbol, as if it were certain (Hugging Face, ``forced_eos_token_id``). ``scored``: with the
+        at_limit: How a hypothesis ends at its maximum length. ``cut``: with the token that is best there. ``forced``:
+            with the end symbol, as if it were certain (Hugging Face, ``forced_eos_token_id``). ``scored``: with the
             end symbol and its own log-probability (fairseq).
         beam_shrinks: Whether each finished hypothesis takes up a place of the beam for good (Marian). Then only the
             places that are left are filled: an end outside them does not count.
         forced_ids: What every hypothesis begins with, such as the language to translate into.
         score_forced: Whether it counts with its own log-probability (fairseq), or with 0 (Hugging Face).
-        banned_ids: What is never said, besides padding.
-        renormalize: Whether the probabilities of what may be said are scaled to a sum of 1.
-        no_repeat_ngram_size: How many tokens in a row, the start symbol included, are said only once; 0 is any number.
+        banned_ids: Tokens that are never generated, besides padding.
+        renormalize: Whether the probabilities of the tokens that are allowed are scaled to a sum of 1.
+        no_repeat_ngram_size: Of the n-grams that no hypothesis contains twice, its start symbol included; 0 is none.
         max_length_factor: Where no maximum length is given, so much times the source length ...
         max_length_extra: ... plus so much.
     """
@@ -167,7 +167,7 @@ class SearchPlan(NamedTuple):
     """The arguments of a search, checked, and what follows from them.
 
     Attributes:
-        pad_id: What is never said, and stands where nothing is said.
+        pad_id: Never generated; it fills the places behind a hypothesis.
         eos_id: What ends a hypothesis.
         start_id: What the decoder reads first.
         min_length: The fewest tokens of a hypothesis, ``eos_id`` included.
@@ -248,7 +248,7 @@ def plan_search(
     if len(rules.forced_ids) >= limits.min():
         raise ValueError(f"forced_ids must be fewer than max_length: got {len(rules.forced_ids)} and {limits.min()}")
     if rules.no_repeat_ngram_size > limits.max():
-        rules = dataclasses.replace(rules, no_repeat_ngram_size=0)  # nothing so long is said twice
+        rules = dataclasses.replace(rules, no_repeat_ngram_size=0)  # nothing so long occurs twice
     penalties = length_penalty(np.arange(limits.max() + 1, dtype=np.float64), alpha, length_penalty_kind)
     penalties[0] = 1.0  # no hypothesis is that short
     pool_size = num_hypotheses if rules.pool == "num_hypotheses" else beam_size

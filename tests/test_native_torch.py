@@ -238,6 +238,24 @@ def test_distributed_data_parallel(port, process_group, settings):
     assert losses(trainer) == losses(expected)
 
 
+@pytest.mark.extended("plans")
+def test_distributed_data_parallel_of_two_processes(port, tmp_path):
+    """Each with rows of its own; the gradient is the mean of theirs, in a loop with our loss and in a trainer."""
+    from parallel_torch import run
+
+    from transformer_parity.distributed.cases import probes
+
+    case = probes()["plain"]
+    model = port.package.Transformer.from_weights(case.config, case.weights(), "float64")
+    alone = [port.package.gradients(model, *(ids[rank::2] for ids in case.batch(0))).parameters for rank in range(2)]
+    ((first,), (second,)) = run(tmp_path, 2, [("their_own_copies", {})])
+    for found in (first, second):
+        for way in ("loop", "trainer"):
+            for name, gradient in found[way].items():
+                assert_close(gradient, (alone[0][name] + alone[1][name]) / 2)
+    assert_same_bits(first["weights"], second["weights"])
+
+
 def test_a_compiled_model_is_trained(port):
     expected = port.package.Trainer(build(port), SETTINGS)
     compiled = torch.compile(build(port), backend="eager")
@@ -632,12 +650,42 @@ def test_values_of_functional_tensors_are_not_read(port):
     torch.testing.assert_close(logits, model(SOURCE, TARGET), rtol=0, atol=1e-12)
 
 
+IDS = torch.tensor(SOURCE), torch.tensor(TARGET)
+SIZES = IDS, (IDS[0][:1, :3], IDS[1][:1, :2]), (IDS[1].repeat(3, 1), IDS[0].repeat(3, 1))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_dynamic_sizes(port, strict):
     model = build(port)
     batch, source, target = (torch.export.Dim(name) for name in ("batch", "source", "target"))
-    ids = torch.tensor(SOURCE), torch.tensor(TARGET)
     shapes = ({0: batch, 1: source}, {0: batch, 1: target})
-    exported = torch.export.export(model, ids, dynamic_shapes=shapes, strict=strict).module()
-    for given in (ids, (ids[0][:1, :3], ids[1][:1, :2]), (ids[1].repeat(3, 1), ids[0].repeat(3, 1))):
+    exported = torch.export.export(model, SIZES[0], dynamic_shapes=shapes, strict=strict).module()
+    for given in SIZES:
         assert_close(port.to_numpy(exported(*given)), port.to_numpy(model(*given)))
+
+
+@pytest.mark.extended("habits", "torch")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
+def test_compiled_with_inductor_as_one_graph(port):
+    model = build(port)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for given in SIZES:
+        assert_close(port.to_numpy(compiled(*given)), port.to_numpy(model(*given)))
+    torch.compiler.reset()
+
+
+@pytest.mark.extended("habits", "torch")
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning", "ignore:# The axis name:UserWarning")
+def test_onnx_with_dynamic_sizes(port, tmp_path):
+    import onnxruntime
+
+    # The exporter would round the square root of d_model, a Python number, to float32.
+    model, file = build(port, scale_embedding=False), tmp_path / "model.onnx"
+    batch, source, target = (torch.export.Dim(name) for name in ("batch", "source", "target"))
+    shapes = ({0: batch, 1: source}, {0: batch, 1: target})
+    torch.onnx.export(model, SIZES[0], dynamic_shapes=shapes, dynamo=True, verbose=False).save(file)
+    session = onnxruntime.InferenceSession(file)
+    names = [entry.name for entry in session.get_inputs()]
+    for given in SIZES:
+        (logits,) = session.run(None, dict(zip(names, (ids.numpy() for ids in given), strict=True)))
+        assert_close(logits, port.to_numpy(model(*given)))

@@ -42,7 +42,7 @@ def test_a_mistake_in_every_sub_layer_is_named_with_taps_and_without(mistake, sh
 
 
 CONFIG = tiny(d_v=8)
-# Padding is never said, so that the past holds some only where sentences start with it; and scores are not asked for.
+# Padding is never generated, so that the past holds some only where sentences start with it; scores are not asked for.
 # And without a norm on the embeddings, none can be forgotten; all layers have self-attention.
 UNSEEN = [
     "padding in the past is seen",

@@ -275,7 +275,7 @@ def log_probability_of(model, source, tokens):
 @pytest.mark.parametrize("beam_size", [pytest.param(1, marks=REPEATED), 2, pytest.param(4, marks=REPEATED)])
 @REPEATED
 def test_hugging_face_finds_the_same(backend, beam_size):
-    """On a ``marian`` preset, with n^alpha as length penalty; it starts with padding, which is never said."""
+    """On a ``marian`` preset, with n^alpha as length penalty; it starts with padding, which is never generated."""
     config = tiny_config("marian", max_length=64)
     weights = random_weights(config, 2)
     weights["output_proj.bias"] = weights["output_proj.bias"] * 5  # tied tables make a model repeat itself

@@ -81,7 +81,7 @@ class DecoderLayer(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclass
 class DecoderCache:
-    """What the decoder keeps while it says one token after another.
+    """What the decoder keeps while it decodes one token after another.
 
     R rows: the hypotheses of all sentences, those of one sentence side by side.
 

@@ -18,7 +18,7 @@ from reference_numpy.checks import check_choice, check_ids, check_mask, check_me
 from reference_numpy.search_plan import SearchRules
 from reference_numpy.shapes import Bool, Float, Int
 
-jax.tree_util.register_static(SearchRules)  # rules are no arrays: they say what is compiled
+jax.tree_util.register_static(SearchRules)  # rules are no arrays: what is compiled depends on them
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")
@@ -56,7 +56,9 @@ def check_placement(dtype: str, device: str | None) -> None:
 
 def to_device(device: str | None) -> jax.Device | None:
     """Return the framework's own device of that name; None is its default."""
-    return jax.config.jax_default_device if device is None else jax.devices(device)[0]  # type: ignore[attr-defined]
+    if device is None:
+        return jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.local_devices(backend=device)[0]  # of several processes, each has its own
 
 
 def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:

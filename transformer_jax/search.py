@@ -30,7 +30,7 @@ def greedy_search(
     *,
     rules: SearchRules | None = None,
 ) -> SearchResult:
-    """Say the likeliest next token, again and again, until it is the end symbol.
+    """Take the likeliest next token, again and again, until it is the end symbol.
 
     Arguments, result and errors as in ``reference_numpy.greedy_search``.
     """
@@ -71,7 +71,7 @@ class Greedy(NamedTuple):
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
-        """Return the state before the first step: nothing is said."""
+        """Return the state before the first step: no hypothesis has a token."""
         batch = len(plan.limits)
         return cls(
             tokens=jnp.full([batch], plan.start_id, jnp.int32),
@@ -144,7 +144,7 @@ class Beam(NamedTuple):
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
         alive, rank = jax.lax.top_k(jnp.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
-        attainable = alive[:, 0] / plan.penalties[longest]  # if all that it has yet to say were certain
+        attainable = alive[:, 0] / plan.penalties[longest]  # if all its further tokens were certain
         is_over = finished[:, -1] >= attainable
         if plan.rules.stop == "first":
             is_over = finished[:, -1] != -inf
@@ -164,7 +164,7 @@ class Beam(NamedTuple):
 
 
 def _next_log_probabilities(logits, ids, n, plan):
-    """Return the log-probability of each next token [R, V], with -inf for what may not be said."""
+    """Return the log-probability of each next token [R, V], with -inf for tokens that are not allowed."""
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     token = jnp.arange(logits.shape[1])
     forbidden = (token == plan.pad_id) | ((n < plan.min_length) & (token == plan.eos_id))

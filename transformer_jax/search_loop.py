@@ -1,4 +1,4 @@
-"""The loop of a search: decode a position, let the search choose what is said there, until nothing is left to say."""
+"""The loop of a search: decode a position, let the search choose the next tokens, until all sentences have ended."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, po
 
 @partial(jax.jit, static_argnames="structure", donate_argnames=("state", "cache"))
 def _advance(structure, leaves, state, cache, plan, last):
-    """Take steps until ``last`` have been taken or all is said; say whether there is more to say."""
+    """Take steps until ``last`` have been taken or all sentences have ended; return whether any goes on."""
     model = _build(structure, leaves)
 
     def step(carry):

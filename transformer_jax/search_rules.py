@@ -1,4 +1,4 @@
-"""What other people's searches let a hypothesis say next, where it is not what the paper's does.
+"""Which tokens the searches of other programs allow next, where that is not what the paper's search does.
 
 B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder, E places where
 an n-gram can end.
@@ -22,7 +22,7 @@ def apply_rules(
 ) -> Float[Array, "R V"]:
     """Return the log-probability of each n-th token as the rules of a search have it, with -inf for what they forbid.
 
-    What is forced is said even if it is banned. The paper's rules cost nothing.
+    A forced token is taken even if it is banned. The paper's rules cost nothing.
     """
     rules, own = plan.rules, log_probabilities
     if rules.no_repeat_ngram_size > 0:
@@ -46,19 +46,19 @@ def within_pool(values: Float[Array, "B X"], finished: Float[Array, "B P"]) -> F
 
 
 def _alone(log_probabilities, token, *, scored):
-    """Return what it means that only one token may be said, with its own log-probability or for certain [R, V]."""
+    """Return log-probabilities that allow one token only, with its own log-probability or with 0 [R, V]."""
     is_token = jnp.arange(log_probabilities.shape[1]) == token
     return jnp.where(is_token, log_probabilities if scored else jnp.zeros_like(log_probabilities), -inf)
 
 
 def _repeats(ids, n, plan, vocabulary):
-    """Return whether each token would end an n-gram that the hypothesis has said before [R, V]."""
+    """Return whether each token would end an n-gram that the hypothesis contains already [R, V]."""
     size = plan.rules.no_repeat_ngram_size
-    said = ids.reshape(-1, ids.shape[2])
-    said = jnp.concatenate([jnp.full_like(said[:, :1], plan.start_id), said], 1)  # [R, capacity + 1]
-    last = said[:, size - 1 :]  # [R, E]
-    is_said = jnp.broadcast_to(jnp.arange(size - 1, said.shape[1]) < n, last.shape)
-    for back in range(1, size):  # the tokens before it are those that were said last
-        is_said = is_said & (said[:, size - 1 - back : -back] == said[:, jnp.maximum(n - back, 0), None])
-    count = jnp.zeros([len(said), vocabulary], jnp.int32).at[jnp.arange(len(said))[:, None], last].add(is_said)
+    tokens = ids.reshape(-1, ids.shape[2])
+    tokens = jnp.concatenate([jnp.full_like(tokens[:, :1], plan.start_id), tokens], 1)  # [R, capacity + 1]
+    last = tokens[:, size - 1 :]  # [R, E]
+    equal = jnp.broadcast_to(jnp.arange(size - 1, tokens.shape[1]) < n, last.shape)
+    for back in range(1, size):  # the tokens before it are the latest ones
+        equal = equal & (tokens[:, size - 1 - back : -back] == tokens[:, jnp.maximum(n - back, 0), None])
+    count = jnp.zeros([len(tokens), vocabulary], jnp.int32).at[jnp.arange(len(tokens))[:, None], last].add(equal)
     return count > 0

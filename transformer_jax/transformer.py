@@ -183,7 +183,7 @@ class Decoder(Part):
     ) -> Float[Array, "B T V"]:
         """Return the logits, given the memory. Arguments and errors as in ``Transformer``.
 
-        Of source ids and source mask either may be None, not both: they say what of the memory is padding.
+        Of source ids and source mask either may be None, not both: they mark the padding of the memory.
         """
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)

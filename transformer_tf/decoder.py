@@ -81,7 +81,7 @@ class DecoderLayer(Block):
 
 @dataclass
 class DecoderCache(Nested):
-    """What the decoder keeps while it says one token after another.
+    """What the decoder keeps while it decodes one token after another.
 
     R rows: the hypotheses of all sentences, those of one sentence side by side.
 
@@ -150,7 +150,7 @@ class DecoderStack(Block):
         memory: Float[Tensor, "B S d_model"],
         cross_mask: Bool[Tensor, "B 1 1 S"],
         positions: Float[Tensor, "capacity d_model"],
-        beam_size: int = 1,
+        beam_size: int | Int[Tensor, ""] = 1,
     ) -> DecoderCache:
         """Return a cache that holds the memory's keys and values, and has room for the target's."""
         projected = [layer.cross_attention.project(memory) for layer in self.layers]

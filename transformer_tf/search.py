@@ -30,7 +30,7 @@ def greedy_search(
     *,
     rules: SearchRules | None = None,
 ) -> SearchResult:
-    """Say the likeliest next token, again and again, until it is the end symbol.
+    """Take the likeliest next token, again and again, until it is the end symbol.
 
     Arguments, result and errors as in ``reference_numpy.greedy_search``.
     """
@@ -71,7 +71,7 @@ class Greedy(NamedTuple):
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
-        """Return the state before the first step: nothing is said."""
+        """Return the state before the first step: no hypothesis has a token."""
         batch = len(plan.limits)
         return cls(
             tokens=tf.fill([batch], plan.start_id),
@@ -146,7 +146,7 @@ class Beam(NamedTuple):
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
         alive, rank = tf.math.top_k(tf.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
-        attainable = alive[:, 0] / tf.gather(plan.penalties, longest)  # if all that it has yet to say were certain
+        attainable = alive[:, 0] / tf.gather(plan.penalties, longest)  # if all its further tokens were certain
         is_over = finished[:, -1] >= attainable
         if plan.rules.stop == "first":
             is_over = finished[:, -1] != -inf
@@ -166,7 +166,7 @@ class Beam(NamedTuple):
 
 
 def _next_log_probabilities(logits, ids, n, plan):
-    """Return the log-probability of each next token [R, V], with -inf for what may not be said."""
+    """Return the log-probability of each next token [R, V], with -inf for tokens that are not allowed."""
     wide = keras.backend.result_type(logits.dtype, "float32")  # bfloat16 is too coarse to sum in
     log_probabilities = tf.nn.log_softmax(tf.cast(logits, wide))
     token = tf.range(logits.shape[1])

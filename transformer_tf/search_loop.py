@@ -1,4 +1,4 @@
-"""The loop of a search: decode a position, let the search choose what is said there, until nothing is left to say."""
+"""The loop of a search: decode a position, let the search choose the next tokens, until all sentences have ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_search(
         limits, penalties = tf.constant(plan.limits, tf.int32), tf.constant(plan.penalties, dtype)
         plan = plan._replace(limits=limits, penalties=penalties)
         state = kind.start(plan)
-    arrays = plan._replace(rules=())  # type: ignore[arg-type]  # no arrays: rules say what is compiled
+    arrays = plan._replace(rules=())  # type: ignore[arg-type]  # no arrays: what is compiled depends on rules
     cache = _call(_init_cache, model, source_ids, source_mask, plan.capacity, plan.beam_size)
     for n in [last] if on_step is None else range(1, last + 1):
         state, cache = _call(_advance, model, state, cache, arrays, n, rules=plan.rules)
@@ -48,7 +48,7 @@ def _init_cache(model, source_ids, source_mask, capacity, beam_size):
 
 
 def _advance(model, state, cache, arrays, last, rules):
-    """Take steps until ``last`` have been taken or all is said."""
+    """Take steps until ``last`` have been taken or all sentences have ended."""
     plan = arrays._replace(rules=rules)
 
     def step(state, cache):

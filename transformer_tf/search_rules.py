@@ -1,4 +1,4 @@
-"""What other people's searches let a hypothesis say next, where it is not what the paper's does.
+"""Which tokens the searches of other programs allow next, where that is not what the paper's search does.
 
 B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder, E places where
 an n-gram can end.
@@ -22,7 +22,7 @@ def apply_rules(
 ) -> Float[Tensor, "R V"]:
     """Return the log-probability of each n-th token as the rules of a search have it, with -inf for what they forbid.
 
-    What is forced is said even if it is banned. The paper's rules cost nothing.
+    A forced token is taken even if it is banned. The paper's rules cost nothing.
     """
     rules, own = plan.rules, log_probabilities
     if rules.no_repeat_ngram_size > 0:
@@ -47,21 +47,21 @@ def within_pool(values: Float[Tensor, "B X"], finished: Float[Tensor, "B P"]) ->
 
 
 def _alone(log_probabilities, token, *, scored):
-    """Return what it means that only one token may be said, with its own log-probability or for certain [R, V]."""
+    """Return log-probabilities that allow one token only, with its own log-probability or with 0 [R, V]."""
     is_token = tf.range(log_probabilities.shape[1]) == token
     return tf.where(is_token, log_probabilities if scored else tf.zeros_like(log_probabilities), -inf)
 
 
 def _repeats(ids, n, plan, vocabulary):
-    """Return whether each token would end an n-gram that the hypothesis has said before [R, V]."""
+    """Return whether each token would end an n-gram that the hypothesis contains already [R, V]."""
     size = plan.rules.no_repeat_ngram_size
-    said = tf.reshape(ids, [-1, keras.ops.shape(ids)[2]])
-    said = tf.concat([tf.fill(tf.shape(said[:, :1]), plan.start_id), said], 1)  # [R, capacity + 1]
-    last = said[:, size - 1 :]  # [R, E]
-    is_said = tf.broadcast_to(tf.range(size - 1, keras.ops.shape(said)[1]) < n, tf.shape(last))
-    for back in range(1, size):  # the tokens before it are those that were said last
-        is_said = is_said & (said[:, size - 1 - back : -back] == tf.gather(said, [tf.maximum(n - back, 0)], axis=1))
-    rows = keras.ops.shape(said)[0]
+    tokens = tf.reshape(ids, [-1, keras.ops.shape(ids)[2]])
+    tokens = tf.concat([tf.fill(tf.shape(tokens[:, :1]), plan.start_id), tokens], 1)  # [R, capacity + 1]
+    last = tokens[:, size - 1 :]  # [R, E]
+    equal = tf.broadcast_to(tf.range(size - 1, keras.ops.shape(tokens)[1]) < n, tf.shape(last))
+    for back in range(1, size):  # the tokens before it are the latest ones
+        equal = equal & (tokens[:, size - 1 - back : -back] == tf.gather(tokens, [tf.maximum(n - back, 0)], axis=1))
+    rows = keras.ops.shape(tokens)[0]
     places = tf.stack([tf.broadcast_to(tf.range(rows)[:, None], tf.shape(last)), last], -1)
-    count = tf.scatter_nd(places, tf.cast(is_said, tf.int32), [rows, vocabulary])
+    count = tf.scatter_nd(places, tf.cast(equal, tf.int32), [rows, vocabulary])
     return count > 0

@@ -167,7 +167,7 @@ class Decoder(Part):
     ) -> Float[Tensor, "B T V"]:
         """Return the logits, given the memory. Arguments and errors as in ``Transformer``.
 
-        Of source ids and source mask either may be None, not both: they say what of the memory is padding.
+        Of source ids and source mask either may be None, not both: they mark the padding of the memory.
         """
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
@@ -187,8 +187,8 @@ class Decoder(Part):
     def init_cache(
         self,
         source_ids: Int[Tensor, "B S"] | None,
-        capacity: int,
-        beam_size: int = 1,
+        capacity: int | Int[Tensor, ""],
+        beam_size: int | Int[Tensor, ""] = 1,
         source_mask: Bool[Tensor, "B S"] | None = None,
         memory: Float[Tensor, "B S d_model"] | None = None,
     ) -> DecoderCache:

@@ -32,7 +32,7 @@ def greedy_search(
     *,
     rules: SearchRules | None = None,
 ) -> SearchResult:
-    """Say the likeliest next token, again and again, until it is the end symbol.
+    """Take the likeliest next token, again and again, until it is the end symbol.
 
     Arguments, result and errors as in ``reference_numpy.greedy_search``.
     """
@@ -73,7 +73,7 @@ class Greedy(NamedTuple):
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
-        """Return the state before the first step: nothing is said."""
+        """Return the state before the first step: no hypothesis has a token."""
         batch = len(plan.limits)
         return cls(
             tokens=plan.limits.new_full([batch], plan.start_id),
@@ -147,7 +147,7 @@ class Beam(NamedTuple):
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
         alive, rank = _top(torch.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
-        attainable = alive[:, 0] / plan.penalties[longest]  # if all that it has yet to say were certain
+        attainable = alive[:, 0] / plan.penalties[longest]  # if all its further tokens were certain
         is_over = finished[:, -1] >= attainable
         if plan.rules.stop == "first":
             is_over = finished[:, -1] != -inf
@@ -167,7 +167,7 @@ class Beam(NamedTuple):
 
 
 def _next_log_probabilities(logits, ids, n, plan):
-    """Return the log-probability of each next token [R, V], with -inf for what may not be said."""
+    """Return the log-probability of each next token [R, V], with -inf for tokens that are not allowed."""
     log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
     log_probabilities[:, plan.pad_id] = -inf
     if n < plan.min_length:

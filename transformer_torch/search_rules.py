@@ -1,4 +1,4 @@
-"""What other people's searches let a hypothesis say next, where it is not what the paper's does.
+"""Which tokens the searches of other programs allow next, where that is not what the paper's search does.
 
 B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder, E places where
 an n-gram can end.
@@ -21,7 +21,7 @@ def apply_rules(
 ) -> Float[Tensor, "R V"]:
     """Return the log-probability of each n-th token as the rules of a search have it, with -inf for what they forbid.
 
-    What is forced is said even if it is banned. The paper's rules cost nothing.
+    A forced token is taken even if it is banned. The paper's rules cost nothing.
     """
     rules, own = plan.rules, log_probabilities
     if rules.no_repeat_ngram_size > 0:
@@ -44,19 +44,19 @@ def within_pool(values: Float[Tensor, "B X"], finished: Float[Tensor, "B P"]) ->
 
 
 def _alone(log_probabilities, token, *, scored):
-    """Return what it means that only one token may be said, with its own log-probability or for certain [R, V]."""
+    """Return log-probabilities that allow one token only, with its own log-probability or with 0 [R, V]."""
     is_token = torch.arange(log_probabilities.shape[1], device=log_probabilities.device) == token
     return torch.where(is_token, log_probabilities if scored else torch.zeros_like(log_probabilities), -inf)
 
 
 def _repeats(ids, n, plan, vocabulary):
-    """Return whether each token would end an n-gram that the hypothesis has said before [R, V]."""
+    """Return whether each token would end an n-gram that the hypothesis contains already [R, V]."""
     size = plan.rules.no_repeat_ngram_size
-    said = ids.reshape(-1, ids.shape[2])
-    said = torch.concatenate([torch.full_like(said[:, :1], plan.start_id), said], 1)  # [R, capacity + 1]
-    last = said[:, size - 1 :]  # [R, E]
-    is_said = (torch.arange(size - 1, said.shape[1], device=ids.device) < n).expand_as(last)
-    for back in range(1, size):  # the tokens before it are those that were said last
-        is_said = is_said & (said[:, size - 1 - back : -back] == said[:, max(n - back, 0), None])
-    count = said.new_zeros([len(said), vocabulary]).scatter_add(1, last, is_said.to(said.dtype))
+    tokens = ids.reshape(-1, ids.shape[2])
+    tokens = torch.concatenate([torch.full_like(tokens[:, :1], plan.start_id), tokens], 1)  # [R, capacity + 1]
+    last = tokens[:, size - 1 :]  # [R, E]
+    equal = (torch.arange(size - 1, tokens.shape[1], device=ids.device) < n).expand_as(last)
+    for back in range(1, size):  # the tokens before it are the latest ones
+        equal = equal & (tokens[:, size - 1 - back : -back] == tokens[:, max(n - back, 0), None])
+    count = tokens.new_zeros([len(tokens), vocabulary]).scatter_add(1, last, equal.to(tokens.dtype))
     return count > 0

@@ -1,7 +1,7 @@
 """Attacks through the options of `parity check` and of the pytest plug-in, and through what a port is called."""
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: D102  what a method does is said by its class
+# ruff: noqa: D102  methods are documented in their classes
 
 from __future__ import annotations
 

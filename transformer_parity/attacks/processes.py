@@ -1,7 +1,7 @@
 """Attacks through what a port does to its process: ends it, prints, or alters what the comparison computes with."""
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: D102  what a method does is said by its class
+# ruff: noqa: D102  methods are documented in their classes
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attacks through gradients, steps of the optimizer, and searches."""
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: D102, RUF012  what a method does is said by its class
+# ruff: noqa: D102, RUF012  methods are documented in their classes
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attacks through the arrays that a port returns: values, shapes, dtypes, layouts, and subclasses of arrays."""
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: D102  what a method does is said by its class
+# ruff: noqa: D102  methods are documented in their classes
 
 from __future__ import annotations
 

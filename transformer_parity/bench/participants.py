@@ -1,6 +1,6 @@
 """The participants of ``parity bench``. Each runs in a process of its own, and imports there what it needs."""
 
-# ruff: noqa: D102  what a method does is said by Participant
+# ruff: noqa: D102  methods are documented in Participant
 
 from __future__ import annotations
 

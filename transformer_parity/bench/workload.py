@@ -105,7 +105,7 @@ class Work:
     def weights(self) -> dict[str, ndarray]:
         """Return random weights with which every parameter matters: scales of random sign, and biases.
 
-        Freshly initialised, a model whose embeddings are tied says again what it has just read: scales of random sign
+        Freshly initialised, a model whose embeddings are tied repeats what it has just read: scales of random sign
         make it move on.
         """
         rng = np.random.default_rng(SEED)
@@ -116,7 +116,7 @@ class Work:
             elif name.endswith(".bias"):
                 weights[name] = rng.normal(0.0, 0.1, array.shape).astype(np.float32)
             elif name.endswith("_attention.output_proj.kernel"):
-                weights[name] = array / 2.0  # or all sentences would say what they attend to
+                weights[name] = array / 2.0  # or all sentences would repeat what they attend to
         return weights
 
     def products(self) -> Iterator[Product]:
@@ -244,7 +244,7 @@ class TrainWork(Work):
 
     @cached_property
     def labels(self) -> ndarray:
-        """What the decoder should say [B, T]: its input, one position on, and the end symbol."""
+        """The labels [B, T]: the decoder's input, one position on, and the end symbol."""
         ids, config = self.target_ids, self.config
         labels = np.full_like(ids, config.pad_id)
         for row, length in enumerate((ids[:, 1:] != config.pad_id).sum(1)):
@@ -304,7 +304,7 @@ class DecodeWork(Work):
     def weights(self) -> dict[str, ndarray]:
         """Return random weights with which sentences vary, and go on until they are cut off.
 
-        Neither the end symbol nor padding can be said, so no search has to exclude them.
+        Neither the end symbol nor padding can be generated, so no search has to exclude them.
         """
         weights = super().weights()
         weights["output_proj.bias"][[self.config.pad_id, self.config.eos_id]] = NEVER

@@ -63,7 +63,7 @@ def model_batches(config: TransformerConfig) -> dict[str, dict[str, ndarray]]:
 
 
 def with_labels(ids: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
-    """Add what the decoder should say: what it reads next, then the end symbol, then padding."""
+    """Add the labels: what the decoder reads next, then the end symbol, then padding."""
     target_ids = ids["target_ids"]
     labels = np.full_like(target_ids, config.pad_id)
     labels[:, :-1] = target_ids[:, 1:]

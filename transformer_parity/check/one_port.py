@@ -54,13 +54,13 @@ class Job:
 
     @property
     def title(self) -> str:
-        """What to call a port that did not say its name."""
+        """What to call a port without a name."""
         return self.backend.rpartition(":")[2]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a port says of itself when it is imported: its name, its config if it has its own, and its dtypes."""
+    """What a port declares when it is imported: its name, its config if it has its own, and its dtypes."""
 
     name: str
     config: TransformerConfig | None = None
@@ -150,7 +150,7 @@ class _Process:
         return self.parent.receive()
 
     def _import(self) -> tuple[Any, Facts]:
-        """Import a port; return it, and what it says of itself."""
+        """Import a port; return it, and what it declares."""
         backend, setting = self.job.backend, self.job.setting
         if backend in PORTS:
             port: Any = PORTS[backend]

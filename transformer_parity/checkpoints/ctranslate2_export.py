@@ -41,7 +41,7 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     """Write a folder that ``ctranslate2.Translator`` loads. Without a vocabulary, its tokens are ids as text.
 
     Returns:
-        One sentence if padding lies inside the vocabulary: CTranslate2 has none, and may say it.
+        One sentence if padding lies inside the vocabulary: CTranslate2 has none, and may generate it.
 
     Raises:
         OSError: A file cannot be written.
@@ -90,7 +90,7 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     padding = tokens[1][config.pad_id]
-    said = f"CTranslate2 has no padding symbol and may say {padding}: pass suppress_sequences=[[{padding!r}]]"
+    said = f"CTranslate2 has no padding symbol and may generate {padding}: pass suppress_sequences=[[{padding!r}]]"
     return (said,) * (config == model.config)
 
 

@@ -17,7 +17,7 @@ from numpy import ndarray
 from reference_numpy.config import TransformerConfig
 from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
 from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.checkpoints.state_dict import needed_fields, read_names
+from transformer_parity.checkpoints.state_dict import needed_fields, read_names, read_vocabulary, said_notes
 from transformer_parity.checkpoints.table import Row, matrix, take
 from transformer_parity.containers.npz import check_members
 from transformer_parity.ports.protocol import SearchOptions
@@ -66,7 +66,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
     Raises:
         OSError: A file cannot be read.
-        TypeError: A field that is said has the wrong type.
+        TypeError: A field that is given has the wrong type.
         ValueError: The file is damaged or refused, holds another model, or a value is not given that no file contains.
     """
     from transformer_parity.containers import hdf5
@@ -85,10 +85,13 @@ def read(path: Path, options: ReadOptions) -> Imported:
     return Imported(
         config=config,
         weights=take(rows(config), tensors, config, IGNORED),
-        vocabulary=None,
+        vocabulary=read_vocabulary(options.vocab, config),
         search=SearchOptions(),
-        origin=Origin(format="keras", family="keras_hub", preset="keras_hub", files=sha256_of([path])),
-        notes=("the first of two embeddings is taken for the source's, as a functional model has it",),
+        origin=Origin(format="keras", family="keras_hub", preset="keras_hub", files=sha256_of([path, *options.vocab])),
+        notes=(
+            "the first of two embeddings is taken for the source's, as a functional model has it",
+            *said_notes(said, said),
+        ),
     )
 
 
@@ -174,10 +177,10 @@ def _flat(tensors: Mapping[str, ndarray]) -> tuple[dict[str, ndarray], int]:
 
 
 def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config that the tensors have, with what else is said of it.
+    """Return the config that the tensors have, with what else is given of it.
 
     Raises:
-        TypeError: A field that is said has the wrong type.
+        TypeError: A field that is given has the wrong type.
         ValueError: A tensor that determines a size is missing, or what is given describes no model.
     """
     tables = [matrix(tensors, NAMES[j].foreign) for j in range(3)]

@@ -23,8 +23,8 @@ def append_padding(
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
     """Append the row of zeros that is padding and start, at the same id on both sides.
 
-    The smaller of two vocabularies is filled up first. What is appended is never said, so that log-probabilities are
-    those of a program that has no such targets.
+    The smaller of two vocabularies is filled up first. What is appended is never generated, so that
+    log-probabilities are those of a program that has no such targets.
     """
     pad_id, size = max(config.source_vocab_size, config.target_vocab_size), config.target_vocab_size
     table = weights["source_embedding.table"]

@@ -206,7 +206,7 @@ class _Path:
         yield self.author.compared(self.path, TOKENS, margin, noise, problem=problem, detail=summary(doubts))
         if scores is not None and not wrong:
             truth = score(exact, source_ids, ids, options)
-            if not np.isfinite(truth).all():  # of what may not be said
+            if not np.isfinite(truth).all():  # of tokens that are not allowed
                 problem = f"scores must be finite: the reference finds {truth.min()} for these tokens"
                 yield self.author.compared(self.path, SCORES, math.inf, 0.0, problem=problem)
                 return

@@ -155,7 +155,7 @@ CATALOGUE = [
                 "the pool holds what is returned": instead(
                     "search", "finished[:, -1] >= attainable", "finished[:, plan.num_hypotheses - 1] >= attainable"
                 ),
-                "what is banned is said": instead("search_rules", "if rules.banned_ids:", "if False:"),
+                "banned tokens are generated": instead("search_rules", "if rules.banned_ids:", "if False:"),
                 "what is banned keeps its share": instead("search_rules", " if rules.renormalize ", " if False "),
             },
             (TOKENS, BART): {
@@ -171,9 +171,9 @@ CATALOGUE = [
                 ),
                 "the last n-gram may be repeated": changed(
                     "search_rules",
-                    ("said.shape[1]) < n, last.shape)", "said.shape[1]) < n - 1, last.shape)"),
+                    ("tokens.shape[1]) < n, last.shape)", "tokens.shape[1]) < n - 1, last.shape)"),
                     torch=("device=ids.device) < n)", "device=ids.device) < n - 1)"),
-                    tf=("keras.ops.shape(said)[1]) < n, ", "keras.ops.shape(said)[1]) < n - 1, "),
+                    tf=("keras.ops.shape(tokens)[1]) < n, ", "keras.ops.shape(tokens)[1]) < n - 1, "),
                 ),
             },
             (TOKENS, FAIRSEQ): {

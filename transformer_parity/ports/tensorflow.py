@@ -1,10 +1,10 @@
 """The TensorFlow package behind the port protocol."""
 
-# ruff: noqa: D102  what a method does is said by LoadedPackage
+# ruff: noqa: D102  methods are documented in LoadedPackage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +25,7 @@ class LoadedTf(LoadedPackage):
         super().__init__(package, model, placement)
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._called: set[Any] = set()
+        self._sum: Any = None
 
     def to_array(self, array: ndarray) -> Any:
         import tensorflow as tf
@@ -34,6 +35,16 @@ class LoadedTf(LoadedPackage):
 
     def to_numpy(self, array: Any) -> ndarray:
         return array.numpy()
+
+    def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
+        import tensorflow as tf
+
+        def on_device(found: Any) -> Any:
+            return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(found))
+
+        if self._sum is None:
+            self._sum = tf.function(lambda found: mesh.run(on_device, (found,)), autograph=False)
+        return mesh.experimental_local_results(self._sum(tf.constant(numbers, tf.float64)))[0].numpy()
 
     def inference(self) -> Any:
         import tensorflow as tf

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +14,8 @@ import sentencepiece
 from transformer_parity.system.errors import UsageError
 
 UNKNOWN = "<unk>"
+MOST_GROWTH = 64  # of a text, by replacements
+MOST_SYMBOLS = 1000  # around a line
 SPACE = "▁"  # what sentencepiece writes for a space
 
 
@@ -120,11 +124,23 @@ class TokenizerFile:
 
     def __init__(self, content: bytes | str) -> None:
         tokenizers = import_extra("tokenizers")
+        if (symbols := content.count('"type_id"' if isinstance(content, str) else b'"type_id"')) > MOST_SYMBOLS:
+            raise ValueError(f"tokenizer.json must put at most {MOST_SYMBOLS:,} symbols around a line: got {symbols:,}")
         with rust_errors("tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content if isinstance(content, str) else content.decode())
+            self._check_growth()
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def _check_growth(self) -> None:
+        """Refuse a chain of replacements each of which lengthens a text: it could fill any memory."""
+        growth = 1
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            if (component := getattr(self._tokenizer, part)) is not None:
+                growth *= _growth(json.loads(component.__getstate__()))
+        if growth > MOST_GROWTH:
+            raise ValueError(f"its replacements must make a text at most {MOST_GROWTH} times as long: got {growth:.3g}")
 
     def ids(self, line: str) -> list[int]:
         """Return the ids of a line, without what its own template puts around them."""
@@ -153,6 +169,18 @@ class TokenizerFile:
         """Return the pieces that are symbols, by ascending id."""
         added = self._tokenizer.get_added_tokens_decoder()
         return [str(added[token].content) for token in sorted(added) if added[token].special]
+
+
+def _growth(step: Any) -> float:
+    """Return how many times as long a text becomes at most by a step of a tokenizer and by those inside it."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1.0
+    if step.get("type") == "Replace":
+        shortest = len(step["pattern"].get("String", "")) or 1  # of a regular expression: one character
+        return max(1.0, float(len(step["content"])) / shortest)
+    return math.prod(map(_growth, step.values()))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformer_parity.containers.folder import member
 
-MOST_BYTES = 2**27  # of a file; the largest that are published have 33 million
+MOST_BYTES = 2**26  # of a file; the largest that are published have 33 million
 
 ESCAPES = {"0": "\0", "a": "\a", "b": "\b", "t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "e": "\x1b"}
 ESCAPES |= {"N": "\x85", "_": "\xa0", "L": "\u2028", "P": "\u2029"}
@@ -36,7 +36,7 @@ def read_file(path: Path) -> bytes:
         ValueError: It is missing or too large.
     """
     if not path.is_file():
-        raise ValueError(f"{path.parent} holds no {path.name}")
+        raise ValueError(f"there is no file {path}")
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:

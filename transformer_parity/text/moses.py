@@ -97,7 +97,7 @@ class MosesVocabulary(Vocabulary):
         return found
 
     def text(self, ids: Iterable[int]) -> str:
-        """Return what the pieces say, as words of the target language."""
+        """Return the text of the pieces, as words of the target language."""
         silent = {self._target[piece] for piece in FIRST if piece in self._target}
         pieces = [self._names[1].get(token, UNKNOWN) for token in map(int, ids) if token not in silent]
         if self._model is not None:

@@ -121,7 +121,7 @@ class MultilingualVocabulary(Vocabulary):
         return [*self.forced_ids, *self._engine.ids(line), self._end]
 
     def text(self, ids: Iterable[int]) -> str:
-        """Return what the pieces say."""
+        """Return the text of the pieces."""
         codes = set(self._codes.values())
         return tidied(self._engine.text(token for token in map(int, ids) if token not in codes), self._settings)
 
@@ -185,7 +185,7 @@ class TokenizerVocabulary(Vocabulary):
         return self._engine.framed(line)
 
     def text(self, ids: Iterable[int]) -> str:
-        """Return what the pieces say."""
+        """Return the text of the pieces."""
         return tidied(self._engine.text(ids), self._settings)
 
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:

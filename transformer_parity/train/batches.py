@@ -25,7 +25,7 @@ Numbered = tuple[Sequence[int], Sequence[int]]
 
 
 def number(pairs: Iterable[tuple[str, str]], vocabulary: Vocabulary) -> list[Numbered]:
-    """Return pairs of sentences as ids: what the encoder reads, and what the decoder is to say."""
+    """Return pairs of sentences as ids: what the encoder reads, and the right target tokens."""
     return [(vocabulary.ids(source), vocabulary.target_ids(target)) for source, target in pairs]
 
 

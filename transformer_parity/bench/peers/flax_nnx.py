@@ -1,6 +1,6 @@
 """A Transformer of Flax NNX's layers, and optax: every call is one compiled function of the model's state."""
 
-# ruff: noqa: D102  what a method does is said by Peer
+# ruff: noqa: D102  methods are documented in Peer
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A Transformer of Keras hub's layers on TensorFlow, each call a ``tf.function``, with or without XLA."""
 
-# ruff: noqa: D102  what a method does is said by Peer
+# ruff: noqa: D102  methods are documented in Peer
 
 from __future__ import annotations
 

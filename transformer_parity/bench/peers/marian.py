@@ -1,6 +1,6 @@
 """Hugging Face's MarianMTModel in PyTorch, generating and training the way its users do."""
 
-# ruff: noqa: D102  what a method does is said by Peer
+# ruff: noqa: D102  methods are documented in Peer
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def marian_model(config: TransformerConfig, weights: Mapping[str, ndarray], dtyp
             pad_token_id=config.pad_id,
             eos_token_id=config.eos_id,
             decoder_start_token_id=config.bos_id,
-            forced_eos_token_id=None,  # by default, it ends at the maximum length whatever the model says
+            forced_eos_token_id=None,  # by default, it ends at the maximum length whatever the model computes
             scale_embedding=True,
             activation_function="swish",
             dropout=config.dropout.residual,

@@ -1,6 +1,6 @@
 """``torch.nn.Transformer`` between a table of embeddings and a projection to it, eager or under ``torch.compile``."""
 
-# ruff: noqa: D102  what a method does is said by Peer
+# ruff: noqa: D102  methods are documented in Peer
 
 from __future__ import annotations
 
