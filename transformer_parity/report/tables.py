@@ -76,6 +76,17 @@ def print_depth(console: Console, findings: Sequence[Finding], backends: Sequenc
         _print_table(console, "Real sentences, block by block: the error that uses most of its tolerance.", table)
 
 
+def print_profile(console: Console, spent: Mapping[str, Spent], comparing: float) -> None:
+    """Print the processor seconds of each port's process by what they went into, and those of this process."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("", *spent):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for part in dict.fromkeys(part for port in spent.values() for part in port.parts):
+        table.add_row(part, *(f"{port.parts[part]:.1f}" if part in port.parts else "" for port in spent.values()))
+    table.add_row("together", *(f"{port.cpu_seconds:.1f}" for port in spent.values()))
+    _print_table(console, f"Processor seconds; the reference and comparing took {comparing:.1f} beside them.", table)
+
+
 def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdict, limit: int = 8) -> None:
     """Print, per backend and case, the first tap that failed: what comes later may only have inherited it."""
     first: dict[tuple[str, str, str], Finding] = {}
@@ -87,11 +98,9 @@ def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdi
         text = finding.detail if finding.verdict == FAILED else f"{finding.dtype} {finding.case}"
         by_text.setdefault((finding.backend, text), []).append(finding)
     for finding, *others in list(by_text.values())[:limit]:
-        detail = finding.detail or (
-            f"error {finding.error:.1e}, {finding.share:.3g} times its tolerance of {finding.tolerance:.1e}"
-        )
+        detail = finding.words
         where = " ".join(part for part in (finding.backend, finding.dtype, _place(finding)) if part)
-        detail += f" (and in {len(others)} other cases)" if others else ""
+        detail += f" (and in {len(others)} other case{'s' * (len(others) > 1)})" if others else ""
         print_line(console, f"{WORDS[finding.verdict]:9}", STYLES[finding.verdict], f" {where}: {detail}")
     if verdict.undecided:
         names = ", ".join(verdict.undecided)
@@ -114,7 +123,8 @@ def print_skips(console: Console, findings: Sequence[Finding]) -> None:
             why.setdefault((finding.backend, finding.detail), []).append(finding)
     for (backend, detail), group in why.items():
         where = ", ".join(dict.fromkeys(finding.case for finding in group))
-        print_line(console, "SKIPPED  ", STYLES[SKIPPED], f" {backend}: {detail} ({where})")
+        said = detail if detail.startswith(f"{backend} ") else f"{backend}: {detail}"
+        print_line(console, "SKIPPED  ", STYLES[SKIPPED], f" {said} ({where})")
 
 
 def print_coverage(console: Console, verdict: Verdict, not_tested: Iterable[str]) -> None:
@@ -199,8 +209,8 @@ def _percent(share: float) -> str:
 
 
 def _place(finding: Finding) -> str:
-    way = {"fast": " on the fast path, without taps", "cached": " with a cache"}.get(finding.path, "")
-    return f"{finding.case} {finding.tap}{way}".strip()
+    way = {"fast": " without taps", "cached": " with a cache"}.get(finding.path, "")
+    return f"{finding.case} {finding.tap}{way if finding.tap == OUTPUT or finding.path == 'cached' else ''}".strip()
 
 
 def _block(tap: str) -> str:
