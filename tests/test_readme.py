@@ -172,6 +172,16 @@ def test_the_fastest_of_the_three_is_faster_than_both_others(task):
     assert not re.search(r"\| 0\.\d", rows)
 
 
+def test_the_closest_comparison_of_a_row_names_its_port():
+    summary = results.read(results.RESULTS / "conformance.json")["summary"]
+    rows = {row.split(" | ")[0].strip("| "): row for row in list(results.conformance("float32"))[2:]}
+    assert rows["weights"].endswith("| exact | exact | exact |  |")
+    for component, row in rows.items():
+        found = [one for one in summary if (one["dtype"], one["component"]) == ("float32", component) and one["error"]]
+        largest = max(found, key=lambda one: one["share"], default=None)
+        assert largest is None or f"| {results.TITLES[largest['backend']]}: `{largest['case']}` " in row
+
+
 def test_every_tolerance_is_listed():
     rows = list(results.tolerances())[2:]
     listed = {float(number) for row in rows for number in re.findall(r"\d[\d.]*(?:e-\d+)?", row)}

@@ -107,7 +107,8 @@ def conformance(dtype: str) -> Iterator[str]:
         cells = [rows[component, port] for port in PORTS]
         worst = max(cells, key=lambda row: row["share"])
         errors = " | ".join(map(shown_error, cells))
-        yield f"| {component} | {errors} | `{worst['case']}` `{worst['tap']}` |"
+        where = f"{TITLES[worst['backend']]}: `{worst['case']}` `{worst['tap']}`" if worst["error"] else ""
+        yield f"| {component} | {errors} | {where} |"
 
 
 def verdict() -> Iterator[str]:
