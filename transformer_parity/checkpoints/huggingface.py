@@ -302,7 +302,8 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
         ValueError: No family computes this model; the message says what is otherwise.
     """
     config = model.config
-    family = model.origin.family if model.origin.format == "hf" else family_for(config)
+    origin = model.origin
+    family = origin.family if origin.format == "hf" and origin.family in FAMILIES else family_for(config)
     check_family(config, family)
     found = give(table_of(family), model.weights, config)
     fields = fields_of(config, family)

@@ -171,11 +171,23 @@ def load(path: str | Path) -> Imported:
             config=config,
             weights=weights,
             vocabulary=None if stored is None else build_vocabulary(stored, config),
-            search=SearchOptions.from_dict(notes["search"]) if "search" in notes else SearchOptions(),
+            search=read_search(notes, config),
             origin=Origin.from_dict(notes["origin"]) if "origin" in notes else origin,
             part=description.get("part"),
             step=read_step(description),
         )
+
+
+def read_search(notes: Mapping[str, Any], config: TransformerConfig) -> SearchOptions:
+    """Return the search in the notes of a file of ours, or greedy search.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range, or names an id that the model does not have.
+    """
+    search = SearchOptions.from_dict(notes.get("search", {}))
+    check_search(search, config)
+    return search
 
 
 def read_step(description: Mapping[str, Any]) -> int | None:

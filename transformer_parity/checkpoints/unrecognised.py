@@ -27,9 +27,10 @@ def seen(path: Path) -> tuple[str | None, str]:
         return None, f"there is a {CONFIG} beside it, so give the folder: {path.parent}"
     try:
         if path.suffix == ".safetensors":
+            names = tensors.names(path)
             if _is_ours(path):
                 return None, "it is a weight file of this project, which `parity translate` and `parity export` read"
-            return _seen_in({"": tensors.read(path)})
+            return _seen_in({"": names})
         content = pickles.read(path)
     except ValueError as error:
         return None, f"{error}; {LISTED}"
