@@ -214,7 +214,8 @@ def test_less_can_be_asked_for(kind):
 
 def test_a_stage_without_a_case_in_a_dtype_is_missing_if_both_were_named():
     verdict = verdict_of(MyPort, [GRADIENTS], ["float32"])
-    assert verdict.missing == ("MyPort: gradients in float32: there is no such case",)
+    said = "there is no such case; gradients are compared in float64: leave out --dtype, or run --stage gradients "
+    assert verdict.missing == (f"MyPort: gradients in float32: {said}--dtype float64 by itself",)
     assert verdict.exit_code == 3
 
 
@@ -251,7 +252,54 @@ def test_a_skip_counts_for_nothing():
     author = Author("it", "float64", PADDED)
     one = author.compared(TAPS, OUTPUT, 0.0, 1.0)
     missing = Asked("it", (ACTIVATIONS,), planned=planned).missing([one, author.skipped(TAPS, "hidden")])
-    assert missing == ["it: activations: 1 of 3 cases compared (hidden)"]
+    assert missing == ["it: activations: 1 of 3 cases compared, and half are needed (hidden)"]
+
+
+class GreedyOnly(MyPort):
+    """It has no beam search, and says so, or raises."""
+
+    left_out = dict.fromkeys(("decode/port_beam", "decode/many_beam", "decode/many_narrow_beam"), "greedy only")
+
+    def generate(self, source_ids, max_length, beam_size, length_penalty):
+        if beam_size > 1:
+            raise NotImplementedError("only greedy search")
+        return super().generate(source_ids, max_length, beam_size, length_penalty)
+
+
+class Undeclared(GreedyOnly):
+    """It has no case that it leaves out."""
+
+    left_out = {}
+
+
+class FirstGreedyOnly(Undeclared):
+    """It leaves out more than half."""
+
+    left_out = dict.fromkeys(("decode/many_greedy", "decode/many_greedy_ends"), "too many sentences")
+
+
+class Misspelt(MyPort):
+    """It leaves out what does not exist."""
+
+    left_out = {"decode/port_beem": "greedy only"}
+
+
+def test_a_port_without_beam_search_can_be_compared():
+    assert verdict_of(GreedyOnly, [DECODE]) == Verdict(AGREES)
+
+
+def test_the_reason_is_that_of_the_cases_that_are_missing():
+    assert verdict_of(Undeclared, [DECODE]).exit_code == 3
+    (missing,) = verdict_of(FirstGreedyOnly, [DECODE]).missing
+    assert missing.startswith("FirstGreedyOnly: decode: 1 of 6 cases compared, and half are needed (")
+    assert "NotImplementedError: only greedy search" in missing
+    assert "too many sentences" in missing
+    assert "cache" not in missing
+
+
+def test_a_case_that_does_not_exist_cannot_be_left_out():
+    with pytest.raises(ValueError, match="left_out of Misspelt: 'decode/port_beem' is no case: known are full/padded"):
+        verdict_of(Misspelt)
 
 
 # Where the truth is computed

@@ -99,7 +99,7 @@ def port_config(port: PluginPort) -> TransformerConfig:
     """Return the sizes of the standard cases with the conventions of a port.
 
     Raises:
-        ValueError: The port overrides a field that does not exist, or promises a tap that does not exist.
+        ValueError: The port overrides a field, promises a tap or leaves out a case that does not exist.
     """
     known = [entry.name for entry in fields(TransformerConfig)]
     if unknown := [name for name in port.kind.overrides if name not in known]:
@@ -108,6 +108,10 @@ def port_config(port: PluginPort) -> TransformerConfig:
     for pattern in port.kind.taps:
         if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
             raise ValueError(f"taps of {port.name}: {pattern!r} is no tap: see `parity info --names`")
+    if port.left_out:
+        names = [case.name for case in port_cases(config)]
+        if unknown := [name for name in port.left_out if name not in names]:
+            raise ValueError(f"left_out of {port.name}: {unknown[0]!r} is no case: known are {', '.join(names)}")
     return config
 
 
@@ -118,6 +122,7 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
     varied, dtypes = _varied_seed(config), ("float64",)
     for name, search, seed in (
         ("greedy", SearchOptions(max_length=LONGEST), _seed_that_says_padding(config)),
+        ("greedy_ends", SearchOptions(max_length=LONGEST), varied),  # so that half of the searches need no beam
         ("beam", SearchOptions(4, PENALTY, LONGEST), varied),
         ("narrow_beam", SearchOptions(3, SMALL_PENALTY, LONGEST), varied),
     ):

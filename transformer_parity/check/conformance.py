@@ -17,7 +17,7 @@ from transformer_parity.check import known_answer
 from transformer_parity.compare.comparator import Comparator
 from transformer_parity.compare.expected import Reference
 from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, Setting
-from transformer_parity.compare.outputs import LOAD, run_cases
+from transformer_parity.compare.outputs import LOAD, OUTPUT, run_cases
 from transformer_parity.compare.verdict import WORDS
 from transformer_parity.ports.user import PluginPort
 
@@ -153,8 +153,7 @@ def _tests(title: str, port: PluginPort, stages: Sequence[str], known: Reference
 def _describe(failing: Sequence[Finding], number: int) -> str:
     """Return where the first difference is: later ones may be inherited from it."""
     first = failing[0]
-    where = first.tap + (" on the fast path" if first.path == "fast" else "")
+    where = first.tap + (" without taps" if first.path == "fast" and first.tap == OUTPUT else "")
     place = f"{first.case} {where}".rstrip()
-    detail = first.detail or f"error {first.error:.1e}, {first.share:.3g} times its tolerance of {first.tolerance:.1e}"
     others = f"\n{len(failing)} of {number} comparisons fail." if number > 1 else ""
-    return f"{WORDS[first.verdict]} {first.backend} {first.dtype} {place}: {detail}{others}"
+    return f"{WORDS[first.verdict]} {first.backend} {first.dtype} {place}: {first.words}{others}"

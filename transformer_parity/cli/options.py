@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from reference_numpy.parallel_plan import Plan
 from reference_numpy.search_plan import SEARCH_PRESETS
 from transformer_parity.ports.protocol import MissingFrameworkError, SearchOptions
 from transformer_parity.ports.registry import PORTS
@@ -29,6 +30,14 @@ def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
         return [name for name in names if name in chosen]
 
     return parse
+
+
+def parallel_plan(text: str) -> Plan:
+    """Return a plan of several devices, for argparse."""
+    try:
+        return Plan.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, otherwise: str = "") -> None:

@@ -16,6 +16,7 @@ from transformer_parity.ports.protocol import Placement
 AGREES, DIVERGES, IMPRECISE, FAILED = "agrees", "diverges", "imprecise", "failed"
 SKIPPED = "skipped"  # not offered, and so not compared
 ROUND_TRIP = "round trip"
+FAR_BEYOND = 1e6  # tolerances
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,15 @@ class Finding:
     def is_numeric(self) -> bool:
         """Whether numbers of a case were compared: the round trip of the weights runs no model, and a skip nothing."""
         return self.verdict != SKIPPED and bool(self.stage) and self.tap != ROUND_TRIP and math.isfinite(self.error)
+
+    @property
+    def words(self) -> str:
+        """What is wrong with it; far beyond the tolerance, how far does not matter."""
+        if self.detail:
+            return self.detail
+        if self.share >= FAR_BEYOND:
+            return f"error {self.error:.1e}, for a tolerance of {self.tolerance:.1e}"
+        return f"error {self.error:.1e}, {self.share:.3g} times its tolerance of {self.tolerance:.1e}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""

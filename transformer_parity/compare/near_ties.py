@@ -49,6 +49,8 @@ class Doubt:
 
     def __str__(self) -> str:
         where = f"sentence {self.sentence}" + (f", token {self.step}" if self.step else "")
+        if self.margin == math.inf:  # which is no matter of rounding
+            return f"{where}: {self.what}"
         return f"{where}: {self.what}, margin {self.margin:.1e}, rounding noise {self.noise:.1e}"
 
 

@@ -87,6 +87,7 @@ class Asked:
         dtypes: Those that were asked for by name; each must be compared in at least one stage.
         pairs: Whether stages and dtypes were both named, so that each stage must be compared in each dtype.
         planned: The number of cases by stage and dtype.
+        elsewhere: Of each stage, the other dtypes in which it has cases.
     """
 
     port: str
@@ -94,6 +95,7 @@ class Asked:
     dtypes: Sequence[str] = ()
     pairs: bool = False
     planned: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    elsewhere: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def missing(self, findings: Iterable[Finding]) -> list[str]:
         """Return what was asked for and not compared: nothing at all, or fewer than half of the cases."""
@@ -112,14 +114,27 @@ class Asked:
         """Return what is missing of some stages in some dtypes; empty if nothing is."""
         planned = sum(n for (stage, dtype), n in self.planned.items() if stage in stages and dtype in dtypes)
         if not planned:
-            return "there is no such case"
+            return f"there is no such case{self._instead(stages)}"
         inside = [finding for finding in findings if finding.stage in stages and finding.dtype in dtypes]
-        compared = len({(finding.case, finding.dtype) for finding in inside if finding.is_numeric})
-        if 2 * compared >= planned:
+        compared = {(finding.case, finding.dtype) for finding in inside if finding.is_numeric}
+        if 2 * len(compared) >= planned:
             return ""
-        skips = dict.fromkeys(finding.detail for finding in inside if finding.verdict == SKIPPED)
-        reasons = f" ({'; '.join(list(skips)[:2])})" if skips else ""
-        return f"{compared} of {planned} cases compared{reasons}" if compared else f"nothing was compared{reasons}"
+        open_ = [finding for finding in inside if finding.verdict in (SKIPPED, FAILED)]
+        reasons = dict.fromkeys(one.detail for one in open_ if (one.case, one.dtype) not in compared)
+        reasons = reasons or dict.fromkeys(one.detail for one in open_)
+        why = f" ({'; '.join(list(reasons)[:2])})" if reasons else ""
+        if not compared:
+            return f"nothing was compared{why}"
+        return f"{len(compared)} of {planned} cases compared, and half are needed{why}"
+
+    def _instead(self, stages: set[str]) -> str:
+        """Return how to compare a stage in the dtypes in which it has cases; empty where there are none."""
+        ways = [(stage, dtypes) for stage, dtypes in self.elsewhere.items() if stage in stages and dtypes]
+        return "".join(
+            f"; {stage} are compared in {' and '.join(dtypes)}: leave out --dtype, or run "
+            f"--stage {stage} --dtype {','.join(dtypes)} by itself"
+            for stage, dtypes in ways
+        )
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,8 @@ def diagnose(
         return _exact(port, confirmed, tried)
     if not exact and case.stage == ACTIVATIONS and (found := _by_fewer_tensors(trials, start, known, port, progress)):
         return found
+    if found := _and_another(trials, exact, known, progress):
+        return _exact(port, found, tried)
     if exact and len(exact[0].hypothesis.parts) == 1:  # several together fit one case by chance
         name = exact[0].hypothesis.name
         sentence = f"in {case.name}, but not in every case, {port} behaves like the reference with {name}"
@@ -122,6 +124,29 @@ def _search(
             if exact := _simplest([attempt for attempt in attempts if attempt.is_exact]):
                 break
     return exact, tried
+
+
+def _and_another(
+    trials: Trials, exact: Sequence[Attempt], known: Sequence[Mistake], progress: Callable[[str], None]
+) -> list[Attempt]:
+    """Return which hypotheses with another one hold in every case, where the first alone holds in this one only."""
+    failing = [(case, shown) for case, shown in trials.others if shown is not None]
+    for attempt in exact[:PROMISING]:
+        if len(attempt.hypothesis.parts) > 1:  # several together fit one case by chance
+            continue
+        there = next((one for one in failing if not Trials.of(*one).run(attempt.hypothesis).is_exact), None)
+        if there is None:
+            continue
+        progress(f"{attempt.hypothesis.name} and another")
+        elsewhere = Trials.of(*there)
+        both = [
+            Hypothesis((*attempt.hypothesis.parts, one)) for one in known if not _clash(attempt.hypothesis.parts, one)
+        ]
+        both = [one for one in both if (found := elsewhere.run(one)) and found.is_exact]
+        fits = [found for one in both if (found := trials.run(one)) and found.is_exact and trials.holds_elsewhere(one)]
+        if fits:
+            return fits
+    return []
 
 
 def _by_fewer_tensors(
@@ -286,10 +311,19 @@ def _exact(port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: 
     error = exact[0].worst
     also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
     sentence = f"{port} behaves exactly like the reference with {names[0]}{also} (error {error:.0e}"
+    meant = _if_it_is_meant(exact[0].hypothesis)
     if runner_up is None:
-        return Diagnosis(f"{sentence}){note}", EXACT, names, error)
+        return Diagnosis(f"{sentence}){note}", EXACT, names, error, signatures=meant)
     name, left = runner_up.hypothesis.name, runner_up.worst
-    return Diagnosis(f"{sentence}, next best {left:.0e}: {name}){note}", EXACT, names, error, name, left)
+    return Diagnosis(f"{sentence}, next best {left:.0e}){note}", EXACT, names, error, name, left, meant)
+
+
+def _if_it_is_meant(hypothesis: Hypothesis) -> tuple[str, ...]:
+    """Return how to declare what a port does, where that is a convention; nothing where it is a mistake."""
+    if not all(map(is_convention, hypothesis.parts)):
+        return ()
+    fields = {name: value for part in hypothesis.parts for name, value in part.config.items()}
+    return (f"mend it; or if you mean it, declare it in the port: overrides = {fields!r}",)
 
 
 def _unknown(tried: Sequence[Attempt], start: Attempt) -> Diagnosis:
@@ -299,7 +333,9 @@ def _unknown(tried: Sequence[Attempt], start: Attempt) -> Diagnosis:
     sentence = "unknown: no known mistake or convention, nor several of them together, reproduces these numbers"
     further = max(tried, key=lambda attempt: attempt.matched, default=None)
     if further is not None and further.matched > start.matched:
-        sentence += f". With {further.hypothesis.name}, {further.matched - start.matched} more tensors are right"
+        more = further.matched - start.matched
+        right = "one more tensor is right" if more == 1 else f"{more} more tensors are right"
+        sentence += f". With {further.hypothesis.name}, {right}"
     return Diagnosis(sentence, UNKNOWN, (), math.inf, name, left)
 
 

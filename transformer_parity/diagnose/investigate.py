@@ -23,6 +23,7 @@ from transformer_parity.diagnose.blame import (
 )
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis, diagnose, reproducing_output
 from transformer_parity.diagnose.hypotheses import hypotheses
+from transformer_parity.diagnose.own_forward import beside_forward
 from transformer_parity.diagnose.properties import is_random, lacking, of_path, rounding
 from transformer_parity.diagnose.signatures import places, signatures
 from transformer_parity.mistakes.mistake import Mistake
@@ -107,7 +108,7 @@ class Investigation:
             others = [
                 (other, kept.get((name, "float64")))
                 for name, other in known.items()
-                if name in compared - {case.name} and _model(other) == _model(case)
+                if name in compared - {case.name} and _shared(other) == _shared(case)
             ]
             yield self._report(case, finding, kept.get((case.name, finding.dtype), {}), others)
 
@@ -134,6 +135,8 @@ class Investigation:
             found = diagnose(case, shown, self.port.name, self.progress, known, others)
             if finding.tap == NAMES:
                 found = _of_names(found, finding.detail)
+            if case.stage != ACTIVATIONS and found.confidence != EXACT:
+                found = self._beside_forward(found, [(case, shown), *others])
         if case.stage not in (ACTIVATIONS, GRADIENTS):
             return replace(report, diagnosis=found)
         subject = Subject.of(case, self.port.name, dtype)
@@ -149,6 +152,13 @@ class Investigation:
         if self.view is None or case.stage != ACTIVATIONS or case.block:
             return report
         return replace(report, view=self.view(evidence, subject))
+
+    def _beside_forward(self, found: Diagnosis, shown: Sequence[tuple[Case, Arrays | None]]) -> Diagnosis:
+        """Add what the port's own forward shows where its gradients, steps or searches differ."""
+        with suppress(Exception):  # where it cannot be run, the rest of the report stands
+            if statement := beside_forward(self.port, self.setting.placement("float64"), shown):
+                return _first(found, [statement])
+        return found
 
     def _randomness(self, case: Case, dtype: str) -> str:
         """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""
@@ -194,8 +204,8 @@ def investigate_files(
         actual = shown(case) if finding.dtype == "float64" else {}
         if not actual:
             continue
-        same_model = [other for other in cases if other.name != case.name and _model(other) == _model(case)]
-        others = [(other, tensors) for other in same_model if (tensors := shown(other))]
+        alike = [other for other in cases if other.name != case.name and _shared(other) == _shared(case)]
+        others = [(other, tensors) for other in alike if (tensors := shown(other))]
         found = diagnose(case, actual, backend, others=others)
         report = FailureReport(backend, "float64", case.name, case.stage, None, found)
         if case.stage not in (ACTIVATIONS, GRADIENTS):
@@ -208,9 +218,10 @@ def investigate_files(
         yield replace(report, blame=evidence.blame, diagnosis=found)
 
 
-def _model(case: Case) -> tuple[object, ...]:
-    """Return what two cases have in common if one hypothesis has to hold in both."""
-    return case.config, case.seed, case.weights_file, case.block, case.stage
+def _shared(case: Case) -> tuple[object, ...]:
+    """Return what two cases have in common if one hypothesis has to hold in both, whatever their weights are."""
+    fields = {name: value for name, value in case.config.to_dict().items() if not name.endswith("vocab_size")}
+    return fields, case.block, case.stage
 
 
 def _first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
@@ -253,6 +264,15 @@ def _with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evid
     Where no hypothesis was found, the first that was measured is the diagnosis. Places alone are none.
     """
     name, dtype = evidence.blame.introduced[0], evidence.blame.dtype
+    found = _first(found, statements, dtype)
+    where = []
+    if name in evidence.alone and name in evidence.wanted:
+        where = [f"at {name}, {words}" for words in places(evidence.alone[name], evidence.wanted[name], FAR[dtype])]
+    return replace(found, signatures=(*found.signatures, *where))
+
+
+def _first(found: Diagnosis, statements: Sequence[str], dtype: str = "float64") -> Diagnosis:
+    """Add statements with evidence: the first is the diagnosis where no hypothesis was found."""
     if found.confidence == UNKNOWN and statements:
         first, *rest = statements
         closer = [found.sentence.partition(". ")[2]] if ". With " in found.sentence else []
@@ -260,7 +280,4 @@ def _with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evid
         if dtype == "float32":
             sentence = f"{first}: if float64 agrees, only precision is lost"
         found, statements = replace(found, sentence=sentence, confidence=LIKELY), [*rest, *closer]
-    where = []
-    if name in evidence.alone and name in evidence.wanted:
-        where = [f"at {name}, {words}" for words in places(evidence.alone[name], evidence.wanted[name], FAR[dtype])]
-    return replace(found, signatures=(*found.signatures, *statements, *where))
+    return replace(found, signatures=(*found.signatures, *statements))

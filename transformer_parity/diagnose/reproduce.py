@@ -98,8 +98,8 @@ def snippet(folder: Path) -> str:
     return f"""from transformer_parity.diagnose.reproduce import load, rerun
 
 block = load({str(folder)!r})  # {saved.name} of {saved.port}
-print({{name: array.shape for name, array in block.items()}})  # its inputs, what it computed, what it should have
-rerun({str(folder)!r})  # runs your port again with right inputs, and prints the error of this block alone
+print({{name: array.shape for name, array in block.items()}})  # its inputs, "actual" and "expected"
+rerun({str(folder)!r})  # runs your port again on right inputs
 """
 
 

@@ -170,7 +170,9 @@ ENTRIES: dict[str, Table] = {
             "a position attends to the next one": causal(
                 "np.tri(length, k=1, dtype=bool)", ".tril(1)", "positions[:, None] + 1 >= positions[None, :]"
             ),
-            "decoder without padding mask": instead("transformer", " & target_mask[:, None, None, :]", "[None, None]"),
+            "decoder self-attention without padding mask": instead(
+                "transformer", " & target_mask[:, None, None, :]", "[None, None]"
+            ),
         },
         f"{SELF}.weights": {
             "encoder without padding mask": instead(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.syntax import Syntax
 from rich.text import Text
 
 from transformer_parity.cases.case import ACTIVATIONS
@@ -53,7 +52,7 @@ def print_failure_report(console: Console, report: FailureReport) -> None:
         console.print(Text(f"          {printable(statement)}", "dim"), soft_wrap=True)
     if report.folder is not None:
         console.print(Text("To run this block alone:", "bold"))
-        console.print(Syntax(snippet(_relative(report.folder)), "python", background_color="default"))
+        console.print(Text(snippet(_relative(report.folder))), soft_wrap=True)  # to be copied: no line is broken
 
 
 def gap(blame: Blame | None) -> str:
