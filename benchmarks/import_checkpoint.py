@@ -50,8 +50,8 @@ def main() -> None:
     times.append(time.process_time())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     parameters = sum(array.size for array in imported.weights.values()) / 1e6
-    print(f"{parameters:.0f} M parameters: read in {times[1] - times[0]:.1f} s, saved in {times[2] - times[1]:.1f} s of")
-    print(f"processor time, with a peak of {peak:.2f} GB of memory")
+    print(f"{parameters:.0f} M parameters: read in {times[1] - times[0]:.1f} s, saved in {times[2] - times[1]:.1f} s")
+    print(f"of processor time, with a peak of {peak:.2f} GB of memory")
 
 
 if __name__ == "__main__":

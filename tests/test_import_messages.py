@@ -21,7 +21,8 @@ from test_vocabularies import train
 
 import reference_numpy as ref
 from reference_numpy.files import VocabularyFiles
-from transformer_parity.checkpoints import importer, torch_nn
+from transformer_parity.checkpoints import importer
+from transformer_parity.checkpoints.formats import torch_nn
 from transformer_parity.checkpoints.imported import Origin
 from transformer_parity.checkpoints.importer import import_checkpoint
 from transformer_parity.checkpoints.options import ReadOptions

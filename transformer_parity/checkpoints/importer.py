@@ -22,7 +22,7 @@ from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.system.child import removed_afterwards
 from transformer_parity.text.kinds import build_vocabulary
 
-# Each format: its module in this folder, which has ``recognises``, ``read`` and, where it is also written, ``write``;
+# Each format: its module in ``formats``, which has ``recognises``, ``read`` and, where it is also written, ``write``;
 # and what it is, in a few words. A path of which several are recognised is read as the first.
 FORMATS = {
     "ctranslate2": ("ctranslate2", "a folder of CTranslate2's, with model.bin, in floating point"),
@@ -134,7 +134,7 @@ def recognised(path: Path, options: ReadOptions | None = None) -> str:
 
 def module_of(name: str) -> ModuleType:
     """Return the module of a format."""
-    return import_module(f"transformer_parity.checkpoints.{FORMATS[name][0]}")
+    return import_module(f"transformer_parity.checkpoints.formats.{FORMATS[name][0]}")
 
 
 def save(path: str | Path, imported: Imported, dtype: str | None = None) -> None:

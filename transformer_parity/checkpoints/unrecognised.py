@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from reference_numpy.files import open_file
-from transformer_parity.checkpoints import torch_nn
+from transformer_parity.checkpoints.formats import torch_nn
 from transformer_parity.containers import pickles, tensors
 from transformer_parity.containers.folder import has
 
