@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         if "\n" not in description:  # what has lines of its own keeps them
             options["description"] = textwrap.fill(description, WIDTH)
         super().__init__(**options)  # type: ignore[arg-type]
-        self.set_defaults(command=self.prog)  # the innermost parser's remains: "parity bench forward"
+        self.set_defaults(command=self.prog, parser=self)  # the innermost parser's remain: "parity bench forward"
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message, and exit."""
@@ -116,8 +116,10 @@ def _run(given: Sequence[str]) -> int:
         if unmet := needs():
             raise UsageError(f"the command line {unmet}")
         parser = make_parser(given[0] if given else None)
-        options = parser.parse_args(given)
+        options, unknown = parser.parse_known_args(given)
         command = options.command
+        if unknown:  # with the usage of the command, and not of all
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if options.version:
             print(f"parity {release()}")
             return 0
