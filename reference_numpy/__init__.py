@@ -30,6 +30,8 @@ from reference_numpy.files import VocabularyFiles, load_notes, load_vocabulary, 
 from reference_numpy.layers import Dropout, LayerNorm, Linear
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.names import count_parameters, parameter_shapes, tap_shapes
+from reference_numpy.parallel import make_mesh, shards
+from reference_numpy.parallel_plan import Plan
 from reference_numpy.presets import PRESETS
 from reference_numpy.runtime import describe, set_precision
 from reference_numpy.search import beam_search, greedy_search

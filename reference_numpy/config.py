@@ -34,7 +34,14 @@ LATER = (*LATER_SWITCHES, *(f"decoder_{name}" for name in DECODER_SIZES))
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutRates:
-    """The probability of dropping an element, at each of the four sites in use."""
+    """The probability of dropping an element, in [0, 1), at each of the four sites in use.
+
+    Attributes:
+        embedding: Of the sum of embedding and position.
+        attention: Of the attention weights.
+        residual: Of each sub-layer's output, before it is added.
+        feed_forward: Behind the inner activation.
+    """
 
     embedding: float = 0.1  # after the sum of embedding and position (section 5.4)
     attention: float = 0.0  # on the attention weights (not in the paper)
@@ -52,6 +59,44 @@ class TransformerConfig:
     """One Transformer, described completely. Frozen; an impossible description raises on construction.
 
     The defaults are ``paper_base``: the base model of "Attention Is All You Need", Table 3.
+
+    Attributes:
+        source_vocab_size: Rows of the source's embedding table.
+        target_vocab_size: Rows of the target's embedding table, and the number of logits.
+        d_model: Width of embeddings and layers.
+        num_heads: Heads of each attention.
+        d_k: Width of queries and keys of one head; None is d_model / num_heads.
+        d_v: Width of values of one head; None is d_model / num_heads.
+        d_ff: Inner width of the feed-forward blocks.
+        num_encoder_layers: Depth of the encoder.
+        num_decoder_layers: Depth of the decoder.
+        max_length: Rows of a learned table of positions; sinusoids have no limit.
+        norm_order: Where the norms are; post: LayerNorm(x + Sublayer(x)), pre: x + Sublayer(LayerNorm(x)).
+        final_norm: One more LayerNorm after each stack.
+        layer_norm_epsilon: Added to the variance; annotated: to the standard deviation.
+        layer_norm_kind: As usual (standard), or annotated: (x - mean) / (unbiased std + epsilon).
+        position_encoding: Of both sides: sinusoidal or learned.
+        position_layout: Of sinusoids: interleaved (sin, cos, sin, cos) or split (all sines, then all cosines).
+        position_timescale: Of sinusoids: m is 10000^(i/m), m_minus_1 is 10000^(i/(m-1)).
+        position_offset: The number of the first position.
+        scale_embedding: Whether embeddings are multiplied by sqrt(d_model).
+        tie_embeddings: Which tables are one: none, target_output (target embedding and output projection) or all.
+        attention_bias: Whether the four projections of each attention have biases.
+        feed_forward_bias: Whether the two projections of each feed-forward block have biases.
+        output_bias: Whether the logits have a bias.
+        activation: Of the feed-forward blocks: relu, gelu, gelu_tanh or swish.
+        dropout: The rate at each site, ``DropoutRates``.
+        pad_id: Padding, which no attention attends to and no loss counts.
+        bos_id: What the decoder starts with.
+        eos_id: What ends a sentence.
+        label_smoothing: The probability that is spread over other classes, in [0, 1).
+        label_smoothing_kind: Over which: uniform (all), off_target or off_target_and_pad (all but these).
+        embedding_norm: One more LayerNorm on each sum of embedding and position.
+        decoder_num_heads: Heads of the decoder; None is ``num_heads``.
+        decoder_d_k: As ``d_k``, of the decoder; None as in the encoder.
+        decoder_d_v: As ``d_v``, of the decoder; None as in the encoder.
+        decoder_d_ff: As ``d_ff``, of the decoder; None as in the encoder.
+        skip_first_self_attention: Whether the decoder's first layer has no self-attention.
 
     Raises:
         TypeError: A field has the wrong type.

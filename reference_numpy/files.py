@@ -233,6 +233,8 @@ def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], saf
         OSError: The file cannot be read.
         ValueError: The file is truncated, corrupt or not ours, or what it holds is refused.
     """
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"{path} is a folder, and no {kind}: `parity import` makes one of a checkpoint folder")
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no {kind} {path}")
     open(path, "rb").close()  # safetensors calls a file absent that it may not read

@@ -9,7 +9,9 @@ B batch, L length, R rows of a slice that one share has.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -75,6 +77,17 @@ class Plan:
             sizes[axis] = int(size)
         return cls(**sizes)
 
+    @classmethod
+    def of_axes(cls, sizes: Mapping[str, int]) -> Plan:
+        """Return the plan of a framework's mesh, from the size of each of its named axes.
+
+        Raises:
+            ValueError: An axis is none of a plan's.
+        """
+        if unknown := [axis for axis in sizes if axis not in AXES]:
+            raise ValueError(f"the axes of a mesh must be some of {', '.join(AXES)}: got {', '.join(unknown)}")
+        return cls(**sizes)
+
     def __str__(self) -> str:
         sizes = dataclasses.asdict(self)
         return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
@@ -89,6 +102,15 @@ class Plan:
         """How many parts a batch falls into."""
         return self.data * self.fsdp
 
+    def check_devices(self, devices: int, how: str) -> None:
+        """Refuse a machine, or a group of processes, with another number of devices; ``how`` says how to get them.
+
+        Raises:
+            ValueError: There are more or fewer.
+        """
+        if devices != self.devices:
+            raise ValueError(f"the plan {self} needs {self.devices} devices: got {devices} ({how})")
+
     def check(self, config: TransformerConfig) -> None:
         """Refuse a model that cannot be divided like this.
 
@@ -99,6 +121,20 @@ class Plan:
             for name, size in (("num_heads", sizes.num_heads), ("d_ff", sizes.d_ff)):
                 if size % self.tensor:
                     raise ValueError(f"{name} of the {stack} must be divisible by tensor={self.tensor}: got {size}")
+
+
+class Shard(NamedTuple):
+    """What one device holds of one parameter.
+
+    Attributes:
+        device: Its number in the mesh: the position along ``data``, then along ``fsdp``, then along ``tensor``.
+        index: Where the part lies in the parameter of canonical shape, as one slice for each axis.
+        array: The part.
+    """
+
+    device: int
+    index: tuple[slice, ...]
+    array: ndarray
 
 
 def tensor_axis(name: str) -> int | None:

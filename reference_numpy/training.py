@@ -13,12 +13,21 @@ from numpy import ndarray
 from reference_numpy.backward import transformer_backward
 from reference_numpy.backward_functions import cross_entropy_backward
 from reference_numpy.backward_trace import Activations, LayerInputs
-from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
+from reference_numpy.checks import (
+    check_accumulation,
+    check_choice,
+    check_integer,
+    check_labels,
+    check_same_batch,
+    check_trainable,
+)
 from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import log_softmax
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.names import check_training_state, find, parameter_shapes
 from reference_numpy.optimizer import Adam, clip_factor, global_norm
+from reference_numpy.parallel import divide, plan_of
+from reference_numpy.parallel_plan import DROPOUTS, Plan
 from reference_numpy.runtime import to_ids
 from reference_numpy.shapes import Float, Int
 from reference_numpy.taps import Recorder
@@ -99,19 +108,34 @@ class Trainer:
         model: The model to train, in float32 or float64.
         settings: Optimizer, schedule, clipping, accumulation and mixed precision.
         seed: With the number of the step, all that the dropout of that step depends on.
+        mesh: The devices that share each step, as ``make_mesh`` returns them; each is given the whole batch. None is
+            the model's own device.
+        dropout: ``global`` draws the dropout of a step for the whole batch, so that any number of devices gives what
+            one gives; ``local`` draws it for each share on its own, which is faster.
 
     Raises:
-        TypeError: The seed is not an integer.
-        ValueError: The model's dtype cannot be trained, mixed precision needs float32, or the seed is negative.
+        TypeError: The seed is not an integer, or the mesh is none of this framework's.
+        ValueError: The model's dtype cannot be trained, mixed precision needs float32, the seed is negative, the mesh
+            has an unknown axis or does not divide the model, or there is no such dropout.
     """
 
-    def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        settings: TrainingConfig,
+        seed: int = 0,
+        *,
+        mesh: Plan | None = None,
+        dropout: str = "global",
+    ) -> None:
         check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
+        check_choice("dropout", dropout, DROPOUTS)
         self.model = model
         self.settings = settings
         self.seed = seed
         self.step = 0  # steps taken
+        self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         self.optimizer = Adam({name: find(model, name) for name in parameter_shapes(model.config)}, settings)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
@@ -129,8 +153,7 @@ class Trainer:
         settings, config = self.settings, self.model.config
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(settings.accumulation_steps, len(batch[0]))
-        rng = np.random.default_rng([self.seed, self.step])
-        total, tokens, gradient = self._gradient(batch, rng)
+        total, tokens, gradient = self._gradient(batch)
         count = max(int(tokens), 1)
         norm = global_norm(gradient) / count
         scale = clip_factor(norm, settings.clip_norm) / count
@@ -138,6 +161,17 @@ class Trainer:
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
         self.step += 1
         return StepResult(total / count, tokens, norm)
+
+    def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
+        """Return the loss per target token of a batch and the whole gradient that a step would follow, before clipping.
+
+        Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
+        """
+        batch = _take(self.model, source_ids, target_ids, labels)
+        check_accumulation(self.settings.accumulation_steps, len(batch[0]))
+        total, tokens, gradient = self._gradient(batch)
+        count = max(int(tokens), 1)
+        return Gradients(float(total / count), {name: array / count for name, array in gradient.items()})
 
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[ndarray, ""], Int[ndarray, ""]]:
         """Return the cross-entropy in nats summed over the target tokens, and their number: no dropout, no smoothing.
@@ -167,10 +201,10 @@ class Trainer:
             self.optimizer.first_moment[name][...] = state.first_moment[name]
             self.optimizer.second_moment[name][...] = state.second_moment[name]
 
-    def _gradient(self, batch, rng):
-        """Return loss, tokens and gradient, summed over the slices of a batch."""
+    def _gradient(self, batch):
+        """Return loss, tokens and gradient, summed over the shares of all slices of a batch."""
         total, tokens, gradient = 0.0, 0, dict[str, ndarray]()
-        for part in zip(*(np.split(ids, self.settings.accumulation_steps) for ids in batch), strict=True):
+        for part, rng in divide(self, batch):
             seen = self._tap(part, rng)
             found = Recorder("**.kernel", "**.bias", "**.scale", "**.table")
             part_total, part_tokens, of_parameters, _ = _backward(self.model, part, seen, found, rng)

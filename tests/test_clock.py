@@ -23,7 +23,7 @@ from transformer_parity.ports.compile_clock import COMPILING, Clock, Spent, list
 from transformer_parity.ports.package import LoadedPackage, PackagePort
 from transformer_parity.ports.protocol import Placement, SearchOptions
 from transformer_parity.ports.registry import PORTS
-from transformer_parity.report.tables import verdict_line
+from transformer_parity.report.tables import print_profile, verdict_line
 
 CASES_BY_NAME = {case.name: case for case in standard_cases()}
 
@@ -127,6 +127,25 @@ def test_json_tells_it(tmp_path, monkeypatch):
         assert 0.0 <= spent["compiling"] < spent["seconds"] < time["seconds"]
         assert spent["cpu_seconds"] > 0.0
         assert (spent["compiling"] > 0.0) == (name == "jax")
+        assert list(spent["parts"]) == ["importing", "activations float32", "the rest"]
+        assert sum(spent["parts"].values()) == pytest.approx(spent["cpu_seconds"], abs=0.1)
+    assert time["cpu_seconds"] > 0.0
+
+
+def test_a_profile_tells_where_it_went():
+    console = Console(file=io.StringIO(), width=80)
+    parts = {"importing": 20.0, "steps float64": 39.96, "the rest": 0.04}
+    spent = {"torch": Spent(50.0, 60.0, 0.0, parts), "jax": Spent(90.0, 95.0, 40.4, {"importing": 95.0})}
+    print_profile(console, spent, 7.0)
+    title, _, head, _, *rows = (line.split() for line in console.file.getvalue().splitlines())
+    assert " ".join(title) == "Processor seconds; the reference and comparing took 7.0 beside them."
+    assert head == ["torch", "jax"]
+    assert [row for row in rows if row] == [
+        ["importing", "20.0", "95.0"],
+        ["steps", "float64", "40.0"],
+        ["the", "rest", "0.0"],
+        ["together", "60.0", "95.0"],
+    ]
 
 
 def test_nothing_is_loaded_or_computed_twice(monkeypatch):

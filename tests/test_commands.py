@@ -178,8 +178,10 @@ def test_source_knows_where_the_packages_differ(capsys):
     assert [text.count("def ") for text in both.values()] == [2]  # __call__ and call
     inherited = pieces(parity(capsys, "source", "Linear.call", "--backends", "tf")[1])
     assert [text.strip() for text in inherited.values()] == [
-        "class Linear(Configured, keras.layers.Dense):  # inherits this method"
+        "class Linear(Configured, keras.layers.Dense): ...  # inherits its forward method"
     ]
+    for name, method in (("Encoder", "encode"), ("Decoder", "decode")):  # as in ``forward = encode``
+        assert all(f"def {method}(" in text for text in pieces(parity(capsys, "source", f"{name}.forward")[1]).values())
     lacking = parity(capsys, "source", "additive_attention")[1]
     assert lacking.endswith("\n# not in transformer_torch, transformer_jax, transformer_tf\n")
 
@@ -210,7 +212,8 @@ def test_every_piece_is_the_code_in_the_file(package):
     for module in parsed(package).modules.values():
         for name, node in module.definitions.items():
             assert ast.dump(ast.parse(module.find(name, docstrings=True).code)) == ast.dump(ast.Module([node], []))
-        for name in module.dotted_names():
+        forwards = [f"{name}.forward" for name in module.public if module.find(f"{name}.forward", docstrings=False)]
+        for name in [*module.dotted_names(), *forwards]:
             for part in ast.walk(ast.parse(module.find(name, docstrings=False).code)):
                 if isinstance(part, source_code.DOCUMENTED) and len(part.body) > 1:
                     assert ast.get_docstring(part) is None, name
@@ -230,11 +233,10 @@ def test_source_stands_side_by_side_where_there_is_room(capsys, width, columns):
 def test_source_points_at_what_differs(capsys):
     """In a pipe: the output is Python, and the comments below its lines point at the tokens that the marks name."""
     name = "MultiHeadAttention.forward"
-    expected = parsed("reference_numpy").find(name).code
+    codes = {package: parsed(package).find(name).code for package in PACKAGES}
     for place, printed in printed_pieces(parity(capsys, "source", name)[1]).items():
         package = place.partition("/")[0]
-        code = parsed(package).find(name).code
-        marks = source_marks.differences(code, expected)
+        code, marks = codes[package], source_marks.compare(codes, "reference_numpy")[package]
         lines = printed.splitlines(keepends=True)
         pointers = [line if POINTERS.match(line) else "" for line in lines]
         assert "".join(line for line in lines if line not in pointers).strip("\n") == code
@@ -244,10 +246,12 @@ def test_source_points_at_what_differs(capsys):
             for match in re.finditer(r"\^+", pointer)
         ]
         assert found == [code[start:stop] for start, stop in marks.spans]
-        assert bool(found) == (package != "reference_numpy")
+        assert found
         ast.parse(printed)
-        note = "the reference" if package == "reference_numpy" else f"{marks.different} of {marks.total} tokens differ"
-        assert place.endswith(f"  {note}")
+        counts = [f"{marks.different} added", f"{marks.missing} missing"]
+        if package == "reference_numpy":
+            counts = [f"{marks.different} not in all ports"]
+        assert place.endswith(f"{marks.total} tokens, {', '.join(counts)}")
 
 
 def test_source_compares_with_the_reference_though_it_is_not_shown(capsys):
@@ -267,10 +271,10 @@ def test_source_keeps_docstrings_as_they_are(capsys):
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "LayerNorm"])
 def test_marks_survive_folding(width, name):
     """Every token that differs is highlighted, on a line with a mark in the margin; without colours too."""
-    expected = parsed("reference_numpy").find(name).code
-    for package in PACKAGES:
-        piece = parsed(package).find(name)
-        shown = source.Shown(piece, source_marks.differences(piece.code, expected), "")
+    found = {package: parsed(package).find(name) for package in PACKAGES}
+    marks = source_marks.compare({package: piece.code for package, piece in found.items()}, "reference_numpy")
+    for package, piece in found.items():
+        shown = source.Shown(piece, marks[package], "")
         lines = source._highlight(shown, width - source.FRAME).split("\n", allow_blank=True)
         highlighted = ""
         for line in lines:
@@ -287,8 +291,12 @@ def test_source_marks_without_colours(capsys, monkeypatch):
     out = parity(capsys, "source", "LayerNorm", "--backends", "numpy,torch", "--width", 120)[1]
     marked = [line for line in out.splitlines() if "│ > " in line]
     assert marked
-    assert all(line.index("│ > ") >= 60 for line in marked)  # in the port, not in the reference
-    assert "tokens differ" in out
+    for half in (slice(60), slice(60, None)):  # the reference too
+        assert any("│ > " in line[half] for line in marked)
+    assert " tokens, 103 added, 37 missing " in out
+    assert "columns need" not in out
+    narrow = parity(capsys, "source", "LayerNorm", "--width", 120)[1]
+    assert narrow.endswith("4 columns need 240 characters; this is laid out for 120\n")
 
 
 def test_source_has_colors_on_a_terminal(capsys, monkeypatch):
@@ -316,6 +324,13 @@ def test_source_suggests_names(capsys, name, meant):
     assert code == 3
     assert error.startswith(f"parity source: error: there is no '{name}' in the packages; did you mean ")
     assert meant in error.partition("mean ")[2].rstrip("?").split(" or ")
+    assert names == "parity source, without a name, lists all names\n"
+
+
+def test_source_lists_names_where_it_can_suggest_none(capsys):
+    code, _, err = parity(capsys, "source", "zzzzzz")
+    error, _, names = err.partition("\n")
+    assert (code, error) == (3, "parity source: error: there is no 'zzzzzz' in the packages")
     assert names == parity(capsys, "source")[1]
     assert "\nattention:     scaled_dot_product_attention, additive_attention*, split_heads,\n" in names
 
@@ -331,6 +346,7 @@ def test_show_writes_png_and_svg(capsys, tmp_path):
     assert ElementTree.fromstring(again[0]).tag == "{http://www.w3.org/2000/svg}svg"
     assert again[0] == again[1]
     chinese = ("attention", "--preset", "paper_base", "--source", "你好 $1 $2", "--out", folder, "--format", "svg")
+    chinese += ("--backends", "numpy")
     note = "note: the font lacks some of the characters; boxes stand for them\n"
     assert parity(capsys, "show", *chinese) == (0, f"wrote {folder / 'attention.svg'}\n", note)
     assert sorted(path.name for path in folder.iterdir()) == ["a.svg", "attention.svg", "masks.png"]
@@ -398,7 +414,7 @@ def test_attention_of_every_backend(backends, which):
 
 
 def test_attention_of_the_model_that_ships():
-    figure = draw("attention")
+    figure = draw("attention", "--backends", "numpy")
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == 4
     assert "dates.safetensors" in figure.get_suptitle()
@@ -407,12 +423,29 @@ def test_attention_of_the_model_that_ships():
     assert attended.max() > 0.9  # it is trained
 
 
+@pytest.mark.usefixtures("bare")
+def test_attention_is_that_of_what_is_installed(monkeypatch):
+    assert len([axes for axes in draw("attention").axes if axes.images]) == 4
+    monkeypatch.setattr(show, "draw_attention", lambda asked: asked.backends)
+    monkeypatch.setattr(PackagePort, "missing", lambda port: "keras" if port.name == "tf" else None)
+    assert draw("attention") == ["numpy", "torch", "jax"]
+    assert draw("attention", "--backends", "torch") == ["torch"]
+
+
 def test_attention_of_a_weight_file(tmp_path):
     sizes = {"source_vocab_size": 400, "target_vocab_size": 500, "d_model": 22, "num_heads": 11, "d_ff": 8}
     config = ref.TransformerConfig.preset("marian", tie_embeddings="none", **sizes)
     ref.save_weights(tmp_path / "mine.safetensors", config, hard_weights(config))
     figure = draw(
-        "attention", "--weights", tmp_path / "mine.safetensors", "--layer", 5, "--source", "It costs $5 or $6."
+        "attention",
+        "--weights",
+        tmp_path / "mine.safetensors",
+        "--layer",
+        5,
+        "--source",
+        "It costs $5 or $6.",
+        "--backends",
+        "numpy",
     )
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == 11  # in rows of 6 and 5
@@ -445,8 +478,8 @@ def test_agreement_names_the_two_that_differ_the_most():
         ("show masks --out x.svg --format png", "--out x.svg and --format png contradict each other"),
         ("show masks --out some_file/x.png", "some_file"),
         ("show attention --backends numpy,jax", "jax is not installed: pip install 'transformer-parity[cli,jax]'"),
-        ("show attention --layer 2", "--layer must be 0 to 1 in this model: got 2"),
-        ("show attention --layer -1", "--layer must be 0 to 1 in this model: got -1"),
+        ("show attention --backends numpy --layer 2", "--layer must be 0 to 1 in this model: got 2"),
+        ("show attention --backends numpy --layer -1", "--layer must be 0 to 1 in this model: got -1"),
         ("show attention --weights none.safetensors", "there is no weight file none.safetensors"),
         ("show attention --weights some_file", "some_file is not a usable weight file"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 from conftest import tiny_config
@@ -14,6 +15,13 @@ from reference_numpy.config import CHOICES, DECODER_SIZES, DEPTHS, LATER, SIZES,
 
 RATES = [field.name for field in dataclasses.fields(DropoutRates)]
 IDS = ("pad_id", "bos_id", "eos_id")
+
+
+@pytest.mark.parametrize("kind", [TransformerConfig, DropoutRates])
+def test_help_describes_every_field(kind):
+    attributes = kind.__doc__.partition("Attributes:")[2].partition("Raises:")[0]
+    described = re.findall(r"^ {8}(\w+): [A-Z]", attributes, re.MULTILINE)
+    assert sorted(described) == sorted(field.name for field in dataclasses.fields(kind))
 
 
 def bad_fields():

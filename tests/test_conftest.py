@@ -118,15 +118,15 @@ def test_good(): pass
 def test_extended_tests_are_left_out_and_counted_by_kind(run):
     code, output = run(EXTENDED, "--backends", "numpy", "-q")
     assert (code, "2 passed, 21 deselected" in output) == (0, True)
-    assert output.count("NOT TESTED: 21 tests (ask for them with --all): 20 mistakes, 1 presets") == 1
+    assert output.count("NOT TESTED: 21 extended tests, which --all runs; of each kind: 20 mistakes, 1 presets") == 1
     code, output = run(EXTENDED, "--backends", "numpy", "-q", "--all")
-    assert (code, "23 passed" in output, "with --all" in output) == (0, True, False)
+    assert (code, "23 passed" in output, "which --all" in output) == (0, True, False)
 
 
 def test_processes_tell_what_was_left_out(run):
     code, output = run(EXTENDED, "--backends", "numpy", "-q", "-n", "2")
     assert (code, "2 passed" in output) == (0, True)
-    assert output.count("NOT TESTED: 21 tests (ask for them with --all): 20 mistakes, 1 presets") == 1
+    assert output.count("NOT TESTED: 21 extended tests, which --all runs; of each kind: 20 mistakes, 1 presets") == 1
     assert "largest size of each process: " in output
 
 

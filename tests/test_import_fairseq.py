@@ -23,6 +23,7 @@ from transformers import (
 
 import reference_numpy as ref
 from transformer_parity.checkpoints import fairseq
+from transformer_parity.checkpoints.importer import import_checkpoint
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.ports.protocol import SearchOptions
 
@@ -244,7 +245,10 @@ def test_other_models_are_refused_by_name(options, message, tmp_path):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda s: s.pop("encoder.embed_tokens.weight"), "encoder.embed_tokens.weight must be a matrix: got none"),
+        (
+            lambda s: s.pop("encoder.embed_tokens.weight"),
+            "no tensor encoder.embed_tokens.weight: there is decoder",
+        ),
         (lambda s: s.pop("decoder.layers.0.fc2.bias"), r"missing decoder.layers.0.fc2.bias \[12\]"),
         (lambda s: s.update({"encoder.layers.0.c_attn": torch.ones(3)}), "unexpected encoder.layers.0.c_attn"),
         (lambda s: s.update({"encoder.layer_norm.weight": torch.ones(12)}), "both be there, or neither"),
@@ -265,7 +269,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must hold 'model' and its options"):
         read(path)
     torch.save({"model": {"a": torch.ones(2)}}, path)
-    with pytest.raises(ValueError, match="must hold its options, as 'args' or in 'cfg': got none"):
+    with pytest.raises(
+        ValueError,
+        match=r"got none\. Where the file has lost them, put them back: content\['args'\]",
+    ):
         read(path)
 
 
@@ -283,3 +290,7 @@ def test_the_dictionaries_number_lines(tmp_path):
         fairseq.read(path, ReadOptions(vocab=vocab[1:]))
     with pytest.raises(ValueError, match=r"one or two dict.txt, and codes or a .model: got a, b"):
         fairseq.read(path, ReadOptions(vocab=(tmp_path / "a", tmp_path / "b")))
+    vocab[1].write_text("w1 1\nw2\n")
+    with pytest.raises(ValueError, match=r"dict\.de\.txt: line 2 must be `symbol count`: got 'w2'"):
+        fairseq.read(path, ReadOptions(vocab=vocab))
+    assert import_checkpoint(path).notes[-1].endswith("--vocab dict.en.txt dict.de.txt bpe.codes")

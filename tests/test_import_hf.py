@@ -423,7 +423,7 @@ def test_a_folder_is_no_file_of_another_format(folder, format_):
 
 
 def test_an_adapter_is_refused_and_so_is_what_would_not_be_used(folder):
-    with pytest.raises(ValueError, match="what --vocab, --names and --set would: leave them out"):
+    with pytest.raises(ValueError, match="is read as hf, which takes none of these options: leave out --set"):
         import_checkpoint(folder, options=ReadOptions(fields={"num_heads": 8}))
     (folder / "config.json").rename(folder / "adapter_config.json")
     with pytest.raises(ValueError, match=r"an adapter \(LoRA\) changes another model: merge it into that model"):

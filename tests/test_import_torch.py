@@ -171,26 +171,39 @@ def without(line):
     [
         (
             "",
-            "model.pt does not contain num_heads, norm_order, activation, scale_embedding, position_encoding, pos",
+            "model.pt does not say num_heads, norm_order, activation, scale_embedding, position_encoding, pos",
         ),
         (
             without("position_layout"),
-            r"contain position_layout: put them into \[config\] of a file, for --names",
+            r"say position_layout: give each with --set position_layout=VALUE, or under \[config\] in a TOML",
         ),
         (without("src_tok"), r"\[names\] must name source_embedding.table;"),
         (without("head.weight"), r"unexpected head.weight \[23, 12\]"),
         (without("head.bias"), r"unexpected head.bias \[23\]"),
         (without('= "pe"'), r"unexpected pe \[40, 12\]"),
-        (without("prefix"), "encoder.layers.0.linear1.weight must be a matrix: got none"),
+        (
+            SAID.format(**DEFAULT).replace('"net."', '"nett."'),
+            "there is no tensor nett.encoder.layers.0.linear1.weight: there is net.encoder.layers.0.linear1.wei",
+        ),
+        (
+            SAID.format(**DEFAULT).replace('"src_tok.', '"src_tokens.'),
+            "no tensor src_tokens.weight: there is src",
+        ),
         (SAID.format(**DEFAULT).replace('"head.bias"', '"nothing"'), r"missing nothing \[23\]"),
-        (SAID.format(**DEFAULT).replace("num_heads", "heads"), "there are no such fields of a config: heads"),
+        (
+            SAID.format(**DEFAULT).replace("num_heads", "heads"),
+            "a config has no field heads: did you mean num_",
+        ),
         (SAID.format(**DEFAULT).replace("[file]", "[flie]"), "names.toml may have the tables config, names, file: got"),
         (SAID.format(**DEFAULT).replace("prefix =", "prefx ="), r"\[file\] of names.toml may have state, prefix, ign"),
         (SAID.format(**DEFAULT) + "ignored = 3", "'ignored' a list of text"),
         (SAID.format(**DEFAULT).replace('"pe"', "7"), "the names in names.toml must be text"),
         (SAID.format(**DEFAULT) + "[", "names.toml is not usable TOML"),
         (SAID.format(**DEFAULT).replace("output_proj.bias", "output.bias"), r"\[names\] may name source_embedding.tab"),
-        (SAID.format(**DEFAULT).replace("num_heads = 3", "num_heads = 3\nnum_head = 3"), "no such fields .*: num_head"),
+        (
+            SAID.format(**DEFAULT).replace("num_heads = 3", "num_heads = 3\nnum_head = 3"),
+            "no field num_head: did you mean num_heads",
+        ),
         (SAID.format(**DEFAULT).replace('"m"', '"m_minus_1"'), "pe must be the sinusoids of interleaved and m_minus_1"),
         (SAID.format(**DEFAULT) + 'state = "model"', "model.pt must hold 'model': got"),
     ],
@@ -296,7 +309,7 @@ def test_the_annotated_transformer(tmp_path):
 @pytest.mark.parametrize(
     ("options", "edit", "message"),
     [
-        ({}, lambda s: s, "model.pt does not contain num_heads"),
+        ({}, lambda s: s, "model.pt does not say num_heads"),
         ({"num_heads": 5}, lambda s: s, "num_heads must divide d_model"),
         (
             {"num_heads": 3},
@@ -312,7 +325,7 @@ def test_the_annotated_transformer(tmp_path):
         (
             {"num_heads": 3},
             lambda s: {n: t for n, t in s.items() if "lut" not in n},
-            "lut.weight must be a matrix: got",
+            "there is no tensor src_embed.0.lut.weight: there is ",
         ),
     ],
 )

@@ -72,7 +72,28 @@ def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as leaving:
         main(["chekc"])
     assert leaving.value.code == 3
-    assert "parity: error: argument COMMAND: invalid choice: 'chekc' (choose from" in capsys.readouterr().err
+    assert "parity: error: there is no command 'chekc': did you mean check?\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("translate --bakend jax test.en", "unrecognized arguments: --bakend test.en: did you mean --backend?"),
+        ("bench forward --rouds=3", "unrecognized arguments: --rouds=3: did you mean --rounds?"),
+        ("translate --qqq x", "unrecognized arguments: --qqq; `parity translate --help` lists the options"),
+        ("info one two", "unrecognized arguments: two"),
+        ("qqq", "there is no command 'qqq': `parity` lists the commands"),
+    ],
+)
+def test_a_word_that_is_unknown_leads_to_one_that_is_known(line, says, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(line.split())
+    assert leaving.value.code == 3
+    usage, *_, error = capsys.readouterr().err.splitlines()
+    command = error.partition(": error: ")[0]
+    assert command in ("parity", "parity translate", "parity bench forward", "parity info")
+    assert usage.startswith(f"usage: {command} ")
+    assert error.startswith(f"{command}: error: {says}")
 
 
 def test_an_old_option_name_is_taken_with_a_note(capsys):

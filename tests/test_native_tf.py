@@ -144,17 +144,17 @@ def test_training_under_a_mirrored_strategy():
     run_alone(MIRRORED)
 
 
-@pytest.mark.parametrize("what", ["model", "trainer"])
-def test_a_trainer_under_a_strategy_is_refused(port, what):
-    """Its fused Adam would update one of several copies."""
+@pytest.mark.parametrize("what", ["model", "trainer", "mesh"])
+def test_a_model_is_trained_on_the_devices_it_was_made_for(port, what):
+    """Of each variable there are as many copies as devices; the optimizer updates all of them or none."""
     import tensorflow as tf
 
-    scopes = {name: nullcontext() for name in ("model", "trainer")}
-    scopes[what] = tf.distribute.MirroredStrategy(["/CPU:0"]).scope()
+    strategy = tf.distribute.MirroredStrategy(["/CPU:0"])
+    scopes = {name: strategy.scope() if name == what else nullcontext() for name in ("model", "trainer")}
     with scopes["model"]:
         model = port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG))
-    with scopes["trainer"], pytest.raises(ValueError, match=r"^a Trainer needs model and moments outside of the scope"):
-        port.package.Trainer(model, TrainingConfig())
+    with scopes["trainer"], pytest.raises(ValueError, match=r"^a model is trained on the devices it was made for"):
+        port.package.Trainer(model, TrainingConfig(), mesh=strategy if what == "mesh" else None)
 
 
 CONFIG = tiny_config(num_encoder_layers=1, num_decoder_layers=1)

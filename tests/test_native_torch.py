@@ -238,6 +238,24 @@ def test_distributed_data_parallel(port, process_group, settings):
     assert losses(trainer) == losses(expected)
 
 
+@pytest.mark.extended("plans")
+def test_distributed_data_parallel_of_two_processes(port, tmp_path):
+    """Each with rows of its own; the gradient is the mean of theirs, in a loop with our loss and in a trainer."""
+    from parallel_torch import run
+
+    from transformer_parity.distributed.cases import probes
+
+    case = probes()["plain"]
+    model = port.package.Transformer.from_weights(case.config, case.weights(), "float64")
+    alone = [port.package.gradients(model, *(ids[rank::2] for ids in case.batch(0))).parameters for rank in range(2)]
+    ((first,), (second,)) = run(tmp_path, 2, [("their_own_copies", {})])
+    for found in (first, second):
+        for way in ("loop", "trainer"):
+            for name, gradient in found[way].items():
+                assert_close(gradient, (alone[0][name] + alone[1][name]) / 2)
+    assert_same_bits(first["weights"], second["weights"])
+
+
 def test_a_compiled_model_is_trained(port):
     expected = port.package.Trainer(build(port), SETTINGS)
     compiled = torch.compile(build(port), backend="eager")

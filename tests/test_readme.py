@@ -15,12 +15,18 @@ import reference_numpy as ref
 from reference_numpy.presets import IMPLEMENTATIONS, TABLE_3
 from transformer_parity.checkpoints import huggingface_families, importer
 from transformer_parity.cli.main import COMMANDS, make_parser
+from transformer_parity.ports.source_code import READING_ORDER
+from transformer_parity.ports.source_marks import compare
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "_ext"))
 
 import facts  # noqa: E402  of the site
+import panes  # noqa: E402
+import results  # noqa: E402
+
+BACKENDS = {title: backend for backend, title in panes.TITLES.items()}
 
 README = (ROOT / "README.md").read_text("utf-8")
 PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "api" not in path.parts)]
@@ -135,9 +141,46 @@ def test_the_readme_is_short():
     assert "@@" not in README
 
 
+def test_the_lines_of_code_are_those_of_the_packages():
+    (code,) = blocks("text")
+    shown = dict(re.split(r" {2,}", line, maxsplit=1) for line in code.splitlines())
+    for names, line in shown.items():
+        for name in names.split(", "):
+            assert line in panes.pieces("split_heads")[BACKENDS[name]].code, name
+    assert {name for names in shown for name in names.split(", ")} == set(BACKENDS)
+
+
+def test_so_much_of_the_code_is_the_same():
+    different = total = 0
+    for module in READING_ORDER:
+        codes = {backend: piece.code for backend, piece in panes.pieces(module).items()}
+        marks = compare(codes, "numpy")["numpy"]
+        different, total = different + marks.different, total + marks.total
+    assert f" {100 * (1 - different / total):.0f} % stands in the other three too" in README
+
+
 def test_the_table_is_that_of_the_last_full_check():
-    table = "\n".join(facts.closest())
+    table = "\n".join(results.closest())
     assert table in README, f"README.md should have:\n{table}"
+
+
+@pytest.mark.parametrize("task", ["forward", "train", "decode"])
+def test_the_fastest_of_the_three_is_faster_than_both_others(task):
+    rows = "\n".join(results.fastest(task))
+    assert rows in (DOCS / "speed.md").read_text("utf-8"), f"docs/speed.md should have:\n{rows}"
+    assert rows.count("the fastest |") == 2
+    assert not re.search(r"\| 0\.\d", rows)
+
+
+def test_every_tolerance_is_listed():
+    rows = list(results.tolerances())[2:]
+    listed = {float(number) for row in rows for number in re.findall(r"\d[\d.]*(?:e-\d+)?", row)}
+    policy = tomllib.loads(results.TOLERANCES.read_text("utf-8"))
+    sections = [policy[name] for name in ("float64", "float32", "bfloat16")]
+    sections += [policy[name][dtype] for name in ("gradients", "decode", "steps") for dtype in ("float64", "float32")]
+    assert {value for section in sections for name, value in section.items() if name != "floor_in_eps"} <= listed
+    assert "plus\nfour eps" in (DOCS / "results" / "conformance.md").read_text("utf-8")
+    assert {section["floor_in_eps"] for section in sections if "floor_in_eps" in section} == {4.0}
 
 
 # --- Tables and links ---

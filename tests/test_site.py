@@ -24,7 +24,7 @@ from sphinx.errors import ExtensionError
 import reference_numpy as ref
 from transformer_parity.checkpoints.importer import export_checkpoint, load
 from transformer_parity.figures import style
-from transformer_parity.ports.source_marks import differences, tokens
+from transformer_parity.ports.source_marks import compare, tokens
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -35,6 +35,7 @@ import compute  # noqa: E402
 import example_numbers  # noqa: E402
 import facts  # noqa: E402
 import panes  # noqa: E402
+import results  # noqa: E402
 
 SIZES = {"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 16, "d_ff": 16, "d_k": 2, "d_v": 2}
 COPIED = ("docs", "benchmarks", "transformer_parity", *panes.PACKAGES.values())
@@ -68,18 +69,56 @@ def text(html: str) -> str:
     )
 
 
+def marked(code: str, reference: str) -> tuple[list[str], list[str]]:
+    """What is marked in a piece of code and in its reference."""
+    codes = {"port": code, "reference": reference}
+    marks = compare(codes, "reference")
+    spans = {name: [codes[name][start:stop] for start, stop in marks[name].spans] for name in codes}
+    return spans["port"], spans["reference"]
+
+
 def test_tokens_that_differ_are_marked():
-    reference = "def f(x):\n    return np.exp(x)  # why\n"
+    reference = "def f(x):\n    y = abs(x)\n    return np.exp(y)  # why\n"
     code = "def f(x):\n    return torch.exp(x, 1)  # why\n"
-    marks = differences(code, reference)
-    assert [code[start:stop] for start, stop in marks.spans] == ["torch", ", 1"]
-    assert (marks.different, marks.total) == (3, len(tokens(code)))
-    assert differences(code, code) == ([], 0, marks.total)
+    assert marked(code, reference) == (["torch", "x, 1"], ["y = abs(x)", "np", "y"])
+    marks = compare({"port": code, "reference": reference}, "reference")
+    assert marks["port"][1:] == (4, 8, len(tokens(code)))
+    assert marks["reference"][1:] == (8, 0, len(tokens(reference)))
+    assert panes.note(marks["port"]) == "15 tokens, 4 added, 8 missing"
+    assert panes.note(marks["reference"], is_base=True) == "19 tokens, 8 not in all ports"
+    assert marked(code, code) == ([], [])
+
+
+def test_what_any_port_lacks_is_marked_in_the_reference():
+    marks = compare({"one": "f(b, c)", "reference": "f(a, b, c)", "two": "f(a, b)"}, "reference")
+    assert marks["reference"].spans == [(2, 4), (6, 9)]
+    assert panes.note(marks["reference"], is_base=True) == "8 tokens, 4 not in all ports"
+    assert compare({"reference": "f(a)"}, "reference")["reference"].spans == []
+
+
+def test_comments_annotations_and_the_name_of_the_method_are_not_compared():
+    code = 'def forward(self, x: Float[Tensor, "ä"], n: int) -> Tensor:  # why\n    y: Tensor = self.call(x)\n'
+    assert marked(code, "def __call__(self, x, n):\n    # not\n    y = self.__call__(x)\n") == ([], [])
+    assert marked("def f(x, n: int = 1): pass", "def f(x): pass") == ([", n: int = 1"], [])
+
+
+def test_methods_are_compared_by_name():
+    reference = "class A:\n    def f(self): return 1\n    def g(self): return 2\n"
+    code = "class A:\n    def g(self): return 2\n    def more(self): return 1\n    def f(self): return 1\n"
+    assert marked(code, reference) == (["def more(self): return 1"], [])
+
+
+def test_what_has_moved_within_a_function_is_not_marked():
+    reference = 'a = tap("a", a)\nb = softmax(a, mask)\nb = tap("b", b)\n'
+    assert marked('a = tap("a", a)\nb = tap("b", softmax(a, mask))\n', reference) == ([], ["b =", "b"])
+
+
+def test_marks_are_whole_lines_where_they_can_be():
+    assert marked("f(\n    a,\n    *b,\n    c,\n)", "f(\n    a,\n    c,\n)") == (["*b,"], [])
 
 
 def test_marks_on_several_lines_do_not_join():
-    marks = differences("a = (\n    1,\n    2,\n)\n", "a = ()\n")
-    assert len(marks.spans) == 2
+    assert marked("a = (\n    1,\n    2,\n)\n", "a = ()\n")[0] == ["1,", "2,"]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +140,7 @@ def test_panes_are_the_code_of_the_packages():
     for backend, piece in found.items():
         assert f'id="panes-0-{backend}"' in html
         assert piece.code in text(html)
-    assert panes.note(differences("a + 1", "a + 2")) == "1 of 3 tokens differ"
-    assert panes.note(differences("a + 1", "a + 1")) == "the same 3 tokens"
+    assert panes.note(compare({"a": "a + 1", "b": "a + 1"}, "b")["a"]) == "3 tokens, the same"
 
 
 def test_a_name_that_is_gone_fails_the_build():
@@ -112,8 +150,9 @@ def test_a_name_that_is_gone_fails_the_build():
 
 
 def test_what_is_said_to_tools_is_not_shown():
-    assert panes.TO_TOOLS.sub("", "x = 1  # type: ignore[index]") == "x = 1"
-    assert panes.TO_TOOLS.sub("", "x = 1  # type: ignore[index]  # a reason") == "x = 1  # a reason"
+    assert panes.to_readers("x = 1  # type: ignore[index]") == "x = 1"
+    assert panes.to_readers("x = 1  # type: ignore[index]  # a reason") == "x = 1  # a reason"
+    assert panes.to_readers("import a as A  # noqa: N812  a reason\ny") == "import a as A  # a reason\ny"
     assert not any("type: ignore" in piece.code for piece in panes.pieces("LayerNorm").values())
 
 
@@ -127,7 +166,7 @@ def test_facts_that_are_gone_fail_the_build():
     with pytest.raises(ExtensionError, match="nothing in mask matches 'gone'"):
         catalogue.chosen("mask", "gone")
     with pytest.raises(ExtensionError, match=r"there is no benchmarks/nothing-small.json"):
-        list(facts.speed("nothing"))
+        list(results.speed("nothing"))
     assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "one two") == "one two"
     assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "thr") == "three"
     assert catalogue.comment("x = 1\n", "one") is None
@@ -141,6 +180,13 @@ def test_a_mistake_shows_whole_lines():
     for mistake in catalogue.chosen("attention, decoding"):
         for backend in mistake.edits:
             assert catalogue.edit(backend, mistake).count("<del>") == len(mistake.edits[backend])
+
+
+def test_a_mistake_names_the_threads_that_reported_it():
+    known = {mistake.name for mistakes in catalogue.catalogue.parts().values() for mistake in mistakes}
+    assert len(known & set(catalogue.reports())) >= 60
+    (twice,) = catalogue.chosen("norm", "normed twice")
+    assert ">k2-fsa/snowfall#184</a>, <a " in catalogue.entry(twice)
 
 
 def test_every_field_of_the_config_is_described():

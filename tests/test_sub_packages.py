@@ -13,7 +13,7 @@ PACKAGE = ROOT / "transformer_parity"
 # From the lowest to the highest: a sub-package imports those before it.
 ORDER = (
     *("system", "containers", "text", "ports", "cases", "compare", "checkpoints"),
-    *("mistakes", "diagnose", "golden", "figures", "explore", "report", "check", "attacks", "bench"),
+    *("mistakes", "distributed", "diagnose", "golden", "figures", "explore", "report", "check", "attacks", "bench"),
     *("translate", "train", "cli"),
 )
 # Modules beside the sub-packages: entry points and public names, which import from any of them.
@@ -29,8 +29,8 @@ LONG_FILES = {
 LARGE_FOLDERS = {
     "ports": 11,  # generate's settings are read beside the search options, below the checkpoints that hold them
     "bench": 11,  # import_clock is a file of its own: a fresh process runs it without importing anything else
-    "mistakes": 12,  # one file of data for each part of the catalogue
-    "checkpoints": 22,  # one file for each format, or for its settings
+    "mistakes": 14,  # one file of data for each part of the catalogue
+    "checkpoints": 23,  # one file for each format, or for its settings
     "cli": 18,  # one file for each command, or for two that belong together, and for long lists of options
 }
 LONG_SIGNATURES = {

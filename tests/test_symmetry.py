@@ -32,6 +32,7 @@ KERAS = "Keras' protocol"
 DEVICE = "torch puts a new tensor where it is told to"
 COMPILED = "the others always compile a step"
 SCALARS = "numbers of a step are scalars of the framework"
+TRACED = "a size is not known while tracing"
 MODES = "Keras hands the mode down from the outermost call"
 
 # Who (of torch, jax, tf) differs, where, how, and why. Stars as in file names; each row holds for each of its ports.
@@ -58,7 +59,7 @@ ALLOWED = [
     *(
         ("torch jax tf", "__init__", f"lacks definition exports.{name}", FACTS)
         for name in (
-            *("PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
+            *("Plan", "PRESETS", "DropoutRates", "TransformerConfig", "Recorder", "no_tap", "within", "init_weights"),
             *("count_parameters", "parameter_shapes", "tap_shapes", "load_weights", "save_weights"),
             *("Gradients", "StepResult", "TrainingConfig", "TrainingState"),
             *("LENGTH_PENALTIES", "SearchResult", "SearchRules", "length_penalty"),
@@ -108,11 +109,13 @@ ALLOWED = [
     ),
     ("tf", "runtime", "adds definition placed", "a trainer and a search place what is not the model's"),
     ("torch", "runtime", "adds definition dtype_name", "a torch dtype has no name"),
-    ("tf", "runtime.to_m*", "parameter shape: *", "a length is not known while tracing"),
+    ("tf", "runtime.to_m*", "parameter shape: *", TRACED),
+    ("tf", "transformer.*.init_cache", "parameter capacity: *", TRACED),
+    ("tf", "*.init_cache", "parameter beam_size: *", TRACED),
     ("torch jax tf", "layers", "lacks definition Dropout.*", SHIPPED),
     ("torch jax tf", "layers.Dropout", "docstring", SHIPPED),
     ("torch tf", "layers", "lacks definition Linear.__call__", SHIPPED),
-    ("torch jax tf", "layers", "order: Dropout for Linear", "the names taken over as they are come first"),
+    ("torch jax", "layers", "order: Dropout for Linear", "the names taken over as they are come first"),
     ("torch jax tf", "layers", "adds definition masked_softmax", "the reference has it in functional"),
     ("torch", "layers", "adds definition Linear.reset_parameters", "torch draws initial values there"),
     ("tf", "layers", "adds definition gelu*", "TensorFlow's own is not exact in float64"),
@@ -126,8 +129,22 @@ ALLOWED = [
     ("tf", "attention", "adds definition Nested*", "how TensorFlow takes a dataclass apart"),
     ("jax tf", "decoder.DecoderCache.length", "result: *", "in a compiled loop it is an array"),
     ("torch", "training.*", "parameter model: *", "torch.compile and DistributedDataParallel return wrappers"),
-    ("torch tf", "training.Trainer._gradient", "lacks parameter rng", STATE),
+    ("torch jax tf", "parallel", "docstring", "each says which engine of its framework it stands on"),
+    ("torch tf", "parallel", "lacks definition divide", "each process computes its own share; NumPy all of them"),
+    ("jax", "parallel.divide", "*", "each process computes its own share; NumPy all of them"),
+    *(
+        ("jax", "parallel", f"adds definition {name}", "its pure functions take and return arrays, placed on a mesh")
+        for name in ("Arrays", "shardings", "place", "constrain", "to_numpy")
+    ),
+    ("torch jax tf", "parallel.make_mesh", "result: *", "the framework's own mesh"),
+    ("torch jax tf", "training.Trainer.__init__", "parameter mesh: *", "the framework's own mesh"),
     ("tf", "training.Trainer._gradient", "adds parameter random_bits", "its dropout is given numbers, not a generator"),
+    *(
+        ("tf", "parallel", f"adds definition {name}", "a function of a step is traced as a strategy runs it")
+        for name in ("check_copies", "spread_rows", "random_bits", "traced", "summed")
+    ),
+    ("tf", "layers", "adds definition own_rows", "Keras' dropout draws by itself; it is told what for"),
+    ("tf", "layers.Dropout.__call__", "*", KERAS),
     ("torch tf", "optimizer.global_norm", "*", SHIPPED),
     ("torch jax tf", "optimizer.*", "parameter *", SCALARS),
     ("torch jax tf", "optimizer.clip_factor", "result: *", SCALARS),
@@ -148,6 +165,14 @@ ALLOWED = [
     ("torch tf", "weights", "adds definition parameters", "for the optimizer, which takes them all at once"),
     ("torch", "weights", "adds definition computed_with", "torch can compute a weight from other parameters"),
     ("torch", "training", "adds definition inference", "a module is in training mode or not; a search asks for it too"),
+    ("torch", "", "adds module parallel_checkpoint", "a folder of parts is in the framework's own format"),
+    ("torch", "weights", "adds definition torch_path", "only torch has names of its own"),
+    ("torch", "weights", "adds definition is_divided", "a parameter may be divided over processes"),
+    ("torch", "weights", "adds definition gathered", "a parameter may be divided over processes"),
+    ("torch", "weights", "adds definition local_part", "a parameter may be divided over processes"),
+    ("torch", "optimizer", "adds definition by_mesh", "its fused kernels take tensors of one mesh at a time"),
+    ("torch", "parallel", "adds definition Share*", "each process computes its own share; NumPy all of them"),
+    ("torch", "layers", "adds definition *OwnDropout*", "its generator draws for no more rows than it is given"),
     ("torch", "weights", "adds definition copy_*", "only torch transposes, moments and gradients too"),
     ("torch", "weights", "docstring", "only torch transposes"),
 ]

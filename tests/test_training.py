@@ -939,7 +939,10 @@ def test_tf_computes_again(port, trainers):
     """What is kept is decided where the graph runs; here, that there are more matrix products in it."""
 
     def products(kind):
-        graph = trainers(port, kind)._compiled_step.get_concrete_function().graph.as_graph_def()
+        trainer = trainers(port, kind)
+        trainer.train_step(*BATCH)
+        (step,) = trainer._traced.values()
+        graph = step.get_concrete_function().graph.as_graph_def()
         nodes = [node for function in graph.library.function for node in function.node_def]
         return sum("MatMul" in node.op for node in [*graph.node, *nodes])
 

@@ -526,7 +526,7 @@ def test_replacements_that_double_a_text_again_and_again_are_refused(part):
     ("names", "message"),
     [
         (["a.spm", "b.spm", "c.spm"], "at most two files that end in .spm: got 3"),
-        (["a.txt"], "ends in .spm, .yml or .json: got a.txt"),
+        (["a.txt"], "must end in .spm, .model, .yml or .json: got a.txt"),
         (["a.yml", "b.json"], "tables of one form"),
     ],
 )

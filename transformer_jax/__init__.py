@@ -20,6 +20,7 @@ from transformer_jax.encoder import EncoderLayer, EncoderStack
 from transformer_jax.feed_forward import PositionwiseFeedForward
 from transformer_jax.layers import Dropout, LayerNorm, Linear
 from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
+from transformer_jax.parallel import make_mesh, shards
 from transformer_jax.runtime import describe, set_precision
 from transformer_jax.search import beam_search, greedy_search
 from transformer_jax.training import Trainer, cross_entropy, gradients

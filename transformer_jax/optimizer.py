@@ -15,7 +15,7 @@ Arrays = dict[str, Array]  # by canonical name
 
 def global_norm(gradient: Arrays) -> Array:
     """Return the norm of a gradient, all parameters taken as one vector."""
-    return jnp.sqrt(sum(jnp.vdot(g, g, precision="highest") for g in gradient.values()))
+    return jnp.sqrt(sum(jnp.tensordot(g, g, g.ndim, precision="highest") for g in gradient.values()))
 
 
 def clip_factor(norm: Array, clip_norm: float | None) -> Array | float:

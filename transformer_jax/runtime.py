@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, wraps
 from typing import Any
 
@@ -56,7 +56,9 @@ def check_placement(dtype: str, device: str | None) -> None:
 
 def to_device(device: str | None) -> jax.Device | None:
     """Return the framework's own device of that name; None is its default."""
-    return jax.config.jax_default_device if device is None else jax.devices(device)[0]  # type: ignore[attr-defined]
+    if device is None:
+        return jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.local_devices(backend=device)[0]  # of several processes, each has its own
 
 
 def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,12 +107,13 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "
 
 @cache
 def quick_compilation() -> dict[str, Any]:
-    """Return compiler options for what is run once: compiled three times as fast as by default, and slower to run."""
-    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-    try:
-        jax.jit(lambda x: x, compiler_options=options)(0.0)
-    except (ValueError, RuntimeError):  # the second is a switch of XLA's own, which a release may lack
-        del options["xla_cpu_use_fusion_emitters"]
+    """Return compiler options for what is run once: compiled five times as fast as by default, and slower to run."""
+    options = {"xla_backend_optimization_level": 0}
+    # Switches of XLA's own, which a release may lack. Small programs are not divided into parts, to compile each alone.
+    for name, value in (("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)):
+        with suppress(ValueError, RuntimeError):
+            jax.jit(lambda x: x, compiler_options={name: value})(0.0)
+            options[name] = value
     return options
 
 

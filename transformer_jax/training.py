@@ -15,14 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
-from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
+from reference_numpy.checks import (
+    check_accumulation,
+    check_choice,
+    check_integer,
+    check_labels,
+    check_same_batch,
+    check_trainable,
+)
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import check_training_state, find, parameter_shapes, rounded, tap_shapes
+from reference_numpy.parallel_plan import DROPOUTS
 from reference_numpy.shapes import Float, Int
 from reference_numpy.taps import no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_jax.optimizer import Adam, Arrays, clip_factor, global_norm
+from transformer_jax.parallel import constrain, divide, place, plan_of, shardings, to_numpy
 from transformer_jax.runtime import as_placed, quick_compilation, to_ids
 from transformer_jax.transformer import Transformer
 
@@ -67,7 +77,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     Arguments, result and errors as in ``reference_numpy.gradients``.
     """
     batch = _take(model, source_ids, target_ids, labels)
-    loss, (of_parameters, of_taps) = _compile_gradients(_Structure.of(model))(_parameters(model), batch)
+    loss, (of_parameters, of_taps) = _compile_gradients(_gradients, _Structure.of(model))(_parameters(model), batch)
     # The names give the order, which jax.jit loses: it sorts the keys of a dict.
     taps = _tap_shapes(model.config, batch)
     return Gradients(
@@ -83,22 +93,33 @@ class Trainer:
     Arguments, result and errors as in ``reference_numpy.Trainer``.
     """
 
-    def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        settings: TrainingConfig,
+        seed: int = 0,
+        *,
+        mesh: Mesh | None = None,
+        dropout: str = "global",
+    ) -> None:
         check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
+        check_choice("dropout", dropout, DROPOUTS)
         model.eval()
         self.model = model
         self.settings = settings
         self.seed = seed
         self.step = 0  # steps taken
-        # Bound to their device, as the results of a step are: else the second step would be compiled again.
-        parameters = jax.tree.map(lambda array: jax.device_put(array, array.sharding), _parameters(model))
+        self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
+        # Bound to their devices, as the results of a step are: else the second step would be compiled again.
+        parameters = place(_parameters(model), shardings(model.config, mesh))
         _put_parameters(model, parameters)
         first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
         self.optimizer = Adam(first, second, settings)
-        structure = _Structure.of(model)
+        structure = _Structure.of(model, mesh)
         platform = next(iter(model.source_embedding.table.devices())).platform
         self._compiled_step = _compile_step(structure, settings, platform)
+        self._compiled_gradient = _compile_gradients(_gradient, structure, settings)
         self._compiled_evaluation = _compile_evaluation(structure)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
@@ -114,11 +135,10 @@ class Trainer:
             ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
         """
         settings, config = self.settings, self.model.config
-        batch = _take(self.model, source_ids, target_ids, labels)
-        check_accumulation(settings.accumulation_steps, len(batch[0]))
+        batch, random_bits = self._take(source_ids, target_ids, labels)
         # What changes from step to step goes in as numbers, exact to the last bit also where JAX has no float64.
         numbers = {
-            "random_bits": np.random.SeedSequence([self.seed, self.step]).generate_state(2),
+            "random_bits": random_bits,
             "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
             "corrections": settings.bias_corrections(self.step + 1),
         }
@@ -129,19 +149,30 @@ class Trainer:
         self.step += 1
         return StepResult(*result)
 
+    def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
+        """Return the loss per target token of a batch and the whole gradient that a step would follow, before clipping.
+
+        Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
+        """
+        batch, random_bits = self._take(source_ids, target_ids, labels)
+        total, tokens, gradient = self._compiled_gradient(_parameters(self.model), batch, random_bits)
+        count = max(int(tokens), 1)
+        names = parameter_shapes(self.model.config)  # in their order: jax.jit has sorted the keys
+        return Gradients(float(total / count), {name: to_numpy(gradient[name]) / count for name in names})
+
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[Array, ""], Int[Array, ""]]:
         """Return the cross-entropy in nats summed over the target tokens, and their number: no dropout, no smoothing.
 
         Arguments and errors as in ``train_step``.
         """
-        batch = _take(self.model, source_ids, target_ids, labels)
+        batch = divide(self, _take(self.model, source_ids, target_ids, labels), 1)
         return self._compiled_evaluation(_parameters(self.model), batch)
 
     def export_state(self) -> TrainingState:
         """Return a copy of everything that the next step depends on, beside the weights and the settings."""
         names = parameter_shapes(self.model.config)  # in their order: jax.jit has sorted the keys
-        first = {name: np.array(self.optimizer.first_moment[name]) for name in names}
-        second = {name: np.array(self.optimizer.second_moment[name]) for name in names}
+        first = {name: to_numpy(self.optimizer.first_moment[name]) for name in names}
+        second = {name: to_numpy(self.optimizer.second_moment[name]) for name in names}
         return TrainingState(self.step, self.seed, first, second)
 
     def load_state(self, state: TrainingState) -> None:
@@ -161,6 +192,13 @@ class Trainer:
         )
         self.optimizer = Adam(first, second, self.settings)
         self.step, self.seed = state.step, state.seed
+
+    def _take(self, source_ids, target_ids, labels):
+        """Take the batch of a step, checked and divided over devices, and the random bits of its dropout."""
+        slices = self.settings.accumulation_steps
+        batch = _take(self.model, source_ids, target_ids, labels)
+        check_accumulation(slices, len(batch[0]))
+        return divide(self, batch, slices), np.random.SeedSequence([self.seed, self.step]).generate_state(2)
 
 
 @as_placed
@@ -198,18 +236,19 @@ class _Structure:
     graph: nnx.GraphDef
     state: nnx.State = field(compare=False)  # shapes and dtypes, which follow from the graph
     config: TransformerConfig
+    mesh: Mesh | None  # that divides the arrays
 
     @classmethod
-    def of(cls, model: Transformer) -> _Structure:
+    def of(cls, model: Transformer, mesh: Mesh | None = None) -> _Structure:
         graph, state = nnx.split(model)
         # As jax.eval_shape would have it, which takes as long as nnx.split.
         shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
-        return cls(graph, shapes, model.config)
+        return cls(graph, shapes, model.config, mesh)
 
     def build(self, parameters: Arrays) -> Transformer:
         """Return a model in inference mode that computes with these arrays, which may be traced."""
         model = nnx.merge(self.graph, self.state, copy=True)
-        _put_parameters(model, parameters)
+        _put_parameters(model, constrain(parameters, self.mesh, gathered=True))
         model.eval()
         return model
 
@@ -226,9 +265,9 @@ def _loss(model, batch, config, tap=no_tap):
 
 
 @lru_cache(maxsize=8)
-def _compile_gradients(structure: _Structure) -> Callable[..., Any]:
+def _compile_gradients(function: Callable[..., Any], *structure: Any) -> Callable[..., Any]:
     # Called once or twice for one model, so that compiling is most of the time.
-    return jax.jit(partial(_gradients, structure), compiler_options=quick_compilation())
+    return jax.jit(partial(function, *structure), compiler_options=quick_compilation())
 
 
 @lru_cache(maxsize=8)
@@ -245,7 +284,10 @@ def _compile_step(structure: _Structure, settings: TrainingConfig, platform: str
         # to compute: a layer would be computed again at once, and all of it kept.
         options["xla_disable_hlo_passes"] = "cse_barrier_expander"
     # The old moments, which are the trainer's alone, make room for the new ones; the old parameters may be in a clone.
-    return jax.jit(partial(_step, structure, settings), donate_argnames="optimizer", compiler_options=options)
+    step = partial(_step, structure, settings)
+    kept = shardings(structure.config, structure.mesh)  # as the arguments are: else the second step is compiled again
+    results = kept, Adam(kept, kept, settings), None
+    return jax.jit(step, donate_argnames="optimizer", compiler_options=options, out_shardings=results)
 
 
 def _gradients(structure, parameters, batch):
@@ -264,8 +306,7 @@ def _gradients(structure, parameters, batch):
 
 def _step(structure, settings, parameters, optimizer, batch, numbers):
     """Return parameters and optimizer after a step, and what it reports."""
-    key = jax.random.wrap_key_data(numbers["random_bits"], impl="threefry2x32")
-    total, tokens, gradient = _gradient(structure, settings, parameters, batch, key)
+    total, tokens, gradient = _gradient(structure, settings, parameters, batch, numbers["random_bits"])
     count = jnp.maximum(tokens, 1).astype(total.dtype)
     norm = global_norm(gradient) / count
     scale = clip_factor(norm, settings.clip_norm) / count
@@ -275,9 +316,10 @@ def _step(structure, settings, parameters, optimizer, batch, numbers):
     return parameters, optimizer, (total / count, tokens, norm)
 
 
-def _gradient(structure, settings, parameters, batch, key):
+def _gradient(structure, settings, parameters, batch, random_bits):
     """Return loss, tokens and gradient, summed over the slices of a batch."""
     slices = settings.accumulation_steps
+    key = jax.random.wrap_key_data(random_bits, impl="threefry2x32")
     differentiate = jax.value_and_grad(partial(_loss_with_dropout, structure, settings), has_aux=True)
 
     def add_slice(sums, inputs):
@@ -285,8 +327,8 @@ def _gradient(structure, settings, parameters, batch, key):
         (total, tokens), gradient = differentiate(parameters, part, jax.random.fold_in(key, number))
         return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None
 
-    parts = jax.tree.map(lambda ids: ids.reshape(slices, -1, ids.shape[1]), batch)
-    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    parts = jax.tree.map(lambda ids: ids.reshape(slices, -1, ids.shape[-1]), batch)
+    zeros = constrain(jax.tree.map(jnp.zeros_like, parameters), structure.mesh)
     sums = (jnp.zeros((), zeros["source_embedding.table"].dtype), jnp.zeros((), int), zeros)
     return jax.lax.scan(add_slice, sums, (parts, jnp.arange(slices)))[0]
 

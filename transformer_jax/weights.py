@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import jax
-import numpy as np
 from numpy import ndarray
 
 from reference_numpy.names import Model, check_weights, find, parameter_shapes, rounded
+from transformer_jax.parallel import to_numpy
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
@@ -28,7 +28,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
-    return {name: np.array(find(model, name)[...]) for name in parameter_shapes(model.config, model.part)}
+    return {name: to_numpy(find(model, name).get_value()) for name in parameter_shapes(model.config, model.part)}
 
 
 def _put(array, old):

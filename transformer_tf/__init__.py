@@ -20,6 +20,7 @@ from transformer_tf.encoder import EncoderLayer, EncoderStack
 from transformer_tf.feed_forward import PositionwiseFeedForward
 from transformer_tf.layers import Dropout, LayerNorm, Linear
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
+from transformer_tf.parallel import make_mesh, shards
 from transformer_tf.runtime import describe, set_precision
 from transformer_tf.search import beam_search, greedy_search
 from transformer_tf.training import Trainer, cross_entropy, gradients

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -34,7 +36,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": tf.nn.silu,
 }
 
-Dropout = keras.layers.Dropout
+_OWN_ROWS: ContextVar[tuple[Any, int] | None] = ContextVar("share, shares", default=None)
+
+
+@contextmanager
+def own_rows(share: Any, shares: int) -> Iterator[None]:
+    """Let dropout draw for the rows of all shares, and keep those of one."""
+    before = _OWN_ROWS.set((share, shares))
+    try:
+        yield
+    finally:
+        _OWN_ROWS.reset(before)
 
 
 def masked_softmax(
@@ -146,3 +158,18 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
         variance = tf.reduce_sum(tf.square(centred), -1, keepdims=True) / (x.shape[-1] - 1)
         normed = centred / (tf.sqrt(variance) + self.epsilon)
         return tf.cast(normed, x.dtype) * self.gamma + self.beta
+
+
+class Dropout(Configured, keras.layers.Dropout):
+    """Set elements to zero at random and scale the rest, in training only (section 5.4)."""
+
+    def call(self, x: Float[Tensor, "*axes"], training: bool = False) -> Float[Tensor, "*axes"]:
+        """Return ``x``, or in training a thinned-out copy of it; within ``own_rows`` that of a larger batch."""
+        found = _OWN_ROWS.get()
+        if found is None or not (training and self.rate):
+            return super().call(x, training)
+        share, shares = found
+        rows, *others = tf.unstack(tf.shape(x))
+        # Each number is drawn by its position: rows of padding behind all others change none of them.
+        scales = super().call(tf.ones([rows * shares, *others], x.dtype), training)
+        return x * scales[share * rows : (share + 1) * rows]

@@ -11,25 +11,32 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
+from reference_numpy.checks import (
+    check_accumulation,
+    check_choice,
+    check_integer,
+    check_labels,
+    check_same_batch,
+    check_trainable,
+)
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import check_training_state, rounded
+from reference_numpy.parallel_plan import DROPOUTS
 from reference_numpy.shapes import Float, Int
 from reference_numpy.taps import Recorder, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_tf.layers import Dropout
 from transformer_tf.optimizer import Adam, clip_factor, global_norm
+from transformer_tf.parallel import check_copies, plan_of, random_bits, spread_rows, summed, traced
 from transformer_tf.runtime import as_placed, placed, to_ids
 from transformer_tf.weights import parameters, variables
 
 if TYPE_CHECKING:
     from transformer_tf.transformer import Transformer
 
-BATCH = (tf.TensorSpec([None, None], tf.int32),) * 3  # source_ids, target_ids, labels
 MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
 
 
@@ -93,26 +100,32 @@ class Trainer:
     Arguments, result and errors as in ``reference_numpy.Trainer``.
     """
 
-    def __init__(self, model: Transformer, settings: TrainingConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        settings: TrainingConfig,
+        seed: int = 0,
+        *,
+        mesh: tf.distribute.Strategy | None = None,
+        dropout: str = "global",
+    ) -> None:
         check_trainable(model.variable_dtype, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
+        check_choice("dropout", dropout, DROPOUTS)
         self.model = model
         self.settings = settings
         self.seed = seed
         self.step = 0  # steps taken
+        self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         layers = model._flatten_layers()  # Keras' public ``layers`` are only the outermost
-        self._dropout = [layer.seed_generator.state for layer in layers if isinstance(layer, Dropout) and layer.rate]
+        self._seeds = [layer.seed_generator.state for layer in layers if isinstance(layer, Dropout) and layer.rate]
         self._variables = variables(model)
-        with placed(model.device):
+        if mesh is not None:
+            model.device = None  # each device computes where it is
+        with placed(model.device) if mesh is None else mesh.scope():
             self.optimizer = Adam(parameters(model), settings)
-        held = [*self.optimizer.parameters.values(), *self.optimizer.first_moment.values()]
-        if any(isinstance(variable, tf.distribute.DistributedValues) for variable in held):
-            raise ValueError(
-                "a Trainer needs model and moments outside of the scope of a strategy, since it updates one copy of "
-                "each: under a strategy, write a loop with an optimizer of Keras"
-            )
-        self._compiled_steps: dict[tuple[str, ...], Any] = {}  # by what is trained
-        self._compiled_evaluation = tf.function(self._evaluation, BATCH, autograph=False)
+        check_copies(self)
+        self._traced: dict[tuple[str, ...], Any] = {}  # by function, and what is trained
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
         """Take one step of Adam on the loss per target token of a batch, with dropout.
@@ -128,16 +141,25 @@ class Trainer:
         """
         settings, config = self.settings, self.model.config
         batch = _take(self.model, source_ids, target_ids, labels)
-        check_accumulation(settings.accumulation_steps, batch[0].shape[0])
-        shape = settings.accumulation_steps, len(self._dropout), 2
-        random_bits = np.random.SeedSequence([self.seed, self.step]).generate_state(math.prod(shape)).reshape(shape)
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         numbers = learning_rate, settings.bias_corrections(self.step + 1)
         with placed(self.model.device):
             numbers = tf.nest.map_structure(lambda number: tf.constant(number, self.model.variable_dtype), numbers)
-            result = self._compiled_step(batch, tf.constant(random_bits, tf.int64), numbers)
+            result = self._call(self._step, self._part(batch), numbers)
         self.step += 1
         return StepResult(*result)
+
+    def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
+        """Return the loss per target token of a batch and the whole gradient that a step would follow, before clipping.
+
+        Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
+        """
+        batch = _take(self.model, source_ids, target_ids, labels)
+        with placed(self.model.device):
+            total, tokens, gradient = self._call(self._gradient, self._part(batch))
+        count = max(int(tokens), 1)
+        frozen = tuple(name for name in self._variables if name not in gradient)
+        return Gradients(float(total) / count, {name: g.numpy() / count for name, g in gradient.items()}, {}, frozen)
 
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
         """Return the cross-entropy in nats summed over the target tokens, and their number: no dropout, no smoothing.
@@ -146,7 +168,7 @@ class Trainer:
         """
         batch = _take(self.model, source_ids, target_ids, labels)
         with placed(self.model.device):
-            return self._compiled_evaluation(*batch)
+            return self._call(self._evaluation, (spread_rows(self, batch, 1),))
 
     def export_state(self) -> TrainingState:
         """Return a copy of everything that the next step depends on, beside the weights and the settings."""
@@ -168,18 +190,18 @@ class Trainer:
             for moment, values in ((first, state.first_moment), (second, state.second_moment)):
                 moment[name].assign(rounded(name, values[name], moment[name].dtype.name))
 
-    @property
-    def _compiled_step(self) -> Any:
-        """The step, traced once for all lengths and scalars, and again where other parameters are frozen."""
-        trained = tuple(name for name, variable in self._variables.items() if variable.trainable)
-        if trained not in self._compiled_steps:
-            number = tf.TensorSpec([], self.model.variable_dtype)
-            random_bits = tf.TensorSpec([self.settings.accumulation_steps, len(self._dropout), 2], tf.int64)
-            signature = [BATCH, random_bits, (number, (number, number))]
-            # Without jit_compile: XLA compiles anew for each shape, which takes as long as dozens of steps, and on a
-            # CPU its steps are no faster.
-            self._compiled_steps[trained] = tf.function(self._step, signature, autograph=False)
-        return self._compiled_steps[trained]
+    def _part(self, batch):
+        """Return the rows of a batch, and what dropout depends on; on a mesh, those of each device."""
+        slices = self.settings.accumulation_steps
+        check_accumulation(slices, batch[0].shape[0])
+        return spread_rows(self, batch, slices), tf.constant(random_bits(self, len(self._seeds)))
+
+    def _call(self, function, part, *numbers):
+        """Call a function, traced once for all lengths and scalars, and again where other parameters are frozen."""
+        key = function.__name__, *_trained(self._variables)
+        if key not in self._traced:
+            self._traced[key] = traced(self, function, (part, *numbers))
+        return self._traced[key](part, *numbers)
 
     def _step(self, batch, random_bits, numbers):
         """Return loss, tokens and the norm of the gradient of a batch, and take one step on it."""
@@ -192,29 +214,30 @@ class Trainer:
         return total / count, tokens, norm
 
     def _gradient(self, batch, random_bits):
-        """Return loss, tokens and gradient, summed over the slices of a batch."""
+        """Return loss, tokens and gradient, summed over the shares of all slices of a batch."""
         slices = self.settings.accumulation_steps
         if slices == 1:
-            return self._gradient_of_slice(batch, random_bits[0])
+            return summed(self, self._gradient_of_slice(batch, random_bits[0]))
         zeros = {name: tf.zeros_like(parameter) for name, parameter in _trained(self._variables).items()}
-        return tf.foldl(
+        found = tf.foldl(
             lambda sums, part: tf.nest.map_structure(tf.add, sums, self._gradient_of_slice(*part)),
             (tuple(tf.reshape(ids, [slices, -1, tf.shape(ids)[1]]) for ids in batch), random_bits),
             (tf.zeros([], self.model.variable_dtype), tf.constant(0), zeros),
             parallel_iterations=1,  # to save memory is what the slices are for
         )
+        return summed(self, found)
 
     def _gradient_of_slice(self, batch, random_bits):
         model = self.model
         # In the scope dropout draws from the given bits, and leaves the model's own generators as they were.
-        dropout = keras.StatelessScope(zip(self._dropout, tf.unstack(random_bits), strict=True))
+        dropout = keras.StatelessScope(zip(self._seeds, tf.unstack(random_bits), strict=True))
         with _training(model, self.settings):  # the backward pass too, which may compute layers again
             with tf.GradientTape() as tape, dropout:
                 total, tokens = _loss(model, batch, model.config, training=True)
             return total, tokens, _differentiate(tape, total, _trained(self._variables))
 
-    def _evaluation(self, *batch):
-        return _loss(self.model, batch, self.model.config.replace(label_smoothing=0.0))
+    def _evaluation(self, batch):
+        return summed(self, _loss(self.model, batch, self.model.config.replace(label_smoothing=0.0)))
 
 
 @as_placed

@@ -20,6 +20,7 @@ from transformer_torch.encoder import EncoderLayer, EncoderStack
 from transformer_torch.feed_forward import PositionwiseFeedForward
 from transformer_torch.layers import Dropout, LayerNorm, Linear
 from transformer_torch.masks import causal_mask, padding_mask, target_padding_mask
+from transformer_torch.parallel import make_mesh, shards
 from transformer_torch.runtime import describe, set_precision
 from transformer_torch.search import beam_search, greedy_search
 from transformer_torch.training import Trainer, cross_entropy, gradients

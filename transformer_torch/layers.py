@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from reference_numpy.config import TransformerConfig
 from reference_numpy.shapes import Bool, Float
 
-__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
+__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "OwnDropout", "masked_softmax"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -22,6 +22,39 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 Dropout = nn.Dropout
+
+
+class OwnDropout(nn.Dropout):
+    """Draw masks for all rows, heads and units, as one device would, and keep those that this device computes.
+
+    Attributes:
+        first: The first of its own rows.
+        rows: How many rows are drawn; own rows behind them are padding, which is left as it is.
+
+    Args:
+        rate: The share of the values that are dropped.
+        axis: The axis that is divided into parts; None: there is none.
+        parts: How many parts there are.
+        part: Which of them is this device's.
+    """
+
+    def __init__(self, rate: float, axis: int | None, parts: int, part: int) -> None:
+        super().__init__(rate)
+        self.axis, self.parts, self.part = axis, parts if axis is not None else 1, part
+        self.first = self.rows = 0
+
+    def forward(self, x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+        """Drop values of ``x`` in training."""
+        if not self.training or self.p == 0.0:
+            return x
+        shape = [self.rows, *x.shape[1:]]
+        if self.axis is not None:
+            shape[self.axis] *= self.parts
+        mask = F.dropout(x.new_ones(shape), self.p)[self.first : self.first + len(x)]
+        if self.axis is not None:
+            mask = mask.chunk(self.parts, self.axis)[self.part]
+        padding = x.new_ones(len(x) - len(mask), *x.shape[1:])
+        return x * torch.cat([mask, padding])
 
 
 def masked_softmax(

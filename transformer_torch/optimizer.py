@@ -9,8 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from reference_numpy.training_config import TrainingConfig
+from transformer_torch.weights import gathered
 
-global_norm = torch.nn.utils.get_total_norm
+
+def global_norm(gradient: Iterable[Tensor]) -> Tensor:
+    """Return the Euclidean norm of a gradient, all tensors taken together; a part that a mesh divides counts once."""
+    norms = [gathered(torch.nn.utils.get_total_norm(tensors)) for tensors in by_mesh(gradient)]
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
 def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | float:
@@ -30,7 +35,8 @@ class Adam(torch.optim.Adam):
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: TrainingConfig) -> None:
-        super().__init__(parameters, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True)
+        groups = [{"params": tensors} for tensors in by_mesh(parameters)]
+        super().__init__(groups, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters, whose moments begin at zero."""
@@ -53,3 +59,11 @@ class Adam(torch.optim.Adam):
         frozen = [p for group in self.param_groups for p in group["params"] if p.grad is None]
         if frozen:  # what thaws counts all the steps
             torch._foreach_add_([self.state[p]["step"] for p in frozen], 1)
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by the mesh that divides them, if any: a fused kernel takes one group at a time."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return [*groups.values()]

@@ -13,6 +13,7 @@ from transformer_torch.embedding import OutputProjection
 from transformer_torch.layers import Linear
 from transformer_torch.training import inference
 from transformer_torch.transformer import Transformer
+from transformer_torch.weights import is_divided
 
 LARGE_WEIGHT = 2**20  # weights: from here on, oneDNN's own layout pays
 FEW_ROWS = 64  # rows: up to here, another layout does
@@ -24,6 +25,8 @@ def run_search(
     kind: Any, model: Transformer, source_ids: Any, source_mask: Any, on_step: OnStep | None, options: Any
 ) -> SearchResult:
     """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
+    if is_divided(model):
+        raise ValueError("the model is divided over a mesh: what searches is another, made from its export_weights()")
     source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = plan_search(model.config, source_mask.cpu().numpy(), *options)
     device, dtype = model.device, model.source_embedding.table.dtype

@@ -13,18 +13,28 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
 
-from reference_numpy.checks import check_accumulation, check_integer, check_labels, check_same_batch, check_trainable
+from reference_numpy.checks import (
+    check_accumulation,
+    check_choice,
+    check_integer,
+    check_labels,
+    check_same_batch,
+    check_trainable,
+)
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import check_training_state
+from reference_numpy.parallel_plan import DROPOUTS
 from reference_numpy.shapes import Float, Int
 from reference_numpy.taps import Recorder, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
-from transformer_torch.optimizer import Adam, clip_factor, global_norm
+from transformer_torch.optimizer import Adam, by_mesh, clip_factor, global_norm
+from transformer_torch.parallel import Share, plan_of
 from transformer_torch.runtime import dtype_name, to_ids
 from transformer_torch.transformer import Transformer
-from transformer_torch.weights import computed_with, copy_in, copy_out, parameters
+from transformer_torch.weights import computed_with, copy_in, copy_out, is_divided, parameters
 
 MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
 
@@ -61,6 +71,8 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
 
     Arguments, result and errors as in ``reference_numpy.gradients``.
     """
+    if is_divided(model):
+        raise ValueError("the model is divided over a mesh: Trainer.gradient has the gradients of its parameters")
     batch = _take(model, source_ids, target_ids, labels)
     transformer, seen = _transformer(model), Recorder()
     with inference(model), parametrize.cached():  # what a parametrized layer computes with is then one tensor
@@ -87,14 +99,33 @@ class Trainer:
     processes is taken of gradients that are each per target token of one process. Parametrized layers
     (``torch.nn.utils.parametrize``) are trained, but their state is refused: it has no moments of the weights.
 
+    A mesh divides the model itself, in place; its processes call each method together. Between steps they may call the
+    model, and search with it unless its parameters are divided. Where dropout is ``global``, attention with dropout
+    takes the explicit path, since the fused kernel draws for no more than it computes; on a GPU, where the two draw
+    other numbers, one device needs a mesh of one to give what several give.
+
     Args:
         compile: Hand the forward and backward pass to torch.compile: slow first steps, faster ones after them.
     """
 
-    def __init__(self, model: nn.Module, settings: TrainingConfig, seed: int = 0, *, compile: bool = False) -> None:  # noqa: A002
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: TrainingConfig,
+        seed: int = 0,
+        *,
+        mesh: DeviceMesh | None = None,
+        dropout: str = "global",
+        compile: bool = False,  # noqa: A002
+    ) -> None:
         dtype = dtype_name(_transformer(model).source_embedding.table)
         check_trainable(dtype, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
+        check_choice("dropout", dropout, DROPOUTS)
+        config = _transformer(model).config
+        self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, config), dropout
+        self.share = Share(model, mesh, dropout)
+        self.share.check_same("seed, settings, dropout and model", (seed, settings, dropout, config))
         self.model = model.eval()
         self.settings = settings
         self.seed = seed
@@ -117,14 +148,29 @@ class Trainer:
         settings, config = self.settings, _transformer(self.model).config
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(settings.accumulation_steps, len(batch[0]))
-        with _training(self.model, settings, self.seed, self.step):
+        with _training(self.model, settings, self.seed, self.step, *self.share.entropy):
             loss, tokens, gradient = self._gradient(batch)
         norm = global_norm(gradient)
         if settings.clip_norm is not None:
-            torch._foreach_mul_(gradient, clip_factor(norm, settings.clip_norm))
+            for tensors in by_mesh(gradient):
+                torch._foreach_mul_(tensors, clip_factor(norm, settings.clip_norm))
         self.optimizer.update(settings.learning_rate(self.step + 1, config.d_model))
         self.step += 1
         return StepResult(loss, tokens, norm)
+
+    def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
+        """Return the loss per target token of a batch and the whole gradient that a step would follow, before clipping.
+
+        Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
+        """
+        batch = _take(self.model, source_ids, target_ids, labels)
+        check_accumulation(self.settings.accumulation_steps, len(batch[0]))
+        with _training(self.model, self.settings, self.seed, self.step, *self.share.entropy):
+            loss, _, _ = self._gradient(batch)
+        named = parameters(_transformer(self.model))
+        found = {name: copy_out(name, p.grad) for name, p in named.items() if p.grad is not None}
+        self.model.zero_grad()
+        return Gradients(loss.item(), found, frozen=tuple(name for name in named if name not in found))
 
     @torch.no_grad()
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
@@ -134,7 +180,10 @@ class Trainer:
         """
         batch = _take(self.model, source_ids, target_ids, labels)
         with inference(self.model):
-            return _loss(self.model, batch, _transformer(self.model).config.replace(label_smoothing=0.0))
+            config = _transformer(self.model).config.replace(label_smoothing=0.0)
+            (part,) = self.share.slices(batch, 1)
+            total, tokens = _loss(self.share.module, part, config)
+        return self.share.summed(total), self.share.summed(tokens)
 
     def export_state(self) -> TrainingState:
         """Return a copy of everything that the next step depends on, beside the weights and the settings."""
@@ -162,18 +211,18 @@ class Trainer:
             copy_in(name, state.second_moment[name], remembered["exp_avg_sq"])
 
     def _gradient(self, batch):
-        """Return loss, tokens and gradient, summed over the slices of a batch."""
+        """Return loss, tokens and gradient, summed over the shares of all slices of a batch."""
         settings, config, losses = self.settings, _transformer(self.model).config, []
         tokens = (batch[2] != config.pad_id).sum()
         self.optimizer.zero_grad()
-        for part in zip(*(ids.chunk(settings.accumulation_steps) for ids in batch), strict=True):
+        for part in self.share.slices(batch, settings.accumulation_steps):
             with torch.autocast(tokens.device.type, torch.bfloat16) if settings.mixed_bfloat16 else nullcontext():
-                total, _ = self._loss(self.model, part, config)
+                total, _ = self._loss(self.share.module, part, config)
             loss = total / tokens.clamp(min=1)
             loss.backward()
             losses.append(loss.detach())
         gradient = [p.grad for p in self.model.parameters() if p.grad is not None]  # a frozen parameter has none
-        return torch.stack(losses).sum(), tokens, gradient
+        return self.share.summed(torch.stack(losses).sum()), tokens, gradient
 
 
 def _transformer(model: nn.Module) -> Transformer:

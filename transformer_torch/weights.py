@@ -38,7 +38,7 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
 def computed_with(model: Model) -> dict[str, Tensor]:
     """Return what the model computes with by canonical name, parametrized or not; a kernel is still transposed."""
-    return {name: find(model, _torch_path(name)) for name in parameter_shapes(model.config, model.part)}
+    return {name: find(model, torch_path(name)) for name in parameter_shapes(model.config, model.part)}
 
 
 def parameters(model: Model) -> dict[str, nn.Parameter]:
@@ -64,18 +64,47 @@ def copy_in(name: str, array: ndarray, tensor: Tensor) -> None:
     """
     array = rounded(name, array, dtype_name(tensor))
     bits = torch.from_numpy(array.view(np.int16) if array.dtype == ml_dtypes.bfloat16 else array)
-    tensor.copy_((bits.T if name.endswith("kernel") else bits).view(tensor.dtype))
+    index, local = local_part(tensor)
+    local.copy_((bits.T if name.endswith("kernel") else bits)[index].view(tensor.dtype))
 
 
 def copy_out(name: str, tensor: Tensor) -> ndarray:
-    """Copy a parameter, or what is shaped like it, into an array of its canonical shape."""
-    tensor = tensor.detach().cpu()
+    """Copy a parameter, or what is shaped like it, into an array of its canonical shape; a divided one is gathered."""
+    tensor = gathered(tensor.detach()).cpu()
     tensor = (tensor.T if name.endswith("kernel") else tensor).contiguous()
     if tensor.dtype == torch.bfloat16:  # which Tensor.numpy refuses
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
     return tensor.numpy().copy()
 
 
-def _torch_path(name: str) -> str:
+def is_divided(model: nn.Module) -> bool:
+    """Whether a mesh divides parameters of a model, so that a process holds but parts of them."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that a mesh may divide, to every process of the mesh."""
+    if not hasattr(tensor, "device_mesh"):  # what is imported below is a second, and nothing else needs it
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    placements = [*tensor.placements]
+    for axis in range(len(placements)):  # torch would do the same, but warn of it
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
+
+
+def local_part(tensor: Tensor) -> tuple[tuple[slice, ...], Tensor]:
+    """Return what this process holds of a tensor, which a mesh may divide, and where in the whole that lies."""
+    if not hasattr(tensor, "device_mesh"):
+        return tuple(slice(0, size) for size in tensor.shape), tensor
+    (chunk,) = tensor.__create_chunk_list__()
+    index = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return tuple(index), tensor.to_local()
+
+
+def torch_path(name: str) -> str:
+    """Return the name that torch has for a parameter of canonical name."""
     path, _, attribute = name.rpartition(".")
     return f"{path}.{TORCH_NAMES[attribute]}"

@@ -15,6 +15,7 @@ A part of the catalogue, a mistake or a comment that is gone fails the build.
 from __future__ import annotations
 
 import re
+from functools import cache
 from html import escape
 from typing import ClassVar
 
@@ -61,6 +62,17 @@ def shown_at(mistake: Mistake) -> str:
     return f"First place that {how}: <code>{escape(mistake.at)}</code>.{taps}"
 
 
+@cache
+def reports() -> dict[str, str]:
+    """Return the links to the threads in which mistakes were reported, as HTML, by the name of the mistake."""
+    page = (ROOT / "docs" / "reported-mistakes.md").read_text("utf-8")
+    found = {}
+    for name, threads in re.findall(r"^\| [^|]*\| (.+?) \| (\[.+?) \| (?:yes|no)", page, re.MULTILINE):
+        links = re.findall(r"\[(.+?)\]\((.+?)\)", threads)
+        found[name] = ", ".join(f'<a href="{escape(url, quote=True)}">{escape(title)}</a>' for title, url in links)
+    return found
+
+
 def edit(backend: str, mistake: Mistake) -> str:
     """Return what changes in a package, as lines that go and lines that come."""
     package = PACKAGES[backend]
@@ -99,7 +111,9 @@ def entry(mistake: Mistake) -> str:
         made = "<p class='where'>The weights are converted wrongly.</p>"
     elif absent := [TITLES[backend] for backend in PACKAGES if not mistake.edits.get(backend)]:
         made += f"<p class='where'>Not planted in {', '.join(absent)}.</p>"
-    return f'<details><summary>{escape(mistake.name)}</summary><p class="where">{shown_at(mistake)}</p>{made}</details>'
+    seen = f'<p class="where">Reported in {reports()[mistake.name]}.</p>' if mistake.name in reports() else ""
+    where = f'<p class="where">{shown_at(mistake)}</p>{seen}'
+    return f"<details><summary>{escape(mistake.name)}</summary>{where}{made}</details>"
 
 
 class Mistakes(SphinxDirective):
@@ -114,6 +128,7 @@ class Mistakes(SphinxDirective):
         found = chosen(self.arguments[0], self.options.get("only", ""), self.options.get("without", ""))
         for path in (ROOT / "transformer_parity" / "mistakes").glob("*.py"):
             self.env.note_dependency(str(path))
+        self.env.note_dependency(str(ROOT / "docs" / "reported-mistakes.md"))
         html = "".join(map(entry, found))
         return [nodes.raw("", f'<div class="mistakes">{html}</div>', format="html")]
 

@@ -1,11 +1,10 @@
-"""Tables that are made from the sources and from committed results: fields, names, exit codes, checks, speed."""
+"""Tables that are made from the sources: fields, names, exit codes, modules; and those of ``results``."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import io
-import json
 import re
 import tokenize
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 from docutils import nodes
 from panes import PACKAGES, ROOT, TITLES
+from results import conformance, selftest, speed, tolerances, verdict
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
@@ -23,9 +23,6 @@ from reference_numpy import training_config
 from reference_numpy.names import parameter_shapes, tap_shapes
 from reference_numpy.presets import IMPLEMENTATIONS, TABLE_3
 
-RESULTS = ROOT / "docs" / "results"
-MIB = 2**20
-PORTS = ("torch", "jax", "tf")
 DATACLASSES = {
     "TransformerConfig": configs.TransformerConfig,
     "DropoutRates": configs.DropoutRates,
@@ -162,98 +159,6 @@ def exit_codes() -> Iterator[str]:
             yield f"| `cli/{path.name}` | {' '.join(found.split())} |"
 
 
-def stamp(report: dict[str, Any], versions: dict[str, str]) -> str:
-    """Return when, where, of which commit and with which versions something was measured."""
-    machine = report["machine"]
-    commit = f", commit `{report['commit'][:10]}`" if "commit" in report else ""
-    named = ", ".join(f"{TITLES.get(name, name)} {version}" for name, version in versions.items())
-    where = f"{machine['platform']}, {machine['cpus']} CPUs, Python {machine['python']}"
-    when = f"Measured on {report['date'][:10]}{commit}, transformer-parity {machine['transformer-parity']}"
-    return f"{when}; {named}; {where}."
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return a committed result.
-
-    Raises:
-        ExtensionError: It is not there.
-    """
-    if not path.is_file():
-        raise ExtensionError(f"there is no {path.relative_to(ROOT)}")
-    return json.loads(path.read_text("utf-8"))
-
-
-def speed(task: str) -> Iterator[str]:
-    """Yield a Markdown table of one task at both sizes, from benchmarks/*.json."""
-    reports = {size: read(ROOT / "benchmarks" / f"{task}-{size}.json") for size in ("small", "base")}
-    columns = {size: {one["name"]: one for one in r["races"][0]["contestants"]} for size, r in reports.items()}
-    header = "".join(f" {size}, ms | lowest to highest | MiB |" for size in reports)
-    yield f"| |{header}"
-    yield "|---|" + "---:|---:|---:|" * len(reports)
-    for name in sorted(columns["base"], key=lambda name: columns["base"][name].get("median_seconds") or 1e9):
-        cells = "".join(f" {timed(columns[size].get(name))} |" for size in reports)
-        yield f"| {TITLES.get(name, name)} |{cells}"
-    versions = {one["name"]: one["environment"]["version"] for one in columns["base"].values() if one["name"] in TITLES}
-    yield ""
-    for size, report in reports.items():
-        rounds = f"{report['rounds']} rounds, {report['machine']['threads']} threads"
-        yield f"{size.capitalize()}: {rounds}. {stamp(report, versions)}"
-        yield ""
-
-
-def timed(one: dict[str, Any] | None) -> str:
-    """Return the cells of one participant: median, extremes, memory; its problem where it has no time."""
-    if not one or one.get("median_seconds") is None:
-        return f"{one['problem'] if one else 'not run'} | |"
-    seconds = one["seconds"]
-    spread = f"{1000 * min(seconds):,.0f} to {1000 * max(seconds):,.0f}"
-    return f"{1000 * one['median_seconds']:,.0f} | {spread} | {one['peak_bytes'] / MIB:,.0f}"
-
-
-def conformance(dtype: str) -> Iterator[str]:
-    """Yield a Markdown table of the last full check in one dtype, from docs/results/conformance.json."""
-    summary = [row for row in read(RESULTS / "conformance.json")["summary"] if row["dtype"] == dtype]
-    rows = {(row["component"], row["backend"]): row for row in summary}
-    yield f"| component | {' | '.join(TITLES[port] for port in PORTS)} | largest at |"
-    yield "|---|" + "---:|" * len(PORTS) + "---|"
-    for component in dict.fromkeys(component for component, _ in rows):
-        cells = [rows[component, port] for port in PORTS]
-        worst = max(cells, key=lambda row: row["share"])
-        errors = " | ".join(map(shown_error, cells))
-        yield f"| {component} | {errors} | `{worst['case']}` `{worst['tap']}` |"
-
-
-def verdict() -> Iterator[str]:
-    """Yield how the last full check ended, and what it was."""
-    report = read(RESULTS / "conformance.json")
-    size = f"{report['cases']:,} cases and " if "cases" in report else ""
-    yield f"Verdict: **{report['verdict']}**, with {size}{report['comparisons']:,} comparisons."
-    if "time" in report:
-        compiling = ", ".join(
-            f"{TITLES[name]} {spent['compiling']:.0f} s" for name, spent in report["time"]["ports"].items()
-        )
-        yield f"It took {report['time']['seconds']:.0f} s. Compiling in the process of each port: {compiling}."
-    yield stamp(report, report["versions"])
-
-
-def shown_error(row: dict[str, Any]) -> str:
-    """Return the largest error of a component and how much of its tolerance it uses."""
-    error = re.sub(r"e-0*", "e-", f"{row['error']:.0e}")
-    share = "<0.1" if 100 * row["share"] < 0.1 else f"{100 * row['share']:.2g}"
-    return f"{error} ({share}\u00a0%)" if row["error"] else "exact"
-
-
-def selftest() -> Iterator[str]:
-    """Yield a Markdown table of the last self-test, from docs/results/selftest.json."""
-    report = read(RESULTS / "selftest.json")
-    yield stamp(report, report["versions"])
-    yield ""
-    yield from ("| part | planted | caught | located | named, of those that can be |", "|---|---:|---:|---:|---:|")
-    for row in [*report["parts"], {"part": "together", **report["together"]}]:
-        named = f"{row['named']} of {row['nameable']}" if row["nameable"] else "none can be"
-        yield f"| {row['part']} | {row['planted']} | {row['caught']} | {row['located']} | {named} |"
-
-
 def paper_section(summary: str) -> tuple[str, str]:
     """Return the section that the first line of a docstring cites, or nothing, and the rest of the line."""
     found = re.fullmatch(r"(.+?) \(Vaswani et al., 2017, (?:sections? )?(.+?)\)(.*)", summary)
@@ -298,17 +203,6 @@ def presets() -> Iterator[str]:
         yield f"- {title}: {', '.join(f'`{name}`' for name in names)}"
 
 
-def closest() -> Iterator[str]:
-    """Yield the README's table: for each framework, the comparison that uses most of its tolerance."""
-    rows = read(RESULTS / "conformance.json")["summary"]
-    yield f"| | {' | '.join(TITLES[port] for port in PORTS)} |"
-    yield "|---|" + "---|" * len(PORTS)
-    for dtype in ("float64", "float32"):
-        of_dtype = [[row for row in rows if (row["backend"], row["dtype"]) == (port, dtype)] for port in PORTS]
-        worst = (max(of_port, key=lambda row: row["share"]) for of_port in of_dtype)
-        yield f"| {dtype} | {' | '.join(shown_error(row) for row in worst)} |".replace("\u00a0", " ")
-
-
 TABLES = {
     "modules": modules,
     "reference-modules": reference_modules,
@@ -317,6 +211,7 @@ TABLES = {
     "exit-codes": exit_codes,
     "verdict": verdict,
     "selftest": selftest,
+    "tolerances": tolerances,
 }
 
 

@@ -5,7 +5,8 @@
     ```{four-panes} MultiHeadAttention.forward
     ```
 
-Tokens that differ from the NumPy reference are marked. A name that a package does not have fails the build.
+Marked are the tokens of a port that the NumPy reference does not have, and those of the reference that a port lacks.
+A name that a package does not have fails the build.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
 from transformer_parity.ports.source_code import Package, Piece
-from transformer_parity.ports.source_marks import differences, note
+from transformer_parity.ports.source_marks import compare, note
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}
@@ -36,7 +37,7 @@ TITLES = {"numpy": "NumPy", "torch": "PyTorch", "jax": "JAX", "tf": "TensorFlow"
 
 
 # Of no use to a reader: comments for mypy and ruff. A reason behind it stays.
-TO_TOOLS = re.compile(r"\s*# (?:type: ignore\S*|noqa\S*(?: [A-Z]+\d+)?)(?=\s|$)")
+TO_TOOLS = re.compile(r"\s*# (?:type: ignore\S*|noqa\S*(?: [A-Z]+\d+)?)(?: +(?=[^\s#])|(?=\s|$))")
 BREAKS_BEHIND, BREAKS_BEFORE = ("(", "[", "{", ",", "="), (".",)  # where a long line may be continued
 
 
@@ -56,10 +57,13 @@ def pieces(name: str, backends: Sequence[str] = tuple(PACKAGES), *, docstrings: 
     if absent := [PACKAGES[backend] for backend, piece in found.items() if piece is None]:
         raise ExtensionError(f"four-panes: there is no {name!r} in {', '.join(absent)}")
     return {
-        backend: replace(piece, code=TO_TOOLS.sub("", piece.code))
-        for backend, piece in found.items()
-        if piece is not None
+        backend: replace(piece, code=to_readers(piece.code)) for backend, piece in found.items() if piece is not None
     }
+
+
+def to_readers(code: str) -> str:
+    """Return code without comments for tools."""
+    return TO_TOOLS.sub(lambda found: "  # " if found[0].endswith(" ") else "", code)
 
 
 def highlighted(code: str, spans: list[tuple[int, int]]) -> str:
@@ -104,10 +108,11 @@ def _runs(text: str, marked: list[bool]) -> list[tuple[str, bool]]:
 
 def panes(name: str, found: dict[str, Piece], serial: int) -> str:
     """Return four panes as HTML: all of them below each other where no script runs."""
-    reference = next(iter(found.values())).code
+    base = next(iter(found))
+    marked = compare({backend: piece.code for backend, piece in found.items()}, base)
     tabs, panels = [], []
     for backend, piece in found.items():
-        marks = differences(piece.code, reference)
+        marks, how = marked[backend], note(marked[backend], is_base=backend == base)
         panel = f"panes-{serial}-{backend}"
         tabs.append(
             f'<button type="button" role="tab" id="{panel}-tab" aria-controls="{panel}" aria-selected="false" '
@@ -117,7 +122,7 @@ def panes(name: str, found: dict[str, Piece], serial: int) -> str:
             f'<section class="pane" id="{panel}" data-framework="{backend}" aria-labelledby="{panel}-title">'
             f'<p class="pane-title" id="{panel}-title"><strong>{TITLES[backend]}</strong> '
             f'<span class="pane-place">{escape(piece.place)}</span> '
-            f'<span class="pane-note">{"the reference" if backend == "numpy" else note(marks)}</span></p>'
+            f'<span class="pane-note">{how}</span></p>'
             f'<div class="highlight"><pre>{highlighted(piece.code, marks.spans)}</pre></div></section>'
         )
     label = escape(f"{name} in {', '.join(TITLES[backend] for backend in found)}", quote=True)

@@ -30,7 +30,8 @@ def main() -> None:
         shown.goto(page.as_uri())
         shown.screenshot(path=picture)
         browser.close()
-        Image.open(picture).convert("RGB").quantize(256).save(FOLDER.parent / "explore.png", optimize=True)
+        few_colours = Image.open(picture).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)  # dots too
+        few_colours.save(FOLDER.parent / "explore.png", optimize=True)
 
 
 if __name__ == "__main__":

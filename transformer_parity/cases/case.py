@@ -17,6 +17,7 @@ from transformer_parity.ports.protocol import SearchOptions
 TOKENS = 37  # of either vocabulary
 ALL_DTYPES = ("float64", "float32", "bfloat16")
 ACTIVATIONS, GRADIENTS, STEPS, DECODE = STAGES = ("activations", "gradients", "steps", "decode")  # what is compared
+DISTRIBUTED = "distributed"  # training on several devices: a stage that is asked for by name
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ It compares nothing: outputs go to the parent process, where no port runs, and w
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from reference_numpy.config import TransformerConfig
-from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, STAGES, Case
+from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, SENTENCES, STAGES, Case
 from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.compare.exceptions import described
 from transformer_parity.compare.findings import Finding, Kept, Setting
@@ -106,6 +108,11 @@ class _Process:
         self.job = job
         self.doing = ""
         self.describe: Callable[[], dict[str, str]] = dict
+        self.spent: Counter[str] = Counter()  # processor seconds, by what they went into
+
+    def spend(self, what: str) -> None:
+        """Count the processor seconds since the last count."""
+        self.spent[what] += time.process_time() - self.spent.total()
 
     def send(self, **what: Any) -> None:
         """Send a message."""
@@ -120,14 +127,18 @@ class _Process:
         """Run the cases, wait for the findings, and look for the cause of what differs."""
         self.report("importing")
         port, facts = self._import()
+        self.spend("importing")
+        gc.freeze()  # what is imported stays: to look through it again and again takes TensorFlow a fifth of its time
         self.send(facts=facts)
         cases = cases_of(self.job, facts)
         main = next((case for case in cases if case.stage == ACTIVATIONS and not case.block), None)
         suspect = self._audit(port, main) if main is not None and isinstance(port, PluginPort) else None
         setting = self.job.setting
         placements = [setting.placement(dtype) for dtype in setting.dtypes]
+        stages = {case.name: SENTENCES if case.component == SENTENCES else case.stage for case in cases}
         for outputs in run_cases(cases, port, placements, self.report):
             self.send(outputs=outputs)
+            self.spend(f"{stages[outputs.case]} {outputs.dtype}")
         self.send(ran=True)
         findings, kept = self._receive()
         shown = view_of_case if self.job.views else None
@@ -189,7 +200,8 @@ def work(parent: Parent) -> None:
         process.send(problem=f"it called sys.exit({error.code!r}) at {process.doing}")
     except Exception as error:
         process.send(problem=f"{described(error)} at {process.doing}")
-    spent = Spent(time.monotonic() - started, time.process_time(), COMPILING.seconds)
+    process.spend("the rest")
+    spent = Spent(time.monotonic() - started, time.process_time(), COMPILING.seconds, dict(process.spent))
     # Plain text: the version of torch is of a class of its own, and the parent process would import torch to read it.
     environment = {name: str(value) for name, value in process.describe().items()}
     process.send(environment=environment, done=True, spent=spent)

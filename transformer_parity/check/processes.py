@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from transformer_parity.cases.case import Case
+from transformer_parity.check.kept_programs import keep_programs
 from transformer_parity.check.one_port import Job, Message, cases_of
 from transformer_parity.compare.comparator import Comparator
 from transformer_parity.compare.expected import Reference
@@ -98,7 +99,8 @@ def run_all(
     waiting = sorted(jobs, key=_when)
     running: list[_Running] = []
     reference = Reference(ports=sum(job.cases is not None for job in jobs) or 1)
-    with Children({**threads, **os.environ}) as children:  # read by the frameworks when a process imports them
+    # Read by the frameworks when a process imports them.
+    with Children({**threads, **keep_programs(os.environ), **os.environ}) as children:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import reference_numpy as ref
 from reference_numpy.config import TransformerConfig
-from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, SENTENCES, STAGES, STEPS, Case
+from reference_numpy.parallel_plan import Plan
+from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, DISTRIBUTED, SENTENCES, STAGES, STEPS, Case
 from transformer_parity.cases.standard import gradient_case, preset_case, search_cases, standard_cases
 from transformer_parity.compare.findings import Setting
 from transformer_parity.compare.verdict import Asked
+from transformer_parity.distributed.stage import Check
 from transformer_parity.ports.package import COMPILED_IN_FULL
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.text.pairs import read_pairs
@@ -39,6 +41,7 @@ class Selection:
         weights: A weight file of the user's own, in place of the standard cases.
         text: Two line-aligned files of the user's own; none is the shipped text.
         sentences: How many pairs of the text.
+        plans: Those of several devices that were named; none is the usual ones.
 
     Raises:
         ValueError: One option would be ignored beside another.
@@ -55,10 +58,12 @@ class Selection:
     weights: Path | None = None
     text: Sequence[Path] = ()
     sentences: int = 16
+    plans: Sequence[Plan] = ()
 
     def __post_init__(self) -> None:
         if not self.backends and not self.ports:
             raise ValueError("numpy is the reference: name at least one port to compare with it")
+        self._check_devices()
         about_text = bool(self.text or self.weights)
         if self.only == CASES and about_text:
             raise ValueError("--text and --weights are about the sentences, which --only cases leaves out")
@@ -72,6 +77,26 @@ class Selection:
             raise ValueError("a port defines its own cases: leave out --preset, --weights, --text and --only")
         if self.sentences < 1:
             raise ValueError(f"--sentences must be at least 1: got {self.sentences}")
+
+    def _check_devices(self) -> None:
+        """Refuse what several devices are not compared with."""
+        if self.plans and not self.distributed:
+            raise ValueError(f"--parallel is about several devices: add --stage {DISTRIBUTED}")
+        if not self.distributed:
+            return
+        if len(self.chosen_stages) > 1:
+            raise ValueError(f"--stage {DISTRIBUTED} is compared alone: leave out the other stages")
+        others = (self.ports, self.presets, self.only, self.device != "cpu", self.precision != "highest")
+        if any(others) or "float64" not in self.setting.dtypes:
+            raise ValueError(
+                f"--stage {DISTRIBUTED} compares our packages in float64 on CPUs, on models of its own: leave out "
+                "--port, --preset, --only, --device, --precision and other dtypes"
+            )
+
+    @property
+    def distributed(self) -> bool:
+        """Whether training on several devices is compared."""
+        return DISTRIBUTED in self.chosen_stages
 
     @property
     def chosen_stages(self) -> Sequence[str]:
@@ -92,6 +117,9 @@ class Selection:
         """
         if not self.backends:
             return []
+        if self.distributed:
+            check = Check(self.plans)
+            return list({case.name: case for name in self.backends for case in check.cases(name)}.values())
         cases: list[Case] = []
         if self.only != TEXT and self.weights is None:
             cases = list(chain.from_iterable(map(_preset_cases, self.presets))) if self.presets else standard_cases()
@@ -162,6 +190,8 @@ class Selection:
             yield f"{', '.join(unnamed)} (left out of --stage)"
         if self.only == CASES:
             yield "sentences (left out by --only cases)"
+        if self.backends and not self.distributed:
+            yield f"several devices (ask for them with --stage {DISTRIBUTED})"
         other = "cpu" if self.device == "gpu" else "gpu"
         yield f"{other} (ask for it with --device {other})"
 

@@ -19,6 +19,7 @@ from transformer_parity.checkpoints.table import TRANSPOSED, Row, matrix, take
 from transformer_parity.ports.protocol import SearchOptions
 
 POSITIONS = ("src_embed.1.pe", "tgt_embed.1.pe")
+FIRST = "src_embed.0.lut.weight"  # in every such state dict
 _LAYER = "{stack}.layers.{i}"
 _BLOCKS = {"self_attention": "self_attn", "cross_attention": "src_attn"}
 _LINEARS = {
@@ -55,7 +56,7 @@ def recognises(path: Path) -> bool:
     if not path.is_file() or path.suffix not in (".pt", ".pth", ".bin", ".safetensors"):
         return False
     try:
-        return "src_embed.0.lut.weight" in state_dict.read_state(path)
+        return any(name == FIRST or name.endswith(f".{FIRST}") for name in state_dict.read_state(path))
     except ValueError:
         return False
 
@@ -69,6 +70,8 @@ def read(path: Path, options: ReadOptions) -> Imported:
     """
     said = state_dict.read_names(options)
     tensors = state_dict.read_state(path, said.state)
+    prefix = state_dict.prefix_of(tensors, FIRST, said.prefix)
+    tensors = {name.removeprefix(prefix): array for name, array in tensors.items()}
     state_dict.needed_fields(said.config, ["num_heads"], path.name)
     config = config_of(tensors, said.config)
     for name in POSITIONS:
@@ -77,9 +80,12 @@ def read(path: Path, options: ReadOptions) -> Imported:
     return Imported(
         config=config,
         weights=take(NAMES, tensors, config, (*POSITIONS, *said.ignored)),
-        vocabulary=None,
+        vocabulary=state_dict.read_vocabulary(options.vocab, config),
         search=SearchOptions(),
-        origin=Origin(format="annotated", family="annotated", preset="annotated", files=sha256_of([path])),
+        origin=Origin(
+            format="annotated", family="annotated", preset="annotated", files=sha256_of([path, *options.vocab])
+        ),
+        notes=state_dict.said_notes(said.config, said.config),
     )
 
 

@@ -126,7 +126,10 @@ def read_settings(content: Any) -> dict[str, Any]:
     found = content.get("args") or (content.get("cfg") or {}).get("model")
     fields = vars(found) if isinstance(found, SimpleNamespace) else found
     if not isinstance(fields, dict):
-        raise ValueError("a checkpoint of fairseq must hold its options, as 'args' or in 'cfg': got none")
+        raise ValueError(
+            "a checkpoint of fairseq must hold its options, as 'args' or in 'cfg': got none. Where the file has lost "
+            "them, put them back: content['args'] = argparse.Namespace(encoder_attention_heads=8, ...); torch.save it"
+        )
     settings = {key: value for key, value in fields.items() if not isinstance(value, dict)}
     for stack in ("encoder", "decoder"):
         part = fields.get(stack)
@@ -227,6 +230,8 @@ def read_vocabulary(paths: Sequence[Path], settings: Mapping[str, Any], config: 
     if not 1 <= len(lists) <= 2 or len(others) > 1:
         names = ", ".join(path.name for path in paths)
         raise ValueError(f"a vocabulary of fairseq's is one or two dict.txt, and codes or a .model: got {names}")
+    for path in lists:  # by its own name
+        moses.read_dictionary(read_file(path), path.name)
     files = dict(zip((moses.SOURCE_LIST, moses.TARGET_LIST), map(read_file, (lists[0], lists[-1])), strict=True))
     for path in others:
         files[moses.MODEL if path.suffix == ".model" else moses.CODES] = read_file(path)

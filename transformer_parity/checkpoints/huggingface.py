@@ -104,10 +104,6 @@ def read(path: Path, options: ReadOptions) -> Imported:
     """
     if has(path, ADAPTER):
         raise ValueError(f"{ADAPTER}: an adapter (LoRA) changes another model: merge it into that model, and save that")
-    if options != ReadOptions():
-        raise ValueError(
-            "a folder of Hugging Face's says by itself what --vocab, --names and --set would: leave them out"
-        )
     given = read_json(member(path, CONFIG))
     family = family_of(given)
     fields = filled_in(family, given)

@@ -157,8 +157,6 @@ def write_search(search: SearchOptions, config: TransformerConfig) -> tuple[dict
     longest = LONGEST if search.max_length is None else search.max_length + 1
     fields = {
         "num_beams": beams,
-        "length_penalty": search.length_penalty,
-        "early_stopping": {stop: early for early, stop in STOPS.items() if early is not None}[rules.stop],
         "max_length": min(longest, (config.max_positions or longest) + (search.max_length is not None)),
         "min_length": search.min_length if search.min_length > 1 else 0,
         "bad_words_ids": [[token] for token in (config.pad_id, *rules.banned_ids)],
@@ -170,6 +168,9 @@ def write_search(search: SearchOptions, config: TransformerConfig) -> tuple[dict
         "eos_token_id": config.eos_id,
         "decoder_start_token_id": config.bos_id if search.start_id is None else search.start_id,
     }
+    if beams > 1:  # transformers warns where one beam has them
+        fields["length_penalty"] = search.length_penalty
+        fields["early_stopping"] = {stop: early for early, stop in STOPS.items() if early is not None}[rules.stop]
     if len(rules.forced_ids) > 1:
         notes.append(f"generate forces one first token: of {list(rules.forced_ids)}, the first is kept")
     return fields, notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 from collections.abc import Mapping
@@ -16,12 +17,13 @@ from reference_numpy.files import VocabularyFiles, open_file, read_notes, read_v
 from reference_numpy.presets import PRESETS
 from transformer_parity.checkpoints.imported import Imported, Origin
 from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.checkpoints.unrecognised import seen
 from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.system.child import removed_afterwards
 from transformer_parity.text.kinds import build_vocabulary
 
 # Each format: its module in this folder, which has ``recognises``, ``read`` and, where it is also written, ``write``;
-# and what it is, in a few words. What is found in two formats is read in the first.
+# and what it is, in a few words. A path of which several are recognised is read as the first.
 FORMATS = {
     "ctranslate2": ("ctranslate2", "a folder of CTranslate2's, with model.bin, in floating point"),
     "hf": ("huggingface", "a folder of Hugging Face's, with config.json"),
@@ -32,6 +34,16 @@ FORMATS = {
     "annotated": ("annotated", "the Annotated Transformer's state dict"),
     "keras": ("keras_hub", "a Keras model of keras_hub's layers, .weights.h5 or .keras"),
     "torch": ("torch_nn", "a state dict with torch.nn.Transformer in it, and --names for the rest"),
+}
+# What is asked for, by format: fields of ``ReadOptions``. To any other format, all of them are refused.
+ASKED = {
+    **dict.fromkeys(("marian", "fairseq"), ("vocab",)),
+    **dict.fromkeys(("annotated", "keras", "torch"), ("vocab", "names", "fields")),
+}
+FILES_OF_VOCABULARY = {  # what --vocab names, by format
+    "marian": "source.spm target.spm",
+    "fairseq": "dict.en.txt dict.de.txt bpe.codes",
+    **dict.fromkeys(("annotated", "keras", "torch"), "source.model target.model"),
 }
 EXPORTS = ("hf", "marian", "torch", "ctranslate2")
 OURS = "parity"  # the format of weights that were trained here
@@ -53,16 +65,24 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
     path = Path(path)
     if as_ is not None:
         check_choice("format", as_, tuple(FORMATS))
+    options = options or ReadOptions()
     if not path.exists():
         raise FileNotFoundError(f"there is no file or folder {path}")
-    name = as_ or recognised(path)
+    for other in filter(None, (*options.vocab, options.names)):
+        if not other.is_file():
+            raise FileNotFoundError(f"there is no file {other}")
+    name = as_ or recognised(path, options)
+    check_asked(path, name, options)
     try:
-        imported = module_of(name).read(path, options or ReadOptions())
+        imported = module_of(name).read(path, options)
         check_search(imported.search, imported.config)
     except (IsADirectoryError, NotADirectoryError) as error:
         raise ValueError(f"{path} cannot be imported as {name}: it must be {FORMATS[name][1]}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be imported: {error}") from error
+    if imported.vocabulary is None and name in FILES_OF_VOCABULARY:
+        note = f"no vocabulary: to translate text, give its files, as --vocab {FILES_OF_VOCABULARY[name]}"
+        imported = dataclasses.replace(imported, notes=(*imported.notes, note))
     return imported
 
 
@@ -80,17 +100,36 @@ def check_search(search: SearchOptions, config: TransformerConfig) -> None:
             raise ValueError(f"{name} must lie in [0, {config.target_vocab_size}): got {max(ids)}")
 
 
-def recognised(path: Path) -> str:
-    """Return the format of a path.
+def check_asked(path: Path, name: str, options: ReadOptions) -> None:
+    """Refuse what a format does not ask for, and would be ignored.
 
     Raises:
-        ValueError: It is none that can be recognised.
+        ValueError: See above.
+    """
+    flags = {"vocab": "--vocab", "names": "--names", "fields": "--set"}
+    asked = ASKED.get(name, ())
+    if ignored := [flag for field, flag in flags.items() if getattr(options, field) and field not in asked]:
+        takes = ", ".join(flags[field] for field in asked) or "none of these options"
+        raise ValueError(f"{path} is read as {name}, which takes {takes}: leave out {', '.join(ignored)}")
+
+
+def recognised(path: Path, options: ReadOptions | None = None) -> str:
+    """Return the format of a path.
+
+    Args:
+        path: A file or a folder.
+        options: With names of tensors in them, a file is one of those that need such names.
+
+    Raises:
+        ValueError: It is none that can be recognised; the message says what was found there.
     """
     for name in FORMATS:
         if module_of(name).recognises(path):
             return name
-    known = "; ".join(f"{name}: {title}" for name, (_, title) in FORMATS.items())
-    raise ValueError(f"the format of {path} is not recognised: name it, if it is one of these ({known})")
+    named, hint = seen(path)
+    if named and options and options.names:
+        return named
+    raise ValueError(f"the format of {path} is not recognised: {hint}")
 
 
 def module_of(name: str) -> ModuleType:

@@ -17,7 +17,7 @@ from numpy import ndarray
 from reference_numpy.config import TransformerConfig
 from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
 from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.checkpoints.state_dict import needed_fields, read_names
+from transformer_parity.checkpoints.state_dict import needed_fields, read_names, read_vocabulary, said_notes
 from transformer_parity.checkpoints.table import Row, matrix, take
 from transformer_parity.containers.npz import check_members
 from transformer_parity.ports.protocol import SearchOptions
@@ -85,10 +85,13 @@ def read(path: Path, options: ReadOptions) -> Imported:
     return Imported(
         config=config,
         weights=take(rows(config), tensors, config, IGNORED),
-        vocabulary=None,
+        vocabulary=read_vocabulary(options.vocab, config),
         search=SearchOptions(),
-        origin=Origin(format="keras", family="keras_hub", preset="keras_hub", files=sha256_of([path])),
-        notes=("the first of two embeddings is taken for the source's, as a functional model has it",),
+        origin=Origin(format="keras", family="keras_hub", preset="keras_hub", files=sha256_of([path, *options.vocab])),
+        notes=(
+            "the first of two embeddings is taken for the source's, as a functional model has it",
+            *said_notes(said, said),
+        ),
     )
 
 

@@ -9,11 +9,12 @@ key under which the file holds its state dict, ``prefix``, what stands in front 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
@@ -23,6 +24,9 @@ from reference_numpy.embedding import sinusoidal_encoding
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.containers import pickles, tensors
 from transformer_parity.containers.folder import read_bytes
+
+if TYPE_CHECKING:
+    from transformer_parity.text.vocabulary import Vocabulary
 
 LARGEST = 2**20  # bytes of a TOML file
 KNOWN = {"config": (), "names": (), "file": ("state", "prefix", "ignored")}
@@ -72,7 +76,9 @@ def read_names(options: ReadOptions) -> UserNames:
     fields = {**content.get("config", {}), **options.fields}
     known = {entry.name for entry in dataclasses.fields(TransformerConfig)}
     if unknown := sorted(set(fields) - known):
-        raise ValueError(f"there are no such fields of a config: {', '.join(unknown)}")
+        alike = [near for name in unknown for near in difflib.get_close_matches(name, known, 1)]
+        meant = f"did you mean {', '.join(alike)}?" if alike else f"there are {', '.join(sorted(known))}"
+        raise ValueError(f"a config has no field {', '.join(unknown)}: {meant}")
     return UserNames(fields, names, rest.get("state", ""), rest.get("prefix", ""), tuple(ignored))
 
 
@@ -101,7 +107,65 @@ def needed_fields(said: Mapping[str, Any], needed: Iterable[str], what: str) -> 
         ValueError: Fields are missing; the message lists them.
     """
     if missing := [name for name in needed if name not in said]:
-        raise ValueError(f"{what} does not contain {', '.join(missing)}: put them into [config] of a file, for --names")
+        raise ValueError(
+            f"{what} does not say {', '.join(missing)}: give each with --set {missing[0]}=VALUE, or under [config] in "
+            "a TOML file with --names FILE"
+        )
+
+
+def prefix_of(names: Iterable[str], known: str, said: str) -> str:
+    """Return what stands in front of a format's own names: what its user said, or else what the names show.
+
+    Args:
+        names: Of the tensors.
+        known: A name that the format has in every model.
+        said: What its user said; empty is nothing.
+
+    Raises:
+        ValueError: Several prefixes would do.
+    """
+    if said:
+        return said
+    found = sorted(name.removesuffix(known) for name in names if name == known or name.endswith(f".{known}"))
+    if len(found) > 1 and "" not in found:
+        listed = ", ".join(found[:5])
+        raise ValueError(f'there are several models in the file: say which, as prefix = "..." under [file]: {listed}')
+    return found[0] if found else ""
+
+
+def read_vocabulary(paths: Sequence[Path], config: TransformerConfig) -> Vocabulary | None:
+    """Return the vocabulary whose files a user names: ids are those of its files, and ``eos_id`` ends every line.
+
+    Args:
+        paths: A ``tokenizer.json``; or sentencepiece models (``.model``, ``.spm``) and tables of ids, as Marian has
+            them. Empty is none.
+        config: The model.
+
+    Raises:
+        OSError: A file cannot be read.
+        UsageError: A package is not installed that the vocabulary needs.
+        ValueError: These are other files, or they are not of this model.
+    """
+    from transformer_parity.text import kinds, maps, marian, multilingual
+
+    if not paths:
+        return None
+    vocabulary: Vocabulary
+    if [path.suffix for path in paths] == [".json"]:
+        vocabulary = multilingual.TokenizerVocabulary({multilingual.TOKENIZER: maps.read_file(paths[0])})
+    else:
+        vocabulary = marian.read_marian_vocabulary([*paths])
+    if (ends := vocabulary.target_ids("")) != [config.eos_id]:
+        raise ValueError(
+            f"the vocabulary must add eos_id, {config.eos_id}, to a translation, and no other id: got {ends}"
+        )
+    return kinds.checked(vocabulary, config.source_vocab_size, config.target_vocab_size)
+
+
+def said_notes(said: Mapping[str, Any], needed: Iterable[str]) -> tuple[str, ...]:
+    """Return the note that some values are the user's own: that backends agree does not prove them."""
+    own = ", ".join(f"{name} {said[name]}" for name in needed if name in said)
+    return (f"not in the file, and taken as given: {own}. A wrong value is not noticed where backends are compared",)
 
 
 def count_layers(names: Iterable[str], prefix: str) -> int:

@@ -6,8 +6,10 @@ counted from 0) and ``{n}`` (the same, counted from 1). What a format stores fus
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ TRANSPOSED = "transposed"  # [out, in] there, [in, out] here
 ROW = "row"  # [1, n] there, [n] here
 SIDES = {"encoder": "source", "decoder": "target"}
 SHOWN = 5  # problems that a message lists
+COMPARED = 2000  # names among which similar ones are looked for
 Shape = tuple[int, ...]
 
 
@@ -125,9 +128,19 @@ def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
     Raises:
         ValueError: It is missing, or no matrix.
     """
-    if name not in held or held[name].ndim != 2:
-        raise ValueError(f"{name} must be a matrix: got {list(held[name].shape) if name in held else 'none'}")
+    if name not in held:
+        raise ValueError(f"there is no tensor {name}: {_there_is(held, name)}")
+    if held[name].ndim != 2:
+        raise ValueError(f"{name} must be a matrix: got {list(held[name].shape)}")
     return held[name]
+
+
+def _there_is(held: Iterable[str], name: str) -> str:
+    """Return a clause that lists the names most like one, or else the first ones."""
+    names = list(islice(held, COMPARED))
+    alike = difflib.get_close_matches(name, names, SHOWN, 0.5) or names[:SHOWN]
+    more = ", ..." if len(names) > len(alike) else ""
+    return f"there is {', '.join(alike)}{more}" if alike else "there are no tensors at all"
 
 
 def three_projections(name: str, fused: ndarray) -> dict[str, ndarray]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ ASKED = (
     *("pad_id", "bos_id", "eos_id"),
 )
 ASKED_OF_SINUSOIDS = ("position_layout", "position_timescale")
+FIRST = "encoder.layers.0.linear1.weight"  # in every such state dict
 FORMS = {"output_proj.kernel": TRANSPOSED}
 OWN = (  # what is around torch.nn.Transformer, and has the user's names
     *("source_embedding.table", "target_embedding.table", "source_position.table", "target_position.table"),
@@ -94,7 +96,9 @@ def read(path: Path, options: ReadOptions) -> Imported:
         state_dict.needed_fields(said.config, ASKED_OF_SINUSOIDS, path.name)
     if unknown := sorted(set(said.names) - set(OWN)):
         raise ValueError(f"[names] may name {', '.join(OWN)}: got {', '.join(unknown)}")
-    split = _split(tensors, said.prefix)
+    prefix = state_dict.prefix_of(tensors, FIRST, said.prefix)
+    said = replace(said, prefix=prefix)
+    split = _split(tensors, prefix)
     config = config_of(split, said)
     for name in POSITIONS:
         if config.position_encoding == "sinusoidal" and name in said.names and said.names[name] in split:
@@ -102,9 +106,15 @@ def read(path: Path, options: ReadOptions) -> Imported:
     return Imported(
         config=config,
         weights=take(rows(said), split, config, (*said.ignored, *_copies(said, config))),
-        vocabulary=None,
+        vocabulary=state_dict.read_vocabulary(options.vocab, config),
         search=SearchOptions(),
-        origin=Origin(format="torch", family="torch.nn.Transformer", preset="torch", files=sha256_of([path])),
+        origin=Origin(
+            format="torch",
+            family="torch.nn.Transformer",
+            preset="torch",
+            files=sha256_of([path, *options.vocab]),
+        ),
+        notes=state_dict.said_notes(said.config, (*ASKED, *ASKED_OF_SINUSOIDS)),
     )
 
 

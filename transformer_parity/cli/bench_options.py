@@ -129,7 +129,7 @@ def add_tasks(commands: Any, run: Mapping[str, Run]) -> None:
         ("train", "steps of Adam"),
         ("decode", "greedy or beam search with a cache"),
         ("compile", "first calls and later ones, of all three"),
-        ("import", "the packages beside their frameworks"),
+        ("import", "each package, and its framework alone"),
     ):
         _add_task(tasks, task, what).set_defaults(run=run[task])
 

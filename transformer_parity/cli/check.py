@@ -11,14 +11,24 @@ from rich.console import Console
 
 import reference_numpy as ref
 from reference_numpy.presets import PRESETS
-from transformer_parity.cases.case import STAGES
+from transformer_parity.cases.case import DISTRIBUTED, STAGES
+from transformer_parity.check.distributed import run_distributed
 from transformer_parity.check.one_port import Job, Message
 from transformer_parity.check.processes import SILENCE, Outcome, run_all
 from transformer_parity.check.selection import ONLY, Selection
-from transformer_parity.cli.options import add_backends, add_machine, add_ports, check_installed, one_or_more, positive
+from transformer_parity.cli.options import (
+    add_backends,
+    add_machine,
+    add_ports,
+    check_installed,
+    one_or_more,
+    parallel_plan,
+    positive,
+)
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.compare.findings import failure
 from transformer_parity.compare.tolerances import EPS
+from transformer_parity.distributed.stage import Check
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.diagnoses import print_audit, print_failure_report, print_undiagnosed
 from transformer_parity.report.html import write_html
@@ -29,6 +39,7 @@ from transformer_parity.report.tables import (
     print_depth,
     print_near_ties,
     print_problems,
+    print_profile,
     print_skips,
     print_summary,
     verdict_line,
@@ -46,6 +57,7 @@ examples:
   parity check --weights model.safetensors           your own weights
   parity check --device gpu --precision fast         what TF32 costs
   parity check --port my_package.my_module:MyPort    a port of yours; `parity init-port` writes one to start from
+  parity check --stage distributed --parallel data=2 training on two devices against training on one
   parity check --port mine:Port --html report.html   and a page for a browser
 
 exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
@@ -88,10 +100,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--stage",
-        type=one_or_more(STAGES),
-        metavar=",".join(STAGES),
+        type=one_or_more((*STAGES, DISTRIBUTED)),
+        metavar=",".join((*STAGES, DISTRIBUTED)),
         help="what to compare: every intermediate value; every gradient; weights and moments after 1, 5 and 20 steps; "
-        "tokens and scores of greedy and beam search (default: all)",
+        "tokens and scores of greedy and beam search; training on several devices (default: all but the last)",
+    )
+    parser.add_argument(
+        "--parallel",
+        type=parallel_plan,
+        action="append",
+        default=[],
+        metavar="PLAN",
+        help="a plan of several devices for --stage distributed, such as data=2 or fsdp=2,tensor=2; may be repeated "
+        "(default: data=2, fsdp=2 and tensor=2, where the framework has it)",
     )
     parser.add_argument("--only", choices=ONLY, help="only the small cases, or only the sentences")
     parser.add_argument(
@@ -111,6 +132,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="also write it as JUnit XML, for a CI server")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as one page for a browser")
+    parser.add_argument("--profile", action="store_true", help="also show what the processor time went into")
     parser.add_argument(
         "--failures",
         type=Path,
@@ -134,10 +156,16 @@ def run(options: argparse.Namespace) -> int:
 
     started = time.monotonic()
     common = {"failures": options.failures.absolute(), "views": options.html is not None}
-    jobs = [Job(name, selection.setting, tuple(cases), **common) for name in selection.backends]
-    jobs += [Job(name, selection.setting, None, selection.chosen_stages, **common) for name in selection.ports]
+    if selection.distributed:
+        check = Check(selection.plans)
+        jobs = [Job(name, selection.setting, tuple(check.cases(name)), **common) for name in selection.backends]
+        messages = run_distributed(jobs, check, interpreters=interpreters, timeout=options.timeout)
+    else:
+        jobs = [Job(name, selection.setting, tuple(cases), **common) for name in selection.backends]
+        jobs += [Job(name, selection.setting, None, selection.chosen_stages, **common) for name in selection.ports]
+        messages = run_all(jobs, interpreters=interpreters, timeout=options.timeout)
     outcome = Outcome({"numpy": ref.describe()})
-    _listen(run_all(jobs, interpreters=interpreters, timeout=options.timeout), jobs, outcome)
+    _listen(messages, jobs, outcome)
     ports = [outcome.name(job) for job in jobs]
     ran = {case.name: case for own in outcome.cases.values() for case in own}
     result = Run(
@@ -155,10 +183,11 @@ def run(options: argparse.Namespace) -> int:
         [{"backend": name, "weights": [fate.to_dict() for fate in fates]} for name, fates in outcome.audits.items()],
         time.monotonic() - started,
         outcome.spent,
+        time.process_time(),
     )
     for name, fates in outcome.audits.items():
         print_audit(console, name, fates)
-    _print(console, result)
+    _print(console, result, options.profile)
     if options.json or options.junit or options.html:
         files = ((options.json, write_json), (options.junit, write_junit), (options.html, write_html))
         write_results(build(result), *files)
@@ -179,10 +208,11 @@ def _selection(options: argparse.Namespace) -> Selection:
         options.weights,
         options.text or (),
         options.sentences,
+        options.parallel,
     )
 
 
-def _print(console: Console, result: Run) -> None:
+def _print(console: Console, result: Run, profile: bool) -> None:
     """Print tables, what failed and why, what was not compared, and the verdict."""
     findings = result.findings
     print_summary(console, findings, result.ports)
@@ -194,6 +224,8 @@ def _print(console: Console, result: Run) -> None:
     print_undiagnosed(console, findings, result.failure_reports)
     print_skips(console, findings)
     print_coverage(console, result.verdict, result.not_tested)
+    if profile:
+        print_profile(console, result.spent, result.cpu_seconds)
     console.print(verdict_line(result.verdict, findings, result.ports, result.seconds, result.spent))
 
 

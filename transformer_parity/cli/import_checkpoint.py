@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from reference_numpy.files import open_file
 from reference_numpy.names import FLOAT_DTYPES
 from transformer_parity.checkpoints.imported import Imported
 from transformer_parity.checkpoints.importer import (
@@ -31,10 +33,11 @@ from transformer_parity.cli.progress import PlainConsole, make_console
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.weights import describe, print_model
 from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import printable, refusals
+from transformer_parity.system.errors import UsageError, printable, refusals
 from transformer_parity.system.files import check_writable, write_json, write_results
 
 DISAGREES, INCOMPLETE = 1, 3
+CHECKED = "hf"  # the format that transformers reads
 
 FORMATS_LISTED = "\n  ".join(f"{name:12} {title}" for name, (_, title) in FORMATS.items())
 IMPORT_EXAMPLES = f"""\
@@ -51,7 +54,8 @@ Nothing in a checkpoint is run, nothing outside its folder is read, and nothing 
 contradict each other, the tensors decide, and a note is printed. What cannot be computed here is refused by name.
 
 After writing, a few logits are computed from the file, in float64 and float32 in every backend that is installed, and
-compared with the reference. --check also compares logits and translations with the software that the checkpoint is for.
+compared with the reference: that shows that they compute the same model. For a folder of Hugging Face's, --check also
+compares logits and translations with transformers.
 
 exit code: 0 imported, and all that was compared agrees; 1 something does not; 3 not imported, or not compared
 """
@@ -95,7 +99,7 @@ def add_parser(commands: Any) -> None:
         help="a field of the config, such as num_heads=8; may be given several times",
     )
     proof = parser.add_argument_group("proof")
-    proof.add_argument("--check", action="store_true", help="compare with transformers too, where it is installed")
+    proof.add_argument("--check", action="store_true", help="compare a folder of Hugging Face's with transformers")
     add_backends(proof, None, "all that are installed")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the description and the proof for machines"
@@ -131,6 +135,7 @@ def _field(text: str) -> tuple[str, object]:
 def run(options: argparse.Namespace) -> int:
     """Import, and return the exit code."""
     check_writable(options.out, options.json)
+    _check_out(options.out)
     check_installed(options.backends or ())
     asked = ReadOptions(vocab=tuple(options.vocab), names=options.names, fields=dict(options.fields))
     proof: list[Agreement] = []
@@ -138,6 +143,9 @@ def run(options: argparse.Namespace) -> int:
         console = PlainConsole(file=terminal)
         with _saying(console, f"reading {options.path}"):
             imported = import_checkpoint(options.path, options.format, asked)
+        if options.check and imported.origin.format != CHECKED:
+            what = f"--check compares with transformers, which reads {FORMATS[CHECKED][1]}"
+            raise UsageError(f"{what}: {options.path} is read as {imported.origin.format}, so leave --check out")
         make_console().print(printable(str(options.path)), soft_wrap=True)
         print_model(make_console(), imported)
         if options.out:
@@ -145,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
                 save(options.out, imported, options.dtype)
             print(f"wrote {printable(str(options.out))} ({options.out.stat().st_size / 1e6:,.1f} MB)")
             with _saying(console, "logits") as say:
-                proof = prove(options.out, options.backends or PORTS, say)
+                proof = _prove(options, say)
         if options.check:
             with _saying(console, "loading transformers") as say:
                 proof += check_against_transformers(options.path, imported, say)
@@ -156,12 +164,41 @@ def run(options: argparse.Namespace) -> int:
     return _verdict(options, proof)
 
 
+def _check_out(out: Path | None) -> None:
+    """Refuse to replace what is no weight file.
+
+    Raises:
+        UsageError: A file is there that is none.
+    """
+    if out is None or not out.is_file() or not out.stat().st_size:
+        return
+    try:
+        with open_file(out, "weight file"):
+            return
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--out {out} is there, and is no weight file to replace: choose another name") from error
+
+
+def _prove(options: argparse.Namespace, say: Any) -> list[Agreement]:
+    """Return what the logits of the file that was written come to; say, after Ctrl-C, that it is there."""
+    installed = [name for name, port in PORTS.items() if port.missing() is None]
+    try:
+        return prove(options.out, options.backends or installed, say)
+    except KeyboardInterrupt:
+        out = printable(str(options.out))
+        print(f"parity import: {out} is complete, and has not been compared", file=sys.stderr)
+        raise
+
+
 def run_export(options: argparse.Namespace) -> int:
     """Export, and return the exit code."""
     with quiet_frameworks() as terminal, refusals(OSError, RuntimeError, TypeError, ValueError):
         check_empty(options.out)
         with _saying(PlainConsole(file=terminal), f"writing {options.out}"):
-            notes = export_checkpoint(load(options.weights), options.format, options.out)
+            model = load(options.weights)
+            notes = export_checkpoint(model, options.format, options.out)
+        if model.vocabulary is None:
+            notes = (f"{options.weights} holds no vocabulary, so no tokenizer is written", *notes)
         for note in notes:
             print(printable(f"note: {note}"))
         print(f"wrote {printable(str(options.out))}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 import textwrap
 import traceback
@@ -72,6 +73,10 @@ class Parser(argparse.ArgumentParser):
         """Print usage and message, and exit."""
         if "are required" in message:
             message += f"; `{self.prog} --help` has examples"
+        if "unrecognized arguments: -" in message:
+            option = message.split()[2].partition("=")[0]
+            alike = difflib.get_close_matches(option, self._option_string_actions, 1)
+            message += f": did you mean {alike[0]}?" if alike else f"; `{self.prog} --help` lists the options"
         self.print_usage(sys.stderr)
         self.exit(INCOMPLETE, f"{self.prog}: error: {printable(message)}\n")
 
@@ -116,9 +121,13 @@ def _run(given: Sequence[str]) -> int:
         if unmet := needs():
             raise UsageError(f"the command line {unmet}")
         parser = make_parser(given[0] if given else None)
+        if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+            alike = difflib.get_close_matches(given[0], COMMANDS, 1)
+            meant = f"did you mean {alike[0]}?" if alike else "`parity` lists the commands"
+            parser.error(f"there is no command {given[0]!r}: {meant}")
         options, unknown = parser.parse_known_args(given)
         command = options.command
-        if unknown:  # with the usage of the command, and not of all
+        if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if options.version:
             print(f"parity {release()}")

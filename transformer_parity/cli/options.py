@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from reference_numpy.parallel_plan import Plan
 from reference_numpy.search_plan import SEARCH_PRESETS
 from transformer_parity.ports.protocol import MissingFrameworkError, SearchOptions
 from transformer_parity.ports.registry import PORTS
@@ -29,6 +30,14 @@ def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
         return [name for name in names if name in chosen]
 
     return parse
+
+
+def parallel_plan(text: str) -> Plan:
+    """Return a plan of several devices, for argparse."""
+    try:
+        return Plan.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, otherwise: str = "") -> None:
@@ -67,10 +76,10 @@ NUMPY_ALONE = (
 
 
 def installed_backend(command: str) -> str:
-    """Return the backend that computes where none is named, and note it if it is not the usual one."""
+    """Return the backend that computes where none is named, and note it if it is the slow one."""
     name = next(name for name in FALLBACK if PORTS[name].missing() is None)
-    if name != FALLBACK[0]:
-        print(f"{command}: {FALLBACK[0]} is not installed: {name} is used", file=sys.stderr)
+    if name == FALLBACK[-1]:
+        print(f"{command}: no framework is installed: {name} is used, which is slower", file=sys.stderr)
     return name
 
 
@@ -92,6 +101,9 @@ def check_installed(backends: Sequence[str], least: int = 1) -> None:
     message = f"{', '.join(most)} and {last} are" if most else f"{last} is"
     message += f" not installed: pip install '{DISTRIBUTION}[{extras}]'"
     others = [name for name in backends if name not in modules]
+    if len(others) < least:  # of those that were asked for
+        installed = [name for name in FALLBACK if PORTS[name].missing() is None]
+        others = installed[:least] if installed[0] != FALLBACK[-1] else []
     if len(others) >= least:
         raise MissingFrameworkError(f"{message}, or choose from what is installed: --backends {','.join(others)}")
     raise MissingFrameworkError(message, *NUMPY_ALONE)

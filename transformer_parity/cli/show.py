@@ -23,6 +23,7 @@ from transformer_parity.figures.why_tables import (
     show_sqrt_dk,
     threads,
 )
+from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.errors import UsageError, refusals
 from transformer_parity.system.files import check_writable, write_json, write_results
 from transformer_parity.system.machine import describe_machine
@@ -34,7 +35,8 @@ EXAMPLES = """\
 examples:
   parity show positions --preset paper_base,t2t_2017
   parity show masks --out pictures
-  parity show attention --backends numpy,torch,jax,tf
+  parity show attention                        every backend that is installed
+  parity show attention --backends numpy,torch
   parity show attention --weights model.safetensors --which cross --layer 5 \\
       --source "The cat sleeps." --target "Die Katze schläft." --out cat.svg
 """
@@ -74,7 +76,7 @@ def add_parser(commands: Any) -> None:
         description="Draw the attention weights of every head for one pair of sentences, one row per backend, and "
         "below them how each backend differs from the first one.",
     )
-    add_backends(attention, ["numpy"])
+    add_backends(attention, None, "those that are installed")
     attention.add_argument(
         "--weights", type=Path, metavar="FILE", help="your model (default: the one that ships, which reads dates)"
     )
@@ -111,7 +113,9 @@ def _positions(options: argparse.Namespace) -> Figure:
 
 
 def _attention(options: argparse.Namespace) -> Figure:
-    return draw_attention(Asked(**{name: getattr(options, name) for name in Asked.__dataclass_fields__}))
+    backends = options.backends or [name for name, port in PORTS.items() if port.missing() is None]
+    asked = {name: getattr(options, name) for name in Asked.__dataclass_fields__}
+    return draw_attention(Asked(**{**asked, "backends": backends}))
 
 
 def run(options: argparse.Namespace) -> int:

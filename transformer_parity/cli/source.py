@@ -17,7 +17,7 @@ from transformer_parity.cli.options import add_backends
 from transformer_parity.cli.progress import PlainConsole
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.source_code import Package, Piece, list_names, not_found
-from transformer_parity.ports.source_marks import Marks, differences, note
+from transformer_parity.ports.source_marks import Marks, compare, note
 from transformer_parity.system.errors import UsageError
 
 REFERENCE = PORTS["numpy"].package
@@ -29,8 +29,12 @@ MARK, MARKED = "> ", "reverse"  # without colours too, and no style of the theme
 DESCRIPTION = """\
 Print the same class, function, method or module of the four packages: side by
 side where the terminal is wide enough, one below the other where it is not.
-Tokens that the NumPy reference does not have there are highlighted, and their
+Highlighted are the tokens of a port that the NumPy reference does not have
+("added"), and those of the reference that not all ports have ("missing"). Their
 lines begin with ">"; in a pipe, a comment below each line has ^ under them.
+Comments and annotations are not compared, forward, __call__ and call are one
+name, and a run of tokens that stands elsewhere in the same function is the same.
+Four columns need a terminal of 240 characters, two need 120.
 Without a name, list what there is. No framework is imported, or needed.
 """
 EXAMPLES = """\
@@ -46,7 +50,7 @@ examples:
 
 
 class Shown(NamedTuple):
-    """One package's piece of code, and which of its tokens the reference does not have."""
+    """One package's piece of code, and which of its tokens differ."""
 
     piece: Piece
     marks: Marks
@@ -107,12 +111,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _compared(found: dict[str, Piece], base: str, code: str) -> Iterator[Shown]:
     """Yield each piece with its differences from the base: the reference, unless that has no such piece."""
+    marked = compare({base: code, **{name: piece.code for name, piece in found.items()}}, base)
     for name, piece in found.items():
-        marks = differences(piece.code, code)
-        title = "the reference" if name == REFERENCE else note(marks)
-        if base != REFERENCE:
-            title = "the others are compared with this" if name == base else f"{title} from {base}"
-        yield Shown(piece, marks, title)
+        title = note(marked[name], is_base=name == base)
+        if name == base:
+            title = f"the reference: {title}" if base == REFERENCE else "the others are compared with this"
+        yield Shown(piece, marked[name], title)
 
 
 def _print_plain(name: str, summary: str, shown: Sequence[Shown], absent: list[str]) -> None:
@@ -160,6 +164,9 @@ def _print_panels(console: PlainConsole, name: str, summary: str, shown: Sequenc
         )
     console.print(Text.assemble((name, "bold"), f"  {summary}" if summary else ""))
     console.print(grid)
+    if side_by_side < len(shown):
+        needed = f"{len(shown)} columns need {len(shown) * COLUMN} characters"
+        console.print(f"{needed}; this is laid out for {console.width}", style="dim")
     if absent:
         console.print(f"not in {', '.join(absent)}", style="dim")
 

@@ -5,27 +5,29 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import shlex
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
-import reference_numpy as ref
 from reference_numpy.config import TransformerConfig
 from transformer_parity.cli.options import check_installed, installed_backend
 from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.cli.train_options import add_options
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, printable, refusals
+from transformer_parity.system.errors import UsageError, refusals
 from transformer_parity.system.interrupts import stop_on_signal
-from transformer_parity.text.vocabulary import LONGEST
 from transformer_parity.train import corpora, curves
 from transformer_parity.train.corpora import RECIPES
+from transformer_parity.train.group import ALONE, Group, number_of_processes, of_this_process
+from transformer_parity.train.learner import Where
 from transformer_parity.train.log import CURVE, LOG, MODEL, checkpoints, locked, read_log
-from transformer_parity.train.run import Observer, Run, Status
+from transformer_parity.train.processes import Job, train
+from transformer_parity.train.run import Observer, Status
 from transformer_parity.train.start import Changes, Setup, begin, resume
 
 LINE_EVERY = 10.0  # seconds between two lines where no bar can be drawn
@@ -57,32 +59,59 @@ def run(options: argparse.Namespace) -> int:
     check_installed(options.backends)
     _check_options(options)
     folder = _folder(options)
-    with refusals(OSError), locked(folder):
-        return _train(options, folder)
+    with refusals(ValueError):
+        group = of_this_process(options.backends[0])
+    if group is not None and group.size > 1 and options.parallel is None:
+        raise UsageError(f"{group.size} processes were started: say how they train together, as by --parallel data=N")
+    writes = group is None or group.rank == 0
+    with refusals(OSError), locked(folder) if writes else nullcontext():
+        return _train(options, folder, group)
 
 
-def _train(options: argparse.Namespace, folder: Path) -> int:
+def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> int:
     """Train in a folder, and return the exit code."""
     with refusals(TypeError, ValueError):
         setup = _set_up(options, folder)
     if options.stop_at and options.stop_at > setup.plan.steps:
         raise UsageError(f"--stop-at must be at most {setup.plan.steps}, the run's end: got {options.stop_at}")
+    placement = Placement(options.dtype or setup.dtype, options.device, options.precision)
+    where = Where(placement, options.parallel, group or ALONE)
+    if options.parallel is not None and group is None:
+        return _start_processes(options, Job(setup, options.backends[0], folder, where, options.stop_at))
     with quiet_frameworks() as terminal:
         show = _Show(terminal, options.backends, options.stop_at or setup.plan.steps)
         with stop_on_signal() as stop:
             show.say(f"loading {', '.join(options.backends)}")
-            placement = Placement(options.dtype or setup.dtype, options.device, options.precision)
             with refusals(RuntimeError, TypeError, ValueError):
-                training = setup.start(options.backends, folder, Observer(show.status, show.say), placement)
-            show.say(_describe(training))
+                training = setup.start(options.backends, folder, Observer(show.status, show.say), where)
+            show.say(training.description)
             with show.progress:
                 training.go(stop, options.stop_at)
         if stop.signal or training.step < setup.plan.steps:
-            show.say(_how_to_go_on(training, placement))
+            show.say(_how_to_go_on(training.step, folder, options.backends, where))
             return 128 + stop.signal if stop.signal else 0
         reached = training.finish()  # here Ctrl-C interrupts at once: all steps are taken, and saved
+    if where.group.rank == 0:
+        with refusals(OSError):
+            _report(folder, setup.corpus.metric, reached, training.seconds)
+    return 0
+
+
+def _start_processes(options: argparse.Namespace, job: Job) -> int:
+    """Train in processes of their own, which follow a plan, and return the exit code."""
+    steps = options.stop_at or job.setup.plan.steps
+    with refusals(ValueError):
+        processes = number_of_processes(job.backend, options.parallel, options.processes)
+        options.parallel.check(job.setup.config)
+    show = _Show(sys.stderr, options.backends, steps)
+    with stop_on_signal() as stop, show.progress:
+        show.say(f"loading {job.backend} in {processes} process{'es' * (processes > 1)}")
+        ended = train(job, processes, Observer(show.status, show.say), stop)
+    if ended.reached is None:
+        show.say(_how_to_go_on(ended.step, job.folder, options.backends, job.where))
+        return 128 + stop.signal if stop.signal else 0
     with refusals(OSError):
-        _report(training, reached)
+        _report(job.folder, job.setup.corpus.metric, ended.reached, ended.seconds)
     return 0
 
 
@@ -99,6 +128,10 @@ def _check_options(options: argparse.Namespace) -> None:
             raise UsageError(f"--resume goes on with the settings of the run: leave out {', '.join(given)}")
         if len(options.backends) > 1:
             raise UsageError("--resume goes on with one backend: runs in lockstep are not saved")
+    if options.parallel is None and options.processes is not None:
+        raise UsageError("--processes share a plan: say which, as by --parallel data=2")
+    if options.parallel is not None and len(options.backends) > 1:
+        raise UsageError("--parallel is about one backend: runs in lockstep have a device each")
     if options.task and (options.held_out or options.vocab_size):
         raise UsageError("--held-out and --vocab-size are about --text: the dates bring their own")
     if len(options.backends) > 1 and (given := _given(options, ("dropout", "save_every", "keep", "average"))):
@@ -197,45 +230,25 @@ class _Show:
             self.say(f"step {status.step:,} of {self.steps:,}  {doing}")
 
 
-def _describe(training: Run) -> str:
-    """Return what a run trains on, how large the model is, and where the run is written."""
-    config, batches = training.learners[0].model.config, training.batches
-    parameters = ref.count_parameters(config)
-    lines = [
-        f"{training.corpus.task}: {len(training.corpus.training):,} pairs, {len(training.corpus.held_out):,} held out, "
-        f"vocabulary {config.target_vocab_size:,}; {parameters / 1e6:.2f} M parameters; "
-        f"{batches.per_epoch:,} batches an epoch in {len(batches.shapes)} shapes; to {printable(str(training.folder))}",
-    ]
-    if batches.dropped:
-        most = min(config.max_positions or math.inf, max(batches.tokens_per_batch, LONGEST))
-        lines.append(f"{batches.dropped:,} pairs are longer than {most:,} tokens and are left out")
-    if len(training.learners) > 1:
-        lines.append("in lockstep: same weights, same batches, no dropout; nothing is saved but log and curve")
-    if training.step:
-        lines.append(f"going on from step {training.step:,}")
-    return "\n".join(lines)
-
-
-def _how_to_go_on(training: Run, placement: Placement) -> str:
+def _how_to_go_on(step: int, folder: Path, backends: Sequence[str], where: Where) -> str:
     """Return the command line that continues a run."""
-    if len(training.learners) > 1:
-        return f"stopped at step {training.step:,}; runs in lockstep are not saved"
-    backend = training.learners[0].backend
+    if len(backends) > 1:
+        return f"stopped at step {step:,}; runs in lockstep are not saved"
+    placement, plan = where.placement, where.plan
     elsewhere = f" --device {placement.device}" * (placement.device != "cpu")
     elsewhere += f" --precision {placement.precision}" * (placement.precision != "highest")
+    elsewhere += "" if plan is None else f" --parallel {plan}"
     return (
-        f"stopped at step {training.step:,}; saved. Go on with\n"
-        f"  parity train --resume {shlex.quote(str(training.folder))} --backend {backend}{elsewhere}"
+        f"stopped at step {step:,}; saved. Go on with\n"
+        f"  parity train --resume {shlex.quote(str(folder))} --backend {backends[0]}{elsewhere}"
     )
 
 
-def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
+def _report(folder: Path, metric: str, reached: dict[str, dict[str, float]], seconds: float) -> None:
     """Draw the curve, and print losses, scores and files."""
     console = PlainConsole()
-    backends = [learner.backend for learner in training.learners]
-    metric, folder = training.corpus.metric, training.folder
     events = read_log(folder)
-    if len(backends) > 1:
+    if len(next(event for event in events if event["event"] == "start")["backends"]) > 1:
         console.print(curves.lockstep_table(events))
         console.print(curves.parting(events))
     unit = " %" if metric == "exact match" else ""
@@ -244,5 +257,5 @@ def _report(training: Run, reached: dict[str, dict[str, float]]) -> None:
     if any(event["event"] == "step" for event in events):  # none where a run was only finished here
         curves.draw(events, folder / CURVE)
     files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]
-    took = f"{training.seconds:.0f} s of training, {time.process_time():.0f} s of processor time in this process."
+    took = f"{seconds:.0f} s of training, {time.process_time():.0f} s of processor time in this process."
     console.print(f"{took} In {folder}: {', '.join(files)}.", soft_wrap=True)

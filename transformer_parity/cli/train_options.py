@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from reference_numpy.parallel_plan import Plan
 from reference_numpy.presets import PRESETS
 from transformer_parity.cli.options import FALLBACK_HELP, add_backends, add_machine, positive
 from transformer_parity.train.corpora import RECIPES
@@ -123,7 +124,28 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
         "--dtype", choices=["float64", "float32"], help="of the weights (default: float32, or that of the run)"
     )
     add_machine(machine)
+    machine.add_argument(
+        "--parallel",
+        type=_plan,
+        metavar="PLAN",
+        help="share each step among devices, as by data=2,fsdp=2,tensor=2: copies of the model, parts of each "
+        "parameter, parts of the heads and of the feed-forward network (default: one device)",
+    )
+    machine.add_argument(
+        "--processes",
+        type=positive,
+        metavar="N",
+        help="how many processes of this machine have these devices (default: one for each in torch, else one)",
+    )
     return parser
+
+
+def _plan(text: str) -> Plan:
+    """Read a plan, as an argparse type."""
+    try:
+        return Plan.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _default(what: str, field: str) -> str:

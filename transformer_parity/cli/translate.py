@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from transformer_parity.cli.options import (
+    FALLBACK,
     FALLBACK_HELP,
     add_backends,
     add_languages,
@@ -176,7 +177,11 @@ def _check_options(options: argparse.Namespace) -> None:
             raise UsageError("one backend translates: name one, or compare several with --compare")
         return
     if options.backends and len(options.backends) == 1:
-        raise UsageError("--compare needs at least two backends")
+        (one,) = options.backends
+        other = "numpy" if one != "numpy" else FALLBACK[0]
+        raise UsageError(
+            f"--compare needs at least two backends, such as --backends {one},{other}; without --backends, all four"
+        )
     if given := [f"--{name}" for name in ("scores", "nbest", "attention") if getattr(options, name)]:
         raise UsageError(f"--compare prints no translations: leave out {', '.join(given)}")
     if options.dtype == "bfloat16" or options.precision == "fast":

@@ -323,7 +323,7 @@ def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             if f"{module}.{name}" not in known:
-                raise ValueError(f"its pickle names {module}.{name}, which is not called")
+                raise ValueError(f"its pickle names {module}.{name}, and no code is run: save model.state_dict() alone")
             return known[f"{module}.{name}"]
 
         def persistent_load(self, pid: Any) -> Storage:

@@ -62,9 +62,9 @@ NOT_AS_A_WHOLE = changed(
     "optimizer",
     ("return 1.0 if clip_norm is None else", "return 1.0 if norm is not None else"),
 )
-CLIPPED = "torch._foreach_mul_(gradient, clip_factor(norm, settings.clip_norm))"
+CLIPPED = "torch._foreach_mul_(tensors, clip_factor(norm, settings.clip_norm))"
 
-SLICE = "total, _ = self._loss(self.model, part, config)\n            loss = total / tokens.clamp(min=1)\n"
+SLICE = "total, _ = self._loss(self.share.module, part, config)\n            loss = total / tokens.clamp(min=1)\n"
 DIFFERENTIATED = "return total, tokens, _differentiate(tape, total, _trained(self._variables))"
 
 # In NumPy, gradients are values: only those that are stored are left over.
@@ -82,7 +82,7 @@ ENTRIES: dict[str, Table] = {
             "mean of the slices' means": in_training(
                 (
                     SLICE,
-                    "total, count = self._loss(self.model, part, config)\n"
+                    "total, count = self._loss(self.share.module, part, config)\n"
                     "            loss = total / (count * settings.accumulation_steps)\n",
                 ),
                 (
@@ -170,7 +170,7 @@ ENTRIES: dict[str, Table] = {
                 **in_training(
                     (
                         CLIPPED,
-                        "[g.mul_(settings.clip_norm / g.norm().clamp(min=settings.clip_norm)) for g in gradient]",
+                        "[g.mul_(settings.clip_norm / g.norm().clamp(min=settings.clip_norm)) for g in tensors]",
                     ),
                     None,
                     None,

@@ -130,7 +130,7 @@ ENTRIES: dict[str, Table] = {
             "sum of the slices' means": in_training(
                 (
                     SLICE,
-                    "total, count = self._loss(self.model, part, config)\n            loss = total / count\n",
+                    "total, count = self._loss(self.share.module, part, config)\n            loss = total / count\n",
                 ),
                 (
                     "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",

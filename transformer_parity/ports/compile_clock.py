@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -16,6 +16,7 @@ class Spent:
     seconds: float  # from its start to its end
     cpu_seconds: float  # on all cores; the same also beside other work
     compiling: float  # tracing and compiling, of the first; 0 where nothing is compiled
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the second: importing, and each stage in each dtype
 
 
 class Clock:

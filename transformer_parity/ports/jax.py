@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy import ndarray
@@ -18,9 +19,7 @@ from transformer_parity.ports.package import (
     COMPILED_IN_FULL,
     LoadedPackage,
     call_tapped,
-    decode_stepwise,
     find,
-    with_first_step,
 )
 from transformer_parity.ports.protocol import SearchOptions
 
@@ -32,6 +31,11 @@ class LoadedJax(LoadedPackage):
         import jax
 
         return jax.device_put(array.copy(), self.model.device)
+
+    def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
+        from jax.experimental.multihost_utils import process_allgather
+
+        return process_allgather(np.array(numbers, np.float32)).sum(0)
 
     def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         from flax import nnx
@@ -46,40 +50,36 @@ class LoadedJax(LoadedPackage):
         return self._compiled(tapped=False)(*nnx.split(model), block, arrays, {})
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
-        import jax
         from flax import nnx
 
         graph, state = nnx.split(self.model)
-
-        def run(state: Any, source_ids: Any, target_ids: Any) -> Any:  # all steps compiled at once
-            return jax.numpy.stack(decode_stepwise(nnx.merge(graph, state), source_ids, target_ids), 1)
-
-        options = self.package.runtime.quick_compilation()
-        return np.asarray(jax.jit(run, compiler_options=options)(state, source_ids, target_ids))
+        start, step = _compile_stepwise(self.package)
+        cache, found = start(graph, state, source_ids, target_ids.shape[1]), []
+        for ids in target_ids.T:
+            logits, cache = step(graph, state, ids, cache)
+            found.append(np.asarray(logits))
+        return np.stack(found, 1)
 
     def _compiled(self, tapped: bool) -> Callable[..., Any]:
         # With taps on, too, compiling takes longer than running.
         return _compile(self.package, tapped, tapped or self.dtype != COMPILED_IN_FULL)
 
     def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
-        with self._compiling():
+        quick = {} if self.dtype == COMPILED_IN_FULL else _compile_search(self.package)
+        with ExitStack() as stack:
+            for name, function in quick.items():
+                stack.enter_context(patch.object(self.package.search_loop, name, function))
             return super().search(source_ids, options, on_step)
 
     def trainer(self, settings: TrainingConfig) -> Any:
-        return with_first_step(super().trainer(settings), self._compiling)
-
-    @contextmanager
-    def _compiling(self) -> Iterator[None]:
-        """Let what the package compiles by itself be compiled as that dtype is."""
         import jax
 
-        name = "jax_disable_most_optimizations"
-        before = jax.config.read(name)
-        jax.config.update(name, before or self.dtype != COMPILED_IN_FULL)
-        try:
-            yield
-        finally:
-            jax.config.update(name, before)
+        trainer = super().trainer(settings)
+        if self.dtype != COMPILED_IN_FULL:
+            quick = self.package.runtime.quick_compilation()
+            step = trainer._compiled_step
+            trainer._compiled_step = jax.jit(getattr(step, "__wrapped__", step), compiler_options=quick)
+        return trainer
 
 
 @cache
@@ -94,3 +94,33 @@ def _compile(package: Any, tapped: bool, quick: bool) -> Callable[..., Any]:
 
     options = package.runtime.quick_compilation() if quick else None
     return jax.jit(run, static_argnums=(0, 2), compiler_options=options)
+
+
+@cache
+def _compile_stepwise(package: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what makes a cache and what decodes a position with it, for all models of a package."""
+    import jax
+    from flax import nnx
+
+    def start(graphdef: Any, state: Any, source_ids: Any, capacity: int) -> Any:
+        return nnx.merge(graphdef, state).init_cache(source_ids, capacity)
+
+    def step(graphdef: Any, state: Any, target_ids: Any, cache: Any) -> Any:
+        return nnx.merge(graphdef, state).decode_step(target_ids, cache)
+
+    quick = package.runtime.quick_compilation()
+    compiled = jax.jit(start, static_argnums=(0, 3), compiler_options=quick)
+    return compiled, jax.jit(step, static_argnums=0, compiler_options=quick)
+
+
+@cache
+def _compile_search(package: Any) -> dict[str, Callable[..., Any]]:
+    """Return the compiled functions of a package's search by name, compiled quickly."""
+    import jax
+
+    static = {"_start": ("structure", "kind", "beam_size", "pool_size"), "_advance": ("structure",)}
+    quick = package.runtime.quick_compilation()
+    return {
+        name: jax.jit(getattr(package.search_loop, name).__wrapped__, static_argnames=arguments, compiler_options=quick)
+        for name, arguments in static.items()
+    }

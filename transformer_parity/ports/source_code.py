@@ -49,16 +49,20 @@ class Module:
         node = self.definitions.get(owner)
         if node is None or not method:
             return None if node is None else self.cut([node], docstrings)
-        wanted = FORWARD if method in FORWARD else (method,)
-        if methods := [child for child in _methods(node) if child.name in wanted]:
+        if methods := self._method(node, FORWARD if method in FORWARD else (method,)):
             return self.cut(methods, docstrings)
-        bases = [base.id for base in getattr(node, "bases", []) if isinstance(base, ast.Name)]
-        for base in bases:  # of the same file
-            if inherited := self.find(f"{base}.{method}", docstrings):
-                return inherited
         if method in FORWARD and getattr(node, "bases", []):
-            return Piece(f"{self.place}:{node.lineno}", f"{self.lines[node.lineno - 1]}  # inherits this method")
+            header = f"{self.lines[node.lineno - 1]} ...  # inherits its forward method"
+            return Piece(f"{self.place}:{node.lineno}", header)
         return None
+
+    def _method(self, node: Any, wanted: tuple[str, ...]) -> list[ast.FunctionDef]:
+        """Return the methods of some names: of the class, also under another name, or of a base in the same file."""
+        names = {*wanted, *(value for name, value in _aliases(node) if name in wanted)}  # as in ``forward = encode``
+        if methods := [child for child in _methods(node) if child.name in names]:
+            return methods
+        bases = [self.definitions.get(base.id) for base in getattr(node, "bases", []) if isinstance(base, ast.Name)]
+        return next((methods for base in bases if (methods := self._method(base, wanted))), [])
 
     def cut(self, nodes: list[Any], docstrings: bool) -> Piece:
         """Return the code of some neighbouring nodes, with or without their docstrings."""
@@ -124,6 +128,13 @@ def _methods(node: ast.AST) -> list[ast.FunctionDef]:
     )
 
 
+def _aliases(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield what a class gives a second name: the name and what it stands for."""
+    for child in node.body if isinstance(node, ast.ClassDef) else []:
+        if isinstance(child, ast.Assign) and isinstance(child.value, ast.Name):
+            yield from ((target.id, child.value.id) for target in child.targets if isinstance(target, ast.Name))
+
+
 def list_names(packages: list[Package]) -> str:
     """Return the public names of all packages by module; a star marks those that not all of them have."""
     lines = []
@@ -138,7 +149,7 @@ def list_names(packages: list[Package]) -> str:
 
 
 def not_found(name: str, packages: list[Package], asked_for: list[Package]) -> str:
-    """Return a message: where else a name is, or which names are like it; and all names."""
+    """Return a message: where else a name is, which names are like it, or, on more lines, all names."""
     if elsewhere := [package.name for package in packages if package.find(name)]:
         return f"{name} is not in {', '.join(package.name for package in asked_for)}, but in {', '.join(elsewhere)}"
     modules = [module for package in packages for module in package.modules.values()]
@@ -148,5 +159,7 @@ def not_found(name: str, packages: list[Package], asked_for: list[Package]) -> s
     methods = [entry for entry in known if entry.rpartition(".")[2].lower() == name.lower()]
     alike = [folded[entry] for entry in difflib.get_close_matches(name.lower(), folded, n=3)]
     guesses = list(dict.fromkeys([*methods, *alike]))[:3]
-    meant = f"; did you mean {' or '.join(guesses)}?" if guesses else ""
-    return f"there is no {name!r} in the packages{meant}\n{list_names(packages)}"
+    absent = f"there is no {name!r} in the packages"
+    if guesses:
+        return f"{absent}; did you mean {' or '.join(guesses)}?\nparity source, without a name, lists all names"
+    return f"{absent}\n{list_names(packages)}"

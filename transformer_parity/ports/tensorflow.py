@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from numpy import ndarray
 
-from reference_numpy.search_plan import OnStep, SearchResult
+from reference_numpy.search_plan import OnStep, SearchResult, SearchRules
 from reference_numpy.training_config import TrainingConfig
 from transformer_parity.ports.compile_clock import COMPILING
 from transformer_parity.ports.package import COMPILED_IN_FULL, LoadedPackage, find, with_first_step
@@ -24,6 +25,7 @@ class LoadedTf(LoadedPackage):
         super().__init__(package, model, placement)
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._called: set[Any] = set()
+        self._sum: Any = None
 
     def to_array(self, array: ndarray) -> Any:
         import tensorflow as tf
@@ -33,6 +35,16 @@ class LoadedTf(LoadedPackage):
 
     def to_numpy(self, array: Any) -> ndarray:
         return array.numpy()
+
+    def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
+        import tensorflow as tf
+
+        def on_device(found: Any) -> Any:
+            return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(found))
+
+        if self._sum is None:
+            self._sum = tf.function(lambda found: mesh.run(on_device, (found,)), autograph=False)
+        return mesh.experimental_local_results(self._sum(tf.constant(numbers, tf.float64)))[0].numpy()
 
     def inference(self) -> Any:
         import tensorflow as tf
@@ -51,7 +63,10 @@ class LoadedTf(LoadedPackage):
             return self._compiled[block](arrays)
 
     def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
-        with self._compiling((options, source_ids.shape)) as stop:
+        # Searches by other programs' rules run in float64 alone, and so by XLA: what it makes of each must be compared.
+        by_xla = self.dtype == COMPILED_IN_FULL or options.rules != SearchRules()
+        place = nullcontext() if by_xla else _without_xla()
+        with place, self._compiling((options, source_ids.shape)) as stop:
 
             def show(ids: ndarray) -> None:
                 stop()  # by the end of the first step, all is compiled
@@ -70,3 +85,13 @@ class LoadedTf(LoadedPackage):
         self._called.add(what)
         with COMPILING.running() if first else nullcontext(lambda: None) as stop:
             yield stop
+
+
+@contextmanager
+def _without_xla() -> Iterator[None]:
+    """Let TensorFlow run what is traced meanwhile by itself, also where XLA was asked for."""
+    import tensorflow as tf
+
+    function = tf.function
+    with patch.object(tf, "function", lambda *args, jit_compile=None, **options: function(*args, **options)):
+        yield

@@ -51,6 +51,7 @@ class Run:
         audits: ``{backend, weights: [{name, verdict, detail}]}`` each.
         seconds: How long it took.
         spent: What each port's process took of it, by backend.
+        cpu_seconds: What this process took of all cores.
     """
 
     setting: Setting
@@ -67,6 +68,7 @@ class Run:
     audits: Rows = ()
     seconds: float = 0.0
     spent: Mapping[str, Spent] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -93,7 +95,11 @@ def build(run: Run) -> dict[str, Any]:
         "machine": run.machine,
         "environment": run.environment,
         "fingerprint": _fingerprint(run, texts),
-        "time": {"seconds": run.seconds, "ports": {name: asdict(port) for name, port in run.spent.items()}},
+        "time": {
+            "seconds": run.seconds,
+            "cpu_seconds": run.cpu_seconds,
+            "ports": {name: asdict(port) for name, port in run.spent.items()},
+        },
         "comparisons": len(run.findings) - len(skips),
         "skipped": len(skips),
         "summary": summarise(run.findings),

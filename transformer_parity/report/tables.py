@@ -22,13 +22,15 @@ STYLES = {SKIPPED: "dim", AGREES: "green", IMPRECISE: "yellow", DIVERGES: "bold 
 
 
 _FLOAT32 = POLICY["float32"]
+_GRADIENTS, _STEPS = POLICY["gradients"]["float64"], POLICY["steps"]
 TITLES = {
-    "float64": f"float64: semantics. Taps within {POLICY['float64']['tap']:.0e} of the reference, gradients within "
-    f"{POLICY['gradients']['float64']['whole']:.0e}, twenty optimizer steps within "
-    f"{POLICY['steps']['float64']['loss']:.0e}, scores of searches within {POLICY['decode']['float64']['score']:.0e}.",
+    "float64": f"float64: semantics. Taps within {POLICY['float64']['tap']:.0e} of the reference, scores of searches "
+    f"within {POLICY['decode']['float64']['score']:.0e}, the loss within {_GRADIENTS['loss']:.0e}, its gradient within "
+    f"{_GRADIENTS['whole']:.0e}, one tensor of that within {_GRADIENTS['tensor']:.0e}, twenty optimizer steps within "
+    f"{_STEPS['float64']['loss']:.0e}.",
     "float32": f"float32: precision. Within {_FLOAT32['ratio']:.0f} times the reference's own float32 error, plus "
-    f"{_FLOAT32['floor_in_eps']:.0f} eps; the losses of five optimizer steps within "
-    f"{POLICY['steps']['float32']['loss']:.0e}.",
+    f"{_FLOAT32['floor_in_eps']:.0f} eps; of five optimizer steps, the losses within "
+    f"{_STEPS['float32']['loss']:.0e} and the tensors within {_STEPS['float32']['tensor']:.0e}.",
     "bfloat16": f"bfloat16: a smoke test. Within {POLICY['bfloat16']['tap']:.0e}; real mistakes can hide in it.",
 }
 
@@ -39,18 +41,20 @@ def print_line(console: Console, word: str, style: str, said: str) -> None:
 
 
 def print_summary(console: Console, findings: Sequence[Finding], backends: Sequence[str]) -> None:
-    """Print one table per dtype: component by backend, the worst error and how much of the tolerance it uses."""
+    """Print one table per dtype: by component and backend, the error that uses most of its tolerance, and how much."""
     for dtype in dict.fromkeys(finding.dtype for finding in findings if finding.dtype):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("component", no_wrap=True)
         for backend in backends:
             table.add_column(backend, no_wrap=True, justify="right")
-        table.add_column("worst tap", overflow="fold")
+        table.add_column("largest share of its tolerance", overflow="fold")
         of_dtype = [finding for finding in findings if finding.dtype == dtype]
         for component in dict.fromkeys(finding.component for finding in of_dtype):
             row = [finding for finding in of_dtype if finding.component == component]
             cells = [_cell([finding for finding in row if finding.backend == backend]) for backend in backends]
-            table.add_row(Text(component), *cells, Text(_place(worst(row))))
+            largest = worst(row)
+            whose = f"{largest.backend}: " if len(backends) > 1 else ""
+            table.add_row(Text(component), *cells, Text(f"{whose}{_place(largest)}"))
         _print_table(console, TITLES[dtype], table)
 
 
@@ -69,7 +73,18 @@ def print_depth(console: Console, findings: Sequence[Finding], backends: Sequenc
     for block in dict.fromkeys(block for block, _, _ in groups):
         table.add_row(Text(block), *(_cell(groups.get((block, *column), []), share=False) for column in columns))
     if taps:
-        _print_table(console, "Real sentences, block by block: the error of the worst tap.", table)
+        _print_table(console, "Real sentences, block by block: the error that uses most of its tolerance.", table)
+
+
+def print_profile(console: Console, spent: Mapping[str, Spent], comparing: float) -> None:
+    """Print the processor seconds of each port's process by what they went into, and those of this process."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("", *spent):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for part in dict.fromkeys(part for port in spent.values() for part in port.parts):
+        table.add_row(part, *(f"{port.parts[part]:.1f}" if part in port.parts else "" for port in spent.values()))
+    table.add_row("together", *(f"{port.cpu_seconds:.1f}" for port in spent.values()))
+    _print_table(console, f"Processor seconds; the reference and comparing took {comparing:.1f} beside them.", table)
 
 
 def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdict, limit: int = 8) -> None:

@@ -36,7 +36,7 @@ def read_file(path: Path) -> bytes:
         ValueError: It is missing or too large.
     """
     if not path.is_file():
-        raise ValueError(f"{path.parent} holds no {path.name}")
+        raise ValueError(f"there is no file {path}")
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:

@@ -106,8 +106,8 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
     """Return the vocabulary of a model that Marian trained, from its files.
 
     Args:
-        paths: Those of the source and of the target, or one for both: ``.spm`` models, ``.yml`` or ``.json`` tables, or
-            a pair of each.
+        paths: Those of the source and of the target, or one for both: sentencepiece models (``.spm``, ``.model``),
+            ``.yml`` or ``.json`` tables, or a pair of each.
 
     Raises:
         OSError: A file cannot be read.
@@ -115,7 +115,7 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
     """
     files: dict[str, bytes] = {}
     for suffix in (".spm", ".yml", ".json"):
-        same = [path for path in paths if path.suffix == suffix]
+        same = [path for path in paths if path.suffix == suffix or (suffix, path.suffix) == (".spm", ".model")]
         if len(same) > 2:
             raise ValueError(f"a vocabulary has at most two files that end in {suffix}: got {len(same)}")
         first, second = (
@@ -125,10 +125,16 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
             files[name] = read_file(path)
         if suffix == ".spm" and len(same) == 1:
             files[second] = files[first]
-    if other := [path.name for path in paths if path.suffix not in (".spm", ".yml", ".json")]:
-        raise ValueError(f"a vocabulary of Marian's ends in .spm, .yml or .json: got {', '.join(other)}")
+    if other := [path.name for path in paths if path.suffix not in (".spm", ".model", ".yml", ".json")]:
+        raise ValueError(f"files of a vocabulary must end in .spm, .model, .yml or .json: got {', '.join(other)}")
     if any(name.endswith(".yml") for name in files) and any(name.endswith(".json") for name in files):
         raise ValueError("a vocabulary has tables of one form: got .yml and .json")
+    for path in paths:  # by its own name
+        content = read_file(path)
+        if path.suffix in (".spm", ".model"):
+            read_model(content, path.name)
+        else:
+            read_map({path.name: content}, path.name)
     return MarianVocabulary(files)
 
 

@@ -14,7 +14,7 @@ from transformer_parity.text.vocabulary import LONGEST
 from transformer_parity.train import corpora
 from transformer_parity.train.batches import Batches, number
 from transformer_parity.train.corpora import HeldOut
-from transformer_parity.train.learner import Learner
+from transformer_parity.train.learner import Learner, Where
 from transformer_parity.train.run import longest_translation
 from transformer_parity.translate.trained import Trained
 
@@ -42,7 +42,7 @@ def held_out(text: Sequence[Path] | None, sentences: int | None) -> HeldOut:
 def evaluate(trained: Trained, corpus: HeldOut, backend: str, device: str, search: SearchOptions) -> dict[str, Any]:
     """Return loss, perplexity, score and time of one model in one backend, in plain values."""
     config = trained.config
-    learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, Placement("float32", device))
+    learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, Where(Placement("float32", device)))
     start_id = trained.vocabulary.start_id
     begun = config if start_id is None else config.replace(bos_id=start_id)  # as the decoder reads it
     batches = Batches(number(corpus.held_out, trained.vocabulary), begun, TOKENS, max_length=LONGEST)

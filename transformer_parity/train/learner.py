@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy import ndarray
 
 from reference_numpy.checkpoint import Checkpoint
 from reference_numpy.config import TransformerConfig
+from reference_numpy.parallel_plan import Plan
 from reference_numpy.training_config import StepResult, TrainingConfig
 from transformer_parity.ports.protocol import Placement, SearchOptions
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.text.vocabulary import Vocabulary
 from transformer_parity.train.batches import Batch
+from transformer_parity.train.group import ALONE, Group
 from transformer_parity.translate.translator import Translator
 
 GREEDY = SearchOptions()
 
 
+@dataclass(frozen=True)
+class Where:
+    """Where a run is computed.
+
+    Attributes:
+        placement: The dtype, the device and the precision.
+        plan: The devices that share each step; None is one device.
+        group: The processes that have them, of which this is one.
+    """
+
+    placement: Placement
+    plan: Plan | None = None
+    group: Group = ALONE
+
+
 class Learner:
-    """A model of one backend, being trained."""
+    """A model of one backend, being trained.
+
+    On several devices, all processes call each method but ``translate`` in the same order.
+    """
 
     def __init__(
         self,
@@ -30,13 +51,16 @@ class Learner:
         weights: Mapping[str, ndarray],
         settings: TrainingConfig,
         seed: int,
-        placement: Placement,
+        where: Where,
     ) -> None:
         port = PORTS[backend]
         self.package = package = port.import_package()
-        self.backend = backend
-        self.model = package.Transformer.from_weights(config, weights, *placement)
-        self.trainer = package.Trainer(self.model, settings, seed)
+        self.backend, self.where = backend, where
+        placement = where.placement
+        mesh = None if where.plan is None else package.make_mesh(where.plan, placement.device)
+        with getattr(mesh, "scope", nullcontext)():  # TensorFlow makes copies of variables where it makes them
+            self.model = package.Transformer.from_weights(config, weights, *placement)
+        self.trainer = package.Trainer(self.model, settings, seed, mesh=mesh)
         self.loaded = port.loaded(package, self.model, placement)
         self.environment: dict[str, str] = package.describe()
 
@@ -53,11 +77,26 @@ class Learner:
         self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int, search: SearchOptions = GREEDY
     ) -> list[str]:
         """Translate lines, in order; one that is longer than the model's positions is left empty."""
-        config = self.model.config
+        config, loaded = self.model.config, self.loaded
+        if self.where.plan is not None:  # a search needs the whole model on one device
+            weights, placement = self.model.export_weights(), self.where.placement
+            whole = self.package.Transformer.from_weights(config, weights, *placement)
+            loaded = type(loaded)(self.package, whole, placement)
         most = search.max_length or max_length
         search = replace(search, max_length=min(most, config.max_positions or most))
         translator = Translator(config, vocabulary, search, window=len(lines))
-        return [translation.text for translation in translator.translate(self.loaded, lines)]
+        return [translation.text for translation in translator.translate(loaded, lines)]
+
+    def summed(self, *numbers: float) -> list[float]:
+        """Return the sum of each number over all processes."""
+        if self.where.group.size == 1:
+            return list(numbers)
+        return [float(number) for number in self.loaded.summed(self.trainer.mesh, numbers)]
+
+    def on_one_device(self, weights: Mapping[str, ndarray]) -> Learner:
+        """Return one that has other weights, and all of them here."""
+        trainer, where = self.trainer, Where(self.where.placement)
+        return Learner(self.backend, self.model.config, weights, trainer.settings, trainer.seed, where)
 
     def set_weights(self, weights: Mapping[str, ndarray]) -> None:
         """Put other weights into the model."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,13 +16,16 @@ from numpy import ndarray
 from reference_numpy.checkpoint import average_weights, save_checkpoint
 from reference_numpy.checks import check_integer
 from reference_numpy.files import save_weights
-from transformer_parity.system.errors import UsageError
+from reference_numpy.names import count_parameters
+from transformer_parity.system.errors import UsageError, printable
 from transformer_parity.system.interrupts import Stop
+from transformer_parity.text.vocabulary import LONGEST
 from transformer_parity.train.batches import Batches
 from transformer_parity.train.corpora import Corpus
 from transformer_parity.train.learner import Learner
 from transformer_parity.train.log import LOG, MODEL, Log, checkpoints, step_of
 
+MOST_STEPS = 100  # between two times that processes ask one another whether to stop
 PATIENCE = 0.5  # seconds between two reads of losses from the device
 SAMPLE = 200  # held-out sentences that are translated at each validation
 LONGER = 10  # tokens that a translation may be longer than the longest target held out
@@ -96,16 +101,41 @@ class Run:
         self.plan = plan
         self.folder = folder
         self.observer = observer
-        self.log = Log(folder / LOG)
+        self.group = learners[0].where.group
+        self.log = self._open_log()
         self._pending: list[tuple[int, float, list[Any]]] = []
         self._read_at = time.perf_counter()
         self.seconds = seconds  # spent on steps, also before the run was resumed
         self._saved: int | None = None  # the step of the last checkpoint that was written here
+        self._step_seconds = PATIENCE  # that the steps took of late, each
+        self._ask_at, self._stopping = 0, False  # the step at which processes ask one another next, and the answer
 
     @property
     def step(self) -> int:
         """Steps taken."""
         return self.learners[0].trainer.step
+
+    @property
+    def description(self) -> str:
+        """What is trained on, how large the model is, and where the run is written."""
+        learner, batches = self.learners[0], self.batches
+        config, plan = learner.model.config, learner.where.plan
+        lines = [
+            f"{self.corpus.task}: {len(self.corpus.training):,} pairs, {len(self.corpus.held_out):,} held out, "
+            f"vocabulary {config.target_vocab_size:,}; {count_parameters(config) / 1e6:.2f} M parameters; "
+            f"{batches.per_epoch:,} batches an epoch in {len(batches.shapes)} shapes; to {printable(str(self.folder))}",
+        ]
+        if plan is not None:
+            processes = f"{self.group.size} processes" if self.group.size > 1 else "1 process"
+            lines.append(f"on {plan.devices} devices, {plan}, of {processes}")
+        if batches.dropped:
+            most = min(config.max_positions or math.inf, max(batches.tokens_per_batch, LONGEST))
+            lines.append(f"{batches.dropped:,} pairs are longer than {most:,} tokens and are left out")
+        if len(self.learners) > 1:
+            lines.append("in lockstep: same weights, same batches, no dropout; nothing is saved but log and curve")
+        if self.step:
+            lines.append(f"going on from step {self.step:,}")
+        return "\n".join(lines)
 
     def go(self, stop: Stop, stop_at: int | None = None) -> None:
         """Train until all steps, or ``stop_at`` steps, are taken or ``stop`` is set; save on the way and at the end."""
@@ -123,7 +153,7 @@ class Run:
         )
         self._read_at = time.perf_counter()
         try:
-            while self.step < last and not stop.signal:
+            while self.step < last and not self._stops(stop):
                 self._take_step()
                 if self.step % self.plan.save_every == 0:
                     self._save()
@@ -137,9 +167,9 @@ class Run:
 
     def finish(self) -> dict[str, dict[str, float]]:
         """Write the final weights, validate on everything held out, and return what was reached, by backend."""
-        self.log = Log(self.folder / LOG)
+        self.log = self._open_log()
         try:
-            averaged, weights = self._write_model() if len(self.learners) == 1 else (0, {})
+            averaged, weights = self._write_model() if len(self.learners) == 1 and self.group.rank == 0 else (0, {})
             reached = self._validate(None)
             if averaged > 1:
                 reached |= self._validate_average(averaged, weights)
@@ -147,6 +177,20 @@ class Run:
         finally:
             self.log.close()
         return reached
+
+    def _open_log(self) -> Log:
+        """Return the log; of several processes, the first alone writes it."""
+        return Log(self.folder / LOG if self.group.rank == 0 else Path(os.devnull))
+
+    def _stops(self, stop: Stop) -> bool:
+        """Whether to stop here; several processes do so at the same step, and ask one another only now and then."""
+        if self.group.size > 1 and self.step >= self._ask_at:
+            own = stop.signal or 0
+            signals, steps = self.learners[0].summed(own, 1 + int(PATIENCE / max(self._step_seconds, 1e-9)))
+            self._ask_at = self.step + min(MOST_STEPS, int(steps) // self.group.size)
+            self._stopping = signals > 0
+            stop.signal = own or (signal.SIGTERM if self._stopping else None)
+        return self._stopping if self.group.size > 1 else bool(stop.signal)
 
     def _take_step(self) -> None:
         batch = next(self.batches)
@@ -177,9 +221,11 @@ class Run:
             if not all(map(math.isfinite, losses.values())):
                 self.log.flush()
                 raise UsageError(f"the loss is not finite at step {step}: try a smaller --factor, or --clip 1")
+        count = len(self._pending)
         self._pending.clear()
         now = time.perf_counter()
         elapsed, self._read_at = now - self._read_at, now
+        self._step_seconds = elapsed / count
         self.seconds += elapsed
         self.log.write("time", step=self.step, seconds=self.seconds, tokens_per_second=tokens / elapsed)
         self.log.flush()
@@ -219,10 +265,13 @@ class Run:
             "seconds": self.seconds,
         }
         path = self.folder / f"checkpoint-{self.step:07}.safetensors"
-        save_checkpoint(path, self.learners[0].checkpoint(progress, self.corpus.vocabulary.model))
+        checkpoint = self.learners[0].checkpoint(progress, self.corpus.vocabulary.model)  # with the others' parts
+        self._saved = self.step
+        if self.group.rank != 0:
+            return
+        save_checkpoint(path, checkpoint)
         self.log.write("checkpoint", step=self.step, file=path.name)
         self.log.flush()
-        self._saved = self.step
         kept = {path, *self._regular()[-self.plan.keep :]}
         for old in checkpoints(self.folder):
             if old not in kept:
@@ -244,11 +293,16 @@ class Run:
 
     def _validate_average(self, count: int, weights: Mapping[str, ndarray]) -> dict[str, dict[str, float]]:
         learner = self.learners[0]
-        own = learner.model.export_weights()
-        learner.set_weights(weights)
         self.observer.say(f"the average of the last {count} checkpoints:")
-        found = self._validate(None, averaged=count)
-        learner.set_weights(own)
+        if learner.where.plan is None:
+            own = learner.model.export_weights()
+            learner.set_weights(weights)
+            found = self._validate(None, averaged=count)
+            learner.set_weights(own)
+        else:  # on one device: the other processes have ended
+            self.learners = [learner.on_one_device(weights)]
+            found = self._validate(None, averaged=count)
+            self.learners = [learner]
         return {f"{learner.backend}, {count} checkpoints averaged": found[learner.backend]}
 
 

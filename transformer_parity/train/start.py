@@ -12,14 +12,13 @@ from reference_numpy.checkpoint import load_checkpoint
 from reference_numpy.checks import check_integer, check_number
 from reference_numpy.config import TransformerConfig
 from reference_numpy.training_config import TrainingConfig, TrainingState
-from transformer_parity.ports.protocol import Placement
 from transformer_parity.system.machine import check_memory
 from transformer_parity.text.subwords import SPECIAL, Subwords
 from transformer_parity.text.vocabulary import LONGEST
 from transformer_parity.train import corpora
 from transformer_parity.train.batches import Batches, number
 from transformer_parity.train.corpora import Corpus, Recipe
-from transformer_parity.train.learner import Learner
+from transformer_parity.train.learner import Learner, Where
 from transformer_parity.train.log import MODEL, checkpoints, step_of
 from transformer_parity.train.run import Data, Observer, Plan, Run
 
@@ -44,7 +43,7 @@ class Setup:
         """The dtype of the weights."""
         return next(iter(self.weights.values())).dtype.name
 
-    def start(self, backends: Sequence[str], folder: Path, observer: Observer, placement: Placement) -> Run:
+    def start(self, backends: Sequence[str], folder: Path, observer: Observer, where: Where) -> Run:
         """Build batches and learners; several learners run in lockstep, without dropout.
 
         Raises:
@@ -65,7 +64,7 @@ class Setup:
         config = self.config
         if len(backends) > 1:  # no two frameworks draw the same random numbers
             config = config.replace(dropout=ref.DropoutRates(embedding=0.0, residual=0.0))
-        learners = [Learner(name, config, self.weights, self.settings, self.seed, placement) for name in backends]
+        learners = [Learner(name, config, self.weights, self.settings, self.seed, where) for name in backends]
         if self.state is not None:
             for learner in learners:
                 learner.trainer.load_state(self.state)

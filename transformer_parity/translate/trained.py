@@ -65,7 +65,10 @@ def read_trained(path: Path) -> Trained:
         search = SearchOptions.from_dict(read_notes(description).get("search", {}))
         step = read_step(description)
     if stored is None:
-        raise ValueError(f"{path} holds no vocabulary: parity train writes one, save_weights only when given it")
+        raise ValueError(
+            f"{path} holds no vocabulary: `parity train` writes one, `parity import` where the checkpoint has one or "
+            "--vocab names its files, and save_weights with vocabulary=load_vocabulary(FILE)"
+        )
     try:
         vocabulary = build_vocabulary(stored, config)
     except ValueError as error:

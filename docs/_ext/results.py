@@ -1,0 +1,173 @@
+"""Tables that are made from committed results: the last full check and self-test, and what was timed."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from panes import ROOT, TITLES
+from sphinx.errors import ExtensionError
+
+RESULTS = ROOT / "docs" / "results"
+TOLERANCES = ROOT / "transformer_parity" / "compare" / "tolerances.toml"
+MIB = 2**20
+PORTS = ("torch", "jax", "tf")
+PARTICIPANTS = {  # as docs/speed.md calls them
+    "numpy": "**reference_numpy**",
+    **{port: f"**transformer_{port}**" for port in PORTS},
+    "torch.nn": "torch.nn.Transformer",
+    "torch.nn compiled": "torch.nn.Transformer, compiled",
+    "marian": "MarianMTModel",
+    "flax nnx": "Flax NNX",
+    "keras hub": "Keras hub",
+    "keras hub XLA": "Keras hub, XLA",
+    "products": "the products alone, by NumPy",
+}
+
+
+def stamp(report: dict[str, Any], versions: dict[str, str]) -> str:
+    """Return when, where, of which commit and with which versions something was measured."""
+    machine = report["machine"]
+    commit = f", commit `{report['commit'][:10]}`" if "commit" in report else ""
+    named = ", ".join(f"{TITLES.get(name, name)} {version}" for name, version in versions.items())
+    where = f"{machine['platform']}, {machine['cpus']} CPUs, Python {machine['python']}"
+    when = f"Measured on {report['date'][:10]}{commit}, transformer-parity {machine['transformer-parity']}"
+    return f"{when}; {named}; {where}."
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a committed result.
+
+    Raises:
+        ExtensionError: It is not there.
+    """
+    if not path.is_file():
+        raise ExtensionError(f"there is no {path.relative_to(ROOT)}")
+    return json.loads(path.read_text("utf-8"))
+
+
+def speed(task: str) -> Iterator[str]:
+    """Yield a Markdown table of one task at both sizes, from benchmarks/*.json."""
+    reports = {size: read(ROOT / "benchmarks" / f"{task}-{size}.json") for size in ("small", "base")}
+    columns = {size: {one["name"]: one for one in r["races"][0]["contestants"]} for size, r in reports.items()}
+    header = "".join(f" {size}, ms | lowest to highest | MiB |" for size in reports)
+    yield f"| |{header}"
+    yield "|---|" + "---:|---:|---:|" * len(reports)
+    for name in sorted(columns["base"], key=lambda name: columns["base"][name].get("median_seconds") or 1e9):
+        cells = "".join(f" {timed(columns[size].get(name))} |" for size in reports)
+        yield f"| {PARTICIPANTS[name]} |{cells}"
+    versions = {one["name"]: one["environment"]["version"] for one in columns["base"].values() if one["name"] in TITLES}
+    yield ""
+    for size, report in reports.items():
+        rounds = f"{report['rounds']} rounds, {report['machine']['threads']} threads"
+        yield f"{size.capitalize()}: {rounds}. {stamp(report, versions)}"
+        yield ""
+
+
+def timed(one: dict[str, Any] | None) -> str:
+    """Return the cells of one participant: median, extremes, memory; its problem where it has no time."""
+    if not one or one.get("median_seconds") is None:
+        return f"{one['problem'] if one else 'not run'} | |"
+    seconds = one["seconds"]
+    spread = f"{1000 * min(seconds):,.0f} to {1000 * max(seconds):,.0f}"
+    return f"{1000 * one['median_seconds']:,.0f} | {spread} | {one['peak_bytes'] / MIB:,.0f}"
+
+
+def fastest(task: str) -> Iterator[str]:
+    """Yield the rows of docs/speed.md that compare the ports: with the one that is the fastest of the three.
+
+    That one takes less time than each of the others, by the median of the ratios within each round.
+    """
+    columns = []
+    for size in ("small", "base"):
+        ratios = read(ROOT / "benchmarks" / f"{task}-{size}.json")["races"][0]["ratios"]
+        (first,) = (
+            port for port in PORTS if all(ratios[port][other]["median"] < 1 for other in PORTS if other != port)
+        )
+        columns.append({port: ratios[port].get(first) for port in PORTS})
+    for port in PORTS:
+        cells = [
+            f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})" if found else "the fastest"
+            for found in (column[port] for column in columns)
+        ]
+        yield f"| transformer_{port} / the fastest of the three | {' | '.join(cells)} |"
+
+
+def conformance(dtype: str) -> Iterator[str]:
+    """Yield a Markdown table of the last full check in one dtype, from docs/results/conformance.json."""
+    summary = [row for row in read(RESULTS / "conformance.json")["summary"] if row["dtype"] == dtype]
+    rows = {(row["component"], row["backend"]): row for row in summary}
+    yield f"| component | {' | '.join(TITLES[port] for port in PORTS)} | closest to its tolerance |"
+    yield "|---|" + "---:|" * len(PORTS) + "---|"
+    for component in dict.fromkeys(component for component, _ in rows):
+        cells = [rows[component, port] for port in PORTS]
+        worst = max(cells, key=lambda row: row["share"])
+        errors = " | ".join(map(shown_error, cells))
+        yield f"| {component} | {errors} | `{worst['case']}` `{worst['tap']}` |"
+
+
+def verdict() -> Iterator[str]:
+    """Yield how the last full check ended, and what it was."""
+    report = read(RESULTS / "conformance.json")
+    size = f"{report['cases']:,} cases and " if "cases" in report else ""
+    yield f"Verdict: **{report['verdict']}**, with {size}{report['comparisons']:,} comparisons."
+    if "time" in report:
+        compiling = ", ".join(
+            f"{TITLES[name]} {spent['compiling']:.0f} s" for name, spent in report["time"]["ports"].items()
+        )
+        yield f"It took {report['time']['seconds']:.0f} s. Compiling in the process of each port: {compiling}."
+    yield stamp(report, report["versions"])
+
+
+def shown_error(row: dict[str, Any]) -> str:
+    """Return an error, its tolerance, and how much of that it uses."""
+    error, tolerance = (re.sub(r"e-0*", "e-", f"{row[name]:.0e}") for name in ("error", "tolerance"))
+    share = "<0.1" if 100 * row["share"] < 0.1 else f"{100 * row['share']:.2g}"
+    return f"{error} of {tolerance} ({share}\u00a0%)" if row["error"] else "exact"
+
+
+def tolerances() -> Iterator[str]:
+    """Yield a Markdown table of the tolerances, from the file that the comparison reads."""
+    policy = tomllib.loads(TOLERANCES.read_text("utf-8"))
+    kinds = {
+        "taps and logits": ("tap", ""),
+        "loss": ("loss", "gradients"),
+        "gradient of all parameters together": ("whole", "gradients"),
+        "gradient of one tensor": ("tensor", "gradients"),
+        "scores of a search": ("score", "decode"),
+        "optimizer steps: loss": ("loss", "steps"),
+        "optimizer steps: any other value": ("tensor", "steps"),
+    }
+    yield from ("| compared | float64 | float32 | bfloat16 |", "|---|---:|---|---|")
+    for title, (name, section) in kinds.items():
+        by_dtype = policy[section] if section else policy
+        own, coarse = by_dtype["float32"], by_dtype.get("bfloat16")
+        single = f"{own[name]:g}" if name in own else f"{own['ratio']:g} \u00d7 the reference's own error there"
+        scores = f"{coarse['tap']:g}; attention scores and weights {coarse['scores_and_weights']:g}" if coarse else "-"
+        yield f"| {title} | {by_dtype['float64'][name]:g} | {single} | {scores} |"
+
+
+def selftest() -> Iterator[str]:
+    """Yield a Markdown table of the last self-test, from docs/results/selftest.json."""
+    report = read(RESULTS / "selftest.json")
+    yield stamp(report, report["versions"])
+    yield ""
+    yield from ("| part | planted | caught | located | named, of those that can be |", "|---|---:|---:|---:|---:|")
+    for row in [*report["parts"], {"part": "together", **report["together"]}]:
+        named = f"{row['named']} of {row['nameable']}" if row["nameable"] else "none can be"
+        yield f"| {row['part']} | {row['planted']} | {row['caught']} | {row['located']} | {named} |"
+
+
+def closest() -> Iterator[str]:
+    """Yield the README's table: for each framework, the comparison that uses most of its tolerance."""
+    rows = read(RESULTS / "conformance.json")["summary"]
+    yield f"| | {' | '.join(TITLES[port] for port in PORTS)} |"
+    yield "|---|" + "---|" * len(PORTS)
+    for dtype in ("float64", "float32"):
+        of_dtype = [[row for row in rows if (row["backend"], row["dtype"]) == (port, dtype)] for port in PORTS]
+        worst = (max(of_port, key=lambda row: row["share"]) for of_port in of_dtype)
+        yield f"| {dtype} | {' | '.join(shown_error(row) for row in worst)} |".replace("\u00a0", " ")

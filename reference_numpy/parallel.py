@@ -1,0 +1,95 @@
+"""Training on several devices, simulated: they compute their shares of a step one after another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.names import find, parameter_shapes
+from reference_numpy.parallel_plan import Plan, Shard, fsdp_axis, spread, tensor_axis
+from reference_numpy.runtime import check_placement
+from reference_numpy.shapes import Float
+
+
+def make_mesh(plan: Plan, device: str | None = None) -> Plan:
+    """Return the devices of a plan as the framework arranges them, for a ``Trainer``.
+
+    Args:
+        plan: How many devices there are along each axis.
+        device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+
+    Raises:
+        ValueError: There is another number of devices than the plan needs, or the framework cannot follow the plan.
+        RuntimeError: The device is not visible.
+    """
+    check_placement("float32", device)
+    return plan
+
+
+def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
+    """Return the plan that a mesh follows, be it from ``make_mesh`` or the user's own; one device for None.
+
+    Raises:
+        TypeError: That is no mesh of this framework.
+        ValueError: The mesh has an axis that is none of a plan's, or the model cannot be divided like this.
+    """
+    if mesh is not None and not isinstance(mesh, Plan):
+        raise TypeError(f"mesh must be a Plan: got {type(mesh).__name__}")
+    plan = mesh or Plan()
+    plan.check(config)
+    return plan
+
+
+def shards(trainer: Any) -> dict[str, list[Shard]]:
+    """Return what the devices of this process hold of each parameter of a trainer, by canonical name."""
+    plan = trainer.plan
+    places = [*itertools.product(range(plan.data), range(plan.fsdp), range(plan.tensor))]
+    held = {}
+    for name, shape in parameter_shapes(trainer.model.config).items():
+        parameter = find(trainer.model, name)
+        indices = [_index(name, shape, plan, place) for place in places]
+        held[name] = [Shard(device, index, parameter[index]) for device, index in enumerate(indices)]
+    return held
+
+
+def divide(trainer: Any, batch: Sequence[ndarray]) -> Iterator[tuple[Sequence[ndarray], Any]]:
+    """Yield the rows of each share of each slice of a batch, and the generator that draws their dropout."""
+    plan, slices, entropy = trainer.plan, trainer.settings.accumulation_steps, (trainer.seed, trainer.step)
+    parts = [spread(ids, slices, plan.shares, trainer.model.config.pad_id) for ids in batch]
+    rows, own = len(batch[0]) // slices, parts[0].shape[2]
+    generators = [
+        np.random.default_rng([*entropy, share])
+        if trainer.dropout == "local"
+        else _OwnRows(np.random.default_rng(entropy), rows, share * own)
+        for share in range(plan.shares)
+    ]
+    for number, share in itertools.product(range(slices), range(plan.shares)):
+        yield [ids[number, share] for ids in parts], generators[share]
+
+
+class _OwnRows:
+    """Draws what a generator draws for all rows of a slice, and keeps one share's; its rows of padding get ones."""
+
+    def __init__(self, rng: np.random.Generator, rows: int, first: int) -> None:
+        self.rng, self.rows, self.first = rng, rows, first
+
+    def random(self, shape: tuple[int, ...], dtype: type) -> Float[ndarray, "*axes"]:
+        drawn = self.rng.random((self.rows, *shape[1:]), dtype)[self.first : self.first + shape[0]]
+        padding = np.ones((shape[0] - len(drawn), *shape[1:]), dtype)
+        return np.concatenate([drawn, padding]) if len(padding) else drawn
+
+
+def _index(name: str, shape: tuple[int, ...], plan: Plan, place: tuple[int, int, int]) -> tuple[slice, ...]:
+    """Return where the part of a parameter lies that the device at a place along all axes holds."""
+    index = [slice(0, size) for size in shape]
+    divided = (fsdp_axis(name, shape, plan.fsdp), plan.fsdp, place[1]), (tensor_axis(name), plan.tensor, place[2])
+    for axis, parts, part in divided:
+        if axis is not None:
+            size = shape[axis] // parts
+            index[axis] = slice(part * size, (part + 1) * size)
+    return tuple(index)

@@ -1,0 +1,293 @@
+"""What the processes of test_parallel_torch.py do: each function is a job of all processes of a run, given its rank."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import transformer_torch
+from reference_numpy import Checkpoint, Plan, TrainingConfig, load_checkpoint, save_checkpoint
+from transformer_parity.distributed.cases import probes
+from transformer_torch.parallel_checkpoint import load_sharded, save_sharded
+from transformer_torch.weights import copy_out, parameters
+
+
+def run(folder: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], seconds: float = 200) -> list[list[Any]]:
+    """Let processes do jobs one after another; return what each process returned for each job.
+
+    An error of one process ends all of them, and is raised here.
+    """
+    store = meeting_place()
+    context = processes.spawn(_process, (world, store.port, folder, jobs), nprocs=world, join=False)
+    ends = time.monotonic() + seconds
+    try:
+        while not context.join(timeout=1.0, grace_period=1.0):
+            assert time.monotonic() < ends, f"the processes have not ended in {seconds:g} s"
+    finally:
+        for process in context.processes:
+            process.kill()
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+def ends(folder: Path, world: int, ranks: list[int], job: tuple[str, dict[str, Any]], seconds: float) -> dict[int, Any]:
+    """Let only some processes of a run do a job; return what each returned, or its exit status where it returned none.
+
+    None of them is ended from outside, unless time is over.
+    """
+    store, spawn = meeting_place(), processes.get_context("spawn")
+    started = [spawn.Process(target=_process, args=(rank, world, store.port, folder, [job])) for rank in ranks]
+    over = time.monotonic() + seconds
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(max(over - time.monotonic(), 0.0))
+    for process in started:
+        process.kill()
+    returned = {rank: folder / f"{rank}.pickle" for rank in ranks}
+    return {
+        rank: pickle.loads(returned[rank].read_bytes())[0] if returned[rank].exists() else process.exitcode
+        for rank, process in zip(ranks, started, strict=True)
+    }
+
+
+def meeting_place() -> dist.TCPStore:
+    """Return where processes find one another, at a port that the system chooses, as torchrun's agent has it."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return what torchrun tells a process."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+    switches = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}, **switches}
+
+
+def _process(rank: int, world: int, port: int, folder: Path, jobs: list[tuple[str, dict[str, Any]]]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= environment(rank, world, port)
+    found = [globals()[name](rank, **arguments) for name, arguments in jobs]
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def model_of(probe: Any, dtype: str = "float64") -> transformer_torch.Transformer:
+    """Return a fresh model."""
+    return transformer_torch.Transformer.from_weights(probe.config, probe.weights(), dtype)
+
+
+def trainer_of(probe: Any, dtype: str = "float64", **arguments: Any) -> transformer_torch.Trainer:
+    """Return a trainer of a fresh model."""
+    settings = arguments.pop("settings", probe.settings)
+    return transformer_torch.Trainer(model_of(probe, dtype), settings, probe.seed, **arguments)
+
+
+def observed(trainer: Any, probe: Any, steps: int) -> dict[str, Any]:
+    """Return what a trainer gives: a gradient, steps, what is evaluated, weights and moments."""
+    gradient = trainer.gradient(*probe.batch(0))
+    results = [trainer.train_step(*probe.batch(trainer.step)) for _ in range(steps)]
+    state = trainer.export_state()
+    return {
+        "loss": gradient.loss,
+        "gradient": gradient.parameters,
+        "steps": [[float(x) for x in (r.loss, r.tokens, r.gradient_norm)] for r in results],
+        "evaluated": [float(x) for x in trainer.evaluate(*probe.batch(0))],
+        "weights": trainer.model.export_weights(),
+        "first moment": state.first_moment,
+        "second moment": state.second_moment,
+    }
+
+
+def train(rank: int, plan: str, probe: str, steps: int, **arguments: Any) -> dict[str, Any]:
+    """Train on a plan."""
+    case = probes()[probe]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)), **arguments)
+    found = observed(trainer, case, steps)
+    return {**found, "shards": transformer_torch.shards(trainer), "engine": type(trainer.share.module).__name__}
+
+
+def train_in(rank: int, plan: str, mixed: bool) -> dict[str, Any]:
+    """Train on a plan in float32, and compute in bfloat16 if mixed; the gradients of slices are added up."""
+    case = probes()["plain"]
+    changes = {"mixed_bfloat16": mixed, "accumulation_steps": 2, "activation_checkpointing": True}
+    settings = TrainingConfig(**{**case.settings.to_dict(), **changes})
+    mesh = transformer_torch.make_mesh(Plan.parse(plan))
+    return observed(trainer_of(case, "float32", settings=settings, mesh=mesh), case, 3)
+
+
+def train_on_a_mesh_of_the_user(rank: int, axes: dict[str, int], probe: str, steps: int) -> dict[str, Any]:
+    """Train on a mesh whose axes stand in any order; the weights of all processes but the first are wrong."""
+    case = probes()[probe]
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    model = model_of(case)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank)
+    return observed(transformer_torch.Trainer(model, case.settings, case.seed, mesh=mesh), case, steps)
+
+
+def save(rank: int, folder: Path, plan: str, probe: str, steps: int) -> str:
+    """Train on a plan and write a folder, and the one file beside it; return what is said where it exists already."""
+    case = probes()[probe]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
+    observed(trainer, case, steps)
+    save_sharded(folder, trainer, {"position": [3, 1]}, b"vocabulary")
+    with pytest.raises(FileExistsError) as refused:
+        save_sharded(folder, trainer)
+    weights, state = trainer.model.export_weights(), trainer.export_state()
+    if rank == 0:
+        path = folder.with_suffix(".safetensors")
+        save_checkpoint(path, Checkpoint(case.config, case.settings, weights, state, {"position": [3, 1]}))
+    dist.barrier()
+    return str(refused.value)
+
+
+def go_on(rank: int, path: Path, plan: str, probe: str, steps: int) -> dict[str, Any]:
+    """Go on from a folder or a file, on a plan."""
+    case = probes()[probe]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
+    if path.is_dir():
+        progress = load_sharded(path, trainer)
+    else:
+        checkpoint = load_checkpoint(path)
+        transformer_torch.set_weights(trainer.model, checkpoint.weights)
+        trainer.load_state(checkpoint.state)
+        progress = checkpoint.progress
+    return {**observed(trainer, case, steps), "progress": progress}
+
+
+REFUSED = {
+    "search": "ValueError: the model is divided over a mesh: what searches is another, made from its export_weights()",
+    "gradients": "ValueError: the model is divided over a mesh: Trainer.gradient has the gradients of its parameters",
+    "again": "ValueError: a mesh divides a model that nothing else has wrapped or divided: got FSDPTransformer",
+    "wrapped": "ValueError: a mesh divides a model that nothing else has wrapped or divided: got Sequential",
+    "frozen": "ValueError: what is frozen on a mesh is settled when the trainer is made: make another trainer",
+    "plan": "ValueError: the plan data=3 needs 3 devices: got 2 "
+    "(start one process for each, as by torchrun --nproc-per-node)",
+    "axis": "ValueError: the axes of a mesh must be some of data, fsdp, tensor: got x",
+    "no names": "ValueError: the axes of a mesh must be some of data, fsdp, tensor: got (without a name)",
+    "type": "TypeError: mesh must be a DeviceMesh: got Plan",
+    "dropout": "ValueError: dropout must be one of global, local: got 'none'",
+    "seed": "ValueError: all processes must have the same seed, settings, dropout and model: "
+    "got another one in process 1",
+    "batch": "ValueError: all processes must have the same batch, of which each takes its rows: "
+    "got another one in process 1",
+}
+
+
+def refused(rank: int, plan: str, attempts: list[str]) -> dict[str, str]:
+    """Return what is said of each thing that cannot be done with a trainer on a plan."""
+    case, mesh = probes()["plain"], transformer_torch.make_mesh(Plan.parse(plan))
+    trainer = trainer_of(case, mesh=mesh)
+    ways = {
+        "search": lambda: transformer_torch.greedy_search(trainer.model, case.batch(0)[0]),
+        "gradients": lambda: transformer_torch.gradients(trainer.model, *case.batch(0)),
+        "again": lambda: transformer_torch.Trainer(trainer.model, case.settings, mesh=mesh),
+        "wrapped": lambda: transformer_torch.Trainer(torch.nn.Sequential(trainer.model), case.settings, mesh=mesh),
+        "frozen": lambda: (trainer.model.encoder.requires_grad_(False), trainer.train_step(*case.batch(0))),
+        "plan": lambda: transformer_torch.make_mesh(Plan(data=3)),
+        "axis": lambda: trainer_of(case, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("x",))),
+        "no names": lambda: trainer_of(case, mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
+        "type": lambda: trainer_of(case, mesh=Plan()),
+        "dropout": lambda: trainer_of(case, mesh=mesh, dropout="none"),
+        "seed": lambda: transformer_torch.Trainer(model_of(case), case.settings, rank, mesh=mesh),
+        "batch": lambda: trainer_of(case, mesh=mesh).train_step(*case.batch(rank)),
+    }
+    said = {}
+    for name in attempts:
+        try:
+            ways[name]()
+        except (TypeError, ValueError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def other_dropout(rank: int, plan: str) -> dict[str, float]:
+    """Return the loss of a step with dropout of either kind."""
+    case, mesh = probes()["dropout"], transformer_torch.make_mesh(Plan.parse(plan))
+    kinds = {"global": "global", "local": "local", "local again": "local"}
+    return {
+        name: trainer_of(case, mesh=mesh, dropout=kind).gradient(*case.batch(0)).loss for name, kind in kinds.items()
+    }
+
+
+def join(rank: int, seconds: float) -> str:
+    """Wait for the others, for another while than usual; return what is said where they do not come."""
+    transformer_torch.parallel.JOINING = timedelta(seconds=seconds)
+    with pytest.raises(RuntimeError) as refused:
+        transformer_torch.make_mesh(Plan(data=2))
+    return str(refused.value)
+
+
+def die(rank: int, plan: str) -> str:
+    """Take a step; then the last process ends. Return what the others meet in the next one."""
+    case = probes()["plain"]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
+    trainer.train_step(*case.batch(0))
+    if rank == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for step in range(1, 100):
+            trainer.train_step(*case.batch(step))
+    except RuntimeError as error:
+        return f"{type(error).__name__} {error}"
+    return "nothing"
+
+
+def their_own_copies(rank: int) -> dict[str, Any]:
+    """Train as users do who wrap the model and take rows of their own, by the trainer and by a loop of theirs."""
+    transformer_torch.make_mesh(Plan(data=2))
+    case, found = probes()["plain"], {}
+    own = [ids[rank::2] for ids in case.batch(0)]
+    model = model_of(case)
+    wrapped = DistributedDataParallel(model)
+    source, target, labels = map(torch.from_numpy, own)
+    total, tokens = transformer_torch.cross_entropy(wrapped(source, target), labels, case.config)
+    (total / tokens).backward()
+    found["loop"] = {name: copy_out(name, parameter.grad) for name, parameter in parameters(model).items()}
+    trainer = transformer_torch.Trainer(wrapped, case.settings)
+    found["trainer"] = trainer.gradient(*own).parameters
+    trainer.train_step(*own)
+    return {**found, "weights": model.export_weights()}
+
+
+def search(rank: int, plan: str) -> Any:
+    """Return what a model that is being trained on a plan finds, and a model of its own that has the same weights."""
+    case = probes()["plain"]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
+    trainer.train_step(*case.batch(0))
+    own = transformer_torch.Transformer.from_weights(case.config, trainer.model.export_weights(), "float64")
+    return [transformer_torch.beam_search(model, case.batch(1)[0], 3) for model in (trainer.model, own)]
+
+
+def loss_of_torch(rank: int) -> float:
+    """Return how far torch's ``loss_parallel`` is off in the gradient of a smoothed loss that is written out."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh = transformer_torch.make_mesh(Plan(tensor=dist.get_world_size()))
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(6, 8)))
+
+    def gradient(x):
+        x.requires_grad_()
+        log_probabilities = x.log_softmax(-1)
+        (-log_probabilities.sum()).backward()
+        return x.grad
+
+    expected = gradient(logits.clone())
+    with loss_parallel():
+        found = gradient(distribute_tensor(logits, mesh["tensor"], [Shard(1)]))
+    return float((found.full_tensor() - expected).abs().max() / expected.abs().max())

@@ -1,0 +1,191 @@
+"""The comparison of a run on several devices: each planted mistake is found, located and named; right runs agree."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import tiers
+from test_reports import SCHEMA_VALIDATOR
+
+import reference_numpy
+from reference_numpy import Plan
+from transformer_parity.check.selection import Selection
+from transformer_parity.cli.main import main
+from transformer_parity.compare.findings import AGREES, FAILED, SKIPPED
+from transformer_parity.distributed import run as processes
+from transformer_parity.distributed.cases import PLANS, probes
+from transformer_parity.distributed.compare import DIVIDED, NAMES, REPLICAS, Run, findings
+from transformer_parity.distributed.stage import Check
+from transformer_parity.distributed.worker import Seen, Task, train
+from transformer_parity.mistakes import distributed_torch
+from transformer_parity.mistakes.distributed import MISTAKES
+from transformer_parity.mistakes.edited_package import edited_package
+
+INVISIBLE = ("reduced twice", "norm counts copies")  # in the loss
+
+
+@cache
+def expected(name: str):
+    """Return what one device gives, by the name of a case."""
+    return train(reference_numpy, task(name))
+
+
+def task(name: str, plan: Plan | None = None) -> Task:
+    """Return the run of a case; ``resumed`` goes on from the middle of another."""
+    if name != "resumed":
+        return Task(probes()[name], plan)
+    return Task(probes()["short"], plan, expected("short").snapshots[2])
+
+
+def run(mistake):
+    """Train with a mistake, and return what was seen, what should have been, and all comparisons."""
+    _, plan, name = mistake.case.split("/")
+    package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
+    seen = train(package, task(name, package.Plan.parse(plan)))
+    started = task(name)
+    return (
+        seen,
+        expected(name),
+        findings("numpy", Run(started.probe, Plan.parse(plan), started.start), [seen], expected(name)),
+    )
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "-"))
+def test_a_mistake_is_found_located_and_named(mistake):
+    seen, right, found = run(mistake)
+    first = next(finding for finding in found if finding.verdict != AGREES)
+    assert first.tap.startswith(mistake.at)
+    assert mistake.detail in first.detail
+    if mistake.name in INVISIBLE:
+        assert seen.losses[:4] == pytest.approx(right.losses[:4], abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two processes of torch."""
+    with processes.group("torch", 2, timeout=200) as group:
+        yield group
+
+
+@pytest.mark.only("torch")
+@pytest.mark.parametrize(
+    "mistake",
+    tiers.first_alone(distributed_torch.MISTAKES, "plans"),
+    ids=lambda mistake: mistake.name.replace(" ", "-"),
+)
+def test_a_mistake_between_processes_is_found_located_and_named(two, mistake):
+    _, plan, name = mistake.case.split("/")
+    planted = replace(task(name, Plan.parse(plan)), edits=tuple(mistake.edits["torch"]))
+    seen = two.train(planted)
+    right = two.train(task(name))[0] if name == "dropout" else expected(name)
+    found = failing(findings("torch", Run(planted.probe, planted.plan), seen, right))
+    at, said = next(iter(found.items()))
+    assert at.startswith(mistake.at)
+    assert mistake.detail in said
+    assert (REPLICAS in found) == (mistake.name in distributed_torch.APART)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_right_run_raises_no_alarm(plan):
+    probe = probes()["short"]
+    found = findings("numpy", Run(probe, plan), [train(reference_numpy, Task(probe, plan))], expected("short"))
+    assert {finding.verdict for finding in found} == {AGREES}
+    assert {REPLICAS, DIVIDED} <= {finding.tap for finding in found}
+
+
+def on_two(change=lambda seen: seen) -> list:
+    """Return what is found if two processes have a device each, and the second sees something else."""
+    seen = train(reference_numpy, Task(probes()["short"], Plan(data=2)))
+    of_each = [
+        replace(seen, shards={name: [held[device]] for name, held in seen.shards.items()}) for device in range(2)
+    ]
+    return findings("numpy", Run(probes()["short"], Plan(data=2)), [of_each[0], change(of_each[1])], expected("short"))
+
+
+def failing(found) -> dict[str, str]:
+    return {finding.tap: finding.detail for finding in found if finding.verdict != AGREES}
+
+
+def test_copies_that_are_apart_are_found():
+    bias = "encoder.layers.0.feed_forward_norm.bias"
+
+    def moved(seen):
+        ((device, place, _),) = seen.shards[bias]
+        return replace(seen, shards={**seen.shards, bias: [(device, place, "other")]})
+
+    assert failing(on_two()) == {}
+    said = f"1 of 61 parameters differ between devices that have the same part: {bias}"
+    assert failing(on_two(moved)) == {REPLICAS: said}
+
+
+def test_a_process_that_sees_less_or_something_else_is_found():
+    def blind(seen):
+        return replace(seen, gradient={name: seen.gradient[name] for name in [*seen.gradient][1:]})
+
+    def wrong(seen):
+        return replace(seen, norms=[2.0 * seen.norms[0], *seen.norms[1:]])
+
+    assert "process 1 must have" in failing(on_two(blind))[NAMES]
+    assert "in process 1" in failing(on_two(wrong))["step 1 norm of the gradient"]
+
+
+@pytest.mark.parametrize(("named", "verdict"), [(True, FAILED), (False, SKIPPED)])
+def test_a_plan_that_a_framework_refuses_is_reported_with_the_reason(named, verdict):
+    (finding,) = findings(
+        "tf", Run(probes()["short"], Plan(fsdp=2), named=named), [Seen(refused="rows only")], expected("short")
+    )
+    assert (finding.verdict, finding.detail) == (verdict, "rows only")
+
+
+def steps(backend, *plans):
+    """Return all findings of the stage, by plan and case."""
+    check = Check([*map(Plan.parse, plans)])
+    found = [step.findings for step in check.steps(backend, partial(processes.group, backend, timeout=200))]
+    return {finding.case.removeprefix("distributed/"): finding for of_run in found for finding in of_run}
+
+
+def test_after_a_failure_other_plans_go_on():
+    found = steps("numpy", "tensor=3", "data=2")
+    assert {found[f"tensor=3/{case}"].verdict for case in ("plain", "resumed", "uneven", "dropout")} == {FAILED}
+    assert "must be divisible by tensor=3: got 4" in found["tensor=3/plain"].detail
+    assert {found[f"data=2/{case}"].verdict for case in ("plain", "resumed", "uneven", "dropout")} == {AGREES}
+
+
+def test_the_command(monkeypatch, capsys, tmp_path):
+    as_numpy = partial(processes.group, "numpy")
+    monkeypatch.setattr(
+        "transformer_parity.check.distributed.group", lambda backend, devices, **how: as_numpy(devices, **how)
+    )
+    command = ["check", "--stage", "distributed", "--backends", "torch", "--json", str(tmp_path / "result.json")]
+    assert main([*command, "--parallel", "data=2", "--parallel", "fsdp=2,tensor=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "AGREE  1 port, 8 cases" in printed
+    assert "fsdp=2,tensor=2 " in printed
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [*SCHEMA_VALIDATOR.iter_errors(result)] == []
+    assert {row["case"] for row in result["cases"]} >= {"distributed/data=2/resumed"}
+    assert main([*command, "--parallel", "tensor=3"]) == 3
+    assert "INCOMPLETE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plans": [Plan(data=2)]}, "add --stage distributed"),
+        ({"stages": ["steps", "distributed"]}, "compared alone"),
+        ({"stages": ["distributed"], "dtypes": ["float32"]}, "in float64 on CPUs"),
+        ({"stages": ["distributed"], "ports": ["mine:Port"]}, "our packages"),
+    ],
+)
+def test_what_several_devices_are_not_compared_with(options, message):
+    with pytest.raises(ValueError, match=message):
+        Selection(("torch",), **options)
+
+
+@pytest.mark.extended("plans")
+def test_every_framework_agrees_on_its_plans(backend):
+    found = steps(backend.name)
+    assert {case: finding.detail for case, finding in found.items() if finding.verdict != AGREES} == {}

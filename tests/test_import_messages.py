@@ -1,0 +1,184 @@
+"""What ``parity import`` and ``parity export`` say to whom has another file, another name or another option in mind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from test_first_minute import only as only  # a fixture
+from test_first_minute import parity
+from test_import_torch import DEFAULT, SAID, Seq2Seq, annotated_file, randomized
+from test_vocabularies import train
+
+import reference_numpy as ref
+from transformer_parity.checkpoints import importer, torch_nn
+from transformer_parity.checkpoints.importer import import_checkpoint
+from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.cli import import_checkpoint as command
+
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+IMPORT = ("import", "model.pt", "--as", "torch", "--names", "names.toml", "--backend", "numpy")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Return a folder with a model around torch.nn.Transformer and its names, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(randomized(Seq2Seq()).state_dict(), "model.pt")
+    (tmp_path / "names.toml").write_text(SAID.format(**DEFAULT))
+    return tmp_path
+
+
+def vocabulary(folder, size=17):
+    """Write a sentencepiece model with the special ids of the model, and return its name."""
+    model = train(kind="char", size=size, pad_id=0, bos_id=1, eos_id=2, unk_id=3, character_coverage=0.5)
+    (folder / "text.model").write_bytes(model)
+    return folder / "text.model"
+
+
+def test_a_state_dict_takes_the_vocabulary_of_its_user(here):
+    path = vocabulary(here)
+    imported = import_checkpoint("model.pt", "torch", ReadOptions(vocab=(path,), names=here / "names.toml"))
+    assert imported.vocabulary.target_ids("")[-1] == 2
+    assert path.name in imported.origin.files
+    assert not any(note.startswith("no vocabulary") for note in imported.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab": "nosuch.model"}, "there is no file nosuch.model"),
+        ({"names": "nosuch.toml"}, "there is no file nosuch.toml"),
+        ({"fields": {"eos_id": 5}}, "the vocabulary must add eos_id, 5, to a translation, and no other id: got [2]"),
+    ],
+)
+def test_a_file_that_is_named_counts(options, message, here):
+    path = vocabulary(here)
+    given = {"vocab": options.get("vocab", path.name), "names": options.get("names", "names.toml")}
+    asked = ReadOptions(vocab=(Path(given["vocab"]),), names=Path(given["names"]), fields=options.get("fields", {}))
+    with pytest.raises((OSError, ValueError), match=re.escape(message)):
+        import_checkpoint("model.pt", "torch", asked)
+
+
+@pytest.mark.parametrize("name", [name for name in importer.FORMATS if name not in importer.ASKED])
+def test_what_a_format_does_not_ask_for_is_refused(name, here):
+    for options in ReadOptions(vocab=(here / "model.pt",)), ReadOptions(fields={"num_heads": 3}):
+        with pytest.raises(ValueError, match=f"is read as {name}, which takes none of these options: leave out --"):
+            import_checkpoint("model.pt", name, options)
+
+
+@pytest.mark.parametrize("prefix", ["net.", "module.net.", ""])
+def test_the_prefix_of_torch_is_found_by_the_names(prefix, here):
+    state = {name.replace("net.", prefix): one for name, one in torch.load("model.pt").items()}
+    torch.save(state, "model.pt")
+    text = SAID.format(**DEFAULT).replace('prefix = "net."', "")
+    (here / "names.toml").write_text(text)
+    options = ReadOptions(names=here / "names.toml")
+    assert torch_nn.read(here / "model.pt", options).config.num_encoder_layers == 2
+    more = {name.replace(prefix, "other.", 1): one for name, one in state.items() if "coder." in name}
+    if prefix:
+        torch.save({**state, **more}, "model.pt")
+        with pytest.raises(ValueError, match=r'several models in the file: say which, as prefix = ".*" under \[file\]'):
+            torch_nn.read(here / "model.pt", options)
+
+
+def test_the_annotated_transformer_may_have_a_prefix(tmp_path):
+    _, read = annotated_file(tmp_path, lambda s: {f"module.{name}": one for name, one in s.items()}, num_heads=3)
+    assert read().config.num_encoder_layers == 2
+    assert importer.recognised(tmp_path / "model.pt") == "annotated"
+
+
+def test_what_is_not_recognised_says_what_it_is(here, capsys):
+    def said(path, *options):
+        code, out, err = parity(capsys, "import", path, *options)
+        assert (code, out) == (3, "")
+        assert len(err) < 400
+        return err
+
+    assert "tensors are those of torch.nn.Transformer: add --as torch --names FILE\n" in said("model.pt")
+    torch.save({"epoch": 3, "model_state_dict": torch.load("model.pt")}, "nested.pt")
+    assert '--names FILE, with state = "model_state_dict" under [file]\n' in said("nested.pt")
+    torch.save(torch.nn.Linear(2, 2), "whole.pt")
+    assert "names torch.nn.modules.linear.Linear, and no code is run: save model.state_dict() alone" in said("whole.pt")
+    torch.save({"w": torch.ones(2)}, "other.pt")
+    assert "it holds w; `parity import --help` lists what can be read" in said("other.pt")
+    torch.save({"model": {"encoder.layers.0.fc1.weight": torch.ones(2)}}, "fairseq.pt")
+    assert "those of fairseq or of Hugging Face, without the settings" in said("fairseq.pt")
+    (here / "empty").mkdir()
+    assert "the folder has neither config.json nor model.bin" in said("empty")
+    (here / "hf").mkdir()
+    (here / "hf/config.json").write_text("{}")
+    (here / "hf/model.safetensors").write_text("")
+    assert "there is a config.json beside it, so give the folder: hf" in said("hf/model.safetensors")
+    config = ref.TransformerConfig(source_vocab_size=9, target_vocab_size=9, d_model=8, num_heads=2, d_ff=8)
+    ref.save_weights("ours.safetensors", config, ref.init_weights(config, seed=0))
+    assert "a weight file of this project, which `parity translate` and" in said("ours.safetensors")
+    assert f"read as {'annotated'}" not in said("model.pt", "--names", "nosuch.toml")
+
+
+def test_names_are_enough_to_say_that_it_is_torch(here, capsys):
+    code, out, _ = parity(capsys, "import", "model.pt", "--names", "names.toml")
+    assert code == 0
+    assert "torch.nn.Transformer" in out
+    words = " ".join(out.split())
+    assert "not in the file, and taken as given: num_heads 3, norm_order post, activation relu" in words
+    assert "give its files, as --vocab source.model target.model" in words
+
+
+def test_only_what_is_installed_proves_what_was_written(here, capsys, only):
+    only()
+    code, out, _ = parity(capsys, "import", "model.pt", "--names", "names.toml", "--out", "out.safetensors")
+    assert code == 0
+    assert "NOT CHECKED" not in out
+    assert out.endswith("AGREES: numpy\n")
+
+
+def test_no_other_file_is_replaced(here, capsys):
+    (here / "mine.txt").write_text("precious")
+    code, _, err = parity(capsys, *IMPORT, "--out", "mine.txt")
+    assert code == 3
+    assert err.endswith("--out mine.txt is there, and is no weight file to replace: choose another name\n")
+    assert (here / "mine.txt").read_text() == "precious"
+    for _ in range(2):
+        assert parity(capsys, *IMPORT, "--out", "new.safetensors")[0] == 0
+
+
+def test_ctrl_c_while_logits_are_compared_says_what_is_there(here, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "prove", interrupted)
+    code, _, err = parity(capsys, *IMPORT, "--out", "new.safetensors")
+    assert code == 3
+    assert "parity import: new.safetensors is complete, and has not been compared\n" in err
+
+
+def test_a_comparison_that_no_software_can_make_is_refused_before_anything_is_written(here, capsys):
+    code, _, err = parity(capsys, *IMPORT, "--out", "new.safetensors", "--check")
+    assert code == 3
+    assert "--check compares with transformers, which reads a folder of Hugging Face's, with config.json: m" in err
+    assert not (here / "new.safetensors").exists()
+
+
+def test_an_export_without_a_vocabulary_says_so(here, capsys):
+    config = ref.TransformerConfig.preset("marian", source_vocab_size=9, target_vocab_size=9, d_model=8, num_heads=2)
+    ref.save_weights("own.safetensors", config, ref.init_weights(config, seed=0))
+    code, out, _ = parity(capsys, "export", "own.safetensors", "--format", "hf", "--out", "hf")
+    assert code == 0
+    assert "note: own.safetensors holds no vocabulary, so no tokenizer is written\n" in out
+
+
+@pytest.mark.parametrize("line", ["translate --text x --weights folder", "export folder --format hf --out out"])
+def test_a_folder_is_no_weight_file(line, here, capsys):
+    (here / "folder").mkdir()
+    code, _, err = parity(capsys, *line.split())
+    assert code == 3
+    assert "folder is a folder, and no weight file: `parity import` makes one of a checkpoint folder\n" in err
+
+
+def test_a_weight_file_without_vocabulary_says_how_to_get_one(here, capsys):
+    assert parity(capsys, *IMPORT, "--out", "new.safetensors")[0] == 0
+    err = parity(capsys, "translate", "--weights", "new.safetensors", "--text", "x")[2]
+    assert "`parity import` where the checkpoint has one or --vocab names its files" in err

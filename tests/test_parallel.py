@@ -1,0 +1,61 @@
+"""Training on several devices, in the reference: a plan changes nothing but the order of sums."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tiers import first_alone
+
+from reference_numpy import Plan, Trainer, Transformer, make_mesh
+from transformer_parity.distributed.cases import PLANS, probes
+
+STEPS = 3
+
+
+def trainer(probe, **where) -> Trainer:
+    """Return a trainer of a fresh model, in float64."""
+    model = Transformer.from_weights(probe.config, probe.weights(), "float64")
+    return Trainer(model, probe.settings, probe.seed, **where)
+
+
+def agree(found, expected, tolerance=1e-12):
+    """Compare arrays by name, each by the largest magnitude of the expected one."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.abs(found[name] - array).max() <= tolerance * np.abs(array).max(), name
+
+
+def numbers(result):
+    """Return what a step reports."""
+    return [float(number) for number in (result.loss, result.tokens, result.gradient_norm)]
+
+
+def same(probe, plan, *, dropout="global"):
+    """Train on a plan and on one device, and compare everything."""
+    one, many = trainer(probe, dropout=dropout), trainer(probe, mesh=make_mesh(plan), dropout=dropout)
+    expected, found = one.gradient(*probe.batch(0)), many.gradient(*probe.batch(0))
+    assert found.loss == pytest.approx(expected.loss, rel=1e-14)
+    agree(found.parameters, expected.parameters)
+    for step in range(STEPS):
+        expected, found = one.train_step(*probe.batch(step)), many.train_step(*probe.batch(step))
+        assert numbers(found) == pytest.approx(numbers(expected), rel=1e-13)
+        assert expected.gradient_norm > probe.settings.clip_norm  # so that the clipping is at work
+    agree(many.model.export_weights(), one.model.export_weights())
+    agree(many.export_state().second_moment, one.export_state().second_moment)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("probe", first_alone(probes().values(), "plans"), ids=lambda probe: probe.name)
+def test_every_plan_gives_what_one_device_gives(probe, plan):
+    same(probe, plan)
+
+
+@pytest.mark.parametrize("name", ["dropout", "vocabulary of 37", "checkpointing"])
+def test_an_uneven_plan_gives_what_one_device_gives(name):
+    same(probes()[name], Plan(data=3, tensor=2))
+
+
+def test_dropout_of_each_share_is_another_one_if_it_is_local():
+    probe = probes()["dropout"]
+    globally, locally = (trainer(probe, mesh=Plan(data=2), dropout=kind) for kind in ("global", "local"))
+    assert abs(globally.gradient(*probe.batch(0)).loss - locally.gradient(*probe.batch(0)).loss) > 1e-3

@@ -1,0 +1,307 @@
+"""Training on several devices in JAX: it follows the reference, and one device, on any plan.
+
+How many devices a process has is settled before JAX is used: all that needs several runs in processes of their own.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from parallel_jax import run, started
+
+from reference_numpy import Plan, TrainingConfig, init_weights, parameter_shapes
+from transformer_parity.distributed.cases import probes
+
+pytestmark = pytest.mark.only("jax")
+
+PLANS = ("data=4", "fsdp=4", "tensor=4", "data=2,fsdp=2,tensor=2")
+SMALL = probes()["plain"].config.replace(num_encoder_layers=1, num_decoder_layers=1)
+
+
+def build(port, config=SMALL):
+    return port.package.Transformer.from_weights(config, init_weights(config))
+
+
+# --- Eight devices of one process ---
+
+EIGHT = """
+import jax
+
+probe = shallow(probes()["vocabulary of 37"])
+one, many = alone(probe), trainer(probe, "data=2,fsdp=2,tensor=2")
+assert_divided(many)
+assert_same_gradient(one, many, probe.batch(0))
+with Compilations() as found:
+    assert_same_steps(one, many, probe, steps=1)
+    assert any("_step" in message for message in found), found
+    moment = many.optimizer.first_moment["source_embedding.table"]
+    found.clear()
+    assert_same_steps(one, many, probe, steps=probe.steps - 1)
+    assert found == [], found
+assert moment.is_deleted()
+assert_divided(many)
+state = one.export_state()
+many.load_state(type(state)(0, 7, state.second_moment, state.first_moment | {
+    name: abs(array) for name, array in state.first_moment.items()}))
+assert many.export_state().seed == 7
+assert_same_bits(many.export_state().first_moment, state.second_moment)
+array = many.optimizer.first_moment["source_embedding.table"]
+assert array.addressable_shards[0].data.shape == (37, 16), array.sharding
+"""
+
+
+def test_eight_devices_follow_the_reference():
+    """Divided in three ways; nothing is compiled twice, and moments are written where the old ones were."""
+    run(EIGHT)
+
+
+DROPOUT = """
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+# The masks of a slice are those of its first rows, however many rows of padding there are behind them.
+for dtype in ("float32", "float64"):
+    for rows in (4, 5, 8):
+        drawn = nnx.Dropout(0.4, rngs=nnx.Rngs(1))(jnp.ones((rows, 3, 7), dtype))
+        np.testing.assert_array_equal(drawn[:4], nnx.Dropout(0.4, rngs=nnx.Rngs(1))(jnp.ones((4, 3, 7), dtype)))
+
+probe = shallow(probes()["dropout"])  # two slices of four rows: of three devices, one has rows of padding alone
+one = alone(probe)
+assert_same_gradient(one, trainer(probe, "data=3,tensor=2"), probe.batch(0))
+without = trainer(shallow(probes()["accumulated"]), backend="numpy")
+assert abs(one.gradient(*probe.batch(0)).loss - without.gradient(*probe.batch(0)).loss) > 1e-3
+"""
+LOCAL = """
+probe = shallow(probes()["dropout"])
+assert_same_gradient(alone(probe), trainer(probe, "data=3", dropout="local"), probe.batch(0))
+"""
+
+
+def test_dropout_is_that_of_one_device():
+    run(DROPOUT)
+
+
+@pytest.mark.extended("plans")
+def test_local_dropout_too_is_that_of_one_device():
+    """For nothing: each device draws its part of the masks alone."""
+    run(LOCAL)
+
+
+# --- Several processes ---
+
+TWO = """
+import jax
+probe = shallow(probes()["accumulated"])
+one, many = alone(probe), trainer(probe, "data=2,fsdp=2")
+assert (jax.process_count(), jax.local_device_count(), many.mesh.size) == (2, 2, 4)
+assert not many.model.source_embedding.table.get_value().is_fully_addressable
+assert_same_gradient(one, many, probe.batch(0))
+assert_same_bits(many.model.export_weights(), probe.weights())
+many.load_state(one.export_state())
+assert_same_bits(many.export_state().first_moment, one.export_state().first_moment)
+from transformer_jax import shards
+assert {len(held) for held in shards(many).values()} == {2}
+assert {shard.device // 2 for held in shards(many).values() for shard in held} == {jax.process_index()}
+"""
+
+
+def test_two_processes_follow_the_reference():
+    run(TWO, processes=2, devices=2)
+
+
+STEPS = """
+probe = probes()["{name}"]
+one, many = follows(probe, "{plan}")
+from transformer_jax import set_weights
+set_weights(many.model, probe.weights())
+assert_same_bits(many.model.export_weights(), probe.weights())
+"""
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("name", ["plain", "dropout"])
+def test_two_processes_take_the_steps(name):
+    run(STEPS.format(name=name, plan="data=2,tensor=2" if name == "plain" else "data=2,fsdp=2"), 2, 2)
+
+
+SEARCH = """
+import jax
+from transformer_jax import beam_search, gradients
+probe = probes()["plain"]
+source, target, labels = probe.batch(0)
+one, many = alone(probe), trainer(probe, "data=2,fsdp=2")
+np.testing.assert_array_equal(
+    beam_search(many.model, source[:3], max_length=5).ids, ref.beam_search(one.model, source[:3], max_length=5).ids
+)
+logits = many.model(source, target)
+assert np.abs(np.asarray(logits.addressable_shards[0].data) - one.model(source, target)).max() < 1e-12
+assert_close(gradients(many.model, source, target, labels).parameters,
+             ref.gradients(one.model, source, target, labels).parameters, GRADIENTS)
+"""
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_divided_model_is_a_model(processes):
+    """It is called, differentiated and searched as ever."""
+    run(SEARCH, processes, 4 // processes)
+
+
+DEATH = """
+import signal
+import jax
+probe = probes()["plain"]
+many = trainer(probe, "data=2,fsdp=2")
+for step in range(10**6):
+    float(many.train_step(*probe.batch(0)).loss)
+    if step == 3 and jax.process_index() == 1:
+        print("ends", flush=True)
+        {end}
+"""
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize(
+    "end", ["os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGTERM)", "raise ValueError('one')"]
+)
+def test_a_process_that_ends_ends_the_others(end):
+    with started(DEATH.format(end=end), 2, 2) as ((leader, _), (other, said)):
+        assert other.wait(300) != 0
+        said.seek(0)
+        assert "ends" in said.read()
+        began = time.monotonic()
+        assert leader.wait(60) != 0
+        assert time.monotonic() - began < 60
+
+
+@pytest.mark.extended("plans")
+def test_a_process_that_is_missing_is_an_error():
+    program = "import transformer_jax\ntransformer_jax.make_mesh(Plan.parse('data=3'))"
+    with started(program, 3, 1) as ((first, said), (second, _), (third, _)):
+        third.kill()
+        assert first.wait(120) != 0
+        assert second.wait(120) != 0
+        said.seek(0)
+        assert "DEADLINE_EXCEEDED" in said.read()
+
+
+# --- All plans and cases ---
+
+CASE = """
+probe = probes()["{name}"]
+for plan in {plans}:
+    _, many = follows(probe, plan)
+    assert_divided(many)
+"""
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("name", probes())
+def test_every_plan_follows_every_case(name):
+    run(CASE.format(name=name, plans=PLANS), timeout=900)
+
+
+OWN = """
+import jax
+from jax.sharding import AxisType, Mesh
+
+probe = probes()["plain"]
+one, devices = alone(probe), np.array(jax.devices())
+for mesh in (
+    Mesh(devices[:4].reshape(2, 2), ("tensor", "fsdp")),
+    jax.make_mesh((2, 1), ("data", "fsdp")),  # whose axes are explicit
+    Mesh(devices[5:6], ("tensor",)),
+):
+    many = trainer(probe, mesh)
+    assert (many.mesh, many.plan) == (mesh, Plan(**mesh.shape))
+    assert_same_gradient(one, many, probe.batch(0))
+    assert_divided(many)
+try:
+    trainer(probe, Mesh(devices, ("tensor",)))
+except ValueError as error:
+    assert str(error) == "num_heads of the encoder must be divisible by tensor=8: got 4", error
+else:
+    raise AssertionError("eight parts of four heads")
+"""
+
+
+@pytest.mark.extended("plans")
+def test_any_mesh_with_the_axes_of_a_plan():
+    run(OWN)
+
+
+MIXED = """
+import dataclasses
+import transformer_jax
+
+probe = probes()["dropout"]
+settings = dataclasses.replace(probe.settings, mixed_bfloat16=True)
+found = []
+for plan in (None, "data=2,fsdp=2,tensor=2"):
+    mesh = None if plan is None else transformer_jax.make_mesh(Plan.parse(plan))
+    model = transformer_jax.Transformer.from_weights(probe.config, probe.weights())
+    many = transformer_jax.Trainer(model, settings, mesh=mesh)
+    found.append([float(many.train_step(*probe.batch(step)).loss) for step in range(4)])
+    assert {array.dtype.name for array in many.model.export_weights().values()} == {"float32"}
+np.testing.assert_allclose(*found, rtol=2e-2)
+"""
+
+
+@pytest.mark.extended("plans")
+def test_mixed_precision_on_a_mesh():
+    run(MIXED)
+
+
+COMMUNICATION = """
+import re
+from transformer_jax.training import _parameters
+
+probe = probes()["dropout"]
+many = trainer(probe, "data=2,tensor=2")
+batch, random_bits = many._take(*probe.batch(0))
+numbers = {"random_bits": random_bits, "learning_rate": 0.1, "corrections": (0.1, 0.1)}
+text = many._compiled_step.lower(_parameters(many.model), many.optimizer, batch, numbers).compile().as_text()
+moved = re.findall(r"= \\(?(\\w+)\\[([\\d,]*)\\].* (all-\\w+|reduce-\\w+|collective-\\w+)\\(", text)
+assert {dtype for dtype, _, _ in moved} == {"f64", "s64"}, moved  # the loss and gradients, and the number of tokens
+assert {what for _, _, what in moved} == {"all-reduce"}, moved  # nothing that is divided is ever gathered
+"""
+
+
+@pytest.mark.extended("plans")
+def test_masks_are_drawn_where_they_are_needed():
+    """Those of the whole batch cost no communication: each device draws its part."""
+    run(COMMUNICATION)
+
+
+# --- Errors, on the one device that there is ---
+
+
+def test_a_plan_needs_its_devices(port):
+    with pytest.raises(ValueError, match=r"the plan data=2,tensor=2 needs 4 devices: got 1 \(.*jax_num_cpu_devices"):
+        port.package.make_mesh(Plan(data=2, tensor=2))
+
+
+def test_what_is_no_mesh_is_refused(port):
+    import jax
+
+    model, settings = build(port), TrainingConfig()
+    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh: got Plan"):
+        port.package.Trainer(model, settings, mesh=Plan())
+    with pytest.raises(ValueError, match="the axes of a mesh must be some of data, fsdp, tensor: got model"):
+        port.package.Trainer(model, settings, mesh=jax.make_mesh((1, 1), ("data", "model")))
+    with pytest.raises(ValueError, match="dropout must be one of global, local: got 'own'"):
+        port.package.Trainer(model, settings, dropout="own")
+    assert port.package.make_mesh(Plan()).axis_names == ("data",)
+
+
+def test_what_one_device_holds(port):
+    trainer = port.package.Trainer(build(port), TrainingConfig())
+    held = port.package.shards(trainer)
+    assert list(held) == list(parameter_shapes(SMALL))
+    for name, array in trainer.model.export_weights().items():
+        ((device, index, part),) = held[name]
+        assert (device, index) == (0, tuple(slice(0, size) for size in array.shape))
+        np.testing.assert_array_equal(part, array)

@@ -1,0 +1,186 @@
+"""Training on TensorFlow's strategies is training on one device: the reference says what each step gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_native import run_alone
+
+import reference_numpy as ref
+from reference_numpy import Plan
+from transformer_parity.distributed.cases import probes
+
+pytestmark = pytest.mark.only("tf")
+
+SECONDS = 240  # at most, for processes that would otherwise wait for one another
+
+
+def trainer(package, probe, mesh=None, dtype="float64"):
+    """Return a trainer of a fresh model, on one device or on a mesh."""
+    with nullcontext() if mesh is None or package is ref else mesh.scope():
+        model = package.Transformer.from_weights(probe.config, probe.weights(), dtype, "cpu")
+    return package.Trainer(model, probe.settings, probe.seed, mesh=mesh, dropout=probe.dropout)
+
+
+def agree(found, expected, tolerance):
+    """Compare arrays by name, each by the largest magnitude of the expected one."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.abs(found[name] - array).max() <= tolerance * np.abs(array).max(), name
+
+
+def assert_copies_are_equal(package, many):
+    """On each device there is all of each parameter, the same to the bit."""
+    shards = package.shards(many)
+    assert [*shards] == [*ref.parameter_shapes(many.model.config)]
+    for name, copies in shards.items():
+        whole = many.model.export_weights()[name]
+        for copy in copies:
+            assert np.array_equal(copy.array, whole[copy.index]), name
+            assert copy.array.shape == whole.shape
+    return {tuple(copy.device for copy in copies) for copies in shards.values()}
+
+
+def same(plan, name, steps=None, expected=None):
+    """Train on a plan and on one device, by default the reference's, and compare; return the trainer on the plan."""
+    import transformer_tf as package
+
+    mesh = package.make_mesh(Plan.parse(plan), "cpu")
+    probe = probes()[name]
+    many, one = trainer(package, probe, mesh), trainer(expected or ref, probe)
+    found, right = many.gradient(*probe.batch(0)), one.gradient(*probe.batch(0))
+    assert found.loss == pytest.approx(right.loss, rel=1e-13)
+    agree(found.parameters, right.parameters, 1e-11)
+    for step in range(steps or probe.steps):
+        found, right = many.train_step(*probe.batch(step)), one.train_step(*probe.batch(step))
+        for number in ("loss", "tokens", "gradient_norm"):
+            assert float(getattr(found, number)) == pytest.approx(float(getattr(right, number)), rel=1e-10)
+    agree(many.model.export_weights(), one.model.export_weights(), 1e-10)
+    state, right = many.export_state(), one.export_state()
+    assert state.step == right.step
+    agree(state.first_moment, right.first_moment, 1e-10)
+    agree(state.second_moment, right.second_moment, 1e-10)
+    return package, many, one
+
+
+def on_two_devices():
+    """What the default tier shows, in one process that takes the CPU for two devices."""
+    package, many, _ = same("data=2", "plain")
+    assert many.plan == Plan(data=2)
+    assert assert_copies_are_equal(package, many) == {(0, 1)}
+
+
+def test_two_devices_give_what_the_reference_gives():
+    run_alone("import test_parallel_tf as t; t.on_two_devices()")
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("name", ["plain", "vocabulary of 37", "untied", "accumulated", "checkpointing"])
+@pytest.mark.parametrize("plan", ["data=2", "data=3", "data=4"])
+def test_every_plan_gives_what_the_reference_gives(plan, name):
+    run_alone(f"import test_parallel_tf as t; t.same({plan!r}, {name!r}, steps=4)")
+
+
+def with_dropout(plan):
+    """The masks of one device are those of TensorFlow, not of NumPy."""
+    import transformer_tf as package
+
+    _, many, one = same(plan, "dropout", expected=package)
+    probe = probes()["dropout"]
+    scores = [pair.evaluate(*probe.batch(0)) for pair in (many, one)]
+    for found, right in zip(*scores, strict=True):
+        assert float(found) == pytest.approx(float(right), rel=1e-12)
+    local = package.Trainer(many.model, probe.settings, probe.seed, mesh=many.mesh, dropout="local")
+    losses = [pair.gradient(*probe.batch(0)).loss for pair in (many, local, local)]
+    assert losses[1] == losses[2]
+    assert abs(losses[1] - losses[0]) > 1e-3
+    ids = probe.batch(0)[0][:2, :4]
+    results = [package.greedy_search(pair.model, ids, 5).ids for pair in (many, one)]
+    assert np.array_equal(*results)
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("plan", ["data=2", "data=3"])
+def test_dropout_of_the_whole_batch_is_that_of_one_device(plan):
+    run_alone(f"import test_parallel_tf as t; t.with_dropout({plan!r})")
+
+
+def free_ports(count):
+    """Return ports of this machine that nothing listens at."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def run_workers(program, count):
+    """Run a program in each of some processes that train together."""
+    workers = [f"127.0.0.1:{port}" for port in free_ports(count)]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    processes = []
+    try:
+        for index in range(count):
+            config = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+            command = [sys.executable, "-c", program]
+            processes.append(
+                subprocess.Popen(command, env={**environment, "TF_CONFIG": config}, stderr=subprocess.PIPE, text=True)
+            )
+        for process in processes:
+            _, said = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, said[-4000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def as_a_worker(name):
+    """What each of two processes checks."""
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    package, many, _ = same("data=2", name)
+    assert assert_copies_are_equal(package, many) == {(index,)}
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("name", ["plain", "accumulated"])
+def test_two_processes_give_what_the_reference_gives(name):
+    run_workers(f"import test_parallel_tf as t; t.as_a_worker({name!r})", 2)
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize("plan", ["fsdp=2", "tensor=2", "data=2,fsdp=2"])
+def test_other_axes_than_data_are_refused(port, plan):
+    with pytest.raises(ValueError, match=r"^TensorFlow's strategies divide the rows of a batch only, by data=N: got"):
+        port.package.make_mesh(Plan.parse(plan))
+
+
+def test_more_devices_than_there_are(port):
+    """TensorFlow runs already, and the CPU stays one device."""
+    import tensorflow as tf
+
+    assert len(tf.config.list_logical_devices("CPU")) == 1  # asked for, they are made
+    with pytest.raises(ValueError, match=r"^the plan data=7 needs 7 devices: got 1 \(make the mesh before"):
+        port.package.make_mesh(Plan(data=7), "cpu")
+
+
+def test_what_is_no_mesh_of_this_framework(port):
+    import tensorflow as tf
+
+    model = port.package.Transformer.from_weights(probes()["plain"].config, probes()["plain"].weights())
+    for mesh in (Plan(), tf.distribute.OneDeviceStrategy("/CPU:0")):
+        with pytest.raises(TypeError, match=r"^mesh must be a MirroredStrategy or a MultiWorkerMirroredStrategy: got"):
+            port.package.Trainer(model, ref.TrainingConfig(), mesh=mesh)
+    with pytest.raises(ValueError, match=r"^dropout must be .*global.*local.*: got 'none'"):
+        port.package.Trainer(model, ref.TrainingConfig(), dropout="none")

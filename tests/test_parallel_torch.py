@@ -1,0 +1,282 @@
+"""Training on several processes gives what one gives: DistributedDataParallel, fully_shard, parallelize_module."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_same_bits
+from parallel_torch import REFUSED, ends, environment, observed, run, trainer_of
+
+import reference_numpy as ref
+import transformer_torch
+from reference_numpy import Checkpoint, Plan, save_checkpoint
+from reference_numpy.parallel_plan import tensor_axis
+from transformer_parity.distributed.cases import probes
+from transformer_torch.parallel_checkpoint import join_sharded, load_sharded, save_sharded, split_sharded
+
+pytestmark = pytest.mark.only("torch")
+
+GRADIENT, STEPS = 1e-11, 1e-10
+
+
+def on_one_device(name, *steps):
+    """Return what the reference gives; torch on one device where dropout is drawn, which each framework does anew.
+
+    Steps may be taken in parts; it is then what the last one gives.
+    """
+    probe = probes()[name]
+    if probe.config.dropout.embedding:
+        trainer = trainer_of(probe)
+    else:
+        model = ref.Transformer.from_weights(probe.config, probe.weights(), "float64")
+        trainer = ref.Trainer(model, probe.settings, probe.seed)
+    return [observed(trainer, probe, count) for count in steps][-1]
+
+
+def off(found, expected):
+    """Return how far arrays are off, each by the largest magnitude of the expected one."""
+    assert found.keys() == expected.keys()
+    return max(np.abs(found[name] - array).max() / (np.abs(array).max() or 1.0) for name, array in expected.items())
+
+
+def assert_agree(found, expected):
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-14)
+    assert off(found["gradient"], expected["gradient"]) < GRADIENT
+    np.testing.assert_allclose(found["steps"], expected["steps"], rtol=STEPS)
+    np.testing.assert_allclose(found["evaluated"], expected["evaluated"], rtol=STEPS)
+    for group in ("weights", "first moment", "second moment"):
+        assert off(found[group], expected[group]) < STEPS, group
+
+
+def assert_divided(held, plan, weights):
+    """Each process holds one part of each parameter; together they are the whole, and copies have the same bits."""
+    shards = [process[name] for process in held for name in weights]
+    assert all(len(parts) == 1 for parts in shards)
+    assert [process[name][0].device for process in held for name in weights][:: len(weights)] == [*range(plan.devices)]
+    for name, array in weights.items():
+        covered = np.zeros(array.shape, int)
+        for process in held:
+            (shard,) = process[name]
+            np.testing.assert_array_equal(shard.array, array[shard.index], strict=True)
+            covered[shard.index] += 1
+        parts = plan.fsdp * (1 if tensor_axis(name) is None else plan.tensor)
+        assert covered.min() == covered.max() == plan.devices // parts, name
+
+
+def engine(plan):
+    """Return the class of what a trainer on a plan calls."""
+    if plan.fsdp == plan.tensor == 1:
+        return "DistributedDataParallel"
+    return "FSDPTransformer" if plan.shares > 1 else "Transformer"
+
+
+def agree_with_one_device(folder, plans, names, steps):
+    """Train on plans, all of the same number of processes, and compare everything with one device."""
+    plans = [*map(Plan.parse, plans)]
+    jobs = [("train", {"plan": str(plan), "probe": name, "steps": steps}) for name in names for plan in plans]
+    results = zip(*run(folder, plans[0].devices, jobs), strict=True)
+    expected = {name: on_one_device(name, steps) for name in names}
+    for (_, job), processes in zip(jobs, results, strict=True):
+        plan = Plan.parse(job["plan"])
+        for found in processes:
+            assert_agree(found, expected[job["probe"]])
+            assert found["steps"] == processes[0]["steps"]
+            assert found["engine"] == engine(plan)
+            assert off(found["weights"], processes[0]["weights"]) == 0.0  # all have gathered the same
+        assert_divided([found["shards"] for found in processes], plan, processes[0]["weights"])
+
+
+def test_two_processes(tmp_path):
+    """Every engine, with dropout, accumulation, clipping, rows and tokens that no plan divides evenly."""
+    agree_with_one_device(tmp_path, ["data=2", "fsdp=2", "tensor=2"], ["dropout", "vocabulary of 37"], 2)
+
+
+def test_what_else_two_processes_do(tmp_path):
+    """Search, meshes that the user made, what is refused; and what keeps ``loss_parallel`` out of use."""
+    jobs = [
+        ("refused", {"plan": "fsdp=2", "attempts": [*REFUSED]}),
+        ("search", {"plan": "data=2"}),
+        ("train_on_a_mesh_of_the_user", {"axes": {"tensor": 1, "fsdp": 2}, "probe": "plain", "steps": 0}),
+        ("train_on_a_mesh_of_the_user", {"axes": {"tensor": 2, "data": 1}, "probe": "plain", "steps": 0}),
+        ("other_dropout", {"plan": "data=2"}),
+        ("save", {"folder": tmp_path / "run", "plan": "fsdp=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("go_on", {"path": tmp_path / "run", "plan": "tensor=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("go_on", {"path": tmp_path / "run.safetensors", "plan": "data=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("loss_of_torch", {}),
+    ]
+    first, second = run(tmp_path, 2, jobs)
+    expected = on_one_device("vocabulary of 37", 2, 2)
+    for found in (first, second):
+        said, (trained, own), *meshes, dropout, again, from_the_folder, from_the_file, loss = found
+        assert said == REFUSED
+        np.testing.assert_array_equal(trained.ids, own.ids)
+        np.testing.assert_allclose(trained.scores, own.scores, rtol=1e-10)
+        for trained_there in meshes:
+            assert_agree(trained_there, on_one_device("plain", 0))
+        assert dropout["local"] != pytest.approx(dropout["global"], rel=1e-3)
+        assert dropout["local again"] == dropout["local"]
+        assert again == f"{tmp_path / 'run'} exists already"
+        for resumed in (from_the_folder, from_the_file):
+            assert_agree(resumed, expected)
+            assert resumed["progress"] == {"position": [3, 1]}
+        # Mended when this fails: https://github.com/pytorch/pytorch/issues/190746; a vocabulary can be divided then.
+        assert loss > 0.01
+
+
+PLANS = ("data=4", "fsdp=4", "tensor=4", "fsdp=2,tensor=2", "data=2,fsdp=2", "data=2,tensor=2")
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("name", ["plain", "vocabulary of 37"])
+@pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2", *PLANS])
+def test_twenty_steps(tmp_path, plan, name):
+    agree_with_one_device(tmp_path, [plan], [name], 20)
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("plan", [*PLANS, "data=3", "data=2,fsdp=2,tensor=2"])
+def test_every_case_on_every_plan(tmp_path, plan):
+    agree_with_one_device(tmp_path, [plan], [*probes()], 4)
+
+
+@pytest.mark.parametrize(("world", "plan"), [(None, "data=2"), (1, "fsdp=2"), (3, "tensor=2")])
+def test_another_number_of_processes_than_the_plan_needs(monkeypatch, world, plan):
+    """Each process is told at once, before it waits for others."""
+    for name, value in environment(0, world, 1).items() if world else ():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"the plan {plan} needs 2 devices: got {world or 1} .*torchrun"):
+        transformer_torch.make_mesh(Plan.parse(plan))
+
+
+def test_a_mesh_of_one_process():
+    """Without a launcher, and with no more than this process."""
+    probe = probes()["dropout"]
+    try:
+        found = observed(trainer_of(probe, mesh=transformer_torch.make_mesh(Plan())), probe, 2)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_agree(found, on_one_device("dropout", 2))
+
+
+@pytest.mark.extended("plans")
+def test_processes_that_do_not_start(tmp_path):
+    (said,) = ends(tmp_path, 2, [0], ("join", {"seconds": 3}), 100).values()
+    assert said == "of 2 processes, not all have joined in 3 s"
+    (said,) = ends(tmp_path, 2, [1], ("join", {"seconds": 3}), 100).values()
+    assert said == "of 2 processes, not all have joined in 3 s"
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2"])
+def test_a_process_that_is_killed(tmp_path, plan):
+    """The other one does not wait for it."""
+    found = ends(tmp_path, 2, [0, 1], ("die", {"plan": plan}), 100)
+    assert found[1] == -signal.SIGKILL
+    assert found[0].startswith(("RuntimeError", "DistBackendError"))
+
+
+@pytest.mark.extended("plans")
+def test_an_error_of_one_process_is_an_error_of_the_run(tmp_path):
+    with pytest.raises(Exception, match="the plan data=2 needs 2 devices: got 3"):
+        run(tmp_path, 3, [("train", {"plan": "data=2", "probe": "plain", "steps": 1})])
+
+
+@pytest.mark.extended("plans")
+def test_processes_that_torchrun_starts(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pickle, pathlib, parallel_torch\n"
+        "found = parallel_torch.train(int(os.environ['RANK']), 'data=2', 'plain', 1)\n"
+        "pathlib.Path(__file__).with_name(os.environ['RANK']).write_bytes(pickle.dumps(found))\n"
+        "parallel_torch.dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert_agree(pickle.loads((tmp_path / str(rank)).read_bytes()), on_one_device("plain", 1))
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2"])
+def test_bfloat16_and_float32(tmp_path, plan):
+    """Rounded otherwise, but no further off than a step of one device is from the exact one."""
+    found = run(tmp_path, 2, [("train_in", {"plan": plan, "mixed": mixed}) for mixed in (False, True)])[0]
+    expected = observed(trainer_of(probes()["plain"]), probes()["plain"], 3)
+    for results, tolerance in zip(found, (1e-5, 2e-2), strict=True):
+        np.testing.assert_allclose(results["steps"], expected["steps"], rtol=tolerance)
+
+
+# --- Folders of parts ---
+
+
+def test_a_folder_and_the_one_file(tmp_path):
+    """Either is made from the other, and every bit is the same."""
+    probe = probes()["plain"]
+    trainer = trainer_of(probe)
+    observed(trainer, probe, 2)
+    weights, state = trainer.model.export_weights(), trainer.export_state()
+    checkpoint = Checkpoint(probe.config, probe.settings, weights, state, {"position": 5}, b"vocabulary")
+    split_sharded(tmp_path / "split", checkpoint)
+    save_sharded(tmp_path / "saved", trainer, {"position": 5}, b"vocabulary")
+    after = observed(trainer, probe, 1)
+    for folder in ("split", "saved"):
+        save_checkpoint(tmp_path / f"{folder}.safetensors", join_sharded(tmp_path / folder))
+        resumed = trainer_of(probe)
+        assert load_sharded(tmp_path / folder, resumed) == {"position": 5}
+        assert_same_bits(resumed.model.export_weights(), weights)
+        assert observed(resumed, probe, 1)["steps"] == after["steps"]
+    assert (tmp_path / "split.safetensors").read_bytes() == (tmp_path / "saved.safetensors").read_bytes()
+    save_checkpoint(tmp_path / "direct.safetensors", checkpoint)
+    assert (tmp_path / "direct.safetensors").read_bytes() == (tmp_path / "saved.safetensors").read_bytes()
+
+
+def damaged(folder, way):
+    """Spoil a folder in some way."""
+    if way == "no run":
+        (folder / "run.safetensors").unlink()
+    elif way == "no metadata":
+        (folder / ".metadata").unlink()
+    elif way == "no parts":
+        (folder / "__0_0.distcp").unlink()
+
+
+REFUSALS = {
+    "no run": (FileNotFoundError, "there is no sharded checkpoint"),
+    "no metadata": (OSError, "metadata"),
+    "no parts": (OSError, "cannot read .*run: process 0: .*__0_0.distcp"),
+    "another model": (ValueError, r"must hold source_embedding.table as float64 \[37, 32\]: got float64 \[40, 32\]"),
+    "another dtype": (ValueError, r"must hold source_embedding.table as float32 \[40, 32\]: got float64 \[40, 32\]"),
+    "parts of another model": (ValueError, "must hold target_embedding.table as float64 .*: got nothing"),
+}
+
+
+@pytest.mark.parametrize("way", REFUSALS)
+def test_a_folder_that_is_refused(tmp_path, way):
+    probe, (error, message) = probes()["plain"], REFUSALS[way]
+    save_sharded(tmp_path / "run", trainer_of(probe))
+    damaged(tmp_path / "run", way)
+    name = {"another model": "vocabulary of 37", "parts of another model": "untied"}.get(way, "plain")
+    trainer = trainer_of(probes()[name], dtype="float32" if way == "another dtype" else "float64")
+    before = trainer.model.export_weights()
+    with pytest.raises(error, match=message):
+        load_sharded(tmp_path / "run", trainer)
+    assert_same_bits(trainer.model.export_weights(), before)
+
+
+def test_a_folder_that_could_not_be_written(tmp_path):
+    """Nothing of that name is there; what was left over is not in the way next time."""
+    trainer = trainer_of(probes()["plain"])
+    with pytest.raises(ValueError, match="JSON"):
+        save_sharded(tmp_path / "run", trainer, {"position": float("nan")})
+    assert not (tmp_path / "run").exists()
+    save_sharded(tmp_path / "run", trainer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -1,0 +1,178 @@
+"""Training on several devices: one mesh, on which JAX places arrays and divides the work of what it compiles.
+
+B batch, L length.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.names import find, parameter_shapes
+from reference_numpy.parallel_plan import AXES, Plan, Shard, fsdp_axis, spread, tensor_axis
+from transformer_jax.runtime import check_placement
+
+Arrays = dict[str, Array]  # by canonical name
+
+KEYS = ("num_processes", "process_id")
+MORE_DEVICES = (
+    "jax.config.update('jax_num_cpu_devices', N) makes N of a CPU, before JAX is used; jax.distributed.initialize adds "
+    "those of other processes"
+)
+
+
+def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
+    """Return the devices of a plan as the framework arranges them, for a ``Trainer``.
+
+    Args:
+        plan: How many devices there are along each axis.
+        device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+
+    Raises:
+        ValueError: There is another number of devices than the plan needs, or the framework cannot follow the plan.
+        RuntimeError: The device is not visible.
+    """
+    _join()
+    check_placement("float32", device)
+    devices = jax.devices(device)
+    if jax.process_count() == 1:  # of several processes, each needs a part
+        devices = devices[: plan.devices]
+    plan.check_devices(len(devices), MORE_DEVICES)
+    sizes = {axis: size for axis in AXES if (size := getattr(plan, axis)) > 1} or {"data": 1}
+    return jax.make_mesh((*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
+    """Return the plan that a mesh follows, be it from ``make_mesh`` or the user's own; one device for None.
+
+    Raises:
+        TypeError: That is no mesh of this framework.
+        ValueError: The mesh has an axis that is none of a plan's, or the model cannot be divided like this.
+    """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh: got {type(mesh).__name__}")
+    plan = Plan() if mesh is None else Plan.of_axes(mesh.shape)
+    plan.check(config)
+    return plan
+
+
+def shards(trainer: Any) -> dict[str, list[Shard]]:
+    """Return what the devices of this process hold of each parameter of a trainer, by canonical name."""
+    numbers, held = _numbers(trainer.mesh), {}
+    for name in parameter_shapes(trainer.model.config):
+        array = find(trainer.model, name).get_value()
+        held[name] = [
+            Shard(numbers.get(part.device, 0), _bounded(part.index, array.shape), np.array(part.data))
+            for part in array.addressable_shards
+        ]
+    return held
+
+
+def divide(trainer: Any, batch: Sequence[Array], slices: int) -> Sequence[Array]:
+    """Return a batch whose rows are divided over the devices of a mesh: [rows, L], or [slices, rows, L] of several."""
+    if trainer.mesh is None:
+        return batch
+    sharding = _sharding(trainer.mesh, [None] * (slices > 1) + [_rows(trainer.mesh)])
+    divided = []
+    for ids in batch:
+        parts = spread(np.asarray(ids), slices, trainer.plan.shares, trainer.model.config.pad_id)
+        parts = parts.reshape(*[slices] * (slices > 1), -1, ids.shape[1])
+        # Every process has the whole batch, and hands over the rows of its own devices.
+        divided.append(jax.make_array_from_callback(parts.shape, sharding, parts.__getitem__))
+    return tuple(divided)
+
+
+def shardings(config: TransformerConfig, mesh: Mesh | None) -> dict[str, NamedSharding] | None:
+    """Return how a mesh holds each parameter, its moments and its gradient; None without a mesh."""
+    if mesh is None:
+        return None
+    return {name: _sharding(mesh, _axes(name, shape, mesh)) for name, shape in parameter_shapes(config).items()}
+
+
+def place(parameters: Arrays, wanted: dict[str, NamedSharding] | None) -> Arrays:
+    """Bind parameters to the devices of a mesh; without one, to those where they are."""
+    if wanted is None:
+        return {name: jax.device_put(array, array.sharding) for name, array in parameters.items()}
+    several = jax.process_count() > 1  # what is on a device of one is not sent to another: each has the same
+    return {
+        name: jax.device_put(np.asarray(array) if several and array.is_fully_addressable else array, wanted[name])
+        for name, array in parameters.items()
+    }
+
+
+def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> Arrays:
+    """Return traced parameters, or what is as large, divided as a mesh holds them; or gathered where ``fsdp`` does."""
+    if mesh is None:
+        return arrays
+    # Said, not left to XLA, which may as well gather the activations and divide the sums of a product.
+    return {
+        name: jax.lax.with_sharding_constraint(array, _sharding(mesh, _axes(name, array.shape, mesh, gathered)))
+        for name, array in arrays.items()
+    }
+
+
+def to_numpy(array: Array) -> np.ndarray:
+    """Copy an array out of its devices, those of other processes included: then each of them has to call this."""
+    return np.array(array) if array.is_fully_addressable else process_allgather(array, tiled=True)
+
+
+def _join():
+    """Let this process join the others that its environment tells of, unless it has."""
+    if "JAX_COORDINATOR_ADDRESS" not in os.environ or jax.distributed.is_initialized():
+        return
+    # Of two programs that run at a time, CPUs of two processes may take either first, and wait for each other for ever.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    jax.config.update("jax_enable_preemption_service", False)  # which would take SIGTERM and go on
+    # What is not said is found by JAX, where Slurm or Open MPI has started the processes.
+    said = {key: int(os.environ[f"JAX_{key.upper()}"]) for key in KEYS if f"JAX_{key.upper()}" in os.environ}
+    jax.distributed.initialize(**said, initialization_timeout=60, heartbeat_timeout_seconds=10)
+    sys.excepthook = _stop
+
+
+def _stop(kind, error, trace):
+    """End a process by an error, at once: else it would wait for the others, which wait for its part of a step."""
+    sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _axes(name, shape, mesh, gathered=False):
+    """Return which axis of the mesh divides each axis of a parameter."""
+    axes = [None] * len(shape)
+    if not gathered and "fsdp" in mesh.shape and (axis := fsdp_axis(name, shape, mesh.shape["fsdp"])) is not None:
+        axes[axis] = "fsdp"
+    if "tensor" in mesh.shape and (axis := tensor_axis(name)) is not None:
+        axes[axis] = "tensor"
+    return axes
+
+
+def _rows(mesh):
+    """Return the axes of a mesh that divide the rows of a batch."""
+    return tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)
+
+
+def _sharding(mesh, axes):
+    # XLA divides what is computed, also on a mesh whose axes are explicit, as those of jax.make_mesh are by default.
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), PartitionSpec(*axes))
+
+
+def _numbers(mesh):
+    """Return the number of each device of a mesh, counted along ``data``, then ``fsdp``, then ``tensor``."""
+    if mesh is None:
+        return {}
+    order = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.shape]
+    return {device: number for number, device in enumerate(mesh.devices.transpose(order).flat)}
+
+
+def _bounded(index, shape):
+    """Return an index of slices that all have a start and a stop."""
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))

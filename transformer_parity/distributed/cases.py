@@ -1,0 +1,100 @@
+"""What is trained on several devices and on one: batches that no plan divides evenly, and settings that clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.parallel_plan import Plan
+from reference_numpy.training_config import TrainingConfig
+from reference_numpy.weights import init_weights
+
+Batch = tuple[ndarray, ndarray, ndarray]  # source_ids, target_ids, labels
+LENGTHS = (7, 7, 7, 6, 2, 1, 1, 0)  # of the targets: with two shares, one has most tokens; the last row has none
+SOURCE_LENGTH = 9
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A training run: model, settings, and what its first step and all others must give.
+
+    Attributes:
+        name: Of the case, as reports show it.
+        config: The model; 4 heads and 48 units fall into 2 and into 4 parts.
+        settings: Of training; the gradient is always clipped.
+        steps: How many are taken.
+        seed: Of the dropout.
+        dropout: ``global`` or ``local``.
+    """
+
+    name: str
+    config: TransformerConfig
+    settings: TrainingConfig
+    steps: int = 20
+    seed: int = 3
+    dropout: str = "global"
+
+    @property
+    def halfway(self) -> int:
+        """How many steps are half of them: from there, a run also goes on elsewhere."""
+        return self.steps // 2
+
+    def weights(self) -> dict[str, ndarray]:
+        """Return the weights that every process starts with, in float64: no bias is zero, and no scale one."""
+        rng = np.random.default_rng(5)
+        drawn = {name: array.astype(np.float64) for name, array in init_weights(self.config, 5).items()}
+        return {
+            name: array + 0.1 * rng.normal(size=array.shape) if name.endswith(("bias", "scale")) else array
+            for name, array in drawn.items()
+        }
+
+    def batch(self, step: int) -> Batch:
+        """Return the global batch of a step: other tokens in each, of the same lengths."""
+        rng, pad_id = np.random.default_rng([17, step]), self.config.pad_id
+        source = rng.integers(3, self.config.source_vocab_size, (len(LENGTHS), SOURCE_LENGTH))
+        source[:, 5:] = np.where(np.arange(4) < np.array([[4, 3, 0, 2, 1, 4, 0, 0]]).T, source[:, 5:], pad_id)
+        source[-1] = pad_id
+        said = rng.integers(3, self.config.target_vocab_size, (len(LENGTHS), max(LENGTHS)))
+        there = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
+        labels = np.where(there, said, pad_id)
+        ends = np.maximum(np.array(LENGTHS) - 1, 0)
+        labels[np.arange(len(LENGTHS)), ends] = np.where(there.any(1), self.config.eos_id, pad_id)
+        started = np.column_stack([np.full(len(LENGTHS), self.config.bos_id), labels[:, :-1]])
+        return source, np.where(there, started, pad_id), labels
+
+
+def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
+    """Return the model of a case: the paper's conventions at sizes that fall into 2 and 4 parts, without dropout."""
+    sizes = {"d_model": 32, "num_heads": 4, "d_k": 8, "d_v": 8, "d_ff": 48, "max_length": 16}
+    layers = {"num_encoder_layers": 2, "num_decoder_layers": 2}
+    dropout = {"embedding": 0.0, "residual": 0.0}
+    vocabulary = {"source_vocab_size": tokens, "target_vocab_size": tokens}
+    return TransformerConfig.preset("paper_base", **{**sizes, **layers, **vocabulary, "dropout": dropout, **fields})
+
+
+@cache
+def probes() -> dict[str, Probe]:
+    """Return the cases by name: one for each thing that a plan may break."""
+    settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10, "learning_rate_factor": 0.1}
+    sliced: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
+    drops = {"embedding": 0.1, "residual": 0.1, "attention": 0.1, "feed_forward": 0.1}
+    found = (
+        Probe("plain", config(), TrainingConfig(**settings)),
+        Probe("short", config(), TrainingConfig(**settings), steps=4),
+        Probe("uneven", config(37, tie_embeddings="none"), TrainingConfig(**settings, **sliced), steps=4),
+        Probe("vocabulary of 37", config(37), TrainingConfig(**settings)),
+        Probe("untied", config(tie_embeddings="none"), TrainingConfig(**settings), steps=4),
+        Probe("accumulated", config(), TrainingConfig(**settings, accumulation_steps=2), steps=4),
+        Probe("checkpointing", config(), TrainingConfig(**settings, activation_checkpointing=True), steps=4),
+        Probe("dropout", config(dropout=drops), TrainingConfig(**settings, **sliced), steps=4),
+    )
+    return {probe.name: probe for probe in found}
+
+
+STAGE = ("plain", "uneven", "dropout")  # the cases of a check: each thing once, and little to compile
+PLANS = tuple(map(Plan.parse, ("data=2", "data=3", "data=4", "fsdp=2", "tensor=2", "data=2,fsdp=2,tensor=2")))

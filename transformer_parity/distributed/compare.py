@@ -1,0 +1,147 @@
+"""What the processes of a run saw, against the same run on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.names import parameter_shapes
+from reference_numpy.parallel_plan import Plan
+from transformer_parity.cases.case import DISTRIBUTED, Case
+from transformer_parity.compare.findings import AGREES, Finding
+from transformer_parity.compare.training_outputs import LOSS, WHOLE, training_error, training_tolerance
+from transformer_parity.compare.verdict import Author
+from transformer_parity.distributed.cases import Probe
+from transformer_parity.distributed.holdings import Holdings
+from transformer_parity.distributed.signatures import Contributions, explain
+from transformer_parity.distributed.worker import Seen, Snapshot
+
+RESUMED = "resumed"  # the name of a run that goes on from elsewhere
+REPLICAS, DIVIDED, NAMES = "replicas", "what is divided", "names"  # findings that are about no tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on several devices, as a report shows it.
+
+    Attributes:
+        probe: Model, settings and batches.
+        plan: The devices.
+        start: What it goes on from, and where that was; None is its beginning.
+        origin: Likewise, in words: framework and plan.
+        named: Whether the plan was asked for, so that it must not be refused.
+    """
+
+    probe: Probe
+    plan: Plan
+    start: Snapshot | None = None
+    origin: str = ""
+    named: bool = True
+
+    @property
+    def case(self) -> Case:
+        """The case that its findings are about."""
+        inputs = dict(zip(("source_ids", "target_ids", "labels"), self.probe.batch(0), strict=True))
+        name = f"{DISTRIBUTED}/{self.plan}/{RESUMED if self.start else self.probe.name}"
+        common = {"dtypes": ("float64",), "stage": DISTRIBUTED, "settings": self.probe.settings}
+        return Case(name, str(self.plan), self.probe.config, "", inputs, **common)
+
+
+def findings(backend: str, run: Run, seen: Sequence[Seen], expected: Seen) -> list[Finding]:
+    """Return every comparison of a run.
+
+    Args:
+        backend: Who trained.
+        run: What was trained.
+        seen: What each process saw.
+        expected: The run on one device: of the reference, or where dropout is drawn of the framework itself.
+    """
+    author = Author(backend, "float64", run.case)
+    if refused := next((one.refused for one in seen if one.refused), ""):
+        return [(author.failed if run.named else author.skipped)("run", refused)]
+    found = [*_tensors(author, seen, expected), *_held(author, run, seen)]
+    failing = next((i for i, finding in enumerate(found) if finding.verdict != AGREES), None)
+    if failing is not None and found[failing].tap not in (NAMES, REPLICAS, DIVIDED):
+        known = None if draws(run.probe) else _contributions(run)
+        finding, wanted = found[failing], tensors(expected)
+        furthest = max(seen, key=lambda one: _distance(finding.tap, tensors(one), wanted))
+        why = explain(furthest, expected, known, run.plan)
+        begun = f"begun by {run.origin}" if run.origin else ""
+        said = [finding.detail or f"error {finding.error:.1e}", why, begun]
+        found[failing] = replace(finding, detail="; ".join(filter(None, said)))
+    return found
+
+
+def draws(probe: Probe) -> bool:
+    """Whether a run has dropout, which each framework draws in its own way."""
+    rates = probe.config.dropout
+    return any((rates.embedding, rates.residual, rates.attention, rates.feed_forward))
+
+
+def _contributions(run: Run) -> Contributions:
+    weights, step = (run.probe.weights(), 0) if run.start is None else (run.start.weights, run.start.state.step)
+    return Contributions.of(run.probe, run.plan, weights, step)
+
+
+def tensors(seen: Seen) -> dict[str, ndarray]:
+    """Return what a process saw as tensors by name, in the order in which a mistake shows."""
+    numbers: dict[str, ndarray] = {}
+    for i, (loss, tokens, norm) in enumerate(zip(seen.losses, seen.tokens, seen.norms, strict=True), seen.first + 1):
+        numbers[f"step {i} {LOSS}"] = np.asarray(loss)
+        numbers[f"step {i} tokens"] = np.asarray(tokens)
+        numbers[f"step {i} norm of the gradient"] = np.asarray(norm)
+    whole = [np.ravel(seen.gradient[name]) for name in sorted(seen.gradient)]
+    found = {
+        WHOLE: np.concatenate(whole) if whole else np.zeros(0),
+        **{f"of {name}": array for name, array in reversed(seen.gradient.items())},
+        **numbers,
+    }
+    for step, snapshot in seen.snapshots.items():
+        weights = {name: array for name, array in snapshot.weights.items() if not name.endswith("key_proj.bias")}
+        for what, arrays in (
+            ("first moment", snapshot.state.first_moment),
+            ("second moment", snapshot.state.second_moment),
+            ("weight", weights),  # but those whose gradient is rounding noise
+        ):
+            found |= {f"step {step} {what} {name}": array for name, array in arrays.items()}
+        found[f"step {step} number of the step"] = np.asarray(snapshot.state.step)
+    return found
+
+
+def _tensors(author: Author, seen: Sequence[Seen], expected: Seen) -> Iterator[Finding]:
+    """Compare each tensor with what is expected of it, in the process where it is furthest from that."""
+    wanted, of_all = tensors(expected), [tensors(one) for one in seen]
+    for process, found in enumerate(of_all):
+        if found.keys() != wanted.keys():
+            absent = sorted(found.keys() ^ wanted.keys())
+            problem = f"process {process} must have {len(wanted)} tensors: got {len(found)}, without {absent[0]}"
+            yield author.compared("run", NAMES, math.inf, 0.0, problem=problem)
+            return
+    for name in wanted:
+        errors = [_distance(name, found, wanted) for found in of_all]
+        worst = errors.index(max(errors))
+        detail = f"error {errors[worst]:.1e} in process {worst}, {min(errors):.1e} in others"
+        tolerance = training_tolerance(name, "float64", 0.0, 0.0)
+        apart = max(errors) > tolerance >= min(errors)
+        yield author.compared("run", name, errors[worst], tolerance, detail=detail if apart else "")
+
+
+def _distance(name: str, found: dict[str, ndarray], wanted: dict[str, ndarray]) -> float:
+    """Return the error of a tensor; infinite for another shape and for NaN."""
+    if np.shape(found[name]) != np.shape(wanted[name]) or not np.isfinite(found[name]).all():
+        return math.inf
+    return training_error(name, found, wanted)
+
+
+def _held(author: Author, run: Run, seen: Sequence[Seen]) -> Iterator[Finding]:
+    """Compare what the devices hold: what several have is equal, and what a plan divides is divided."""
+    held, shapes = Holdings.of(seen), parameter_shapes(run.probe.config)
+    problem = ""
+    if apart := held.apart():
+        problem = f"{len(apart)} of {len(shapes)} parameters differ between devices that have the same part: {apart[0]}"
+    yield author.compared("run", REPLICAS, 0.0, 0.0, problem=problem)
+    yield author.compared("run", DIVIDED, 0.0, 0.0, problem=held.not_divided(run.plan, shapes))

@@ -1,0 +1,131 @@
+"""The processes of a run on several devices: as many as the framework wants, each with an environment of its own."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from reference_numpy.parallel_plan import Plan
+from transformer_parity.distributed.worker import Seen, Task
+from transformer_parity.system.child import PATIENCE, THREAD_SWITCHES, Child, ChildEndedError, Children
+
+WORK = "transformer_parity.distributed.worker:work"  # what a process runs
+INTERVAL = 2.0  # seconds between two looks at the processor time
+ONE_PROCESS = ("numpy", "jax", "tf")  # of several devices; others have a process for each
+ALL_PLANS = ("numpy", "jax")  # in one process: a mesh may leave devices out; others want processes for each size
+
+
+class RunError(Exception):
+    """A run on several devices did not come to its end; all of its processes have ended."""
+
+
+class Group:
+    """The processes of one framework that train together, one run after another.
+
+    Attributes:
+        environment: Versions and switches, as the first process has them when all are stopped.
+    """
+
+    environment: dict[str, str] | None = None
+
+    def __init__(self, children: Children, backend: str, devices: int, timeout: float | None, python: str) -> None:
+        self._children, self._timeout = children, math.inf if timeout is None else timeout
+        self._has_failed = False
+        environments = _environments(backend, devices)
+        self._processes = [children.start(WORK, python) for _ in environments]
+        for process, environment in zip(self._processes, environments, strict=True):
+            process.send((backend, environment))
+
+    def train(self, task: Task) -> list[Seen]:
+        """Return what each process saw of a run.
+
+        Raises:
+            RunError: A process ended or said nothing for too long; or it could not go on, as it says.
+        """
+        for process in self._processes:
+            process.send(task)
+        return self._receive()
+
+    def stop(self) -> None:
+        """End the processes."""
+        if self._has_failed:
+            return
+        for process in self._processes:
+            process.send(None)
+        self.environment = self._receive()[0]
+        for process in self._processes:
+            self._children.stop(process, PATIENCE)
+
+    def _receive(self) -> list:
+        """Return the next message of each process, in their order; where one fails, the others wait in vain for it."""
+        found: dict[Child, object] = {}
+        while waiting := [process for process in self._processes if process not in found]:
+            for process in self._children.wait(waiting, min(INTERVAL, self._timeout / 10.0)):
+                found[process] = self._next(process)
+            for process in waiting:
+                if process not in found and process.silence.count(INTERVAL) > self._timeout:
+                    raise self._failed(process, f"no answer for {self._timeout:g} s: {process.last_line()}")
+        return [found[process] for process in self._processes]
+
+    def _next(self, process: Child) -> object:
+        try:
+            message = process.receive()
+        except ChildEndedError as error:
+            raise self._failed(process, str(error)) from error
+        if isinstance(message, Seen) and message.problem:
+            raise self._failed(process, message.problem)
+        return message
+
+    def _failed(self, process: Child, why: str) -> RunError:
+        self._has_failed = True
+        for other in self._processes:
+            self._children.stop(other)
+        return RunError(f"process {self._processes.index(process)} of {len(self._processes)}: {why}")
+
+
+@contextmanager
+def group(backend: str, devices: int, timeout: float | None = None, python: str = sys.executable) -> Iterator[Group]:
+    """Start the processes of a framework that have so many devices; they end with the block.
+
+    Args:
+        backend: A name of ``PORTS``.
+        devices: How many devices all processes have together.
+        timeout: Seconds of silence of a process, without those of waiting for a processor, after which all are ended;
+            None waits for ever.
+        python: The interpreter that runs them.
+
+    Raises:
+        RunError: A process did not end as it should.
+    """
+    with Children({**os.environ, **dict.fromkeys(THREAD_SWITCHES, "1")}) as children:
+        found = Group(children, backend, devices, timeout, python)
+        yield found
+        found.stop()
+
+
+def devices_needed(backend: str, plans: Sequence[Plan]) -> list[tuple[int, list[Plan]]]:
+    """Return groups of processes that train on all plans: how many devices each has, and its plans."""
+    if backend in ALL_PLANS:
+        return [(max(plan.devices for plan in plans), list(plans))]
+    sizes = dict.fromkeys(plan.devices for plan in plans)
+    return [(size, [plan for plan in plans if plan.devices == size]) for size in sizes]
+
+
+def _environments(backend: str, devices: int) -> list[dict[str, str]]:
+    """Return what each process finds in its environment, beside what there is here."""
+    if backend in ONE_PROCESS:
+        # In float64 the formulas are compared, not what XLA makes of them.
+        jax = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        return [jax if backend == "jax" else {}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(devices)}
+    return [
+        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(devices)}
+        for rank in range(devices)
+    ]

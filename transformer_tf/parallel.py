@@ -1,0 +1,171 @@
+"""Training on several devices, by TensorFlow's strategies: each holds the whole model and has rows of its own."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from functools import cache
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy import ndarray
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.parallel_plan import Plan, Shard, spread
+from reference_numpy.shapes import Int
+from transformer_tf.layers import own_rows
+from transformer_tf.runtime import check_placement
+from transformer_tf.weights import parameters
+
+
+def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
+    """Return the devices of a plan as the framework arranges them, for a ``Trainer``.
+
+    Args:
+        plan: How many devices there are along each axis.
+        device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+
+    Raises:
+        ValueError: There is another number of devices than the plan needs, or the framework cannot follow the plan.
+        RuntimeError: The device is not visible.
+    """
+    # keras.distribution accepts such layouts and, on TensorFlow, leaves every variable where it is.
+    if plan.fsdp * plan.tensor > 1:
+        raise ValueError(f"TensorFlow's strategies divide the rows of a batch only, by data=N: got {plan}")
+    check_placement("float32", device)
+    if os.environ.get("TF_CONFIG"):
+        mesh = _multi_worker()
+        plan.check_devices(mesh.num_replicas_in_sync, "TF_CONFIG lists the workers, each with a GPU or its CPU")
+        return mesh
+    gpus = tf.config.list_physical_devices("GPU")
+    kind = device or ("gpu" if gpus else "cpu")
+    if kind == "cpu":
+        _split_cpu(plan.devices)
+    devices = [device.name for device in tf.config.list_logical_devices(kind.upper())][: plan.devices]
+    plan.check_devices(len(devices), "make the mesh before anything else of TensorFlow, to split a CPU into several")
+    return _mirrored(tuple(devices))
+
+
+def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
+    """Return the plan that a mesh follows, be it from ``make_mesh`` or the user's own; one device for None.
+
+    Raises:
+        TypeError: That is no mesh of this framework.
+        ValueError: The mesh has an axis that is none of a plan's, or the model cannot be divided like this.
+    """
+    if mesh is None:
+        return Plan()
+    if not isinstance(mesh, tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy):
+        needed = "a MirroredStrategy or a MultiWorkerMirroredStrategy"
+        raise TypeError(f"mesh must be {needed}: got {type(mesh).__name__}")
+    return Plan(data=mesh.num_replicas_in_sync)
+
+
+def shards(trainer: Any) -> dict[str, list[Shard]]:
+    """Return what the devices of this process hold of each parameter of a trainer, by canonical name."""
+    mesh, held = trainer.mesh, {}
+    devices = (0,)
+    if mesh is not None:
+        numbers = mesh.experimental_distribute_values_from_function(lambda value: value.replica_id_in_sync_group)
+        devices = mesh.experimental_local_results(numbers)
+    for name, parameter in parameters(trainer.model).items():
+        whole = tuple(slice(0, size) for size in parameter.shape)
+        copies = [parameter] if mesh is None else mesh.experimental_local_results(parameter)
+        held[name] = [Shard(device, whole, copy.numpy()) for device, copy in zip(devices, copies, strict=True)]
+    return held
+
+
+def check_copies(trainer: Any) -> None:
+    """Refuse a model, or moments, with other copies than the trainer's mesh has: one each without.
+
+    Raises:
+        ValueError: A variable was made in the scope of another strategy, or of none.
+    """
+    held = [*trainer.optimizer.parameters.values(), *trainer.optimizer.first_moment.values()]
+    owners = [v.distribute_strategy if isinstance(v, tf.distribute.DistributedValues) else None for v in held]
+    if any(owner is not trainer.mesh for owner in owners):
+        raise ValueError(
+            "a model is trained on the devices it was made for: build it in the scope of the mesh (with mesh.scope(): "
+            "model = ...) and pass mesh=mesh to the Trainer, or do neither"
+        )
+
+
+def spread_rows(trainer: Any, batch: Sequence[Any], slices: int) -> tuple[Any, ...]:
+    """Return a batch as ``traced`` functions take it: on a mesh, the rows of each share, [shares, rows, length]."""
+    if trainer.mesh is None:
+        return tuple(batch)
+    plan, pad_id = trainer.plan, trainer.model.config.pad_id
+    parts = [spread(np.asarray(ids), slices, plan.shares, pad_id) for ids in batch]  # [slices, shares, R, L]
+    return tuple(ids.swapaxes(0, 1).reshape(plan.shares, -1, ids.shape[-1]) for ids in parts)
+
+
+def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shares slices sites 2"]:
+    """Return what the dropout of a step depends on, at each of its sites; on a mesh, for each share."""
+    shape = trainer.settings.accumulation_steps, sites, 2
+    entropy = [trainer.seed, trainer.step]
+
+    def draw(entropy):
+        return np.random.SeedSequence(entropy).generate_state(math.prod(shape)).reshape(shape).astype(np.int64)
+
+    if trainer.mesh is None:
+        return draw(entropy)
+    shares = range(trainer.plan.shares)
+    return np.stack([draw([*entropy, share] if trainer.dropout == "local" else entropy) for share in shares])
+
+
+def traced(trainer: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function, traced once for all lengths; on a mesh, each device calls it for its share.
+
+    The first argument holds those of the function that a mesh divides, with the shares in front; the others are the
+    same on all devices, and so is the result.
+    """
+    signature = [tf.nest.map_structure(_any_length, argument) for argument in arguments]
+    mesh = trainer.mesh
+
+    def whole(part, *numbers):
+        return function(*part, *numbers)
+
+    def on_device(parts, *numbers):
+        share = tf.distribute.get_replica_context().replica_id_in_sync_group
+        with own_rows(share, trainer.plan.shares) if trainer.dropout == "global" else nullcontext():
+            return whole(tf.nest.map_structure(lambda x: x[share], parts), *numbers)
+
+    def on_mesh(*arguments):
+        return mesh.experimental_local_results(mesh.run(on_device, arguments))[0]
+
+    # Without jit_compile: XLA compiles anew for each shape, which takes as long as dozens of steps, and on a CPU its
+    # steps are no faster.
+    return tf.function(whole if mesh is None else on_mesh, signature, autograph=False)
+
+
+def summed(trainer: Any, values: Any) -> Any:
+    """Return the sums of what the devices of a mesh have found of a loss, its tokens and, perhaps, its gradient."""
+    if trainer.mesh is None:
+        return values
+    context, (total, tokens, *gradient) = tf.distribute.get_replica_context(), values
+    tokens = context.all_reduce("SUM", tokens)  # on its own: integers are summed on the host
+    total, *gradient = context.all_reduce("SUM", [total, *gradient])
+    return total, tokens, *gradient
+
+
+def _any_length(array):
+    """Return what describes an array: ids of any number of rows and any length, and all others as they are."""
+    sizes = list(np.shape(array))
+    is_ids = array.dtype == np.int32
+    return tf.TensorSpec([*sizes[:-2], None, None] if is_ids else sizes, array.dtype)
+
+
+# The collectives of two strategies of the same devices would take each other's tensors: there is one of each.
+_mirrored = cache(tf.distribute.MirroredStrategy)
+_multi_worker = cache(tf.distribute.MultiWorkerMirroredStrategy)
+
+
+def _split_cpu(count):
+    """Take the CPU for so many devices, unless it is already; once TensorFlow has begun, it stays as it is."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    if len(tf.config.get_logical_device_configuration(cpu) or [cpu]) < count:
+        with suppress(RuntimeError):
+            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)

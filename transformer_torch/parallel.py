@@ -1,0 +1,259 @@
+"""Training on several devices: a process for each, and the engines of ``torch.distributed``.
+
+Copies of the model are kept by DistributedDataParallel, parts of its parameters by ``fully_shard``, parts of its heads
+and feed-forward networks by ``parallelize_module``. Each process calls ``make_mesh`` before it puts a model on a GPU;
+processes that form no group yet then join, as the environment says, which ``torchrun`` sets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  the usual name
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from reference_numpy.config import TransformerConfig
+from reference_numpy.parallel_plan import AXES, Plan, Shard, spread, tensor_axis
+from reference_numpy.shapes import Float, Int
+from transformer_torch.attention import MultiHeadAttention
+from transformer_torch.feed_forward import PositionwiseFeedForward
+from transformer_torch.layers import Dropout, Linear, OwnDropout
+from transformer_torch.runtime import check_placement, to_device
+from transformer_torch.transformer import Transformer
+from transformer_torch.weights import copy_out, is_divided, local_part, parameters
+
+JOINING = timedelta(seconds=60)  # for which processes wait for one another when they start
+HOW = "start one process for each, as by torchrun --nproc-per-node"
+
+
+def make_mesh(plan: Plan, device: str | None = None) -> DeviceMesh:
+    """Return the devices of a plan as the framework arranges them, for a ``Trainer``.
+
+    Args:
+        plan: How many devices there are along each axis.
+        device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+
+    Raises:
+        ValueError: There is another number of devices than the plan needs, or the framework cannot follow the plan.
+        RuntimeError: The device is not visible.
+    """
+    check_placement("float32", device)
+    kind = to_device(device).type
+    if not dist.is_initialized():
+        plan.check_devices(int(os.environ.get("WORLD_SIZE", "1")), HOW)
+        _join(kind)
+    plan.check_devices(dist.get_world_size(), HOW)
+    sizes = {axis: getattr(plan, axis) for axis in AXES if getattr(plan, axis) > 1} or {"data": 1}
+    return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
+    """Return the plan that a mesh follows, be it from ``make_mesh`` or the user's own; one device for None.
+
+    Raises:
+        TypeError: That is no mesh of this framework.
+        ValueError: The mesh has an axis that is none of a plan's, or the model cannot be divided like this.
+    """
+    if mesh is None:
+        return Plan()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh: got {type(mesh).__name__}")
+    names = mesh.mesh_dim_names or ("(without a name)",)
+    plan = Plan.of_axes(dict(zip(names, mesh.shape, strict=False)))
+    plan.check(config)
+    return plan
+
+
+def shards(trainer: Any) -> dict[str, list[Shard]]:
+    """Return what the devices of this process hold of each parameter of a trainer, by canonical name."""
+    number = trainer.share.number
+    held = {}
+    for name, parameter in parameters(trainer.model).items():
+        index, local = local_part(parameter)
+        index = index[::-1] if name.endswith("kernel") else index
+        held[name] = [Shard(number, index, copy_out(name, local))]
+    return held
+
+
+class Share:
+    """What one process computes of each step: its rows of each slice, with the part of the model that it holds.
+
+    Args:
+        model: The model, which is divided in place.
+        mesh: The devices of all processes; None is the one that has the model.
+        dropout: ``global`` or ``local``.
+
+    Attributes:
+        module: What computes the logits, and reduces each gradient.
+        number: The number of this process in the mesh.
+
+    Raises:
+        ValueError: The model is on another device, or is divided or wrapped already, or a process is not in the mesh.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None, dropout: str) -> None:
+        self.module, self.number, self.index, self.mesh = model, 0, 0, mesh
+        if mesh is None:
+            return
+        self.plan, self.pad_id = _check(model, mesh), model.config.pad_id
+        self.whole = _with_all_axes(mesh, self.plan)
+        place = self.whole.get_coordinate()
+        self.index = place[0] * self.plan.fsdp + place[1]
+        self.number = self.index * self.plan.tensor + place[2]
+        self.local = dropout == "local"
+        self.dropouts = _own_dropouts(model, self.plan, place[2]) if not self.local or self.plan.tensor > 1 else []
+        self.module = _divide(model, self.whole, self.plan)
+        self.trained = [p.requires_grad for p in model.parameters()]
+        self.has_checked_batches = False
+
+    @property
+    def entropy(self) -> tuple[int, ...]:
+        """What dropout is drawn from, beside the seed and the step."""
+        return (self.index,) if self.mesh is not None and self.local else ()
+
+    def slices(self, batch: Sequence[Int[Tensor, "B L"]], count: int) -> Iterator[tuple[Int[Tensor, "R L"], ...]]:
+        """Yield the rows of each slice that are this process's, padded where they do not fall into equal parts.
+
+        Raises:
+            ValueError: Parameters were frozen or thawed since the model was divided, or each process has a batch of its
+                own, which is looked at once.
+        """
+        if self.mesh is None:
+            yield from zip(*(ids.chunk(count) for ids in batch), strict=True)
+            return
+        if self.trained != [p.requires_grad for p in self.module.parameters()]:
+            raise ValueError("what is frozen on a mesh is settled when the trainer is made: make another trainer")
+        if not self.has_checked_batches:
+            self.check_same("batch, of which each takes its rows", [ids.tolist() for ids in batch])
+            self.has_checked_batches = True
+        rows = np.arange(len(batch[0]))[:, None]
+        own = spread(rows, count, self.plan.shares, -1)[:, self.index, :, 0]  # [count, R], -1 for padding
+        first, drawn = (0, own.shape[1]) if self.local else (self.index * own.shape[1], len(rows) // count)
+        for dropout in self.dropouts:
+            dropout.first, dropout.rows = first, drawn
+        padded = [F.pad(ids, (0, 0, 0, 1), value=self.pad_id) for ids in batch]
+        for i, each in enumerate(torch.from_numpy(own).to(padded[0].device)):
+            # Gradients are sent once, after the last slice; fully_shard would have to keep them whole until then.
+            waits = i < count - 1 and isinstance(self.module, DistributedDataParallel)
+            with self.module.no_sync() if waits else nullcontext():
+                yield tuple(ids[each] for ids in padded)
+
+    def check_same(self, what: str, value: Any) -> None:
+        """Refuse a run whose processes were not given the same.
+
+        Raises:
+            ValueError: They were not.
+        """
+        if self.mesh is None:
+            return
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, sha256(repr(value).encode()).hexdigest())
+        if different := [rank for rank, each in enumerate(found) if each != found[0]]:
+            raise ValueError(f"all processes must have the same {what}: got another one in process {different[0]}")
+
+    def summed(self, x: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """Return the sum of a number over all shares."""
+        if self.mesh is not None:
+            for axis in ("data", "fsdp"):
+                dist.all_reduce(x, group=self.whole.get_group(axis))
+        return x
+
+
+def _join(kind):
+    """Join the other processes.
+
+    Raises:
+        RuntimeError: Not all have started in time.
+    """
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    if "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=JOINING))
+        store.set(f"process {rank}", "")
+        store.wait([f"process {each}" for each in range(size)], JOINING)
+    except dist.DistError as error:
+        seconds = JOINING.total_seconds()
+        raise RuntimeError(f"of {os.environ['WORLD_SIZE']} processes, not all have joined in {seconds:g} s") from error
+    store.set_timeout(dist.default_pg_timeout)
+    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size)
+
+
+def _check(model, mesh):
+    """Return the plan of a mesh that can divide a model."""
+    if not isinstance(model, Transformer) or is_divided(model):
+        raise ValueError(f"a mesh divides a model that nothing else has wrapped or divided: got {type(model).__name__}")
+    if model.device.type != mesh.device_type:
+        raise ValueError(f"the model must be on the devices of the mesh, {mesh.device_type}: got {model.device}")
+    plan = plan_of(mesh, model.config)
+    plan.check_devices(dist.get_world_size(), "all processes train")
+    return plan
+
+
+def _with_all_axes(mesh, plan):
+    """Return a mesh of the same devices that has all axes in their order, some of size 1."""
+    order = [mesh.mesh_dim_names.index(axis) for axis in AXES if axis in mesh.mesh_dim_names]
+    devices = mesh.mesh.permute(order).reshape(plan.data, plan.fsdp, plan.tensor)
+    whole = DeviceMesh(mesh.device_type, devices, mesh_dim_names=AXES)
+    whole["fsdp", "tensor"]._flatten()  # torch warns where it reduces over two axes that nothing has flattened
+    return whole
+
+
+def _own_dropouts(model, plan, part):
+    """Let dropout keep its own rows, heads and units of what it draws; return the layers that do."""
+    found = []
+    for module in [*model.modules()]:
+        for name, layer in [*module.named_children()]:
+            if isinstance(layer, Dropout):
+                axis = {MultiHeadAttention: 1, PositionwiseFeedForward: 2}.get(type(module))
+                found.append(OwnDropout(layer.p, axis, plan.tensor, part))
+                setattr(module, name, found[-1])
+    return found
+
+
+def _divide(model, whole, plan):
+    """Divide a model in place, and return what is to be called; all go on from what the first process has."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for parameter in model.parameters():
+        parameter.data.copy_(distribute_tensor(parameter.data, whole, [Replicate()] * whole.ndim).to_local())
+    if plan.tensor > 1:
+        styles = {1: ColwiseParallel, 0: RowwiseParallel}  # by the axis of a kernel, [in, out]
+        axes = {name: tensor_axis(f"{name}.kernel") for name, m in model.named_modules() if isinstance(m, Linear)}
+        parallelize_module(model, whole["tensor"], {name: styles[axis]() for name, axis in axes.items()})
+        for module in model.modules():
+            if isinstance(module, MultiHeadAttention):
+                module.num_heads //= plan.tensor
+    if plan.fsdp == plan.tensor == 1:
+        group = whole.get_group("data")
+        copies = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
+        copies.register_comm_hook(group, _sum)
+        return copies
+    if plan.shares > 1:
+        over = whole["data", "fsdp"] if plan.data > 1 else whole["fsdp"]
+        for module in (*model.encoder.layers, *model.decoder.layers, model):
+            fully_shard(module, mesh=over, reshard_after_forward=True)  # what has no backward pass ends as it began
+            module.set_gradient_divide_factor(1.0)  # neither reaches the modules within
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def _sum(group, bucket):
+    """Add gradients up over all processes; DistributedDataParallel's own hook would divide them by their number."""
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
