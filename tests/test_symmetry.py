@@ -134,7 +134,7 @@ ALLOWED = [
     ("jax", "parallel.divide", "*", "each process computes its own share; NumPy all of them"),
     *(
         ("jax", "parallel", f"adds definition {name}", "its pure functions take and return arrays, placed on a mesh")
-        for name in ("Arrays", "shardings", "place", "constrain", "to_numpy")
+        for name in ("Arrays", "shardings", "place", "check_same", "constrain", "to_numpy")
     ),
     ("torch jax tf", "parallel.make_mesh", "result: *", "the framework's own mesh"),
     ("torch jax tf", "training.Trainer.__init__", "parameter mesh: *", "the framework's own mesh"),
@@ -165,7 +165,7 @@ ALLOWED = [
     ("torch tf", "weights", "adds definition parameters", "for the optimizer, which takes them all at once"),
     ("torch", "weights", "adds definition computed_with", "torch can compute a weight from other parameters"),
     ("torch", "training", "adds definition inference", "a module is in training mode or not; a search asks for it too"),
-    ("torch", "", "adds module parallel_checkpoint", "a folder of parts is in the framework's own format"),
+    ("torch jax", "", "adds module parallel_checkpoint", "a folder of parts is in the framework's own format"),
     ("torch", "weights", "adds definition torch_path", "only torch has names of its own"),
     ("torch", "weights", "adds definition is_divided", "a parameter may be divided over processes"),
     ("torch", "weights", "adds definition gathered", "a parameter may be divided over processes"),
