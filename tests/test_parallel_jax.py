@@ -188,6 +188,37 @@ def test_a_process_that_is_missing_is_an_error():
         assert "DEADLINE_EXCEEDED" in said.read()
 
 
+DIFFERENT = """
+import jax
+probe = probes()["plain"]
+weights, batch, seed = probe.weights(), probe.batch(0), 0
+from transformer_jax import Trainer, Transformer, make_mesh
+mesh = make_mesh(Plan.parse("data=2"))
+if jax.process_index() == 1:
+    {change}
+model = Transformer.from_weights(probe.config, weights, "float64")
+try:
+    Trainer(model, probe.settings, seed, mesh=mesh).gradient(*batch)
+except ValueError as error:
+    assert str(error) == "all processes must have the same {what}: got others in process 1", error
+else:
+    raise AssertionError("trained")
+"""
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("weights", "weights['source_embedding.table'] += 1e-15"),
+        ("seed, settings and batch", "seed = 1"),
+        ("seed, settings and batch", "batch = probe.batch(1)"),
+    ],
+)
+def test_processes_that_were_given_different_things_are_refused(what, change):
+    run(DIFFERENT.format(what=what, change=change), processes=2, devices=1)
+
+
 # --- All plans and cases ---
 
 CASE = """

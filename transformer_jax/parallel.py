@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 import jax
@@ -78,9 +79,17 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 
 
 def divide(trainer: Any, batch: Sequence[Array], slices: int) -> Sequence[Array]:
-    """Return a batch whose rows are divided over the devices of a mesh: [rows, L], or [slices, rows, L] of several."""
+    """Return a batch whose rows are divided over the devices of a mesh: [rows, L], or [slices, rows, L] of several.
+
+    Raises:
+        ValueError: Each process has a batch of its own, or other settings; the first batch tells.
+    """
     if trainer.mesh is None:
         return batch
+    if not trainer.has_checked_batches:
+        given = trainer.step, trainer.seed, trainer.settings, trainer.model.config
+        check_same("seed, settings and batch", *given, *(np.asarray(ids).tolist() for ids in batch))
+        trainer.has_checked_batches = True
     sharding = _sharding(trainer.mesh, [None] * (slices > 1) + [_rows(trainer.mesh)])
     divided = []
     for ids in batch:
@@ -100,13 +109,32 @@ def shardings(config: TransformerConfig, mesh: Mesh | None) -> dict[str, NamedSh
 
 def place(parameters: Arrays, wanted: dict[str, NamedSharding] | None) -> Arrays:
     """Bind parameters to the devices of a mesh; without one, to those where they are."""
-    if wanted is None:
-        return {name: jax.device_put(array, array.sharding) for name, array in parameters.items()}
-    several = jax.process_count() > 1  # what is on a device of one is not sent to another: each has the same
+    if wanted is None or jax.process_count() == 1:
+        return {
+            name: jax.device_put(array, array.sharding if wanted is None else wanted[name])
+            for name, array in parameters.items()
+        }
+    # What is on a device of one process is not sent to another: each process has all of it.
+    whole = {name: to_numpy(array) for name, array in parameters.items()}
+    check_same("weights", *(array.tobytes() for array in whole.values()))
     return {
-        name: jax.device_put(np.asarray(array) if several and array.is_fully_addressable else array, wanted[name])
-        for name, array in parameters.items()
+        name: jax.make_array_from_callback(array.shape, wanted[name], array.__getitem__)
+        for name, array in whole.items()
     }
+
+
+def check_same(what: str, *values: Any) -> None:
+    """Refuse a run whose processes were not given the same.
+
+    Raises:
+        ValueError: They were not.
+    """
+    if jax.process_count() == 1:
+        return
+    digest = sha256(b"".join(value if isinstance(value, bytes) else repr(value).encode() for value in values)).digest()
+    found = process_allgather(np.frombuffer(digest, np.uint8))  # [processes, 32]
+    if len(different := np.flatnonzero((found != found[0]).any(1))):
+        raise ValueError(f"all processes must have the same {what}: got others in process {different[0]}")
 
 
 def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> Arrays:

@@ -111,6 +111,7 @@ class Trainer:
         self.seed = seed
         self.step = 0  # steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
+        self.has_checked_batches = False
         # Bound to their devices, as the results of a step are: else the second step would be compiled again.
         parameters = place(_parameters(model), shardings(model.config, mesh))
         _put_parameters(model, parameters)
