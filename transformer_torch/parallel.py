@@ -105,7 +105,7 @@ class Share:
         self.module, self.number, self.index, self.mesh = model, 0, 0, mesh
         if mesh is None:
             return
-        self.plan, self.pad_id = _check(model, mesh), model.config.pad_id
+        self.plan, self.pad_id = _check(model, mesh)
         self.whole = _with_all_axes(mesh, self.plan)
         place = self.whole.get_coordinate()
         self.index = place[0] * self.plan.fsdp + place[1]
@@ -193,14 +193,14 @@ def _join(kind):
 
 
 def _check(model, mesh):
-    """Return the plan of a mesh that can divide a model."""
+    """Return the plan of a mesh that can divide a model, and the model's padding."""
     if not isinstance(model, Transformer) or is_divided(model):
         raise ValueError(f"a mesh divides a model that nothing else has wrapped or divided: got {type(model).__name__}")
     if model.device.type != mesh.device_type:
         raise ValueError(f"the model must be on the devices of the mesh, {mesh.device_type}: got {model.device}")
     plan = plan_of(mesh, model.config)
     plan.check_devices(dist.get_world_size(), "all processes train")
-    return plan
+    return plan, model.config.pad_id
 
 
 def _with_all_axes(mesh, plan):
@@ -235,7 +235,8 @@ def _divide(model, whole, plan):
     if plan.tensor > 1:
         styles = {1: ColwiseParallel, 0: RowwiseParallel}  # by the axis of a kernel, [in, out]
         axes = {name: tensor_axis(f"{name}.kernel") for name, m in model.named_modules() if isinstance(m, Linear)}
-        parallelize_module(model, whole["tensor"], {name: styles[axis]() for name, axis in axes.items()})
+        found = {name: styles[axis]() for name, axis in axes.items() if axis is not None}
+        parallelize_module(model, whole["tensor"], found)
         for module in model.modules():
             if isinstance(module, MultiHeadAttention):
                 module.num_heads //= plan.tensor

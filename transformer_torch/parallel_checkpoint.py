@@ -49,9 +49,10 @@ def save_sharded(
         FileExistsError: There is something of that name.
         OSError: A file cannot be written.
     """
+    model: Any = trainer.model
     training = {"step": trainer.step, "seed": trainer.seed, "settings": trainer.settings.to_dict()}
     description = {
-        "config": trainer.model.config.to_dict(),
+        "config": model.config.to_dict(),
         "training": {**training, "progress": dict(progress or {})},
     }
     _write(Path(folder), _tensors(trainer), description, vocabulary)
@@ -77,7 +78,7 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
         raise ValueError(f"{folder} holds what the model lacks: {', '.join(sorted(unknown))}")
     _load(Path(folder), tensors)
     trainer.step, trainer.seed = training["step"], training["seed"]
-    for parameter in parameters(trainer.model).values():
+    for parameter in trainer.model.parameters():
         trainer.optimizer.state[parameter]["step"].fill_(trainer.step)
     return training["progress"]
 
@@ -177,7 +178,7 @@ def _held(folder):
     """Return shape and dtype of each tensor of a folder."""
     from torch.distributed.checkpoint import FileSystemReader
 
-    held = FileSystemReader(folder).read_metadata().state_dict_metadata
+    held: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in held.items()}
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -82,7 +83,7 @@ def is_divided(model: nn.Module) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def gathered(tensor: Any) -> Tensor:
     """Return the whole of a tensor that a mesh may divide, to every process of the mesh."""
     if not hasattr(tensor, "device_mesh"):  # what is imported below is a second, and nothing else needs it
         return tensor
@@ -95,7 +96,7 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
-def local_part(tensor: Tensor) -> tuple[tuple[slice, ...], Tensor]:
+def local_part(tensor: Any) -> tuple[tuple[slice, ...], Tensor]:
     """Return what this process holds of a tensor, which a mesh may divide, and where in the whole that lies."""
     if not hasattr(tensor, "device_mesh"):
         return tuple(slice(0, size) for size in tensor.shape), tensor

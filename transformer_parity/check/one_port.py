@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -108,11 +108,11 @@ class _Process:
         self.job = job
         self.doing = ""
         self.describe: Callable[[], dict[str, str]] = dict
-        self.spent: Counter[str] = Counter()  # processor seconds, by what they went into
+        self.spent: defaultdict[str, float] = defaultdict(float)  # processor seconds, by what they went into
 
     def spend(self, what: str) -> None:
         """Count the processor seconds since the last count."""
-        self.spent[what] += time.process_time() - self.spent.total()
+        self.spent[what] += time.process_time() - sum(self.spent.values())
 
     def send(self, **what: Any) -> None:
         """Send a message."""
