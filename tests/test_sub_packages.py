@@ -17,7 +17,7 @@ ORDER = (
     *("translate", "train", "cli"),
 )
 # Modules beside the sub-packages: entry points and public names, which import from any of them.
-ABOVE = {"__init__": 0, "__main__": 1, "plugin": 1}  # names that they import, at most
+ABOVE = {"__init__": 0, "__main__": 1, "plugin": 3}  # modules that they import from, at most
 DATA = {"data", "explore/templates", "ports/templates", "report/templates"}  # read or copied, not imported
 
 MOST_LINES, MOST_FILES, MOST_PARAMETERS = 350, 10, 6
@@ -29,6 +29,7 @@ LONG_FILES = {
 LARGE_FOLDERS = {
     "ports": 11,  # generate's settings are read beside the search options, below the checkpoints that hold them
     "bench": 11,  # import_clock is a file of its own: a fresh process runs it without importing anything else
+    "diagnose": 11,  # one file for each kind of evidence
     "check": 11,  # what processes are told and tell, one file for each kind of them
     "mistakes": 14,  # one file of data for each part of the catalogue
     "checkpoints/formats": 14,  # one file for each format, or for its settings
@@ -80,6 +81,7 @@ def test_every_folder_has_its_place_in_the_order():
 
 def test_imports_run_downwards():
     graph = imports(PACKAGE, types=False)
+    graph = {name: others for name, others in graph.items() if ".templates." not in name}  # which users copy
     assert "transformer_parity.system.errors" in graph["transformer_parity.cli.main"]
     assert upward(graph) == []
 
