@@ -13,7 +13,7 @@ import torch
 from conftest import random_weights, tiny_config
 from safetensors.torch import load_file
 
-from transformer_parity.checkpoints import ctranslate2, marian, torch_nn
+from transformer_parity.checkpoints.formats import ctranslate2, marian, torch_nn
 from transformer_parity.checkpoints.imported import Imported, Origin
 from transformer_parity.checkpoints.padding import append_padding
 from transformer_parity.ports.protocol import SearchOptions

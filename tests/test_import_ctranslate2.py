@@ -13,7 +13,7 @@ from third_party import relative_error
 from tiers import first_alone
 
 import reference_numpy as ref
-from transformer_parity.checkpoints import ctranslate2
+from transformer_parity.checkpoints.formats import ctranslate2
 from transformer_parity.checkpoints.imported import Imported, Origin
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.padding import append_padding

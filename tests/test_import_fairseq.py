@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import reference_numpy as ref
-from transformer_parity.checkpoints import fairseq
+from transformer_parity.checkpoints.formats import fairseq
 from transformer_parity.checkpoints.importer import import_checkpoint
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.ports.protocol import SearchOptions

@@ -25,8 +25,9 @@ from third_party import relative_error
 from tiers import first_alone
 
 import reference_numpy as ref
-from transformer_parity.checkpoints import huggingface, huggingface_families, proof, torch_nn
-from transformer_parity.checkpoints.huggingface_search import read_search, write_search
+from transformer_parity.checkpoints import proof
+from transformer_parity.checkpoints.formats import huggingface, huggingface_families, torch_nn
+from transformer_parity.checkpoints.formats.huggingface_search import read_search, write_search
 from transformer_parity.checkpoints.importer import differences, export_checkpoint, import_checkpoint, load, save
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.table import same

@@ -14,9 +14,9 @@ from tiers import first_alone
 
 import reference_numpy as ref
 from reference_numpy.search_plan import SearchRules
-from transformer_parity.checkpoints import marian
+from transformer_parity.checkpoints.formats import marian
+from transformer_parity.checkpoints.formats.marian_settings import SETTINGS, settings_of
 from transformer_parity.checkpoints.imported import Imported, Origin
-from transformer_parity.checkpoints.marian_settings import SETTINGS, settings_of
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.containers import npz
 from transformer_parity.ports.protocol import SearchOptions

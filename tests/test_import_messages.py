@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
+import struct
+import time
+import tracemalloc
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_first_minute import only as only  # a fixture
@@ -13,10 +20,15 @@ from test_import_torch import DEFAULT, SAID, Seq2Seq, annotated_file, randomized
 from test_vocabularies import train
 
 import reference_numpy as ref
-from transformer_parity.checkpoints import importer, torch_nn
+from reference_numpy.files import VocabularyFiles
+from transformer_parity.checkpoints import importer
+from transformer_parity.checkpoints.formats import torch_nn
+from transformer_parity.checkpoints.imported import Origin
 from transformer_parity.checkpoints.importer import import_checkpoint
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.cli import import_checkpoint as command
+from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.translate.trained import read_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 IMPORT = ("import", "model.pt", "--as", "torch", "--names", "names.toml", "--backend", "numpy")
@@ -182,3 +194,109 @@ def test_a_weight_file_without_vocabulary_says_how_to_get_one(here, capsys):
     assert parity(capsys, *IMPORT, "--out", "new.safetensors")[0] == 0
     err = parity(capsys, "translate", "--weights", "new.safetensors", "--text", "x")[2]
     assert "`parity import` where the checkpoint has one or --vocab names its files" in err
+
+
+# --- Files that lie ---
+
+
+def lying(path, **notes):
+    """Write a weight file whose notes or vocabulary are other than they say."""
+    config = ref.TransformerConfig.preset("marian", source_vocab_size=9, target_vocab_size=9, d_model=8, num_heads=2)
+    table = json.dumps({"</s>": 0, "<unk>": 1, "a": 2}).encode()
+    vocabulary = VocabularyFiles(notes.pop("kind", "marian"), {"vocab.json": table})
+    ref.save_weights(path, config, ref.init_weights(config, seed=0), vocabulary=vocabulary, notes=notes)
+    return path
+
+
+def search(rules=None, **changes):
+    usual = SearchOptions().to_dict()
+    return {**usual, **changes, "rules": {**usual["rules"], **(rules or {})}}
+
+
+ORIGIN = Origin(format="hf", family="marian", preset="marian", files={}).to_dict()
+LIES = {
+    "another kind": ({"kind": "nllb"}, "a vocabulary of the kind nllb needs 'sentencepiece.bpe.model'"),
+    "no kind": ({"kind": "klingon"}, "there is no kind of vocabulary called 'klingon'"),
+    "a start that is no id": ({"search": search(start_id=9)}, r"start_id must lie in \[0, 9\): got 9"),
+    "forced ids that are none": ({"search": search({"forced_ids": [3, 10**9]})}, r"forced_ids must lie in \[0, 9\)"),
+    "banned ids that are none": ({"search": search({"banned_ids": [9]})}, r"banned_ids must lie in \[0, 9\): got 9"),
+    "a beam of a billion": (
+        {"search": search(beam_size=10**9)},
+        "beam_size of a search in a file must be at most",
+    ),
+    "a preset that is none": ({"origin": {**ORIGIN, "preset": "nosuch"}}, "preset must be one of paper_base"),
+    "files that are a text": ({"origin": {**ORIGIN, "files": "x"}}, "the fields of an origin must be text"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_weight_file_that_lies_is_refused(lie, tmp_path):
+    notes, message = LIES[lie]
+    path = lying(tmp_path / "lie.safetensors", **notes)
+    with pytest.raises(ValueError, match=message):
+        importer.load(path)
+    if "origin" not in notes:  # which no translation needs
+        with pytest.raises(ValueError, match=message):
+            read_trained(path)
+
+
+def test_a_family_that_is_none_is_no_reason_to_stop(tmp_path):
+    path = lying(tmp_path / "lie.safetensors", origin={**ORIGIN, "family": "nosuch"})
+    assert importer.export_checkpoint(importer.load(path), "hf", tmp_path / "out") == ()
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "marian"
+
+
+def many_names(path):
+    header = json.dumps(
+        {f"layers.{i}.name": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(300_000)}
+    ).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def many_members(path):
+    content = io.BytesIO()
+    np.save(content, np.zeros(1, np.float32))
+    with zipfile.ZipFile(path, "w") as archive:
+        for i in range(30_000):
+            archive.writestr(f"n{i}.npy", content.getvalue())
+
+
+def overlapping(path, count=3000):
+    """A directory that lists one member of a megabyte again and again, each time by another name."""
+    content = io.BytesIO()
+    np.save(content, np.zeros(2**18, np.float32))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("0000000.npy", content.getvalue())
+    written = path.read_bytes()
+    at, end = written.index(b"PK\1\2"), written.index(b"PK\5\6")
+    entries = b"".join(written[at:end].replace(b"0000000", f"{i:07}".encode()) for i in range(count))
+    tail = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, len(entries), at, 0)
+    path.write_bytes(written[:at] + entries + tail)
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "message"),
+    [
+        (many_names, "model.safetensors", "it names too many tensors, in 23,"),
+        (many_members, "model.npz", "it may hold 10,000 members: got 30,000"),
+        (overlapping, "model.npz", "its members must unpack to at most"),
+        (
+            lambda path: overlapping(path, 31),
+            "model.npz",
+            "File name in directory '0000001.npy' and header",
+        ),
+    ],
+)
+def test_names_without_end_are_refused_at_once(write, name, message, tmp_path):
+    write(tmp_path / name)
+    for measured in ("seconds", "bytes"):  # not at once: to trace each allocation takes time
+        before = time.process_time()
+        if measured == "bytes":
+            tracemalloc.start()
+        with pytest.raises(ValueError, match=message):
+            import_checkpoint(tmp_path / name)
+        if measured == "bytes":
+            assert tracemalloc.get_traced_memory()[1] < 100e6
+            tracemalloc.stop()
+        else:
+            assert time.process_time() - before < 1.0

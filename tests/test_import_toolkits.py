@@ -18,7 +18,7 @@ import yaml
 from third_party import relative_error
 
 import reference_numpy as ref
-from transformer_parity.checkpoints import joeynmt, opennmt_py
+from transformer_parity.checkpoints.formats import joeynmt, opennmt_py
 from transformer_parity.checkpoints.options import ReadOptions
 
 DATA = Path(__file__).parent / "data"

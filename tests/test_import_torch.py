@@ -17,7 +17,7 @@ from third_party import paper_positions, relative_error, torch_sizes
 from torch import nn
 
 import reference_numpy as ref
-from transformer_parity.checkpoints import annotated, torch_nn
+from transformer_parity.checkpoints.formats import annotated, torch_nn
 from transformer_parity.checkpoints.imported import Imported, Origin
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.ports.protocol import SearchOptions

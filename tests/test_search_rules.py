@@ -17,7 +17,7 @@ from test_search import load, quick_search, score_all, tokens_of
 
 import reference_numpy
 from reference_numpy import SearchRules
-from transformer_parity.checkpoints.huggingface_search import UNKNOWN, generation_search
+from transformer_parity.checkpoints.formats.huggingface_search import UNKNOWN, generation_search
 from transformer_parity.ports.protocol import SearchOptions
 
 SENTENCES, TOKENS, FORCED = 80, 20, 7

@@ -7,7 +7,7 @@ import pytest
 from conftest import random_weights, tiny_config
 
 import reference_numpy as ref
-from transformer_parity.checkpoints.huggingface import TABLE, table_of
+from transformer_parity.checkpoints.formats.huggingface import TABLE, table_of
 from transformer_parity.checkpoints.imported import Origin
 from transformer_parity.checkpoints.table import AS_IS, ROW, TRANSPOSED, Row, give, same, spelled_out, take
 

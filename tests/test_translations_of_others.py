@@ -13,7 +13,7 @@ from test_vocabularies import LINES, marian, nllb, train
 
 import reference_numpy as ref
 from reference_numpy.files import VocabularyFiles
-from transformer_parity.checkpoints.huggingface_search import generation_search
+from transformer_parity.checkpoints.formats.huggingface_search import generation_search
 from transformer_parity.cli.main import main
 from transformer_parity.figures.attention import Asked, draw_attention
 from transformer_parity.ports.protocol import SearchOptions

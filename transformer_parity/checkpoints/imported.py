@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from numpy import ndarray
 
-from reference_numpy.checks import check_fields
+from reference_numpy.checks import check_choice, check_fields
 from reference_numpy.config import TransformerConfig
+from reference_numpy.presets import PRESETS
 from transformer_parity.ports.protocol import SearchOptions
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Origin:
         texts += [fields["licence"]] if fields["licence"] is not None else []
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("the fields of an origin must be text, and its files text by name")
+        check_choice("preset", fields["preset"], tuple(PRESETS))
         return cls(**{**fields, "files": dict(files)})
 
 

@@ -22,7 +22,7 @@ from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.system.child import removed_afterwards
 from transformer_parity.text.kinds import build_vocabulary
 
-# Each format: its module in this folder, which has ``recognises``, ``read`` and, where it is also written, ``write``;
+# Each format: its module in ``formats``, which has ``recognises``, ``read`` and, where it is also written, ``write``;
 # and what it is, in a few words. A path of which several are recognised is read as the first.
 FORMATS = {
     "ctranslate2": ("ctranslate2", "a folder of CTranslate2's, with model.bin, in floating point"),
@@ -134,7 +134,7 @@ def recognised(path: Path, options: ReadOptions | None = None) -> str:
 
 def module_of(name: str) -> ModuleType:
     """Return the module of a format."""
-    return import_module(f"transformer_parity.checkpoints.{FORMATS[name][0]}")
+    return import_module(f"transformer_parity.checkpoints.formats.{FORMATS[name][0]}")
 
 
 def save(path: str | Path, imported: Imported, dtype: str | None = None) -> None:
@@ -171,11 +171,23 @@ def load(path: str | Path) -> Imported:
             config=config,
             weights=weights,
             vocabulary=None if stored is None else build_vocabulary(stored, config),
-            search=SearchOptions.from_dict(notes["search"]) if "search" in notes else SearchOptions(),
+            search=read_search(notes, config),
             origin=Origin.from_dict(notes["origin"]) if "origin" in notes else origin,
             part=description.get("part"),
             step=read_step(description),
         )
+
+
+def read_search(notes: Mapping[str, Any], config: TransformerConfig) -> SearchOptions:
+    """Return the search in the notes of a file of ours, or greedy search.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range, or names an id that the model does not have.
+    """
+    search = SearchOptions.from_dict(notes.get("search", {}))
+    check_search(search, config)
+    return search
 
 
 def read_step(description: Mapping[str, Any]) -> int | None:

@@ -100,6 +100,11 @@ def read_state(path: Path, key: str = "") -> dict[str, ndarray]:
     return pickles.arrays(content, path.name)
 
 
+def tensor_names(path: Path) -> list[str]:
+    """Return the names of the tensors of a file; errors as in ``read_state``."""
+    return tensors.names(path) if path.suffix == ".safetensors" else list(read_state(path))
+
+
 def needed_fields(said: Mapping[str, Any], needed: Iterable[str], what: str) -> None:
     """Refuse a state dict that lacks a value that no tensor shows.
 

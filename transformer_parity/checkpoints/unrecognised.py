@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from reference_numpy.files import open_file
-from transformer_parity.checkpoints import torch_nn
+from transformer_parity.checkpoints.formats import torch_nn
 from transformer_parity.containers import pickles, tensors
 from transformer_parity.containers.folder import has
 
@@ -27,9 +27,10 @@ def seen(path: Path) -> tuple[str | None, str]:
         return None, f"there is a {CONFIG} beside it, so give the folder: {path.parent}"
     try:
         if path.suffix == ".safetensors":
+            names = tensors.names(path)
             if _is_ours(path):
                 return None, "it is a weight file of this project, which `parity translate` and `parity export` read"
-            return _seen_in({"": tensors.read(path)})
+            return _seen_in({"": names})
         content = pickles.read(path)
     except ValueError as error:
         return None, f"{error}; {LISTED}"

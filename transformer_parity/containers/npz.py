@@ -16,6 +16,7 @@ from numpy import ndarray
 from reference_numpy.files import replacing
 
 LARGEST_RATIO = 32  # of what is inside to the size of the file: weights shrink to a half at best, a zip bomb to 1/1000
+MOST_MEMBERS = 10_000
 SMALL = 2**20  # bytes inside that are always allowed
 KINDS = "fiub"  # floating-point numbers, integers and booleans
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -43,6 +44,8 @@ def check_members(members: list[zipfile.ZipInfo], file_size: int) -> None:
     Raises:
         ValueError: One of these was found.
     """
+    if len(members) > MOST_MEMBERS:
+        raise ValueError(f"it may hold {MOST_MEMBERS:,} members: got {len(members):,}")
     for member in members:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 1:
             raise ValueError(f"{member.filename} must be stored or deflated, and not encrypted")

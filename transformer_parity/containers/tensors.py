@@ -12,7 +12,9 @@ from numpy import ndarray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from transformer_parity.containers.folder import member, read_json
+from transformer_parity.containers.folder import MIB, member, read_json
+
+MOST_HEADER = 4 * MIB  # names, types and shapes: of some 40,000 tensors
 
 
 def read(path: Path) -> dict[str, ndarray]:
@@ -24,6 +26,12 @@ def read(path: Path) -> dict[str, ndarray]:
     """
     with _open(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+
+
+def names(path: Path) -> list[str]:
+    """Return the names of the tensors of one safetensors file; errors as in ``read``."""
+    with _open(path) as file:
+        return list(file.keys())
 
 
 def read_shards(index: Path, read_one: Callable[[Path], dict[str, ndarray]] = read) -> dict[str, ndarray]:
@@ -72,7 +80,10 @@ def write(path: Path, tensors: dict[str, ndarray]) -> None:
 
 @contextmanager
 def _open(path: Path) -> Iterator[safe_open]:
-    path.open("rb").close()  # safetensors calls a file absent that it may not read
+    with path.open("rb") as start:  # safetensors calls a file absent that it may not read
+        size = int.from_bytes(start.read(8), "little")
+    if MOST_HEADER < size <= path.stat().st_size:
+        raise ValueError(f"{path.name} is not a usable safetensors file: it names too many tensors, in {size:,} bytes")
     try:
         with safe_open(path, framework="numpy") as file:
             yield file

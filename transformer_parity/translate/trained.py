@@ -10,7 +10,7 @@ from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import open_file, read_notes, read_vocabulary, read_weights
-from transformer_parity.checkpoints.importer import read_step
+from transformer_parity.checkpoints.importer import read_search, read_step
 from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.text.kinds import build_vocabulary
 from transformer_parity.text.vocabulary import Vocabulary
@@ -62,7 +62,7 @@ def read_trained(path: Path) -> Trained:
     with open_file(path, "weight file") as (description, file):
         config, weights = read_weights(description, file)
         stored = read_vocabulary(description, file)
-        search = SearchOptions.from_dict(read_notes(description).get("search", {}))
+        search = read_search(read_notes(description), config)
         step = read_step(description)
     if stored is None:
         raise ValueError(

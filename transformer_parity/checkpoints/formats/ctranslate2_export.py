@@ -11,7 +11,8 @@ from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.embedding import sinusoidal_encoding
-from transformer_parity.checkpoints.ctranslate2_names import (
+from transformer_parity.checkpoints.expressible import PLAIN_HEADS, check_expressible
+from transformer_parity.checkpoints.formats.ctranslate2_names import (
     ACTIVATIONS,
     BINARY,
     FUSED,
@@ -23,7 +24,6 @@ from transformer_parity.checkpoints.ctranslate2_names import (
     SETTINGS,
     STACKS,
 )
-from transformer_parity.checkpoints.expressible import PLAIN_HEADS, check_expressible
 from transformer_parity.checkpoints.imported import Imported
 from transformer_parity.checkpoints.padding import strip_padding, target_table
 from transformer_parity.checkpoints.table import give

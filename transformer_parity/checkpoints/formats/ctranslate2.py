@@ -19,8 +19,8 @@ from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.embedding import sinusoidal_encoding
-from transformer_parity.checkpoints.ctranslate2_export import write as write
-from transformer_parity.checkpoints.ctranslate2_names import (
+from transformer_parity.checkpoints.formats.ctranslate2_export import write as write
+from transformer_parity.checkpoints.formats.ctranslate2_names import (
     ACTIVATIONS,
     BINARY,
     DEFAULTS,

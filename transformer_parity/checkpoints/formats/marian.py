@@ -15,8 +15,7 @@ import numpy as np
 
 from reference_numpy.config import TransformerConfig
 from transformer_parity.checkpoints.expressible import PLAIN_HEADS, check_expressible
-from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
-from transformer_parity.checkpoints.marian_settings import (
+from transformer_parity.checkpoints.formats.marian_settings import (
     SETTINGS,
     config_of,
     contradictions,
@@ -24,6 +23,7 @@ from transformer_parity.checkpoints.marian_settings import (
     read_settings,
     settings_of,
 )
+from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.padding import append_padding, strip_padding, target_table
 from transformer_parity.checkpoints.table import AS_IS, ROW, TRANSPOSED, Row, give, same, take

@@ -56,7 +56,7 @@ def recognises(path: Path) -> bool:
     if not path.is_file() or path.suffix not in (".pt", ".pth", ".bin", ".safetensors"):
         return False
     try:
-        return any(name == FIRST or name.endswith(f".{FIRST}") for name in state_dict.read_state(path))
+        return any(name == FIRST or name.endswith(f".{FIRST}") for name in state_dict.tensor_names(path))
     except ValueError:
         return False
 

@@ -20,14 +20,14 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.embedding import sinusoidal_encoding
 from reference_numpy.names import FLOAT_DTYPES
 from transformer_parity.checkpoints.expressible import check_expressible
-from transformer_parity.checkpoints.huggingface_families import (
+from transformer_parity.checkpoints.formats.huggingface_families import (
     FAMILIES,
     config_of,
     family_of,
     fields_of,
     filled_in,
 )
-from transformer_parity.checkpoints.huggingface_search import read_search, write_search
+from transformer_parity.checkpoints.formats.huggingface_search import read_search, write_search
 from transformer_parity.checkpoints.imported import Imported, Origin, sha256_of
 from transformer_parity.checkpoints.options import ReadOptions
 from transformer_parity.checkpoints.table import ROW, TRANSPOSED, Row, give, same, take
@@ -302,7 +302,8 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
         ValueError: No family computes this model; the message says what is otherwise.
     """
     config = model.config
-    family = model.origin.family if model.origin.format == "hf" else family_for(config)
+    origin = model.origin
+    family = origin.family if origin.format == "hf" and origin.family in FAMILIES else family_for(config)
     check_family(config, family)
     found = give(table_of(family), model.weights, config)
     fields = fields_of(config, family)
