@@ -538,10 +538,10 @@ def test_a_table_keeps_its_colours_and_no_others():
 
 def test_the_table_says_whose_comparison_is_the_closest():
     file = io.StringIO()
-    findings = [SIMPLE, replace(SIMPLE, backend="jax", tap=OUTPUT, path="fast", error=2 * SIMPLE.error)]
+    findings = [SIMPLE, replace(SIMPLE, backend="jax", tap="output", path="fast", error=2 * SIMPLE.error)]
     print_summary(PlainConsole(file=file, width=140), findings, ["torch", "jax"])
     row = next(line for line in file.getvalue().splitlines() if SIMPLE.component in line)
-    assert row.rstrip().endswith(f"jax: {SIMPLE.case} {OUTPUT} without taps")
+    assert row.rstrip().endswith(f"jax: {SIMPLE.case} output without taps")
 
 
 # The tree in a terminal

@@ -511,7 +511,7 @@ def test_one_choice_for_the_whole_site(look):
     tab = page.locator(".panes-tabs [role=tab][data-framework=jax]").first
     tab.click()
     assert page.evaluate("document.documentElement.dataset.framework") == "jax"
-    visible = ".panes .pane:not([hidden])"
+    visible = ".panes:not(.is-single) .pane:not([hidden])"
     assert set(page.locator(visible).evaluate_all("all => all.map(pane => pane.dataset.framework)")) == {"jax"}
     page.reload()
     assert page.locator(visible).first.get_attribute("data-framework") == "jax"

@@ -99,8 +99,8 @@ def diagnose(
         return _exact(port, confirmed, tried)
     if not exact and case.stage == ACTIVATIONS and (found := _by_fewer_tensors(trials, start, known, port, progress)):
         return found
-    if found := _and_another(trials, exact, known, progress):
-        return _exact(port, found, tried)
+    if pairs := _and_another(trials, exact, known, progress):
+        return _exact(port, pairs, tried)
     if exact and len(exact[0].hypothesis.parts) == 1:  # several together fit one case by chance
         name = exact[0].hypothesis.name
         sentence = f"in {case.name}, but not in every case, {port} behaves like the reference with {name}"

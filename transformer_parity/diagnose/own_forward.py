@@ -48,6 +48,8 @@ def beside_forward(port: Port, placement: Placement, shown: Iterable[tuple[Case,
             ids = np.where(ids < 0, case.config.pad_id, ids)
             start = np.full((len(ids), 1), case.options.plan(case.config, source_ids != case.config.pad_id).start_id)
             target_ids = np.concatenate([start, ids[:, :-1]], 1)
+        if target_ids is None:
+            continue
         inputs = {"source_ids": source_ids, "target_ids": target_ids}
         weights = case.load_weights()
         own = output(port.load(case.config, given(weights, "float64"), placement), inputs)
