@@ -80,7 +80,7 @@ class _OwnRows:
 
     def random(self, shape: tuple[int, ...], dtype: type) -> Float[ndarray, "*axes"]:
         drawn = self.rng.random((self.rows, *shape[1:]), dtype)[self.first : self.first + shape[0]]
-        padding = np.ones((shape[0] - len(drawn), *shape[1:]), dtype)
+        padding: ndarray = np.ones((shape[0] - len(drawn), *shape[1:]), dtype)
         return np.concatenate([drawn, padding]) if len(padding) else drawn
 
 

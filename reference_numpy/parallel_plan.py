@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -123,7 +122,8 @@ class Plan:
                     raise ValueError(f"{name} of the {stack} must be divisible by tensor={self.tensor}: got {size}")
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """What one device holds of one parameter.
 
     Attributes:
@@ -160,5 +160,7 @@ def spread(ids: Int[ndarray, "B L"], slices: int, shares: int, pad_id: int) -> I
     """
     parts = ids.reshape(slices, -1, ids.shape[1])
     rows = -(-parts.shape[1] // shares)
-    padding = (0, 0), (0, rows * shares - parts.shape[1]), (0, 0)
-    return np.pad(parts, padding, constant_values=pad_id).reshape(slices, shares, rows, ids.shape[1])
+    if missing := rows * shares - parts.shape[1]:
+        padding = (0, 0), (0, missing), (0, 0)
+        parts = np.pad(parts, padding, constant_values=pad_id)
+    return parts.reshape(slices, shares, rows, ids.shape[1])

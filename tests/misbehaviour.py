@@ -146,7 +146,10 @@ MISBEHAVIOUR = [
         INFERENCE,
         "evaluation before a step is",
         in_training(
-            ("return _loss(self.model, batch", "return _loss(self.model.train(), batch"),
+            (
+                "_loss(self.share.module, part, config)\n        return",
+                "_loss(self.share.module.train(), part, config)\n        return",
+            ),
             (
                 "    return jax.jit(lambda parameters, batch: _loss(structure.build(parameters), batch, config))",
                 "    def run(parameters, batch):\n"
@@ -182,7 +185,7 @@ MISBEHAVIOUR = [
         SEED,
         "the seed is ignored",
         in_training(
-            ("settings, self.seed, self.step)", "settings, 0, self.step)"),
+            ("model, settings, self.seed, self.step", "model, settings, 0, self.step"),
             ("[self.seed, self.step]", "[0, self.step]"),
             ("[self.seed, self.step]", "[0, self.step]"),
         ),
@@ -192,7 +195,7 @@ MISBEHAVIOUR = [
         SEED,
         "the same dropout at every step",
         in_training(
-            ("settings, self.seed, self.step)", "settings, self.seed, 0)"),
+            ("model, settings, self.seed, self.step", "model, settings, self.seed, 0"),
             ("[self.seed, self.step]", "[self.seed, 0]"),
             ("[self.seed, self.step]", "[self.seed, 0]"),
         ),

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import cache, partial
 
+import psutil
 import pytest
 import tiers
 from test_reports import SCHEMA_VALIDATOR
@@ -152,6 +153,14 @@ def test_after_a_failure_other_plans_go_on():
     assert {found[f"tensor=3/{case}"].verdict for case in ("plain", "resumed", "uneven", "dropout")} == {FAILED}
     assert "must be divisible by tensor=3: got 4" in found["tensor=3/plain"].detail
     assert {found[f"data=2/{case}"].verdict for case in ("plain", "resumed", "uneven", "dropout")} == {AGREES}
+
+
+def test_a_process_that_dies_ends_the_run():
+    with processes.group("numpy", 1, timeout=200) as group:
+        children = [one for one in psutil.Process().children() if processes.WORK in one.cmdline()]
+        max(children, key=psutil.Process.create_time).kill()  # those of other tests are older
+        with pytest.raises(processes.RunError, match=r"^process 0 of 1: the process ended with exit code"):
+            group.train(task("short", Plan(data=2)))
 
 
 def test_the_command(monkeypatch, capsys, tmp_path):

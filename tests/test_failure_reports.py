@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from contextlib import redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -13,6 +15,7 @@ from test_investigate import CASE, blamed, named, numpy, plant
 
 from transformer_parity.cases.case import tiny
 from transformer_parity.cases.for_ports import model_cases
+from transformer_parity.cli.main import main
 from transformer_parity.compare.findings import DIVERGES, Finding
 from transformer_parity.compare.near_ties import Doubt
 from transformer_parity.compare.outputs import tensors
@@ -20,7 +23,9 @@ from transformer_parity.compare.verdict import Verdict
 from transformer_parity.diagnose import reproduce
 from transformer_parity.diagnose.diagnosis import EXACT, Diagnosis, diagnose
 from transformer_parity.diagnose.investigate import FailureReport
-from transformer_parity.report.diagnoses import print_failure_report
+from transformer_parity.ports import templates
+from transformer_parity.ports.templates.other_port import MyPort
+from transformer_parity.report.diagnoses import print_failure_report, print_undiagnosed
 from transformer_parity.report.tables import print_problems
 
 
@@ -69,3 +74,53 @@ def test_numbers_that_say_nothing_are_left_out():
     console = Console(file=io.StringIO(), width=200)
     print_problems(console, [failed, replace(failed, case="full/one_token")], Verdict(DIVERGES))
     assert "full/padded tokens: ValueError: no (and in 1 other case)" in console.file.getvalue()
+
+
+def test_stages_that_wait_for_the_activations_are_listed():
+    report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"))
+    one = Finding("it", "float64", "full model", CASE.name, "taps", "output", 1.0, 1e-12, DIVERGES, stage="activations")
+    findings = [one, replace(one, stage="decode"), replace(one, stage="steps"), replace(one, backend="other")]
+    for reports, said in (
+        ([report], "\nsteps, decode of it differ too: they are diagnosed when its activations agree.\n"),
+        ([replace(report, stage="steps")], ""),
+        ([], ""),
+    ):
+        console = Console(file=io.StringIO(), width=40)
+        print_undiagnosed(console, findings, reports)
+        assert console.file.getvalue() == said
+
+
+def test_a_wrong_option_prints_the_usage_of_its_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["golden", "--out", "x", "--stages", "decode"])
+    assert ended.value.code == 3
+    assert capsys.readouterr().err.startswith("usage: parity golden ")
+
+
+class GreedyOnly(MyPort):
+    """It raises where a beam is asked for."""
+
+    def generate(self, source_ids, max_length, beam_size, length_penalty):
+        if beam_size > 1:
+            raise NotImplementedError("only greedy search")
+        return super().generate(source_ids, max_length, beam_size, length_penalty)
+
+
+def test_what_a_port_cannot_do_is_left_out_of_its_golden_vectors(tmp_path, capsys):
+    command = ["golden", "--port", f"{__name__}:GreedyOnly", "--dtype", "float64", "--stage", "activations,decode"]
+    assert main([*command, "--out", str(tmp_path / "mine")]) == 0
+    said = capsys.readouterr().out
+    assert "left out: float64 decode/port_beam: NotImplementedError: only greedy search" in said
+    written = {
+        entry["name"].split("/")[0] for entry in json.loads((tmp_path / "mine/manifest.json").read_text())["cases"]
+    }
+    assert written == {"full", "decode"}
+
+
+def test_all_that_a_port_is_written_with_is_imported_from_one_place():
+    for path in Path(templates.__path__[0]).glob("*_port.py"):
+        text = path.read_text("utf-8")
+        assert "from transformer_parity.plugin import " in text
+        assert "transformer_parity.ports" not in text
+        assert "reference_numpy.taps" not in text
+        assert "reference_numpy.training_config" not in text

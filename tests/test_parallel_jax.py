@@ -302,6 +302,99 @@ def test_what_one_device_holds(port):
     held = port.package.shards(trainer)
     assert list(held) == list(parameter_shapes(SMALL))
     for name, array in trainer.model.export_weights().items():
-        ((device, index, part),) = held[name]
-        assert (device, index) == (0, tuple(slice(0, size) for size in array.shape))
-        np.testing.assert_array_equal(part, array)
+        (shard,) = held[name]
+        assert (shard.device, shard.index) == (0, tuple(slice(0, size) for size in array.shape))
+        np.testing.assert_array_equal(shard.array, array)
+
+
+# --- Folders of parts ---
+
+SAVE = """
+from transformer_jax.parallel_checkpoint import load_sharded, save_sharded
+
+probe = probes()["vocabulary of 37"]
+many = trainer(probe, "{plan}")
+if {steps}:
+    for step in range({steps}):
+        many.train_step(*probe.batch(step))
+else:  # nothing is compiled: moments as after a step
+    weights = many.model.export_weights()
+    second = {{name: abs(array) for name, array in weights.items()}}
+    many.load_state(type(many.export_state())(5, probe.seed, weights, second))
+try:
+    save_sharded({folder!r}, many, {{"position": [1, 2]}}, b"pieces")
+except FileExistsError as error:
+    assert {exists}, error
+else:
+    assert not {exists}
+    again = trainer(probe, many.mesh)
+    assert load_sharded({folder!r}, again) == {{"position": [1, 2]}}
+    assert_same_state(again, many, 0)
+"""
+GO_ON = """
+from transformer_jax.parallel_checkpoint import join_sharded, load_sharded, split_sharded
+
+probe, folder = probes()["vocabulary of 37"], {folder!r}
+one = trainer(probe, backend="numpy")
+for step in range({steps}):
+    one.train_step(*probe.batch(step))
+whole = join_sharded(folder)
+assert (whole.config, whole.settings, whole.progress, whole.vocabulary) == (
+    probe.config, probe.settings, {{"position": [1, 2]}}, b"pieces")
+ref.save_checkpoint(folder + ".safetensors", whole)
+split_sharded(folder + "-2", ref.load_checkpoint(folder + ".safetensors"))
+for place, plan in ((folder, "tensor=2"), (folder + "-2", "fsdp=4")):
+    many = trainer(probe, plan)
+    assert load_sharded(place, many) == whole.progress
+    assert many.step == {steps}
+    assert_same_state(many, one)
+loaded = ref.Transformer.from_weights(whole.config, whole.weights, "float64")
+again = ref.Trainer(loaded, whole.settings)
+again.load_state(whole.state)
+assert_same_steps(one, again, probe, 5)
+one = trainer(probe, backend="numpy")
+for step in range({steps}):
+    one.train_step(*probe.batch(step))
+assert_same_steps(one, many, probe, 5)
+other = trainer(probes()["plain"], "fsdp=4")
+before = other.export_state()
+try:
+    load_sharded(folder, other)
+except ValueError as error:
+    assert "must hold source_embedding.table as float64 [40, 32]: got float64 [37, 32]" in str(error), error
+else:
+    raise AssertionError("a folder of another model")
+assert_same_bits(other.export_state().first_moment, before.first_moment)
+"""
+
+
+def test_a_folder_of_parts(tmp_path):
+    """Written by eight devices, and read by them and as one checkpoint, with every bit."""
+    folder = str(tmp_path / "run")
+    run(SAVE.format(plan="data=2,fsdp=2,tensor=2", steps=0, folder=folder, exists=False) + JOIN.format(folder=folder))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+JOIN = """
+from transformer_jax.parallel_checkpoint import join_sharded
+
+assert_divided(again)
+whole, state = join_sharded({folder!r}), many.export_state()
+assert_same_bits(whole.weights, many.model.export_weights())
+assert_same_bits(whole.state.first_moment, state.first_moment)
+assert_same_bits(whole.state.second_moment, state.second_moment)
+assert (whole.state.step, whole.state.seed) == (5, probe.seed)
+"""
+
+
+@pytest.mark.extended("plans")
+def test_a_run_goes_on_from_a_folder_on_other_devices_and_in_numpy(tmp_path):
+    folder = str(tmp_path / "run")
+    run(SAVE.format(plan="data=2,fsdp=2", steps=5, folder=folder, exists=False), processes=2, devices=2)
+    run(GO_ON.format(folder=folder, steps=5), devices=4)
+
+
+@pytest.mark.extended("plans")
+def test_a_folder_that_exists_is_left_alone(tmp_path):
+    run(SAVE.format(plan="data=2", steps=0, folder=str(tmp_path), exists=True), processes=2, devices=1)
+    assert list(tmp_path.iterdir()) == []

@@ -157,6 +157,33 @@ def test_two_processes_give_what_the_reference_gives(name):
     run_workers(f"import test_parallel_tf as t; t.as_a_worker({name!r})", 2)
 
 
+def saved_and_loaded(folder):
+    """Saved on two devices, continued on one; and refused where it does not fit."""
+    import transformer_tf as package
+    from transformer_tf.parallel_checkpoint import load_sharded, save_sharded
+
+    probe = probes()["plain"]
+    mesh = package.make_mesh(Plan(data=2), "cpu")
+    many, one = trainer(package, probe, mesh), trainer(package, probe)
+    many.train_step(*probe.batch(0))
+    save_sharded(Path(folder) / "run", many, {"position": [0, 1]}, b"subwords")
+    assert load_sharded(Path(folder) / "run", one) == {"position": [0, 1]}
+    assert (one.step, one.seed) == (1, probe.seed)
+    results = [float(pair.train_step(*probe.batch(1)).loss) for pair in (many, one)]
+    assert results[0] == pytest.approx(results[1], rel=1e-12)
+    with pytest.raises(FileExistsError, match=r"run exists already$"):
+        save_sharded(Path(folder) / "run", many)
+    other = trainer(package, probes()["untied"])
+    with pytest.raises(ValueError, match=r"must hold what the model has, in its shapes and dtype: \S+ is different$"):
+        load_sharded(Path(folder) / "run", other)
+    assert [path.name for path in Path(folder).iterdir()] == ["run"]
+
+
+@pytest.mark.extended("plans")
+def test_a_folder_is_read_on_another_plan(tmp_path):
+    run_alone(f"import test_parallel_tf as t; t.saved_and_loaded({str(tmp_path)!r})")
+
+
 # --- What is refused ---
 
 

@@ -140,6 +140,7 @@ def test_a_failure_is_one_line(write, run):
     assert first.startswith("DIVERGES MyPort float64 full/padded output: error ")
     assert "times its tolerance of 1.0e-12" in first
     assert second == "2 of 3 comparisons fail."
+    assert "  parity check --port mine:MyPort --stage activations --dtype float64" in lines
     assert "Traceback" not in result.stdout.str()
 
 

@@ -29,9 +29,10 @@ LONG_FILES = {
 LARGE_FOLDERS = {
     "ports": 11,  # generate's settings are read beside the search options, below the checkpoints that hold them
     "bench": 11,  # import_clock is a file of its own: a fresh process runs it without importing anything else
+    "check": 11,  # what processes are told and tell, one file for each kind of them
     "mistakes": 14,  # one file of data for each part of the catalogue
     "checkpoints/formats": 14,  # one file for each format, or for its settings
-    "cli": 18,  # one file for each command, or for two that belong together, and for long lists of options
+    "cli": 19,  # one file for each command, or for two that belong together, and for long lists of options
 }
 LONG_SIGNATURES = {
     "bench/peers/keras_hub.py: step": "the tensors of one decoding step, as tf.while_loop passes them",

@@ -141,7 +141,7 @@ ALLOWED = [
     ("tf", "training.Trainer._gradient", "adds parameter random_bits", "its dropout is given numbers, not a generator"),
     *(
         ("tf", "parallel", f"adds definition {name}", "a function of a step is traced as a strategy runs it")
-        for name in ("check_copies", "spread_rows", "random_bits", "traced", "summed")
+        for name in ("check_copies", "spread_rows", "random_bits", "traced", "summed", "first_alone")
     ),
     ("tf", "layers", "adds definition own_rows", "Keras' dropout draws by itself; it is told what for"),
     ("tf", "layers.Dropout.__call__", "*", KERAS),
@@ -165,7 +165,7 @@ ALLOWED = [
     ("torch tf", "weights", "adds definition parameters", "for the optimizer, which takes them all at once"),
     ("torch", "weights", "adds definition computed_with", "torch can compute a weight from other parameters"),
     ("torch", "training", "adds definition inference", "a module is in training mode or not; a search asks for it too"),
-    ("torch", "", "adds module parallel_checkpoint", "a folder of parts is in the framework's own format"),
+    ("torch jax tf", "", "adds module parallel_checkpoint", "a folder of parts is in the framework's own format"),
     ("torch", "weights", "adds definition torch_path", "only torch has names of its own"),
     ("torch", "weights", "adds definition is_divided", "a parameter may be divided over processes"),
     ("torch", "weights", "adds definition gathered", "a parameter may be divided over processes"),

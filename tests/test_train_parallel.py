@@ -15,16 +15,17 @@ from contextlib import contextmanager
 import numpy as np
 import psutil
 import pytest
-import tiers
 from conftest import still_running
 from test_train import SMALL, losses, resume, saved_weights, train
 
 import reference_numpy as ref
 from reference_numpy import Plan
+from transformer_parity.cli.main import main
 from transformer_parity.train import corpora, group
 from transformer_parity.train.group import Group
 
 EXACT = ("--dtype", "float64", "--heads", 4)
+ONLY_TORCH = pytest.mark.only("torch")
 SECONDS = 20  # in which processes have to end; most of it for a busy machine
 PLANS = {
     "numpy": ["data=2,fsdp=2,tensor=2"],
@@ -151,17 +152,23 @@ def ended(run, processes, folder):
     return said
 
 
-@pytest.mark.only("torch")
-@pytest.mark.parametrize("rank", tiers.first_alone([1, 0], "signals"))
-def test_a_process_that_is_killed_ends_all(rank, tmp_path):
-    with running(tmp_path / "run", "--backend", "torch", "--parallel", "data=2") as (run, _):
-        processes = members(run)
-        processes[rank].kill()
-        said = ended(run, processes, tmp_path / "run")
+@pytest.mark.parametrize(
+    ("name", "processes", "rank"),
+    [
+        ("numpy", 1, 0),
+        *(pytest.param("torch", 2, rank, marks=[ONLY_TORCH, pytest.mark.extended("signals")]) for rank in (0, 1)),
+    ],
+)
+def test_a_process_that_is_killed_ends_all(name, processes, rank, tmp_path):
+    with running(tmp_path / "run", "--backend", name, "--parallel", "data=2") as (run, _):
+        found = members(run)
+        assert len(found) == processes
+        found[rank].kill()
+        said = ended(run, found, tmp_path / "run")
     assert run.returncode == 3
     assert said.splitlines()[-1] == (
-        f"parity train: error: process {rank} of 2 failed, and the others were ended: the process ended with exit "
-        "code -9 (SIGKILL)"
+        f"parity train: error: process {rank} of {processes} failed, and the others were ended: the process ended with "
+        "exit code -9 (SIGKILL)"
     )
     assert "Traceback" not in said
 
@@ -292,3 +299,27 @@ def test_each_process_is_told_in_the_words_of_its_framework():
         group.taken_from_slurm(srun)
     found = group.taken_from_slurm({**srun, "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+# --- One file, and the folders of the frameworks ---
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "tf")])
+def test_a_file_is_split_and_joined_again(name, alone, tmp_path, capfd):
+    path, folder, again = alone / "checkpoint-0000006.safetensors", tmp_path / "parts", tmp_path / "again.safetensors"
+    assert main(["checkpoint", "split", str(path), "--backend", name, "--out", str(folder)]) == 0
+    assert main(["checkpoint", "join", str(folder), "--out", str(again)]) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        f"{folder}: step 6, for {name}",
+        f"{again}: step 6, from a folder of {name}",
+    ]
+    assert again.read_bytes() == path.read_bytes()
+    for command, message in (
+        (["join", str(folder), "--out", str(again)], f"{again} exists already"),
+        (["join", str(tmp_path / "none"), "--out", str(tmp_path / "x")], "there is no folder"),
+        (["split", str(path), "--backend", name, "--out", str(folder)], f"{folder} exists already"),
+        (["split", str(alone / "model.safetensors"), "--backend", name, "--out", str(tmp_path / "x")], "holds weights"),
+    ):
+        assert main(["checkpoint", *command]) == 3
+        assert message in capfd.readouterr().err
+    assert {one.name for one in tmp_path.iterdir()} == {"parts", "again.safetensors"}

@@ -248,11 +248,12 @@ def test_standard_input_is_at_its_end(write):
 def test_threads_are_shared_out(write, monkeypatch):
     for switch in child.THREAD_SWITCHES:
         monkeypatch.delenv(switch, raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    switches = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC")
+    switches = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC", "OMP_WAIT_POLICY")
     findings = compare(write(f"raise ValueError([os.environ[name] for name in {switches}])"))
     (problem, *_) = [found.detail for found in findings if found.verdict == FAILED]
-    said = f"ValueError: {['7', str(os.cpu_count()), str(os.cpu_count())]}"
+    said = f"ValueError: {['7', str(os.cpu_count()), str(os.cpu_count()), 'passive']}"
     assert problem == f"{said} (mine.py, line 13, in forward)"
     assert "PJRT_NPROC" not in os.environ
 

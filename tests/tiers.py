@@ -146,7 +146,8 @@ def choose(config, items) -> list:
 def summary(left_out) -> list[str]:
     """Return the lines that say what was left out; none if nothing was."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(left_out.items()))
-    return [f"NOT TESTED: {sum(left_out.values())} extended tests, which --all runs; of each kind: {kinds}"] * bool(left_out)
+    number = sum(left_out.values())
+    return [f"NOT TESTED: {number} extended tests, which --all runs; of each kind: {kinds}"] * bool(left_out)
 
 
 def forget():

@@ -158,6 +158,33 @@ def _any_length(array):
     return tf.TensorSpec([*sizes[:-2], None, None] if is_ids else sizes, array.dtype)
 
 
+def first_alone(trainer: Any, action: Callable[[], None]) -> None:
+    """Let the first process of a mesh do something, while the others wait.
+
+    Raises:
+        OSError: The first process could not do it.
+    """
+    mesh = trainer.mesh
+    if not isinstance(mesh, tf.distribute.MultiWorkerMirroredStrategy):
+        action()
+        return
+    failed = None
+    if mesh.extended.should_checkpoint:
+        try:
+            action()
+        except Exception as error:
+            failed = error
+
+    def on_device(problems):
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(problems))
+
+    problems = mesh.run(on_device, (tf.constant(float(failed is not None)),))
+    if failed is not None:
+        raise failed
+    if float(mesh.experimental_local_results(problems)[0]):
+        raise OSError("the first process has failed")
+
+
 # The collectives of two strategies of the same devices would take each other's tensors: there is one of each.
 _mirrored = cache(tf.distribute.MirroredStrategy)
 _multi_worker = cache(tf.distribute.MultiWorkerMirroredStrategy)

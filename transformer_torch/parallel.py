@@ -186,8 +186,8 @@ def _join(kind):
         store.set(f"process {rank}", "")
         store.wait([f"process {each}" for each in range(size)], JOINING)
     except dist.DistError as error:
-        seconds = JOINING.total_seconds()
-        raise RuntimeError(f"of {os.environ['WORLD_SIZE']} processes, not all have joined in {seconds:g} s") from error
+        what = f"of {os.environ['WORLD_SIZE']} processes, not all have joined in {JOINING.total_seconds():g} s"
+        raise RuntimeError(f"{what}: {str(error).splitlines()[0]}") from error
     store.set_timeout(dist.default_pg_timeout)
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size)
 

@@ -171,9 +171,10 @@ def summary(package: str, module: str) -> str:
     return str(docstring).partition("\n")[0]
 
 
-def shared(package: str = "transformer_torch") -> list[str]:
+def shared() -> list[str]:
     """Return the modules that all four packages have: first those that cite a section of the paper, by its number."""
-    found = [path.stem for path in sorted((ROOT / package).glob("*.py")) if path.stem != "__init__"]
+    by_package = [{path.stem for path in (ROOT / package).glob("*.py")} for package in PACKAGES.values()]
+    found = sorted(set.intersection(*by_package) - {"__init__"})
     return sorted(found, key=lambda name: (paper_section(summary(PACKAGES["numpy"], name))[0] or "no section", name))
 
 
@@ -187,14 +188,14 @@ def modules() -> Iterator[str]:
         yield f"| {section} | {what} | {links} |"
 
 
-def reference_modules() -> Iterator[str]:
-    """Yield a Markdown table of the modules that the reference alone has."""
-    package = PACKAGES["numpy"]
-    yield from ("| module | what |", "|---|---|")
-    for path in sorted((ROOT / package).glob("*.py")):
-        if path.stem not in ("__init__", *shared()):
-            link = f"[{path.stem}](api/{package}/{path.stem}/index.rst)"
-            yield f"| {link} | {summary(package, path.stem).rstrip('.')} |"
+def other_modules() -> Iterator[str]:
+    """Yield a Markdown table of the modules that not all packages have."""
+    yield from ("| package | module | what |", "|---|---|---|")
+    for backend, package in PACKAGES.items():
+        for path in sorted((ROOT / package).glob("*.py")):
+            if path.stem not in ("__init__", *shared()):
+                link = f"[{path.stem}](api/{package}/{path.stem}/index.rst)"
+                yield f"| {TITLES[backend]} | {link} | {summary(package, path.stem).rstrip('.')} |"
 
 
 def presets() -> Iterator[str]:
@@ -205,7 +206,7 @@ def presets() -> Iterator[str]:
 
 TABLES = {
     "modules": modules,
-    "reference-modules": reference_modules,
+    "other-modules": other_modules,
     "presets": presets,
     "names": name_tables,
     "exit-codes": exit_codes,

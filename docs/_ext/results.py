@@ -107,7 +107,8 @@ def conformance(dtype: str) -> Iterator[str]:
         cells = [rows[component, port] for port in PORTS]
         worst = max(cells, key=lambda row: row["share"])
         errors = " | ".join(map(shown_error, cells))
-        yield f"| {component} | {errors} | `{worst['case']}` `{worst['tap']}` |"
+        where = f"{TITLES[worst['backend']]}: `{worst['case']}` `{worst['tap']}`" if worst["error"] else ""
+        yield f"| {component} | {errors} | {where} |"
 
 
 def verdict() -> Iterator[str]:
@@ -130,6 +131,11 @@ def shown_error(row: dict[str, Any]) -> str:
     return f"{error} of {tolerance} ({share}\u00a0%)" if row["error"] else "exact"
 
 
+def short(tolerance: float) -> str:
+    """Return a number as people write it: 1e-5."""
+    return f"{tolerance:.1e}".replace(".0e", "e").replace("e-0", "e-")
+
+
 def tolerances() -> Iterator[str]:
     """Yield a Markdown table of the tolerances, from the file that the comparison reads."""
     policy = tomllib.loads(TOLERANCES.read_text("utf-8"))
@@ -146,9 +152,11 @@ def tolerances() -> Iterator[str]:
     for title, (name, section) in kinds.items():
         by_dtype = policy[section] if section else policy
         own, coarse = by_dtype["float32"], by_dtype.get("bfloat16")
-        single = f"{own[name]:g}" if name in own else f"{own['ratio']:g} \u00d7 the reference's own error there"
-        scores = f"{coarse['tap']:g}; attention scores and weights {coarse['scores_and_weights']:g}" if coarse else "-"
-        yield f"| {title} | {by_dtype['float64'][name]:g} | {single} | {scores} |"
+        single = short(own[name]) if name in own else f"{own['ratio']:g} \u00d7 the reference's own error there"
+        half = "-"
+        if coarse:
+            half = f"{short(coarse['tap'])}; attention scores and weights {short(coarse['scores_and_weights'])}"
+        yield f"| {title} | {short(by_dtype['float64'][name])} | {single} | {half} |"
 
 
 def selftest() -> Iterator[str]:

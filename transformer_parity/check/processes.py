@@ -100,7 +100,9 @@ def run_all(
     running: list[_Running] = []
     reference = Reference(ports=sum(job.cases is not None for job in jobs) or 1)
     # Read by the frameworks when a process imports them.
-    with Children({**threads, **keep_programs(os.environ), **os.environ}) as children:
+    # The threads of small models mostly wait for one another: asleep, not by counting, which takes a processor each.
+    defaults = {**threads, "OMP_WAIT_POLICY": "passive", **keep_programs(os.environ)}
+    with Children({**defaults, **os.environ}) as children:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)

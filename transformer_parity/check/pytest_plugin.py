@@ -179,6 +179,22 @@ class Conformance:
             terminalreporter.write_line(line, red=True)
         for line in self.missing:
             terminalreporter.write_line(f"INCOMPLETE: {line}", red=True)
+        for line in _commands(self.facts.values()):
+            terminalreporter.write_line(line)
+
+
+def _commands(facts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield how to find out what each port that differs does: float64 first, in which a mistake is no rounding."""
+    failed = [fact for fact in facts if fact["failed"]]
+    for port in dict.fromkeys(fact["port"] for fact in failed):
+        own = [fact for fact in failed if fact["port"] == port]
+        exact = [fact for fact in own if fact["dtype"] == "float64"]
+        stage = (exact or own)[0]["stage"] or "activations"
+        dtype = "float64" if exact else own[0]["dtype"]
+        yield f"{port} differs from the reference. What it does instead, and in which block:"
+        yield f"  parity check --port {own[0]['reference']} --stage {stage} --dtype {dtype}"
+        if exact and len(exact) < len(own):
+            yield "  Its failures in other dtypes may all come from that."
 
 
 def _stage(test: Test) -> str:
@@ -264,6 +280,8 @@ class TestItem(pytest.Item):
             "stage": _stage(self.test),
             "dtype": getattr(self.test, "dtype", ""),
             "asked": list(asked),
+            "failed": any(finding.verdict in ("diverges", "imprecise") for finding in self.findings),
+            "reference": getattr(getattr(self.test, "port", None), "reference", ""),
             "findings": [asdict(finding) for finding in numeric[:1] or self.findings[:MOST]],
         }
 

@@ -30,7 +30,7 @@ from transformer_parity.compare.findings import failure
 from transformer_parity.compare.tolerances import EPS
 from transformer_parity.distributed.stage import Check
 from transformer_parity.ports.registry import PORTS
-from transformer_parity.report.diagnoses import print_audit, print_failure_report
+from transformer_parity.report.diagnoses import print_audit, print_failure_report, print_undiagnosed
 from transformer_parity.report.html import write_html
 from transformer_parity.report.junit import write_junit
 from transformer_parity.report.result import Run, build
@@ -221,6 +221,7 @@ def _print(console: Console, result: Run, profile: bool) -> None:
     print_problems(console, findings, result.verdict)
     for report in result.failure_reports:
         print_failure_report(console, report)
+    print_undiagnosed(console, findings, result.failure_reports)
     print_skips(console, findings)
     print_coverage(console, result.verdict, result.not_tested)
     if profile:

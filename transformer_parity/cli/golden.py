@@ -51,6 +51,7 @@ examples:
   parity golden --backend torch --device gpu --out mine
   parity golden --for mymodel:Port --out truth       the reference, with the conventions of a port of yours
   parity golden --port mymodel:Port --out mine       what that port computes
+  parity golden --port mymodel:Port --stage activations --out mine
   parity compare truth mine
 
 docs/golden.md describes the files, for a port that is not written in Python.
@@ -90,6 +91,13 @@ def add_parser(commands: Any) -> None:
         metavar=",".join(DTYPES),
         help="which dtypes (default: both)",
     )
+    parser.add_argument(
+        "--stage",
+        type=one_or_more(STAGES),
+        default=list(STAGES),
+        metavar=",".join(STAGES),
+        help="what to write (default: all)",
+    )
     parser.add_argument("--device", choices=("cpu", "gpu"), help="where the package computes (default: cpu)")
     parser.set_defaults(run=run)
 
@@ -126,7 +134,9 @@ def _write(
 ) -> list[str]:
     """Write all folders at once, or nothing, and return what there is to say about them."""
     said = []
-    chosen = {name: golden_cases(config) for name, config in configs.items()}
+    chosen = {
+        name: [case for case in golden_cases(config) if case.stage in options.stage] for name, config in configs.items()
+    }
     with writer.replaced(options.out, force=options.force) as folder:
         total = sum(dtype in case.dtypes for cases in chosen.values() for case in cases for dtype in options.dtype)
         device = options.device or "cpu"

@@ -27,6 +27,7 @@ COMMANDS = {
     "compare": ("golden", "add_parser_compare", "compare two such folders; one may come from a port in any language"),
     "selftest": ("selftest", "add_parser", "plant every known mistake in every port: is it caught, located and named?"),
     "train": ("train", "add_parser", "train a model in any backend, go on in another, or several in lockstep"),
+    "checkpoint": ("checkpoint", "add_parser", "join the folder of a run on several devices to one file, or split one"),
     "curve": ("evaluate", "add_parser_curve", "draw the curves of several training runs in one picture"),
     "evaluate": ("evaluate", "add_parser", "measure the loss and the score of trained weights on held-out sentences"),
     "translate": ("translate", "add_parser", "translate lines of text in any backend, or compare the translations"),

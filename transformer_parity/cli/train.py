@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -79,7 +80,8 @@ def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> in
     if options.parallel is not None and group is None:
         return _start_processes(options, Job(setup, options.backends[0], folder, where, options.stop_at))
     with quiet_frameworks() as terminal:
-        show = _Show(terminal, options.backends, options.stop_at or setup.plan.steps)
+        shown = terminal if where.group.rank == 0 else StringIO()
+        show = _Show(shown, options.backends, options.stop_at or setup.plan.steps)
         with stop_on_signal() as stop:
             show.say(f"loading {', '.join(options.backends)}")
             with refusals(RuntimeError, TypeError, ValueError):

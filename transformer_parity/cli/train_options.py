@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from reference_numpy.parallel_plan import Plan
 from reference_numpy.presets import PRESETS
-from transformer_parity.cli.options import FALLBACK_HELP, add_backends, add_machine, positive
+from transformer_parity.cli.options import FALLBACK_HELP, add_backends, add_machine, parallel_plan, positive
 from transformer_parity.train.corpora import RECIPES
 from transformer_parity.train.log import CURVE, LOG, MODEL
 
@@ -22,6 +21,11 @@ examples:
   parity train --task dates --backend torch,jax,tf --steps 100 --dtype float64
                                                             in lockstep: same weights, same batches, no dropout
 
+  parity train --task dates --backend torch --parallel data=2,fsdp=2
+                                                            on 4 devices of this machine: 4 processes of PyTorch
+  torchrun --nproc-per-node 8 --no-python parity train --resume RUN --backend torch --parallel fsdp=8 --device gpu
+                                                            on 8 GPUs; the launcher starts the processes
+
 what a run leaves in its folder:
   checkpoint-*.safetensors   config, weights, optimizer state, position in the data, vocabulary
   {MODEL:24}   the final weights, for load_transformer and `parity translate`
@@ -30,6 +34,14 @@ what a run leaves in its folder:
 Every backend can continue from a checkpoint of any other. Ctrl-C and SIGTERM finish the step, save, and print how to
 continue. A second run in the same folder is refused until the first has ended. If the text has moved, name it:
 --resume RUN --text SOURCE TARGET.
+
+on several devices: --parallel says how they share each step, and --processes how many processes have them; they are
+started here, and end together, whatever ends one. Under torchrun, under srun, or where JAX_COORDINATOR_ADDRESS or
+TF_CONFIG is set, the processes are there already, and each is given the same command line. The batches, the loss, the
+masks of dropout and the norm that is clipped are those of one device, so that a run ends with the same weights on any
+plan, but for rounding, and can be continued on any other, in any backend. The first process writes and prints. PyTorch
+needs a process for each device; JAX and TensorFlow divide the CPU of one process, and TensorFlow has copies only
+(data=N); NumPy computes the shares one after another.
 
 exit code: 0 finished, 3 not started, failed, or Ctrl-C pressed twice, 130 stopped by Ctrl-C, 143 by SIGTERM
 """
@@ -126,7 +138,7 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
     add_machine(machine)
     machine.add_argument(
         "--parallel",
-        type=_plan,
+        type=parallel_plan,
         metavar="PLAN",
         help="share each step among devices, as by data=2,fsdp=2,tensor=2: copies of the model, parts of each "
         "parameter, parts of the heads and of the feed-forward network (default: one device)",
@@ -138,14 +150,6 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
         help="how many processes of this machine have these devices (default: one for each in torch, else one)",
     )
     return parser
-
-
-def _plan(text: str) -> Plan:
-    """Read a plan, as an argparse type."""
-    try:
-        return Plan.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _default(what: str, field: str) -> str:

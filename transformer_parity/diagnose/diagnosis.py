@@ -18,6 +18,7 @@ from reference_numpy.config import TransformerConfig
 from transformer_parity.cases.case import ACTIVATIONS, Case
 from transformer_parity.compare.outputs import OUTPUT
 from transformer_parity.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
+from transformer_parity.diagnose.learning_rate import rate_hypotheses
 from transformer_parity.diagnose.trials import TRUTH, Attempt, Trials
 from transformer_parity.mistakes.mistake import Mistake
 
@@ -89,8 +90,10 @@ def diagnose(
     start = trials.run(TRUTH)
     if start is None or start.is_exact:
         return Diagnosis(f"every number that {port} shows here is right", UNKNOWN)
-    progress(f"{len(known)} hypotheses")
-    exact, tried = _search(trials, start, known, progress)
+    rates = rate_hypotheses(case, actual)
+    progress(f"{len(known) + len(rates)} hypotheses")
+    # Several at once take a training each; where the rate is known to be wrong, they would only guess at the schedule.
+    exact, tried = _search(trials, start, [*known, *rates], progress, together=not rates)
     confirmed = [attempt for attempt in exact if trials.holds_elsewhere(attempt.hypothesis)]
     if confirmed:
         return _exact(port, confirmed, tried)

@@ -23,6 +23,7 @@ from transformer_parity.diagnose.blame import (
 )
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis, diagnose, reproducing_output
 from transformer_parity.diagnose.hypotheses import hypotheses
+from transformer_parity.diagnose.learning_rate import of_learning_rate
 from transformer_parity.diagnose.own_forward import beside_forward
 from transformer_parity.diagnose.properties import is_random, lacking, of_path, rounding
 from transformer_parity.diagnose.signatures import places, signatures
@@ -158,7 +159,9 @@ class Investigation:
         with suppress(Exception):  # where it cannot be run, the rest of the report stands
             if statement := beside_forward(self.port, self.setting.placement("float64"), shown):
                 return _first(found, [statement])
-        return found
+        case, tensors = shown[0]
+        statement = of_learning_rate(case, tensors or {})
+        return _first(found, [statement]) if statement else found
 
     def _randomness(self, case: Case, dtype: str) -> str:
         """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""
@@ -207,6 +210,8 @@ def investigate_files(
         alike = [other for other in cases if other.name != case.name and _shared(other) == _shared(case)]
         others = [(other, tensors) for other in alike if (tensors := shown(other))]
         found = diagnose(case, actual, backend, others=others)
+        if found.confidence != EXACT and (statement := of_learning_rate(case, actual)):
+            found = _first(found, [statement])
         report = FailureReport(backend, "float64", case.name, case.stage, None, found)
         if case.stage not in (ACTIVATIONS, GRADIENTS):
             yield report

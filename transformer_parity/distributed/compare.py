@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -47,7 +48,7 @@ class Run:
         """The case that its findings are about."""
         inputs = dict(zip(("source_ids", "target_ids", "labels"), self.probe.batch(0), strict=True))
         name = f"{DISTRIBUTED}/{self.plan}/{RESUMED if self.start else self.probe.name}"
-        common = {"dtypes": ("float64",), "stage": DISTRIBUTED, "settings": self.probe.settings}
+        common: dict[str, Any] = {"dtypes": ("float64",), "stage": DISTRIBUTED, "settings": self.probe.settings}
         return Case(name, str(self.plan), self.probe.config, "", inputs, **common)
 
 
@@ -97,7 +98,7 @@ def tensors(seen: Seen) -> dict[str, ndarray]:
     whole = [np.ravel(seen.gradient[name]) for name in sorted(seen.gradient)]
     found = {
         WHOLE: np.concatenate(whole) if whole else np.zeros(0),
-        **{f"of {name}": array for name, array in reversed(seen.gradient.items())},
+        **{f"of {name}": seen.gradient[name] for name in reversed([*seen.gradient])},
         **numbers,
     }
     for step, snapshot in seen.snapshots.items():

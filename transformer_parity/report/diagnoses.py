@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from transformer_parity.cases.case import ACTIVATIONS
+from transformer_parity.cases.case import ACTIVATIONS, STAGES
+from transformer_parity.compare.findings import DIVERGES, IMPRECISE, Finding
 from transformer_parity.diagnose.blame import Blame
 from transformer_parity.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.diagnose.investigate import FailureReport
@@ -53,6 +54,15 @@ def print_failure_report(console: Console, report: FailureReport) -> None:
     if report.folder is not None:
         console.print(Text("To run this block alone:", "bold"))
         console.print(Text(snippet(_relative(report.folder))), soft_wrap=True)  # to be copied: no line is broken
+
+
+def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Sequence[FailureReport]) -> None:
+    """Print which stages differ too, and are not diagnosed as long as activations do: they follow from these."""
+    for backend in dict.fromkeys(report.backend for report in reports if report.stage == ACTIVATIONS):
+        failed = {one.stage for one in findings if one.backend == backend and one.verdict in (DIVERGES, IMPRECISE)}
+        if rest := [stage for stage in STAGES if stage in failed - {ACTIVATIONS}]:
+            said = f"{', '.join(rest)} of {backend} differ too: they are diagnosed when its activations agree."
+            console.print(f"\n{said}", soft_wrap=True, markup=False, highlight=False)
 
 
 def gap(blame: Blame | None) -> str:

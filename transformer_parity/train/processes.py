@@ -171,9 +171,9 @@ def _failure(children: Children, members: list[Child], first: Child, what: Any) 
             if isinstance(message, Failed | ChildEndedError):
                 found.setdefault(members.index(member), message)
                 left.remove(member)
-    usage = [one for one in found.values() if isinstance(one, Failed) and one.is_usage]
-    if usage:
-        return UsageError(min(usage, key=lambda one: one.at).message)
+    for _, one in sorted(found.items(), key=lambda member: member[0]):  # what the first refuses, most others do too
+        if isinstance(one, Failed) and one.is_usage:
+            return UsageError(one.message)
     rank = min(found, key=lambda rank: getattr(found[rank], "at", 0.0))
     said = getattr(found[rank], "message", None) or getattr(found[rank], "how", "")
     return UsageError(f"process {rank} of {len(members)} failed, and the others were ended: {said}")

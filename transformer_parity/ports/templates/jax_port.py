@@ -22,9 +22,7 @@ from numpy import ndarray
 import transformer_jax  # the stand-in
 from reference_numpy import TransformerConfig
 from reference_numpy.names import find, tap_shapes
-from reference_numpy.taps import Tap, no_tap
-from reference_numpy.training_config import Gradients, TrainingConfig
-from transformer_parity.ports.user import Port
+from transformer_parity.plugin import Gradients, Port, Tap, TrainingConfig, no_tap
 
 Arrays = dict[str, jax.Array]
 

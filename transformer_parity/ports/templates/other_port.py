@@ -15,9 +15,7 @@ from numpy import ndarray
 
 import reference_numpy  # the stand-in
 from reference_numpy import TransformerConfig
-from reference_numpy.taps import Tap
-from reference_numpy.training_config import Gradients, TrainingConfig
-from transformer_parity.ports.user import Port
+from transformer_parity.plugin import Gradients, Port, Tap, TrainingConfig
 
 
 class MyPort(Port):

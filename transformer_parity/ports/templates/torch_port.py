@@ -18,9 +18,7 @@ from torch import Tensor
 
 import transformer_torch  # the stand-in
 from reference_numpy import TransformerConfig
-from reference_numpy.taps import Tap, no_tap
-from reference_numpy.training_config import Gradients, TrainingConfig
-from transformer_parity.ports.user import Port
+from transformer_parity.plugin import Gradients, Port, Tap, TrainingConfig, no_tap
 from transformer_torch.weights import parameters
 
 
