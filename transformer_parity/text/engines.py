@@ -124,10 +124,11 @@ class TokenizerFile:
 
     def __init__(self, content: bytes | str) -> None:
         tokenizers = import_extra("tokenizers")
-        if (symbols := content.count('"type_id"' if isinstance(content, str) else b'"type_id"')) > MOST_SYMBOLS:
+        content = content if isinstance(content, bytes) else content.encode()
+        if (symbols := content.count(b'"type_id"')) > MOST_SYMBOLS:
             raise ValueError(f"tokenizer.json must put at most {MOST_SYMBOLS:,} symbols around a line: got {symbols:,}")
         with rust_errors("tokenizer.json"):
-            self._tokenizer = tokenizers.Tokenizer.from_str(content if isinstance(content, str) else content.decode())
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
             self._check_growth()
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -135,7 +136,7 @@ class TokenizerFile:
 
     def _check_growth(self) -> None:
         """Refuse a chain of replacements each of which lengthens a text: it could fill any memory."""
-        growth = 1
+        growth = 1.0
         for part in ("normalizer", "pre_tokenizer", "decoder"):
             if (component := getattr(self._tokenizer, part)) is not None:
                 growth *= _growth(json.loads(component.__getstate__()))
