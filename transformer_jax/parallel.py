@@ -160,9 +160,9 @@ def _join():
     # Of two programs that run at a time, CPUs of two processes may take either first, and wait for each other for ever.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_enable_preemption_service", False)  # which would take SIGTERM and go on
-    # What is not said is found by JAX, where Slurm or Open MPI has started the processes.
-    said = {key: int(os.environ[f"JAX_{key.upper()}"]) for key in KEYS if f"JAX_{key.upper()}" in os.environ}
-    jax.distributed.initialize(**said, initialization_timeout=60, heartbeat_timeout_seconds=10)
+    # What is not given is found by JAX, where Slurm or Open MPI has started the processes.
+    given: dict[str, Any] = {key: int(os.environ[name]) for key in KEYS if (name := f"JAX_{key.upper()}") in os.environ}
+    jax.distributed.initialize(**given, initialization_timeout=60, heartbeat_timeout_seconds=10)
     sys.excepthook = _stop
 
 
@@ -175,7 +175,7 @@ def _stop(kind, error, trace):
 
 def _axes(name, shape, mesh, gathered=False):
     """Return which axis of the mesh divides each axis of a parameter."""
-    axes = [None] * len(shape)
+    axes: list[str | None] = [None] * len(shape)
     if not gathered and "fsdp" in mesh.shape and (axis := fsdp_axis(name, shape, mesh.shape["fsdp"])) is not None:
         axes[axis] = "fsdp"
     if "tensor" in mesh.shape and (axis := tensor_axis(name)) is not None:

@@ -145,7 +145,7 @@ class Share:
         for i, each in enumerate(torch.from_numpy(own).to(padded[0].device)):
             # Gradients are sent once, after the last slice; fully_shard would have to keep them whole until then.
             waits = i < count - 1 and isinstance(self.module, DistributedDataParallel)
-            with self.module.no_sync() if waits else nullcontext():
+            with self.module.no_sync() if waits else nullcontext():  # type: ignore[operator]
                 yield tuple(ids[each] for ids in padded)
 
     def check_same(self, what: str, value: Any) -> None:

@@ -137,7 +137,8 @@ def _and_another(
     for attempt in exact[:PROMISING]:
         if len(attempt.hypothesis.parts) > 1:  # several together fit one case by chance
             continue
-        there = next((one for one in failing if not Trials.of(*one).run(attempt.hypothesis).is_exact), None)
+        runs = ((one, Trials.of(*one).run(attempt.hypothesis)) for one in failing)
+        there = next((one for one, run in runs if run is None or not run.is_exact), None)
         if there is None:
             continue
         progress(f"{attempt.hypothesis.name} and another")
@@ -145,7 +146,7 @@ def _and_another(
         both = [
             Hypothesis((*attempt.hypothesis.parts, one)) for one in known if not _clash(attempt.hypothesis.parts, one)
         ]
-        both = [one for one in both if (found := elsewhere.run(one)) and found.is_exact]
+        both = [one for one in both if (seen := elsewhere.run(one)) is not None and seen.is_exact]
         fits = [found for one in both if (found := trials.run(one)) and found.is_exact and trials.holds_elsewhere(one)]
         if fits:
             return fits
