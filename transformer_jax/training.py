@@ -286,9 +286,7 @@ def _compile_step(structure: _Structure, settings: TrainingConfig, platform: str
         options["xla_disable_hlo_passes"] = "cse_barrier_expander"
     # The old moments, which are the trainer's alone, make room for the new ones; the old parameters may be in a clone.
     step = partial(_step, structure, settings)
-    kept: Any = shardings(
-        structure.config, structure.mesh
-    )  # as the arguments are: else the second step is compiled again
+    kept: Any = shardings(structure.config, structure.mesh)  # as the arguments: else the second step compiles again
     results = kept, Adam(kept, kept, settings), None
     return jax.jit(step, donate_argnames="optimizer", compiler_options=options, out_shardings=results)
 
