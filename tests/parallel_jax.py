@@ -124,7 +124,8 @@ def assert_same_state(found, expected, budget=STEPS):
 
 def follows(probe, plan, **options):
     """Let a plan follow a case; return what was trained on one device and on several."""
-    one, many = alone(probe), trainer(probe, plan, **options)
+    many = trainer(probe, plan, **options)  # first: a mesh is made before JAX is used
+    one = alone(probe)
     assert_same_gradient(one, many, probe.batch(0))
     assert_same_steps(one, many, probe)
     for got, needed in zip(many.evaluate(*probe.batch(0)), one.evaluate(*probe.batch(0)), strict=True):

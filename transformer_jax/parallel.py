@@ -1,5 +1,10 @@
 """Training on several devices: one mesh, on which JAX places arrays and divides the work of what it compiles.
 
+The model of a trainer stays a model: its arrays are divided, and whatever computes with them follows. Where they belong
+to several processes, call it under ``nnx.jit``: of operations that are dispatched one by one, CPUs wait for each other.
+Dropout is ``global`` for nothing: each device draws its part of a mask alone, since random bits depend on no more than
+their place in it (``jax_threefry_partitionable``, the default). ``local`` is the same here.
+
 B batch, L length.
 """
 
