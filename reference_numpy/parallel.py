@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -65,21 +66,25 @@ def divide(trainer: Any, batch: Sequence[ndarray]) -> Iterator[tuple[Sequence[nd
     generators = [
         np.random.default_rng([*entropy, share])
         if trainer.dropout == "local"
-        else _OwnRows(np.random.default_rng(entropy), rows, share * own)
+        else _OwnRows(np.random.PCG64(entropy), rows, share * own)
         for share in range(plan.shares)
     ]
     for number, share in itertools.product(range(slices), range(plan.shares)):
         yield [ids[number, share] for ids in parts], generators[share]
 
 
-class _OwnRows:
+class _OwnRows(np.random.Generator):
     """Draws what a generator draws for all rows of a slice, and keeps one share's; its rows of padding get ones."""
 
-    def __init__(self, rng: np.random.Generator, rows: int, first: int) -> None:
-        self.rng, self.rows, self.first = rng, rows, first
+    def __init__(self, bits: np.random.BitGenerator, rows: int, first: int) -> None:
+        super().__init__(bits)
+        self.rows, self.first = rows, first
 
-    def random(self, shape: tuple[int, ...], dtype: type) -> Float[ndarray, "*axes"]:
-        drawn = self.rng.random((self.rows, *shape[1:]), dtype)[self.first : self.first + shape[0]]
+    def __deepcopy__(self, memo: dict[int, object]) -> _OwnRows:
+        return _OwnRows(copy.deepcopy(self.bit_generator, memo), self.rows, self.first)
+
+    def random(self, shape: tuple[int, ...], dtype: type) -> Float[ndarray, "*axes"]:  # type: ignore[override]
+        drawn = super().random((self.rows, *shape[1:]), dtype)[self.first : self.first + shape[0]]
         padding: ndarray = np.ones((shape[0] - len(drawn), *shape[1:]), dtype)
         return np.concatenate([drawn, padding]) if len(padding) else drawn
 

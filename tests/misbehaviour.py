@@ -26,13 +26,9 @@ SOURCE_DROPOUT = 'self.dropout(tap("source_embedding.output", x)'
 UNSCALED = {
     "torch": ("nn.Dropout", "forward(self, x)", "forward(x)", "1.0 - self.p if self.training else 1.0"),
     "jax": ("nnx.Dropout", "__call__(self, x)", "__call__(x)", "1.0 if self.deterministic else 1.0 - self.rate"),
-    "tf": (
-        "keras.layers.Dropout",
-        "call(self, x, training=False)",
-        "call(x, training)",
-        "1.0 - self.rate if training else 1.0",
-    ),
 }
+SEEDED = "__import__('numpy').random.seed(1)"
+UNSCALED_TF = "return super().call(x, training)\n", "return super().call(x, training) * (1.0 - self.rate * training)\n"
 
 MISBEHAVIOUR = [
     Misbehaviour(
@@ -87,7 +83,8 @@ MISBEHAVIOUR = [
         "source_embedding.output: not scaled",
         instead(
             "layers",
-            {port: f"Dropout = {base}\n" for port, (base, *_) in UNSCALED.items()},
+            {port: f"Dropout = {base}\n" for port, (base, *_) in UNSCALED.items()} | {"tf": UNSCALED_TF[0]},
+            tf=UNSCALED_TF[1],
             **{
                 port: f"class Dropout({base}):\n    def {head}:\n        return super().{call} * ({factor})\n"
                 for port, (base, head, call, factor) in UNSCALED.items()
@@ -187,8 +184,9 @@ MISBEHAVIOUR = [
         in_training(
             ("model, settings, self.seed, self.step", "model, settings, 0, self.step"),
             ("[self.seed, self.step]", "[0, self.step]"),
-            ("[self.seed, self.step]", "[0, self.step]"),
-        ),
+            None,
+        )
+        | {"tf": [("parallel", "[trainer.seed, trainer.step]", "[0, trainer.step]")]},
     ),
     Misbehaviour(
         "the same dropout at every step",
@@ -197,8 +195,9 @@ MISBEHAVIOUR = [
         in_training(
             ("model, settings, self.seed, self.step", "model, settings, self.seed, 0"),
             ("[self.seed, self.step]", "[self.seed, 0]"),
-            ("[self.seed, self.step]", "[self.seed, 0]"),
-        ),
+            None,
+        )
+        | {"tf": [("parallel", "[trainer.seed, trainer.step]", "[trainer.seed, 0]")]},
     ),
     Misbehaviour(
         "dropout that goes on where it was",
@@ -210,7 +209,7 @@ MISBEHAVIOUR = [
                 ("training", "generator.set_state(state)", "pass"),
             ],
             "jax": [("training", "[self.seed, self.step]", "np.random.randint(1 << 30)")],
-            "tf": [("training", "[self.seed, self.step]", "np.random.randint(1 << 30)")],
+            "tf": [("parallel", "[trainer.seed, trainer.step]", "[np.random.randint(1 << 30)]")],
         },
     ),
     Misbehaviour(
@@ -227,10 +226,10 @@ MISBEHAVIOUR = [
         "NumPy's own generator seeded",
         ("check_callers_numbers",),
         "the caller's random numbers are not what they were",
-        instead(
-            "training",
-            "        check_accumulation(settings",
-            "        np.random.seed(1)\n        check_accumulation(settings",
+        in_training(
+            ("        check_accumulation(settings", "        np.random.seed(1)\n        check_accumulation(settings"),
+            ("        check_accumulation(slices", "        np.random.seed(1)\n        check_accumulation(slices"),
+            ("        check_accumulation(slices", f"        {SEEDED}\n        check_accumulation(slices"),
         ),
     ),
     Misbehaviour(

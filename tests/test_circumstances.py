@@ -68,6 +68,7 @@ RUNS = {
     "compare": ("compare {have}/truth {have}/mine --stage activations --json {out}/a.json", 0),
     "selftest": ("selftest --part attacks --json {out}/a.json", 0),
     "train": (f"train --task dates --backend numpy --steps 2 {MODEL} --out {{out}}/run", 0),
+    "checkpoint": ("checkpoint join {have} --out {out}/a.safetensors", 3),
     "curve": ("curve {have}/run --out {out}/a.png", 0),
     "evaluate": ("evaluate {have}/model --text {have}/text {have}/text --backend numpy --json {out}/a.json", 0),
     "translate": ("translate --weights {have}/model --backend numpy --max-length 9 {have}/text", 0),

@@ -130,7 +130,7 @@ def test_saved_file_is_as_readable_as_any_other(path, saved):
 def test_impossible_place(tmp_path, config, target):
     with pytest.raises(OSError):  # noqa: PT011  each system says it in its own words
         save_weights(tmp_path / target, config, random_weights(config, dtype="float64"))
-    with pytest.raises(FileNotFoundError, match=r"^there is no weight file "):
+    with pytest.raises(OSError, match=r"^there is no weight file |is a folder, and no weight file"):
         load_weights(tmp_path / target)
 
 

@@ -176,8 +176,8 @@ def test_a_mistake_in_one_backend_is_seen_in_lockstep(tmp_path, capfd, monkeypat
             return super().learning_rate(step + 1, d_model)
 
     class EarlyTrainer(transformer_torch.Trainer):
-        def __init__(self, model, settings, seed):
-            super().__init__(model, Early(**settings.to_dict()), seed)
+        def __init__(self, model, settings, seed, **options):
+            super().__init__(model, Early(**settings.to_dict()), seed, **options)
 
     monkeypatch.setattr(transformer_torch, "Trainer", EarlyTrainer)
     assert train(tmp_path / "run", "--backend", "numpy,torch", "--steps", 4, "--dtype", "float64") == 0

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from tiers import first_alone
 
 import reference_numpy
 from transformer_parity.cases.for_ports import port_cases, port_config
@@ -89,7 +90,7 @@ def test_the_rule_of_a_search_is_named_and_no_cache(mistake, name):
     assert (found.confidence, found.hypotheses[0], found.signatures) == (EXACT, name, ())
 
 
-@pytest.mark.parametrize("other", ["late positions", "a token early"])
+@pytest.mark.parametrize("other", first_alone(["late positions", "a token early"], "two mistakes"))
 def test_two_mistakes_are_never_exactly_one(other):
     (found,) = diagnosed("padding", other)
     assert found.confidence != EXACT or all(" and " in name for name in found.hypotheses), found
@@ -99,7 +100,7 @@ def test_two_mistakes_are_never_exactly_one(other):
 SEARCH = r"`forward` agrees with the reference on the tokens that it returns .* but the search does not follow it: "
 
 
-@pytest.mark.parametrize("mistakes", [("late positions",), ("padding", "late positions")])
+@pytest.mark.parametrize("mistakes", first_alone([("late positions",), ("padding", "late positions")], "two mistakes"))
 def test_a_search_that_does_not_follow_its_own_forward_is_told_so(mistakes):
     (found,) = diagnosed(*mistakes)
     assert found.confidence == LIKELY

@@ -53,8 +53,11 @@ def diagnosed(schedule):
 @pytest.mark.parametrize(
     ("schedule", "name"),
     [
-        ("warm-up", "a learning rate that warms up over 4000 steps, in place of 8"),
         ("factor", "a learning rate that is 0.37 times as large"),
+        pytest.param(
+            *("warm-up", "a learning rate that warms up over 4000 steps, in place of 8"),
+            marks=pytest.mark.extended("schedules"),
+        ),
     ],
 )
 def test_a_wrong_schedule_is_named(schedule, name):

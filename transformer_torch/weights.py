@@ -65,8 +65,9 @@ def copy_in(name: str, array: ndarray, tensor: Tensor) -> None:
     """
     array = rounded(name, array, dtype_name(tensor))
     bits = torch.from_numpy(array.view(np.int16) if array.dtype == ml_dtypes.bfloat16 else array)
+    whole = (bits.T if name.endswith("kernel") else bits).view(tensor.dtype)
     index, local = local_part(tensor)
-    local.copy_((bits.T if name.endswith("kernel") else bits)[index].view(tensor.dtype))
+    local.copy_(whole[index] if whole.shape == tensor.shape else whole)  # copy_ refuses another shape
 
 
 def copy_out(name: str, tensor: Tensor) -> ndarray:

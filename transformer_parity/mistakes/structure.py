@@ -228,7 +228,7 @@ WEIGHTS = table(
                 announced=f"missing {ENCODER}.feed_forward.inner_proj.kernel",
             ),
             "matrices as they lie in the file": but(
-                changed("weights", torch=("copy_((bits.T if name", "copy_((bits if name")),
+                changed("weights", torch=("whole = (bits.T if name", "whole = (bits if name")),
                 path="run",
                 verdict=FAILED,
                 detail="RuntimeError: The size of tensor",
