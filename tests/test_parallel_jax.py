@@ -80,6 +80,7 @@ assert_same_gradient(alone(probe), trainer(probe, "data=3", dropout="local"), pr
 """
 
 
+@pytest.mark.extended("plans")
 def test_dropout_is_that_of_one_device():
     run(DROPOUT)
 
@@ -400,6 +401,7 @@ assert_same_bits(other.export_state().first_moment, before.first_moment)
 """
 
 
+@pytest.mark.extended("plans")
 def test_a_folder_of_parts(tmp_path):
     """Written by eight devices, and read by them and as one checkpoint, with every bit."""
     folder = str(tmp_path / "run")

@@ -66,6 +66,7 @@ def test_a_wrong_schedule_is_named(schedule, name):
     assert name in found.hypotheses
 
 
+@pytest.mark.extended("schedules")
 def test_a_schedule_that_is_not_known_shows_in_how_far_the_weights_move(monkeypatch):
     monkeypatch.setattr(diagnosis_module, "ATTEMPTS", 10)
     (found,) = diagnosed("cubic")
