@@ -287,7 +287,7 @@ def _compile_step(structure: _Structure, settings: TrainingConfig, platform: str
     # The old moments, which are the trainer's alone, make room for the new ones; the old parameters may be in a clone.
     step = partial(_step, structure, settings)
     kept: Any = shardings(structure.config, structure.mesh)  # as the arguments: else the second step compiles again
-    results = kept, Adam(kept, kept, settings), None
+    results = None if kept is None else (kept, Adam(kept, kept, settings), None)
     return jax.jit(step, donate_argnames="optimizer", compiler_options=options, out_shardings=results)
 
 
