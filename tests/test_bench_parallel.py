@@ -131,7 +131,7 @@ def test_numpy_simulates_a_plan(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.extended("plans", name)) for name in ("torch", "jax", "tf")]
+    "name", [pytest.param(name, marks=pytest.mark.extended("plans")) for name in ("torch", "jax", "tf")]
 )
 def test_each_framework_trains_in_processes(name, capsys, tmp_path):
     code, printed, errors = parity(
@@ -191,7 +191,7 @@ def test_a_process_for_each_device_of_a_cpu():
 
 
 @pytest.mark.needs(os.name != "nt", "signals")
-@pytest.mark.extended("plans", "torch")
+@pytest.mark.extended("plans")
 def test_ctrl_c_leaves_no_process(tmp_path):
     arguments = ["bench", "train", *QUICK, "--rounds", "100000", "--backends", "torch", "--parallel", "data=2"]
     errors = tmp_path / "errors"

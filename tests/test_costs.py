@@ -128,12 +128,12 @@ def assert_torch_sends(folder, plans):
             assert {*small} == ({divided} if divided else set())  # a norm for each parameter
 
 
-@pytest.mark.extended("plans", "torch")
+@pytest.mark.extended("plans")
 def test_pytorch_sends_what_is_computed(tmp_path):
     assert_torch_sends(tmp_path, ["data=2", "fsdp=2", "tensor=2"])
 
 
-@pytest.mark.extended("plans", "torch")
+@pytest.mark.extended("plans")
 @pytest.mark.parametrize("plan", ["data=4", "data=2,fsdp=2"])
 def test_four_processes_of_pytorch_send_what_is_computed(tmp_path, plan):
     assert_torch_sends(tmp_path, [plan])
@@ -205,6 +205,6 @@ def tf_sends():
         assert sum(part.op.inputs[0].shape.num_elements() for part in parts) == predicted("data=2")["all-reduce"] + 1
 
 
-@pytest.mark.extended("plans", "tf")
+@pytest.mark.extended("plans")
 def test_tensorflow_sends_what_is_computed():
     run_alone("import test_costs as t; t.tf_sends()")
