@@ -23,6 +23,7 @@ from transformer_parity.bench.tables import costs_for_machines
 from transformer_parity.bench.workload import TrainWork
 from transformer_parity.cli.main import main
 
+PLANS = (" data=", " fsdp=")  # how rows of a table begin
 QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1", "--rounds", "2"]
 
 
@@ -159,6 +160,19 @@ def test_what_plans_cost_without_a_time(capsys, monkeypatch, tmp_path):
     assert next(row for row in rows if row[:2] == ["one", "device"])[2:6] == ["-", "-", "-", "817"]
     (race,) = json.loads((tmp_path / "a.json").read_text())["races"]
     assert (race["participants"], race["plans"][0]["plan"]) == ([], "data=8")
+
+
+def test_the_page_has_what_the_command_prints(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "several-devices.md").read_text("utf-8")
+    commands = [line.split()[4:] for line in page.splitlines() if line.startswith("$ parity bench train")]
+    assert [command[1] for command in commands] == ["base", "big"]
+    shown = [" ".join(line.split()) for line in page.splitlines()]
+    for command in commands:
+        _, printed, _ = parity(capsys, *command)
+        rows = [" ".join(line.split()) for line in printed.splitlines() if line.startswith((" one device", *PLANS))]
+        assert len(rows) == 5
+        at = shown.index(rows[0])
+        assert shown[at : at + 5] == rows
 
 
 @pytest.mark.parametrize(
