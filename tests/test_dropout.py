@@ -311,7 +311,9 @@ def check_slices(backend: Backend) -> None:
 def check_one_device(backend: Backend) -> None:
     """Without a mesh, there is nothing that the kinds of dropout could draw differently."""
     with interpreted(backend):
-        kinds = [trainer(backend, small(**EVERYWHERE), dropout=kind).train_step(**BATCH) for kind in ("global", "local")]
+        kinds = [
+            trainer(backend, small(**EVERYWHERE), dropout=kind).train_step(**BATCH) for kind in ("global", "local")
+        ]
     assert float(kinds[0].loss) == float(kinds[1].loss), "local dropout is another one although there is no mesh"
 
 
