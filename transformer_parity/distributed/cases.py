@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import TransformerConfig
+from reference_numpy.config import DropoutRates, TransformerConfig
 from reference_numpy.parallel_plan import Plan
 from reference_numpy.training_config import TrainingConfig
 from reference_numpy.weights import init_weights
@@ -99,6 +99,7 @@ def probes() -> dict[str, Probe]:
     """Return the cases by name: one for each thing that a plan may break."""
     settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10, "learning_rate_factor": 0.1}
     sliced: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
+    shallow = config(num_encoder_layers=1, num_decoder_layers=1)  # compiled in half the time
     drops = {"embedding": 0.1, "residual": 0.1, "attention": 0.1, "feed_forward": 0.1}
     found = (
         Probe("plain", config(), TrainingConfig(**settings)),
@@ -115,6 +116,8 @@ def probes() -> dict[str, Probe]:
         Probe("accumulated", config(), TrainingConfig(**settings, accumulation_steps=2), steps=4),
         Probe("checkpointing", config(), TrainingConfig(**settings, activation_checkpointing=True), steps=4),
         Probe("dropout", config(dropout=drops), TrainingConfig(**settings, **sliced), steps=4),
+        Probe("shallow", shallow, TrainingConfig(**settings), steps=2),
+        Probe("shallow dropout", shallow.replace(dropout=DropoutRates(**drops)), TrainingConfig(**settings), steps=2),
         Probe("float32", config(), TrainingConfig(**settings, **sliced), steps=4, dtype="float32"),
         Probe(
             "mixed bfloat16",
