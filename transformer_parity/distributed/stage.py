@@ -44,10 +44,11 @@ class Check:
 
     Args:
         asked: The plans that were named; none is the usual ones of each framework.
+        processes: How many share the devices of a plan; None is what is usual for each framework.
     """
 
-    def __init__(self, asked: Sequence[Plan]) -> None:
-        self.asked = asked
+    def __init__(self, asked: Sequence[Plan], processes: int | None = None) -> None:
+        self.asked, self.processes = asked, processes
         whole = probes()[WHOLE_RUN]
         self._left = _in_reference(Run(whole, Plan())).snapshots[whole.halfway]
         self._left_by = "numpy on one device"
@@ -62,7 +63,7 @@ class Check:
 
     def steps(self, backend: str, start: Start) -> Iterator[Step]:
         """Train on every plan of a framework, in processes that ``start`` starts."""
-        for devices, plans in devices_needed(backend, self.plans(backend)):
+        for devices, plans in devices_needed(backend, self.plans(backend), self.processes):
             waiting = [*plans]
             while waiting:  # new processes after a failure
                 try:
