@@ -162,10 +162,11 @@ def test_a_plan_that_a_framework_refuses_is_reported_with_the_reason(named, verd
     assert (finding.verdict, finding.detail) == (verdict, "rows only")
 
 
-def steps(backend, *plans):
+def steps(backend, *plans, count=None):
     """Return all findings of the stage, by plan and case."""
-    check = Check([*map(Plan.parse, plans)])
-    found = [step.findings for step in check.steps(backend, partial(processes.group, backend, timeout=200))]
+    check = Check([*map(Plan.parse, plans)], count)
+    start = partial(processes.group, backend, processes=count, timeout=200)
+    found = [step.findings for step in check.steps(backend, start)]
     return {finding.case.removeprefix("distributed/"): finding for of_run in found for finding in of_run}
 
 
@@ -212,6 +213,8 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         ({"stages": ["steps", "distributed"]}, "compared alone"),
         ({"stages": ["distributed"], "dtypes": ["bfloat16"]}, "in float64 and float32 on CPUs"),
         ({"stages": ["distributed"], "presets": ["marian"]}, "on models of its own"),
+        ({"processes": 2}, "--processes is about several devices: add --stage distributed"),
+        ({"stages": ["distributed"], "plans": [Plan(data=4)], "processes": 2}, "one for each device of data=4: got 2"),
     ],
 )
 def test_what_several_devices_are_not_compared_with(options, message):
@@ -222,4 +225,18 @@ def test_what_several_devices_are_not_compared_with(options, message):
 @pytest.mark.extended("plans")
 def test_every_framework_agrees_on_its_plans(backend):
     found = steps(backend.name)
+    assert {case: finding.detail for case, finding in found.items() if finding.verdict != AGREES} == {}
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        pytest.param("jax", ["data=2,fsdp=2", "data=2,tensor=2"], marks=pytest.mark.only("jax")),
+        pytest.param("tf", ["data=2"], marks=pytest.mark.only("tf")),
+    ],
+)
+def test_several_processes_of_a_framework_agree(name, plans):
+    """Of JAX, with two devices each."""
+    found = steps(name, *plans, count=2)
     assert {case: finding.detail for case, finding in found.items() if finding.verdict != AGREES} == {}

@@ -26,7 +26,8 @@ def run_distributed(
         yield Message(job.backend, doing="starting", facts=Facts(job.title))
         python = (interpreters or {}).get(job.backend, sys.executable)
         environment: dict[str, str] = {}
-        for step in check.steps(job.backend, partial(group, job.backend, timeout=timeout, python=python)):
+        start = partial(group, job.backend, processes=check.processes, timeout=timeout, python=python)
+        for step in check.steps(job.backend, start):
             environment = step.environment or environment
             yield Message(job.backend, doing=step.doing, findings=tuple(step.findings))
         yield Message(job.backend, environment=environment, done=True)

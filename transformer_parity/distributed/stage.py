@@ -46,11 +46,12 @@ class Check:
 
     Args:
         asked: The plans that were named; none is the usual ones of each framework.
+        processes: How many share the devices of a plan; None is what is usual for each framework.
         dtypes: In which to train.
     """
 
-    def __init__(self, asked: Sequence[Plan], dtypes: Sequence[str] = ALL_DTYPES) -> None:
-        self.asked, self.dtypes = asked, dtypes
+    def __init__(self, asked: Sequence[Plan], processes: int | None = None, dtypes: Sequence[str] = ALL_DTYPES) -> None:
+        self.asked, self.processes, self.dtypes = asked, processes, dtypes
         whole = probes()[WHOLE_RUN]
         self._left = _in_reference(whole).snapshots[whole.halfway]
         self._left_by = "numpy on one device"
@@ -65,7 +66,7 @@ class Check:
 
     def steps(self, backend: str, start: Start) -> Iterator[Step]:
         """Train on every plan of a framework, in processes that ``start`` starts."""
-        for devices, plans in devices_needed(backend, self.plans(backend)):
+        for devices, plans in devices_needed(backend, self.plans(backend), self.processes):
             waiting = [*plans]
             while waiting:  # new processes after a failure
                 try:
