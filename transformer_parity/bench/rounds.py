@@ -174,11 +174,7 @@ def run_rounds(
         for process in _still_in([*processes[shift:], *processes[:shift]]):
             tell(process.entry.name, f"round {number + 1} of {rounds}")
             with _out_on_failure(process.entry):
-                reply = _run(process, verify)
-                process.entry.seconds.append(reply.seconds)
-                process.entry.cores.append(reply.processor_seconds / reply.seconds)
-                if reply.peak_bytes is not None:
-                    process.entry.peak_bytes = max(reply.peak_bytes, process.entry.peak_bytes or 0)
+                process.entry.add(_run(process, verify))
 
 
 def _still_in(processes: Sequence[ParticipantProcess]) -> Iterator[ParticipantProcess]:
