@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,7 @@ from transformer_parity.bench.workload import Work
 from transformer_parity.ports.registry import PORTS
 
 WIDTH = {"cpu": 2048, "gpu": 8192}  # of the matrices of a large product
+QUICK = 1024  # likewise, where nobody wants to wait
 ROW = 512  # numbers in each row of what is read
 LEAST_READ = 2**18  # numbers: from the second-level cache at the least
 
@@ -54,7 +56,7 @@ class Limit:
         """Return the time of some work at this limit.
 
         Each product takes the time of its operations at the best rate, or that of reading its right operand, weights or
-        keys and values, whichever is longer. In training, Adam reads weights, gradients and two moments, in float32, and
+        keys and values, whichever is longer. In training, Adam reads weights, gradients and two moments in float32, and
         writes all but the gradients.
         """
         size = 2 if work.dtype == "bfloat16" else 4
@@ -113,6 +115,12 @@ def timed(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def quick_rate(backend: str) -> float:
+    """Return the rate of a product of 1,024 rows on the CPU, in operations a second; it takes some 0.1 seconds."""
+    multiply = multiplied(backend, (QUICK, QUICK, QUICK), "float32", "cpu")
+    return 2 * QUICK**3 / min(timed(multiply) for _ in range(5))
 
 
 def multiplied(backend: str, sizes: tuple[int, int, int], dtype: str, device: str) -> Callable[[], Any]:
@@ -194,6 +202,6 @@ def library(environment: dict[str, str], backend: str) -> str:
     """Return what takes a package's products on a CPU, in words, from its description."""
     if backend == "torch":
         return environment["products on a CPU"]
-    return {"numpy": environment.get("matrix products", ""), "jax": "XLA", "tf": "oneDNN or Eigen; compiled, XLA"}[
-        backend
-    ]
+    if backend == "tf":
+        return f"{'Eigen' if os.environ.get('TF_ENABLE_ONEDNN_OPTS') == '0' else 'oneDNN'}; XLA where compiled"
+    return "XLA" if backend == "jax" else environment["matrix products"]
