@@ -167,6 +167,7 @@ ALLOWED = [
     ("torch", "weights", "adds definition computed_with", "torch can compute a weight from other parameters"),
     ("torch", "training", "adds definition inference", "a module is in training mode or not; a search asks for it too"),
     ("torch jax tf", "", "adds module parallel_checkpoint", "a folder of parts is in the framework's own format"),
+    ("torch", "", "adds module onednn", "two libraries take its products, one at half the rate on some processors"),
     ("torch", "weights", "adds definition torch_path", "only torch has names of its own"),
     ("torch", "weights", "adds definition is_divided", "a parameter may be divided over processes"),
     ("torch", "weights", "adds definition gathered", "a parameter may be divided over processes"),

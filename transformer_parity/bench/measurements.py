@@ -46,6 +46,13 @@ class Entry:
     loaded_bytes: int | None = None
     peak_bytes: int | None = None
 
+    def add(self, reply: Any) -> None:
+        """Keep what a round took, as ``rounds.Reply`` has it."""
+        self.seconds.append(reply.seconds)
+        self.cores.append(reply.processor_seconds / reply.seconds)
+        if reply.peak_bytes is not None:
+            self.peak_bytes = max(reply.peak_bytes, self.peak_bytes or 0)
+
     @property
     def work_bytes(self) -> int | None:
         """How much more memory its process held in a round than before the first call."""

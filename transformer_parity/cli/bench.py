@@ -52,7 +52,7 @@ def run_one(options: argparse.Namespace, task: str) -> int:
         entries = timing.add(work, show_rounds)
         if setting.rounds:
             against = next((entry for entry in entries if entry.name == setting.against and entry.is_timed), None)
-            tables.print_times(console, work, entries, against or fastest(entries), timing.machine)
+            tables.print_times(console, work, entries, against or fastest(entries), setting.threads, timing.limits[-1])
         if setting.plans:
             tables.print_costs(console, work, setting.plans)
         if timing.interrupted:
@@ -170,7 +170,7 @@ def _check_files(options: argparse.Namespace) -> None:
 @contextmanager
 def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
     """Show what each participant does: as bars on a terminal, as lines on standard error elsewhere."""
-    names = [entry.name for entry in entries]  # without the process that measures the matrix rate
+    names = [entry.name for entry in entries]  # without the processes that measure the limit
     # Drawn when something new begins, and not in between: nothing else runs while a participant does.
     with Progress(names, STEPS + rounds, is_still=True) as progress:
 
@@ -192,6 +192,6 @@ def _write(options: argparse.Namespace, found: dict[str, Any], draw: Callable[[]
             with matplotlib.rc_context(OPEN_STYLE):
                 write(draw(), path)
 
-    head = {"format": 2, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    head = {"format": 3, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     plot = getattr(options, "plot", None)
     write_results({**head, **found}, (options.json, write_json), (plot, write_picture))

@@ -113,8 +113,11 @@ EXAMPLES = {
 
 READING = """
 reading the table: `times` is the median of the ratios within each round, with the
-lowest and the highest; tokens count padding too. GFLOP/s counts matrix products only; beside it, as a share of
-what one large product reaches through NumPy here. `cores` is how many the process kept
+lowest and the highest; tokens count padding too. GFLOP/s counts matrix products only. `of the limit`: the time
+that they take at the best rate of this machine, over the time of the row. That rate is
+measured in each round: one large product by each library that takes part, and reading as
+much as the model's weights; a training step also reads and writes what Adam needs.
+`cores` is how many the process kept
 busy. `first call` includes compiling. Memory is the most that the process held in a
 round, and how much more that was than before its first call; of several processes, that
 of the one with the most.
