@@ -143,7 +143,7 @@ class Trainer:
             "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
             "corrections": settings.bias_corrections(self.step + 1),
         }
-        parameters, self.optimizer, result = self._compiled_step(
+        self.optimizer, parameters, result = self._compiled_step(
             _parameters(self.model), self.optimizer, batch, numbers
         )
         _put_parameters(self.model, parameters)
@@ -287,7 +287,7 @@ def _compile_step(structure: _Structure, settings: TrainingConfig, platform: str
     # The old moments, which are the trainer's alone, make room for the new ones; the old parameters may be in a clone.
     step = partial(_step, structure, settings)
     kept: Any = shardings(structure.config, structure.mesh)  # as the arguments: else the second step compiles again
-    results = None if kept is None else (kept, Adam(kept, kept, settings), None)
+    results = None if kept is None else (Adam(kept, kept, settings), kept, None)
     return jax.jit(step, donate_argnames="optimizer", compiler_options=options, out_shardings=results)
 
 
@@ -306,7 +306,7 @@ def _gradients(structure, parameters, batch):
 
 
 def _step(structure, settings, parameters, optimizer, batch, numbers):
-    """Return parameters and optimizer after a step, and what it reports."""
+    """Return optimizer and parameters after a step, and what it reports."""
     total, tokens, gradient = _gradient(structure, settings, parameters, batch, numbers["random_bits"])
     count = jnp.maximum(tokens, 1).astype(total.dtype)
     norm = global_norm(gradient) / count
@@ -314,7 +314,9 @@ def _step(structure, settings, parameters, optimizer, batch, numbers):
     parameters, optimizer = optimizer.update(
         parameters, gradient, scale, numbers["learning_rate"], numbers["corrections"]
     )
-    return parameters, optimizer, (total / count, tokens, norm)
+    # The optimizer first: JAX gives what is donated to the results of the same shape in their order, and the parameters
+    # would get the room of the old moments.
+    return optimizer, parameters, (total / count, tokens, norm)
 
 
 def _gradient(structure, settings, parameters, batch, random_bits):
