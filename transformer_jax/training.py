@@ -50,21 +50,20 @@ def cross_entropy(
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
     check_labels(labels.shape, logits.shape[:2])
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    log_probabilities = jax.nn.log_softmax(wide)  # [B, T, V]
-    # A comparison, not take_along_axis: its gradient is one more fused loop, not a scatter into [B, T, V].
-    is_right = labels[..., None] == jnp.arange(logits.shape[-1])
-    right = jnp.where(is_right, log_probabilities, 0.0).sum(-1)  # [B, T]
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))  # [B, T, V]
+    # Not log_softmax: XLA would keep the logarithms of all probabilities, and pass over them for each of these sums.
+    log_totals = jax.nn.logsumexp(wide, -1)
+    right = jnp.take_along_axis(wide, labels[..., None], -1)[..., 0] - log_totals  # [B, T]
     # Where values could not be looked at, a wrong label must not pass for one that costs nothing.
     right = jnp.where((labels >= 0) & (labels < config.target_vocab_size), right, jnp.nan)
     smoothing = config.label_smoothing
-    spread = log_probabilities.sum(-1)  # [B, T]
+    spread = wide.sum(-1) - wide.shape[-1] * log_totals  # [B, T]
     classes = config.target_vocab_size
     if config.label_smoothing_kind != "uniform":
         spread = spread - right
         classes -= 1
     if config.label_smoothing_kind == "off_target_and_pad":
-        spread = spread - log_probabilities[..., config.pad_id]
+        spread = spread - (wide[..., config.pad_id] - log_totals)
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
