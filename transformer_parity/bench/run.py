@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import reference_numpy as ref
+from reference_numpy.parallel_plan import Plan
 from transformer_parity.bench.matrix_products import MatrixRate, Products
 from transformer_parity.bench.measurements import Entry, Spread, verdict
-from transformer_parity.bench.participants import OURS, others
+from transformer_parity.bench.participants import OURS, TrainOnDevices, others
 from transformer_parity.bench.rounds import Participant, Tell, run_rounds, started
-from transformer_parity.bench.tables import describe, times_for_machines
+from transformer_parity.bench.tables import costs_for_machines, describe, times_for_machines
 from transformer_parity.bench.verify import verifier_of
 from transformer_parity.bench.workload import Work
 from transformer_parity.compare.findings import AGREES, FAILED
@@ -31,8 +32,9 @@ class Setting:
         backends: Our packages, by name.
         peers: Whether other implementations take part too.
         threads: Of each participant.
-        rounds: Calls of each participant that are timed.
+        rounds: Calls of each participant that are timed; 0 is only what plans cost.
         against: The participant whose time is the unit; None is the fastest.
+        plans: Of several devices, on which our packages train too.
     """
 
     backends: Sequence[str]
@@ -40,10 +42,13 @@ class Setting:
     threads: int = 1
     rounds: int = 1
     against: str | None = None
+    plans: Sequence[Plan] = ()
 
     def participants(self, work: Work) -> list[Participant]:
         """Return those that do some work, in the order of the rounds."""
-        ours = [OURS[work.task][name] for name in self.backends]
+        ours: list[Participant] = []
+        for name in self.backends:
+            ours += [OURS[work.task][name], *(TrainOnDevices(name, plan, work.device) for plan in self.plans)]
         return [*ours, *others(work), Products()] if self.peers else ours
 
     def check(self, work: Work) -> None:
@@ -53,10 +58,19 @@ class Setting:
             MissingFrameworkError: A participant is not installed.
             UsageError: A setting does not fit the work, the participants or the machine.
         """
+        for plan in self.plans:
+            try:
+                plan.check(work.config)
+            except ValueError as error:
+                raise UsageError(f"--parallel {plan}: {error}") from error
+        if not self.rounds:
+            if not self.plans:
+                raise UsageError("--rounds 0 times nothing, and computes what a plan costs: add --parallel PLAN")
+            return
         participants = self.participants(work)
         for participant in participants:
             participant.check_installed()
-        numbers = ref.count_parameters(work.config) * len(participants)
+        numbers = ref.count_parameters(work.config) * sum(participant.processes for participant in participants)
         numbers += work.batch * max(work.source, work.target) * work.config.d_model
         check_memory(4 * numbers, f"{work.title}, {work.details},")
         names = [participant.name for participant in participants if participant.has_result]
@@ -102,8 +116,10 @@ class Timing:
         return cls(setting, describe(setting.threads))
 
     def add(self, work: Work, progress: Progress) -> list[Entry]:
-        """Time some work, and return its entries."""
-        entries, self.interrupted = time_work(work, self.setting, progress, self.machine)
+        """Time some work, and return its entries; none in no rounds."""
+        entries: list[Entry] = []
+        if self.setting.rounds:
+            entries, self.interrupted = time_work(work, self.setting, progress, self.machine)
         self.works.append(work)
         self.races.append(entries)
         self.rates.append(self.machine["matrix_rate"])
@@ -121,7 +137,10 @@ class Timing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        races = [times_for_machines(*one) for one in zip(self.works, self.races, self.rates, strict=True)]
+        races = [
+            {**times_for_machines(*one), "plans": costs_for_machines(one[0], self.setting.plans)}
+            for one in zip(self.works, self.races, self.rates, strict=True)
+        ]
         return {"machine": self.machine, "interrupted": self.interrupted, "exit_code": self.exit_code, "races": races}
 
 

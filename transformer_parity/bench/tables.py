@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from reference_numpy.parallel_plan import AXES, Plan
 from transformer_parity.bench.imports import Pair
 from transformer_parity.bench.measurements import Entry, Spread, ratio, verdict
 from transformer_parity.bench.workload import Work
 from transformer_parity.compare.verdict import WORDS
+from transformer_parity.distributed.costs import HELD, Batch, held, sent
 from transformer_parity.report.tables import STYLES, print_line
 from transformer_parity.system.machine import describe_machine, processor
 
@@ -170,13 +172,39 @@ def print_imports(console: Console, pairs: Sequence[Pair]) -> None:
     console.print(f"Alone: {alone}. Medians of interleaved rounds, each import in a fresh process.")
 
 
+def print_costs(console: Console, work: Work, plans: Sequence[Plan]) -> None:
+    """Print what each device of a plan sends in a step, and what it holds."""
+    first, *others = HELD
+    rows = table(*(f"sends\n{axis}" for axis in AXES), f"holds\n{first}", *others, "together")
+    for cost in costs_for_machines(work, [Plan(), *plans]):
+        sizes = [*cost["sent"].values(), *cost["held"].values(), sum(cost["held"].values())]
+        name = cost["plan"] if sum(cost["sent"].values()) else "one device"
+        rows.add_row(name, *(f"{size / MEBI:,.{1 if size < 100 * MEBI else 0}f}" if size else "-" for size in sizes))
+    console.print(f"MiB of float32 of each device in a {work.title}; computed from the plan", style="bold")
+    console.print(rows)
+    console.print(
+        "sends: along each axis, as in a ring; the loss and the norm are left out. activations: the operands of all "
+        "products, which the backward pass needs; the least."
+    )
+
+
+def costs_for_machines(work: Work, plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Return what each plan costs, in bytes, as plain values."""
+    batch = Batch(work.batch, work.source, work.target)
+    return [
+        {"plan": str(plan), "sent": sent(plan, work.config, batch), "held": held(plan, work.config, batch)}
+        for plan in plans
+    ]
+
+
 def print_environment(console: Console, entries: Sequence[Entry], machine: Machine) -> None:
     """Print what it ran on."""
     rate = (
         f"; one large product, by NumPy: {machine['matrix_rate'] / 1e9:,.0f} GFLOP/s" if machine["matrix_rate"] else ""
     )
     console.print(f"{machine['processor']}, processors: {machine['cpus']}{rate}")
-    versions = [f"{entry.name} {entry.environment['version']}" for entry in entries if entry.environment]
+    found = {entry.name: entry.environment["version"] for entry in entries if entry.environment}
+    versions = [f"{name} {said}" for name, said in found.items() if found.get(name.rpartition(" ")[0]) != said]
     console.print("; ".join([f"Python {machine['python']}, {machine['platform']}", *versions]))
     if (machine["load_average"] or 0.0) > BUSY:
         console.print(

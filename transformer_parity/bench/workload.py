@@ -29,7 +29,8 @@ SIZES: dict[str, dict[str, int]] = {
     for name, (d_model, layers, heads, d_ff, vocabulary) in {
         "tiny": (128, 2, 4, 512, 1_000),
         "small": (256, 3, 8, 1024, 8_000),
-        "base": (512, 6, 8, 2048, 37_000),  # the paper's
+        "base": (512, 6, 8, 2048, 37_000),  # the paper's, and
+        "big": (1024, 6, 16, 4096, 37_000),
     }.items()
 }
 SEED: Final = 2017

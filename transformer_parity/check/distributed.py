@@ -23,7 +23,7 @@ def run_distributed(
         timeout: As in ``processes.run_all``.
     """
     for job in jobs:
-        yield Message(job.backend, doing="starting", facts=Facts(job.backend))
+        yield Message(job.backend, doing="starting", facts=Facts(job.title))
         python = (interpreters or {}).get(job.backend, sys.executable)
         environment: dict[str, str] = {}
         for step in check.steps(job.backend, partial(group, job.backend, timeout=timeout, python=python)):

@@ -86,11 +86,11 @@ class Selection:
             return
         if len(self.chosen_stages) > 1:
             raise ValueError(f"--stage {DISTRIBUTED} is compared alone: leave out the other stages")
-        others = (self.ports, self.presets, self.only, self.device != "cpu", self.precision != "highest")
-        if any(others) or "float64" not in self.setting.dtypes:
+        others = (self.presets, self.only, self.device != "cpu", self.precision != "highest")
+        if any(others) or not {"float64", "float32"} & {*self.setting.dtypes}:
             raise ValueError(
-                f"--stage {DISTRIBUTED} compares our packages in float64 on CPUs, on models of its own: leave out "
-                "--port, --preset, --only, --device, --precision and other dtypes"
+                f"--stage {DISTRIBUTED} compares in float64 and float32 on CPUs, on models of its own: leave out "
+                "--preset, --only, --device, --precision and other dtypes"
             )
 
     @property
@@ -118,7 +118,7 @@ class Selection:
         if not self.backends:
             return []
         if self.distributed:
-            check = Check(self.plans)
+            check = Check(self.plans, self.setting.dtypes)
             return list({case.name: case for name in self.backends for case in check.cases(name)}.values())
         cases: list[Case] = []
         if self.only != TEXT and self.weights is None:

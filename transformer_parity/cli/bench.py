@@ -50,13 +50,17 @@ def run_one(options: argparse.Namespace, task: str) -> int:
     timing = Timing.begin(setting)
     for work in works:
         entries = timing.add(work, show_rounds)
-        against = next((entry for entry in entries if entry.name == setting.against and entry.is_timed), None)
-        tables.print_times(console, work, entries, against or fastest(entries), timing.machine)
+        if setting.rounds:
+            against = next((entry for entry in entries if entry.name == setting.against and entry.is_timed), None)
+            tables.print_times(console, work, entries, against or fastest(entries), timing.machine)
+        if setting.plans:
+            tables.print_costs(console, work, setting.plans)
         if timing.interrupted:
             break
-    if axis:
+    if axis and setting.rounds:
         tables.print_growth(console, axis, values, timing.races)
-    tables.print_environment(console, timing.races[0], timing.machine)
+    if setting.rounds:
+        tables.print_environment(console, timing.races[0], timing.machine)
     if timing.interrupted:
         done = max(len(entry.seconds) for entry in timing.races[-1])
         console.print(f"INTERRUPTED after {done} of {setting.rounds} rounds.")
@@ -144,7 +148,8 @@ def _work(options: argparse.Namespace, task: str) -> Work:
 def _setting(options: argparse.Namespace) -> Setting:
     """Return the participants and the rounds; compiling is timed in one."""
     rounds, against = getattr(options, "rounds", 1), getattr(options, "against", None)
-    return Setting(options.backends, options.peers, options.threads, rounds, against)
+    plans = getattr(options, "parallel", ())
+    return Setting(options.backends, options.peers, options.threads, rounds, against, plans)
 
 
 def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work]) -> None:
