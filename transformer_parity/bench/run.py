@@ -119,7 +119,7 @@ class Timing:
     def add(self, work: Work, progress: Progress) -> list[Entry]:
         """Time some work, and return its entries; none in no rounds."""
         entries: list[Entry] = []
-        limit = None
+        limit: Limit | None = None
         if self.setting.rounds:
             entries, limit, self.interrupted = time_work(work, self.setting, progress)
         self.works.append(work)
