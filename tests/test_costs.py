@@ -208,8 +208,8 @@ def tf_sends():
         known = Counter(part.op.inputs[0].shape.num_elements() for part in parts)
         unknown = known.pop(None, 0)  # until it is computed
         assert known <= sizes
-        assert unknown == (sizes - known).total()
-        assert unknown < len(SHAPES) / 2
+        assert unknown == (sizes - known).total()  # as many as there are others
+        assert known
 
 
 @pytest.mark.extended("plans")
