@@ -125,11 +125,13 @@ def test_every_backend_takes_the_same_local_steps(name):
 
 
 @pytest.mark.extended("plans")
-def test_a_comparison_counts_what_is_sent(monkeypatch):
-    """Of K workers, each sends 2 (K - 1) / K of the weights, in every step or as often as they average."""
+def test_a_comparison_trains_and_counts_what_is_sent():
+    """Of K workers, each sends 2 (K - 1) / K of the weights, as often as they average."""
     runs = local_steps.Comparison("numpy", 2, 4)
-    assert len([*runs.batches()]) == 2
     numbers = ref.count_parameters(runs.setup.config)
-    learner = SimpleNamespace(validate=lambda batches: 0.5, translate=lambda lines, *_: ["?"] * len(lines))
-    name, sent, loss, score = runs.row("a run", learner, 100)
-    assert (name, sent, loss, score) == ("a run", f"{600 * numbers / 2**20:,.0f}", "0.500", "0.0 %")
+    assert [runs.sent(count) for count in (1, 2)] == [f"{n * 6 * numbers / 2**20:,.0f}" for n in (2, 1)]
+    runs.pairs = runs.pairs[:2]
+    for reached in (runs.ordinary(), runs.with_local_steps(2, local_steps.Outer())):
+        loss, score = reached
+        assert 1.0 < float(loss) < 10.0
+        assert score == "0.0 %"

@@ -123,30 +123,32 @@ class Comparison:
             yield batch.source_ids, batch.target_ids, batch.labels
 
     def ordinary(self) -> list[str]:
-        """Return the row of training that sums the gradient in each step."""
+        """Return what training that sums the gradient in each step has reached."""
         learner = self.learner()
         for batch in self.batches():
             learner.trainer.train_step(*batch)
-        return self.row("each step: ordinary training", learner, self.setup.plan.steps)
+        return self.reached(learner)
 
     def with_local_steps(self, count: int, outer: Outer) -> list[str]:
-        """Return the row of training that averages after so many steps."""
+        """Return what training that averages after so many steps has reached."""
         learners = [self.learner(seed) for seed in range(self.workers)]
         trainers = [learner.trainer for learner in learners]
-        averages = sum(1 for _ in train(learners[0].package, trainers, self.batches(), count, outer))
-        return self.row(
-            f"every {count}, by Nesterov's method" if count > 1 else "each step, likewise", learners[0], averages
-        )
+        for _ in train(learners[0].package, trainers, self.batches(), count, outer):
+            pass
+        return self.reached(learners[0])
 
-    def row(self, name: str, learner: Learner, sums: int) -> list[str]:
-        """Return what a run has sent and reached."""
-        numbers = ref.count_parameters(self.setup.config)
-        sent = 4 * sums * Collective(ALL_REDUCE, "weights", "data", self.workers, numbers).sent
+    def reached(self, learner: Learner) -> list[str]:
+        """Return the loss of a model, and how many dates it gets exactly right."""
         held_out = Batches(number(self.pairs, self.vocabulary), self.setup.config, self.setup.tokens_per_batch)
         loss = learner.validate(held_out.once())
         lines = learner.translate([source for source, _ in self.pairs], self.vocabulary, longest_translation(held_out))
-        score = self.score(lines, [target for _, target in self.pairs])
-        return [name, f"{sent / 2**20:,.0f}", f"{loss:.3f}", f"{score:.1f} %"]
+        return [f"{loss:.3f}", f"{self.score(lines, [target for _, target in self.pairs]):.1f} %"]
+
+    def sent(self, count: int) -> str:
+        """Return the MiB that each worker sends in a run, of all gradients or of all weights after so many steps."""
+        numbers = ref.count_parameters(self.setup.config)
+        once = 4 * Collective(ALL_REDUCE, "weights", "data", self.workers, numbers).sent
+        return f"{once * (self.setup.plan.steps // count) / 2**20:,.0f}"
 
 
 def main() -> None:
@@ -158,10 +160,11 @@ def main() -> None:
     parser.add_argument("--local", type=int, nargs="+", default=[1, 10, 50], metavar="H")
     options = parser.parse_args()
     runs = Comparison(options.backend, options.steps, options.workers)
-    print("| averaged | MiB that each worker sends | loss | exact matches |\n|---|---:|---:|---:|")
-    print(f"| {' | '.join(runs.ordinary())} |", flush=True)
+    print("| | each sends, MiB | loss, mean | exact | loss, Nesterov | exact |\n|---|---:|---:|---:|---:|---:|")
+    print(f"| ordinary | {runs.sent(1)} | {' | '.join(runs.ordinary())} | | |", flush=True)
     for count in options.local:
-        print(f"| {' | '.join(runs.with_local_steps(count, Outer()))} |", flush=True)
+        reached = [*runs.with_local_steps(count, Outer(1.0, 0.0)), *runs.with_local_steps(count, Outer())]
+        print(f"| H = {count} | {runs.sent(count)} | {' | '.join(reached)} |", flush=True)
 
 
 if __name__ == "__main__":
