@@ -24,11 +24,10 @@ from reference_numpy.search_plan import SearchResult
 from transformer_parity.bench import imports, rounds
 from transformer_parity.bench.limit import Library, LibraryEntry, Limit, libraries, limit_of, multiplied
 from transformer_parity.bench.matrix_products import Products
-from transformer_parity.bench.measurements import Entry, Spread, fastest, ratio, verdict
+from transformer_parity.bench.measurements import Entry, Spread, exponent, exponents, fastest, ratio, verdict
 from transformer_parity.bench.participants import OURS, DecodePackage, ForwardPackage, TrainPackage, others
 from transformer_parity.bench.plots import draw_growth
-from transformer_parity.bench.run import work_title
-from transformer_parity.bench.tables import exponent
+from transformer_parity.bench.run import grown, work_title
 from transformer_parity.bench.verify import DecodeVerifier, DisagreementError, ForwardVerifier, TrainVerifier
 from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork
 from transformer_parity.cli.main import main
@@ -566,7 +565,7 @@ def test_missing_peers_are_named(capsys, monkeypatch):
 
 
 GROWING_REFUSED = [
-    ("forward", ["--scale", "width"], "must begin with one of source, length, batch, depth: got 'width'"),
+    ("forward", ["--scale", "width"], "one of source, target, length, batch, depth, vocabulary: got 'width'"),
     ("forward", ["--scale", "batch=1,x"], "must be a positive integer: got 'x'"),
     ("forward", ["--scale", "batch=2,2"], "must grow: got 2,2"),
     ("forward", ["--dtype", "bfloat16", "--peers"], "--peers compute in float32"),
@@ -720,6 +719,7 @@ def test_growth_is_measured_and_drawn(capsys, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     _, found = read(tmp_path / "a.json")
     assert found["scale"] == "source"
+    assert {"numpy", "torch"} <= {*found["exponents"]}
     assert [entry["work"]["source"] for entry in found["races"]] == [8, 32]
 
 
@@ -729,10 +729,41 @@ def test_the_title_leaves_out_what_grows():
     assert work_title(TRAIN, "depth") == "train, tiny: batch 3, source 6, target 5"
 
 
-def test_exponents_are_those_of_the_last_two_sizes():
-    assert exponent([1, 2, 4], [5.0, 6.0, 24.0]) == "2.0"
-    assert exponent([64, 512, 4096], [1.0, 2.0, None]) == "0.3"
-    assert exponent([1, 2], [None, 3.0]) == "-"
+def test_exponents_are_fitted_to_the_largest_sizes():
+    assert exponent([1, 2, 4, 8], [90.0, 6.0, 24.0, 96.0]) == pytest.approx(2.0)
+    assert exponent([1, 2, 4], [1.0, 4.0, 4.0]) == pytest.approx(1.0)  # a line through all three, not the last two
+    assert exponent([64, 512, 4096], [1.0, 2.0, None]) == pytest.approx(1 / 3)
+    assert exponent([1, 2], [None, 3.0]) is None
+
+
+def test_exponents_of_time_and_memory():
+    def entry(name, size):
+        return Entry(name, seconds=[2.0 * size**2] * 3, loaded_bytes=100, peak_bytes=100 + 5 * size)
+
+    races = [[entry("numpy", size), entry("torch", size)] for size in (2, 4, 8)]
+    races[-1][1].verdict = "DIVERGE"
+    found = exponents((2, 4, 8), races)
+    assert found["numpy"] == {"seconds": pytest.approx(2.0), "work_bytes": pytest.approx(1.0)}
+    races[0][1].seconds = races[1][1].seconds = []
+    assert exponents((2, 4, 8), races)["torch"] == {"seconds": None, "work_bytes": None}
+
+
+@pytest.mark.parametrize("axis", ["source", "target", "length", "batch", "depth", "vocabulary"])
+@pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=lambda work: work.task)
+def test_each_size_grows_alone(work, axis):
+    large = grown(work, axis, 40)
+    config = large.config
+    sizes = {
+        "source": large.source_ids.shape[1],
+        "target": large.target_ids.shape[1],
+        "batch": len(large.source_ids),
+        "depth": config.num_decoder_layers,
+        "vocabulary": config.target_vocab_size,
+    }
+    grew = {"source", "target"} if axis == "length" else {axis}
+    assert {name for name, size in sizes.items() if size == 40} == grew
+    assert large.operations > work.operations or axis == "vocabulary"
+    assert f"vocabulary {config.target_vocab_size:,}" in large.details
 
 
 def test_first_calls_of_all_tasks(capsys, tmp_path):

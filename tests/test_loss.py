@@ -239,6 +239,23 @@ def test_cross_entropy_of_bfloat16_is_taken_in_float32(port):
     assert float(total) == pytest.approx(transcribed_cross_entropy(logits, LABELS, config)[0], rel=1e-6)
 
 
+@pytest.mark.only("jax")
+def test_jax_computes_the_gradient_of_the_loss_in_place(port):
+    """XLA says how much room it takes beside what goes in and comes out: none as wide as the vocabulary."""
+    import jax
+
+    config = tiny_config(source_vocab_size=500, target_vocab_size=500)
+    logits, labels = jax.ShapeDtypeStruct((4, 8, 500), "float32"), jax.ShapeDtypeStruct((4, 8), "int32")
+    gradient = jax.jit(jax.grad(lambda logits, labels: port.package.cross_entropy(logits, labels, config)[0]))
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        room = gradient.lower(logits, labels).compile().memory_analysis().temp_size_in_bytes
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+    assert room < 0.1 * logits.size * logits.dtype.itemsize
+
+
 @pytest.mark.only("torch")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_is_the_one_of_torch(port, smoothing):

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "transformer_parity"
 # From the lowest to the highest: a sub-package imports those before it.
 ORDER = (
     *("system", "containers", "text", "ports", "cases", "compare", "checkpoints"),
-    *("mistakes", "distributed", "diagnose", "golden", "figures", "explore", "report", "check", "attacks"),
-    *("translate", "train", "bench", "cli"),
+    *("mistakes", "distributed", "diagnose", "golden", "figures", "explore", "report", "check", "attacks", "bench"),
+    *("translate", "train", "cli"),
 )
 # Modules beside the sub-packages: entry points and public names, which import from any of them.
 ABOVE = {"__init__": 0, "__main__": 1, "plugin": 3}  # modules that they import from, at most

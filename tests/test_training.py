@@ -675,11 +675,9 @@ def test_jax_keeps_less(port):
     def room(settings):
         model = port.package.Transformer.from_weights(config, random_weights(config))
         trainer = port.package.Trainer(model, settings)
-        weights, moments = training._parameters(model), (trainer.first_moment, trainer.second_moment)
-        numbers = dict.fromkeys(("learning_rate", "first_correction", "second_correction"), 1.0)
-        step = trainer._compiled_step.lower(
-            weights, *moments, training._take(model, *batch), np.zeros(2, np.uint32), numbers
-        )
+        numbers = {"random_bits": np.zeros(2, np.uint32), "learning_rate": 1.0, "corrections": (1.0, 1.0)}
+        inputs = training._parameters(model), trainer.optimizer, training._take(model, *batch), numbers
+        step = trainer._compiled_step.lower(*inputs)
         return step.compile().memory_analysis().temp_size_in_bytes
 
     before = jax.config.read("jax_disable_most_optimizations")
@@ -689,6 +687,21 @@ def test_jax_keeps_less(port):
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
     assert checkpointed < 0.7 * kept
+
+
+@pytest.mark.only("jax")
+def test_new_moments_in_jax_take_the_place_of_the_old(port, trainers):
+    """Each of the two its own: in the place of the other, XLA would have to copy one of them first."""
+    trainer = trainers(port)
+
+    def places():
+        moments = trainer.optimizer.first_moment, trainer.optimizer.second_moment
+        return [{name: array.unsafe_buffer_pointer() for name, array in moment.items()} for moment in moments]
+
+    trainer.train_step(*BATCH)
+    before = places()
+    trainer.train_step(*BATCH)
+    assert places() == before
 
 
 @pytest.mark.only("tf")

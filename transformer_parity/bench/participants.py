@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -68,7 +68,7 @@ class ForwardPackage(Package):
 class TrainPackage(Package):
     """Takes one step after another on the same batch."""
 
-    mesh: ClassVar[Any] = None
+    mesh: Any = None  # of several devices
 
     def ready(self, model: Any, work: TrainWork) -> Callable[[], Any]:
         trainer = self.package.Trainer(model, work.settings, SEED, mesh=self.mesh)

@@ -150,15 +150,13 @@ def grown(work: Work, axis: str, value: int) -> Work:
     """Return the same work at another size."""
     if axis == "length":
         return replace(work, source=value, target=value)
-    if axis == "depth":
-        return replace(work, layers=value)
-    return replace(work, source=value) if axis == "source" else replace(work, batch=value)
+    return replace(work, **{"layers" if axis == "depth" else axis: value})
 
 
 def work_title(work: Work, axis: str) -> str:
     """Return the title of a work, without the size that grows."""
     sizes = {"batch": f"batch {work.batch}", "source": f"source {work.source}", "target": f"target {work.target}"}
-    grown = {"length": ("source", "target"), "depth": ()}.get(axis, (axis,))
+    grown = ("source", "target") if axis == "length" else (axis,)
     return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +15,17 @@ from rich.text import Text
 from reference_numpy.parallel_plan import AXES, Plan
 from transformer_parity.bench.imports import Pair
 from transformer_parity.bench.limit import Limit
-from transformer_parity.bench.measurements import Entry, Spread, ratio, verdict
+from transformer_parity.bench.measurements import (
+    FITTED,
+    Entry,
+    Spread,
+    at_sizes,
+    exponents,
+    median_seconds,
+    ratio,
+    verdict,
+    work_bytes,
+)
 from transformer_parity.bench.workload import Work
 from transformer_parity.compare.verdict import WORDS
 from transformer_parity.distributed.costs import HELD, Batch, held, sent
@@ -125,30 +134,23 @@ def print_limit(console: Console, work: Work, limit: Limit | None) -> None:
 
 
 def print_growth(console: Console, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]]) -> None:
-    """Print medians and memory over a size that grows, and how steeply they grow at its end."""
-    names = list(dict.fromkeys(entry.name for entries in results for entry in entries))
-    by_name = [{entry.name: entry for entry in entries if entry.is_timed} for entries in results]
-    for heading, measure, unit in (
-        ("milliseconds", lambda entry: Spread.of(entry.seconds).median, 1e3),
-        ("MiB beyond what was held before the first call", lambda entry: entry.work_bytes, 1 / MEBI),
+    """Print medians and memory over a size that grows, and how steeply they grow."""
+    for heading, kind, measure, unit in (
+        ("milliseconds", "seconds", median_seconds, 1e3),
+        ("MiB beyond what was held before the first call", "work_bytes", work_bytes, 1 / MEBI),
     ):
         rows = table(*(f"{value:,}" for value in values[: len(results)]), "exponent")
-        for name in names:
-            measured = [measure(found[name]) if name in found else None for found in by_name]
+        for name, steepness in exponents(values, results).items():
+            measured = at_sizes(name, results, measure)
             cells = ["-" if number is None else f"{unit * number:,.0f}" for number in measured]
-            rows.add_row(name, *cells, exponent(values, measured))
+            fitted = steepness[kind]
+            rows.add_row(name, *cells, "-" if fitted is None else f"{fitted:.2f}")
         console.print(f"{heading}, by {axis}")
         console.print(rows)
-    console.print("exponent: of the power of the size that it grows with at the end; 1 is linear, 2 quadratic.")
-
-
-def exponent(values: Sequence[int], measured: Sequence[float | None]) -> str:
-    """Return how steeply something grows between the last two sizes, on logarithmic axes."""
-    found = [(value, number) for value, number in zip(values, measured, strict=False) if number]
-    if len(found) < 2:
-        return "-"
-    (before, low), (after, high) = found[-2:]
-    return f"{math.log(high / low) / math.log(after / before):.1f}"
+    console.print(
+        "exponent: of the power of the size that it grows with, by least squares over the last "
+        f"{FITTED} sizes; 1 is linear, 2 quadratic."
+    )
 
 
 def print_first_calls(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformer_parity.bench import tables
 from transformer_parity.bench.imports import Pair, run_imports
-from transformer_parity.bench.measurements import Entry, fastest, ratio
+from transformer_parity.bench.measurements import Entry, exponents, fastest, ratio
 from transformer_parity.bench.participants import OURS
 from transformer_parity.bench.plots import draw_growth, draw_times, place_of
 from transformer_parity.bench.rounds import Tell
@@ -74,6 +74,8 @@ def run_one(options: argparse.Namespace, task: str) -> int:
         return draw_times(works[0].title, works[0].details, timed, against, place)
 
     found = {"task": task, "rounds": setting.rounds, "scale": axis, **timing.to_dict()}
+    if axis:
+        found["exponents"] = exponents(values, timing.races)
     _write(options, found, draw if any(entry.is_timed for entry in timing.entries) else None)
     return timing.exit_code
 
