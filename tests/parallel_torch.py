@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_torch
 from reference_numpy import Checkpoint, Plan, TrainingConfig, load_checkpoint, save_checkpoint
@@ -273,6 +274,25 @@ def search(rank: int, plan: str) -> Any:
     return [transformer_torch.beam_search(model, case.batch(1)[0], 3) for model in (trainer.model, own)]
 
 
+class Reductions(TorchDispatchMode):
+    """Counts what layers send to one another."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops._c10d_functional.all_reduce.default
+        return function(*args, **(kwargs or {}))
+
+
+def reductions(rank: int) -> int:
+    """Return how many sums a step takes over parts of heads and of units."""
+    case = probes()["plain"]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan(tensor=dist.get_world_size())))
+    with Reductions() as found:
+        trainer.train_step(*case.batch(0))
+    return found.count
+
+
 def loss_of_torch(rank: int) -> float:
     """Return how far torch's ``loss_parallel`` is off in the gradient of a smoothed loss that is written out."""
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -291,3 +311,25 @@ def loss_of_torch(rank: int) -> float:
     with loss_parallel():
         found = gradient(distribute_tensor(logits, mesh["tensor"], [Shard(1)]))
     return float((found.full_tensor() - expected).abs().max() / expected.abs().max())
+
+
+def sends(rank: int, plans: list[str], probe: str) -> dict[str, list[tuple[str, Any]]]:
+    """Return what gloo is given to send in the third step on each plan: each collective, and the shapes of its arrays.
+
+    All in one profile: where one follows another in the same process, processes wait for each other for ever.
+    """
+    case = probes()[probe]
+    trainers = {plan: trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan))) for plan in plans}
+    for trainer in trainers.values():
+        for step in range(2):
+            trainer.train_step(*case.batch(step))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        for plan, trainer in trainers.items():
+            with torch.profiler.record_function(plan):
+                trainer.train_step(*case.batch(2))
+    events = profile.events()
+    times = {event.name: event.time_range for event in events if event.name in plans}
+    return {
+        plan: [(event.name, event.input_shapes) for event in events if time.start <= event.time_range.start <= time.end]
+        for plan, time in times.items()
+    }

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
-import socket
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
 
 import numpy as np
-import psutil
 import pytest
-from conftest import still_running
 from test_train import SMALL, losses, resume, saved_weights, train
 
-import reference_numpy as ref
-from reference_numpy import Plan
 from transformer_parity.cli.main import main
 from transformer_parity.train import corpora, group
 from transformer_parity.train.group import Group
 
 EXACT = ("--dtype", "float64", "--heads", 4)
-ONLY_TORCH = pytest.mark.only("torch")
-SECONDS = 20  # in which processes have to end; most of it for a busy machine
-PLANS = {
-    "numpy": ["data=2,fsdp=2,tensor=2"],
-    "torch": ["data=2", "fsdp=2", "tensor=2", "data=2,fsdp=2"],
-    "jax": ["data=2", "fsdp=2,tensor=2"],
-    "tf": ["data=2", "data=4"],
+IN_PROCESSES = [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "jax", "tf")]
+TWO = {"torch": (), "jax": ("--processes", "2"), "tf": ("--processes", "2")}  # processes
+PLANS = {  # of each framework, and in how many processes where that can be chosen
+    "numpy": [("data=2,fsdp=2,tensor=2", None)],
+    "torch": [("data=2", None), ("fsdp=2", None), ("tensor=2", None), ("data=2,fsdp=2", None)],
+    "jax": [("data=2", None), ("fsdp=2,tensor=2", None), ("data=2,tensor=2", 2), ("data=2,fsdp=2", 4)],
+    "tf": [("data=2", None), ("data=4", None), ("data=4", 4)],
 }
 
 
@@ -77,15 +67,17 @@ def test_a_plan_changes_nothing_in_the_reference(alone, tmp_path, capfd):
     assert losses(folder) == pytest.approx(losses(alone), rel=1e-12)
 
 
-@pytest.mark.only("torch")
-def test_a_run_goes_on_with_other_devices_in_another_framework(alone, tmp_path, capfd):
-    """Two processes of PyTorch, then one device of NumPy."""
+@pytest.mark.extended("plans", "tf")
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_a_run_goes_on_with_other_devices_in_another_framework(name, alone, tmp_path, capfd):
+    """Two processes, then one device of NumPy."""
     folder = tmp_path / "run"
-    options = "--backend", "torch", "--parallel", "data=2", "--steps", 6, "--stop-at", 3, "--save-every", 2
-    assert train(folder, *options, "--dropout", 0, *EXACT) == 0
+    where = "--backend", name, "--parallel", "data=2", *TWO[name]
+    options = "--steps", 6, "--stop-at", 3, "--save-every", 2, "--dropout", 0
+    assert train(folder, *where, *options, *EXACT) == 0
     said = capfd.readouterr().err
     assert "on 2 devices, data=2, of 2 processes" in said
-    assert f"parity train --resume {folder} --backend torch --parallel data=2" in said
+    assert f"parity train --resume {folder} {' '.join(where)}" in said
     assert (folder / "checkpoint-0000003.safetensors").exists()
     assert resume(folder, "--backend", "numpy") == 0
     agree(final(folder), final(alone))
@@ -93,16 +85,15 @@ def test_a_run_goes_on_with_other_devices_in_another_framework(alone, tmp_path, 
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize(
-    ("name", "plan"),
-    [pytest.param(name, plan, marks=pytest.mark.only(name)) for name, plans in PLANS.items() for plan in plans],
+    ("name", "plan", "processes"),
+    [pytest.param(name, *how, marks=pytest.mark.only(name)) for name, plans in PLANS.items() for how in plans],
 )
-def test_every_plan_ends_with_the_weights_of_one_device(name, plan, alone, tmp_path):
+def test_every_plan_ends_with_the_weights_of_one_device(name, plan, processes, alone, tmp_path):
     options = "--backend", name, "--steps", 6, "--dropout", 0, *EXACT
-    assert train(tmp_path / "run", *options, "--parallel", plan) == 0
+    processes = [] if processes is None else ["--processes", processes]
+    assert train(tmp_path / "run", *options, "--parallel", plan, *processes) == 0
     agree(final(tmp_path / "run"), final(alone))
 
-
-# --- All processes end, together ---
 
 # A run of few dates, in a process that takes signals as a command does.
 PROGRAM = """
@@ -112,108 +103,6 @@ from transformer_parity.train import corpora
 corpora.DATES_TRAINED, corpora.DATES_HELD_OUT = 40, 6
 sys.exit(main(sys.argv[1:]))
 """
-WITHOUT_END = ("--steps", "100000", "--validate-every", "100000", "--save-every", "100000")
-
-
-@contextmanager
-def running(folder, *options, environment=None):
-    """Start a run, wait for its first step, and yield it with what it has said; nothing is left of it afterwards."""
-    command = [sys.executable, "-c", PROGRAM, "train", "--task", "dates", "--out", str(folder), *SMALL, *WITHOUT_END]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
-    run = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        said = []
-        for line in run.stderr:
-            said.append(line)
-            if line.startswith("step "):
-                break
-        yield run, said
-    finally:
-        for process in [*psutil.Process(run.pid).children(recursive=True), run] if run.poll() is None else []:
-            process.kill()
-        run.wait()
-        run.stderr.close()
-
-
-def members(run):
-    """Return the processes that train, the first one first."""
-    processes = psutil.Process(run.pid).children(recursive=True)
-    return [process for process in processes if "transformer_parity.train.processes:work" in process.cmdline()]
-
-
-def ended(run, processes, folder):
-    """Return what a run has said at its end, which comes soon, for all of its processes; its folder is free again."""
-    began = time.monotonic()
-    said = run.stderr.read()
-    run.wait(SECONDS)
-    assert time.monotonic() - began < SECONDS
-    assert still_running(processes) == []
-    assert [path.name for path in folder.parent.glob("**/.*")] == []
-    return said
-
-
-@pytest.mark.parametrize(
-    ("name", "processes", "rank"),
-    [
-        ("numpy", 1, 0),
-        *(pytest.param("torch", 2, rank, marks=[ONLY_TORCH, pytest.mark.extended("signals")]) for rank in (0, 1)),
-    ],
-)
-def test_a_process_that_is_killed_ends_all(name, processes, rank, tmp_path):
-    with running(tmp_path / "run", "--backend", name, "--parallel", "data=2") as (run, _):
-        found = members(run)
-        assert len(found) == processes
-        found[rank].kill()
-        said = ended(run, found, tmp_path / "run")
-    assert run.returncode == 3
-    assert said.splitlines()[-1] == (
-        f"parity train: error: process {rank} of {processes} failed, and the others were ended: the process ended with "
-        "exit code -9 (SIGKILL)"
-    )
-    assert "Traceback" not in said
-
-
-@pytest.mark.only("torch")
-@pytest.mark.extended("signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_a_stopped_run_is_saved_at_the_same_step_by_all(number, tmp_path):
-    folder = tmp_path / "run"
-    with running(folder, "--backend", "torch", "--parallel", "data=2") as (run, _):
-        processes = members(run)
-        run.send_signal(number)
-        said = ended(run, processes, folder)
-    assert run.returncode == 128 + number
-    (checkpoint,) = folder.glob("*.safetensors")
-    step = ref.load_checkpoint(checkpoint).state.step
-    assert f"stopped at step {step:,}; saved" in said
-    assert max(losses(folder)) == step
-
-
-@pytest.mark.only("torch")
-@pytest.mark.extended("signals")
-def test_the_processes_end_with_the_command_however_that_ends(tmp_path):
-    with running(tmp_path / "run", "--backend", "torch", "--parallel", "data=2") as (run, _):
-        processes = members(run)
-        run.kill()
-        assert still_running(processes, SECONDS) == []
-
-
-def listening():
-    """Return a socket that something else has, and its port."""
-    taken = socket.create_server(("127.0.0.1", 0))
-    return taken, taken.getsockname()[1]
-
-
-@pytest.mark.only("torch")
-@pytest.mark.extended("signals")
-def test_a_port_in_use_is_one_message(tmp_path, monkeypatch, capfd):
-    taken, port = listening()
-    monkeypatch.setattr(group, "_free_ports", lambda count: [port] * count)
-    with taken:
-        assert train(tmp_path / "run", "--backend", "torch", "--parallel", "data=2", "--steps", 1) == 3
-    said = capfd.readouterr().err
-    assert re.search(r"parity train: error: .*address already in use", said, re.IGNORECASE)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.only("torch")
@@ -283,17 +172,7 @@ def test_a_group_that_is_none(environment):
         group.found("torch", environment)
 
 
-def test_each_process_is_told_in_the_words_of_its_framework():
-    plan = Plan(data=2, fsdp=2)
-    torch, jax, tf = (group.environments(name, plan, 4) for name in ("torch", "jax", "tf"))
-    for rank in range(4):
-        assert group.found("torch", torch[rank]) == Group(rank, 4)
-        assert group.found("jax", jax[rank]) == Group(rank, 4)
-        assert group.found("tf", tf[rank]) == Group(rank, 4)
-        assert jax[rank]["JAX_NUM_CPU_DEVICES"] == "1"
-    assert len({variables["MASTER_PORT"] for variables in torch}) == 1
-    assert group.environments("jax", plan, 1) == [{"JAX_NUM_CPU_DEVICES": "4"}]
-    assert group.environments("tf", plan, 1) == [{}]
+def test_slurm_is_asked_for_what_torch_wants_to_know():
     srun = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
     with pytest.raises(ValueError, match=r"^under srun, say where the first process is: export MASTER_ADDR="):
         group.taken_from_slurm(srun)
@@ -304,7 +183,7 @@ def test_each_process_is_told_in_the_words_of_its_framework():
 # --- One file, and the folders of the frameworks ---
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "tf")])
+@pytest.mark.parametrize("name", IN_PROCESSES)
 def test_a_file_is_split_and_joined_again(name, alone, tmp_path, capfd):
     path, folder, again = alone / "checkpoint-0000006.safetensors", tmp_path / "parts", tmp_path / "again.safetensors"
     assert main(["checkpoint", "split", str(path), "--backend", name, "--out", str(folder)]) == 0

@@ -11,6 +11,7 @@ B batch, L length.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from hashlib import sha256
@@ -167,8 +168,24 @@ def _join():
     jax.config.update("jax_enable_preemption_service", False)  # which would take SIGTERM and go on
     # What is not given is found by JAX, where Slurm or Open MPI has started the processes.
     given: dict[str, Any] = {key: int(os.environ[name]) for key in KEYS if (name := f"JAX_{key.upper()}") in os.environ}
-    jax.distributed.initialize(**given, initialization_timeout=60, heartbeat_timeout_seconds=10)
+    if given.get("process_id") == 0:
+        _check_port(os.environ["JAX_COORDINATOR_ADDRESS"])
+    jax.distributed.initialize(**given, initialization_timeout=60, heartbeat_timeout_seconds=30)
     sys.excepthook = _stop
+
+
+def _check_port(address):
+    """Refuse an address at which something else listens: JAX's coordinator would end this process without a word.
+
+    Raises:
+        RuntimeError: Something does.
+    """
+    with socket.socket() as coordinator:
+        coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            coordinator.bind(("", int(address.rpartition(":")[2])))
+        except OSError as error:
+            raise RuntimeError(f"JAX_COORDINATOR_ADDRESS={address}: {error.strerror}") from error
 
 
 def _stop(kind, error, trace):

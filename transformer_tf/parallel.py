@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
@@ -19,6 +21,8 @@ from reference_numpy.shapes import Int
 from transformer_tf.layers import own_rows
 from transformer_tf.runtime import check_placement
 from transformer_tf.weights import parameters
+
+JOINING = 60  # seconds for which processes wait for one another when they start
 
 
 def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
@@ -37,7 +41,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
         raise ValueError(f"TensorFlow's strategies divide the rows of a batch only, by data=N: got {plan}")
     check_placement("float32", device)
     if os.environ.get("TF_CONFIG"):
-        mesh = _multi_worker()
+        mesh = _joined()
         plan.check_devices(mesh.num_replicas_in_sync, "TF_CONFIG lists the workers, each with a GPU or its CPU")
         return mesh
     gpus = tf.config.list_physical_devices("GPU")
@@ -183,6 +187,22 @@ def first_alone(trainer: Any, action: Callable[[], None]) -> None:
         raise failed
     if float(mesh.experimental_local_results(problems)[0]):
         raise OSError("the first process has failed")
+
+
+def _joined():
+    """Join the other workers.
+
+    Raises:
+        RuntimeError: This process cannot listen at its address.
+    """
+    # TensorFlow waits for ever, and no signal handler runs meanwhile: a thread beside the interpreter ends the process.
+    faulthandler.dump_traceback_later(JOINING, exit=True, file=sys.__stderr__)
+    try:
+        return _multi_worker()
+    except tf.errors.UnknownError as error:
+        raise RuntimeError(f"TF_CONFIG: the address of this worker is in use, or not its own: {error}") from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 # The collectives of two strategies of the same devices would take each other's tensors: there is one of each.

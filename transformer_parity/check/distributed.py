@@ -23,10 +23,11 @@ def run_distributed(
         timeout: As in ``processes.run_all``.
     """
     for job in jobs:
-        yield Message(job.backend, doing="starting", facts=Facts(job.backend))
+        yield Message(job.backend, doing="starting", facts=Facts(job.title))
         python = (interpreters or {}).get(job.backend, sys.executable)
         environment: dict[str, str] = {}
-        for step in check.steps(job.backend, partial(group, job.backend, timeout=timeout, python=python)):
+        start = partial(group, job.backend, processes=check.processes, timeout=timeout, python=python)
+        for step in check.steps(job.backend, start):
             environment = step.environment or environment
             yield Message(job.backend, doing=step.doing, findings=tuple(step.findings))
         yield Message(job.backend, environment=environment, done=True)

@@ -15,6 +15,7 @@ from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, DISTRIBUTED, 
 from transformer_parity.cases.standard import gradient_case, preset_case, search_cases, standard_cases
 from transformer_parity.compare.findings import Setting
 from transformer_parity.compare.verdict import Asked
+from transformer_parity.distributed.environments import number_of_processes
 from transformer_parity.distributed.stage import Check
 from transformer_parity.ports.package import COMPILED_IN_FULL
 from transformer_parity.ports.registry import PORTS
@@ -42,6 +43,7 @@ class Selection:
         text: Two line-aligned files of the user's own; none is the shipped text.
         sentences: How many pairs of the text.
         plans: Those of several devices that were named; none is the usual ones.
+        processes: How many share the devices of a plan; None is what is usual for each framework.
 
     Raises:
         ValueError: One option would be ignored beside another.
@@ -59,6 +61,7 @@ class Selection:
     text: Sequence[Path] = ()
     sentences: int = 16
     plans: Sequence[Plan] = ()
+    processes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.backends and not self.ports:
@@ -80,17 +83,21 @@ class Selection:
 
     def _check_devices(self) -> None:
         """Refuse what several devices are not compared with."""
-        if self.plans and not self.distributed:
-            raise ValueError(f"--parallel is about several devices: add --stage {DISTRIBUTED}")
+        for option, value in (("--parallel", self.plans), ("--processes", self.processes)):
+            if value and not self.distributed:
+                raise ValueError(f"{option} is about several devices: add --stage {DISTRIBUTED}")
         if not self.distributed:
             return
+        for name in [*self.backends, *self.ports] if self.processes else ():
+            for plan in Check(self.plans).plans(name):
+                number_of_processes(name, plan, self.processes)
         if len(self.chosen_stages) > 1:
             raise ValueError(f"--stage {DISTRIBUTED} is compared alone: leave out the other stages")
-        others = (self.ports, self.presets, self.only, self.device != "cpu", self.precision != "highest")
-        if any(others) or "float64" not in self.setting.dtypes:
+        others = (self.presets, self.only, self.device != "cpu", self.precision != "highest")
+        if any(others) or not {"float64", "float32"} & {*self.setting.dtypes}:
             raise ValueError(
-                f"--stage {DISTRIBUTED} compares our packages in float64 on CPUs, on models of its own: leave out "
-                "--port, --preset, --only, --device, --precision and other dtypes"
+                f"--stage {DISTRIBUTED} compares in float64 and float32 on CPUs, on models of its own: leave out "
+                "--preset, --only, --device, --precision and other dtypes"
             )
 
     @property
@@ -118,7 +125,7 @@ class Selection:
         if not self.backends:
             return []
         if self.distributed:
-            check = Check(self.plans)
+            check = Check(self.plans, self.processes, self.setting.dtypes)
             return list({case.name: case for name in self.backends for case in check.cases(name)}.values())
         cases: list[Case] = []
         if self.only != TEXT and self.weights is None:

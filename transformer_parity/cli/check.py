@@ -114,6 +114,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="a plan of several devices for --stage distributed, such as data=2 or fsdp=2,tensor=2; may be repeated "
         "(default: data=2, fsdp=2 and tensor=2, where the framework has it)",
     )
+    parser.add_argument(
+        "--processes",
+        type=positive,
+        metavar="N",
+        help="how many processes have the devices of a plan, for --stage distributed (default: one for each in torch, "
+        "else one)",
+    )
     parser.add_argument("--only", choices=ONLY, help="only the small cases, or only the sentences")
     parser.add_argument(
         "--weights",
@@ -157,8 +164,9 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     common = {"failures": options.failures.absolute(), "views": options.html is not None}
     if selection.distributed:
-        check = Check(selection.plans)
-        jobs = [Job(name, selection.setting, tuple(check.cases(name)), **common) for name in selection.backends]
+        check = Check(selection.plans, selection.processes, selection.setting.dtypes)
+        named = [*selection.ports, *selection.backends]
+        jobs = [Job(name, selection.setting, tuple(check.cases(name)), **common) for name in named]
         messages = run_distributed(jobs, check, interpreters=interpreters, timeout=options.timeout)
     else:
         jobs = [Job(name, selection.setting, tuple(cases), **common) for name in selection.backends]
@@ -209,6 +217,7 @@ def _selection(options: argparse.Namespace) -> Selection:
         options.text or (),
         options.sentences,
         options.parallel,
+        options.processes,
     )
 
 

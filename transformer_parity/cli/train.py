@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import json
+import os
 import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,13 +20,14 @@ from reference_numpy.config import TransformerConfig
 from transformer_parity.cli.options import check_installed, installed_backend
 from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.cli.train_options import add_options
+from transformer_parity.distributed.environments import number_of_processes
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError, refusals
 from transformer_parity.system.interrupts import stop_on_signal
 from transformer_parity.train import corpora, curves
 from transformer_parity.train.corpora import RECIPES
-from transformer_parity.train.group import ALONE, Group, number_of_processes, of_this_process
+from transformer_parity.train.group import ALONE, Group, of_this_process
 from transformer_parity.train.learner import Where
 from transformer_parity.train.log import CURVE, LOG, MODEL, checkpoints, locked, read_log
 from transformer_parity.train.processes import Job, train
@@ -65,8 +68,19 @@ def run(options: argparse.Namespace) -> int:
     if group is not None and group.size > 1 and options.parallel is None:
         raise UsageError(f"{group.size} processes were started: say how they train together, as by --parallel data=N")
     writes = group is None or group.rank == 0
-    with refusals(OSError), locked(folder) if writes else nullcontext():
+    with _ended_at_once(group or ALONE), refusals(OSError), locked(folder) if writes else nullcontext():
         return _train(options, folder, group)
+
+
+@contextmanager
+def _ended_at_once(group: Group) -> Iterator[None]:
+    """End one of several processes by its error: on the way out, frameworks wait for the others, which wait for it."""
+    try:
+        yield
+    except BaseException:
+        if group.size > 1:
+            atexit.register(os._exit, 3)  # before what frameworks have registered
+        raise
 
 
 def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> int:
@@ -79,7 +93,8 @@ def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> in
     where = Where(placement, options.parallel, group or ALONE)
     if options.parallel is not None and group is None:
         return _start_processes(options, Job(setup, options.backends[0], folder, where, options.stop_at))
-    with quiet_frameworks() as terminal:
+    # Of several processes, what compiled code prints may be all that is known of the end of one.
+    with quiet_frameworks() if where.group.size == 1 else nullcontext(sys.stderr) as terminal:
         shown = terminal if where.group.rank == 0 else StringIO()
         show = _Show(shown, options.backends, options.stop_at or setup.plan.steps)
         with stop_on_signal() as stop:
@@ -90,7 +105,7 @@ def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> in
             with show.progress:
                 training.go(stop, options.stop_at)
         if stop.signal or training.step < setup.plan.steps:
-            show.say(_how_to_go_on(training.step, folder, options.backends, where))
+            show.say(_how_to_go_on(training.step, folder, options, where))
             return 128 + stop.signal if stop.signal else 0
         reached = training.finish()  # here Ctrl-C interrupts at once: all steps are taken, and saved
     if where.group.rank == 0:
@@ -110,7 +125,7 @@ def _start_processes(options: argparse.Namespace, job: Job) -> int:
         show.say(f"loading {job.backend} in {processes} process{'es' * (processes > 1)}")
         ended = train(job, processes, Observer(show.status, show.say), stop)
     if ended.reached is None:
-        show.say(_how_to_go_on(ended.step, job.folder, options.backends, job.where))
+        show.say(_how_to_go_on(ended.step, job.folder, options, job.where))
         return 128 + stop.signal if stop.signal else 0
     with refusals(OSError):
         _report(job.folder, job.setup.corpus.metric, ended.reached, ended.seconds)
@@ -232,17 +247,18 @@ class _Show:
             self.say(f"step {status.step:,} of {self.steps:,}  {doing}")
 
 
-def _how_to_go_on(step: int, folder: Path, backends: Sequence[str], where: Where) -> str:
+def _how_to_go_on(step: int, folder: Path, options: argparse.Namespace, where: Where) -> str:
     """Return the command line that continues a run."""
-    if len(backends) > 1:
+    if len(options.backends) > 1:
         return f"stopped at step {step:,}; runs in lockstep are not saved"
     placement, plan = where.placement, where.plan
     elsewhere = f" --device {placement.device}" * (placement.device != "cpu")
     elsewhere += f" --precision {placement.precision}" * (placement.precision != "highest")
     elsewhere += "" if plan is None else f" --parallel {plan}"
+    elsewhere += "" if options.processes is None else f" --processes {options.processes}"
     return (
         f"stopped at step {step:,}; saved. Go on with\n"
-        f"  parity train --resume {shlex.quote(str(folder))} --backend {backends[0]}{elsewhere}"
+        f"  parity train --resume {shlex.quote(str(folder))} --backend {options.backends[0]}{elsewhere}"
     )
 
 

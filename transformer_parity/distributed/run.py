@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from reference_numpy.parallel_plan import Plan
+from transformer_parity.distributed.environments import environments, number_of_processes
 from transformer_parity.distributed.worker import Seen, Task
 from transformer_parity.system.child import PATIENCE, THREAD_SWITCHES, Child, ChildEndedError, Children
 
 WORK = "transformer_parity.distributed.worker:work"  # what a process runs
 INTERVAL = 2.0  # seconds between two looks at the processor time
-ONE_PROCESS = ("numpy", "jax", "tf")  # of several devices; others have a process for each
 ALL_PLANS = ("numpy", "jax")  # in one process: a mesh may leave devices out; others want processes for each size
+# In float64 the formulas are compared, not what XLA makes of them.
+LITTLE_OPTIMIZED = {"jax": {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}}
 
 
 class RunError(Exception):
@@ -32,23 +33,20 @@ class Group:
 
     environment: dict[str, str] | None = None
 
-    def __init__(self, children: Children, backend: str, devices: int, timeout: float | None, python: str) -> None:
-        self._children, self._timeout = children, math.inf if timeout is None else timeout
+    def __init__(self, children: Children, processes: Sequence[Child], timeout: float | None) -> None:
+        self._children, self._processes = children, processes
+        self._timeout = math.inf if timeout is None else timeout
         self._has_failed = False
-        environments = _environments(backend, devices)
-        self._processes = [children.start(WORK, python) for _ in environments]
-        for process, environment in zip(self._processes, environments, strict=True):
-            process.send((backend, environment))
 
     def train(self, task: Task) -> list[Seen]:
-        """Return what each process saw of a run.
+        """Return what each process saw of a run; those that leave all devices to another saw nothing.
 
         Raises:
             RunError: A process ended or said nothing for too long; or it could not go on, as it says.
         """
         for process in self._processes:
             process.send(task)
-        return self._receive()
+        return [seen for seen in self._receive() if seen is not None]
 
     def stop(self) -> None:
         """End the processes."""
@@ -88,12 +86,19 @@ class Group:
 
 
 @contextmanager
-def group(backend: str, devices: int, timeout: float | None = None, python: str = sys.executable) -> Iterator[Group]:
+def group(
+    backend: str,
+    devices: int,
+    processes: int | None = None,
+    timeout: float | None = None,
+    python: str = sys.executable,
+) -> Iterator[Group]:
     """Start the processes of a framework that have so many devices; they end with the block.
 
     Args:
         backend: A name of ``PORTS``.
         devices: How many devices all processes have together.
+        processes: How many there are; None is one for each device in PyTorch, else one.
         timeout: Seconds of silence of a process, without those of waiting for a processor, after which all are ended;
             None waits for ever.
         python: The interpreter that runs them.
@@ -101,31 +106,20 @@ def group(backend: str, devices: int, timeout: float | None = None, python: str 
     Raises:
         RunError: A process did not end as it should.
     """
-    with Children({**os.environ, **dict.fromkeys(THREAD_SWITCHES, "1")}) as children:
-        found = Group(children, backend, devices, timeout, python)
+    count = processes or number_of_processes(backend, Plan(data=devices), None)
+    together = environments(backend, devices, count)
+    with Children({**os.environ, **dict.fromkeys(THREAD_SWITCHES, "1")}) as children, together as told:
+        started = [children.start(WORK, python) for _ in told]
+        for process, environment in zip(started, told, strict=True):
+            process.send((backend, environment | LITTLE_OPTIMIZED.get(backend, {})))
+        found = Group(children, started, timeout)
         yield found
         found.stop()
 
 
-def devices_needed(backend: str, plans: Sequence[Plan]) -> list[tuple[int, list[Plan]]]:
-    """Return groups of processes that train on all plans: how many devices each has, and its plans."""
-    if backend in ALL_PLANS:
+def devices_needed(backend: str, plans: Sequence[Plan], processes: int | None) -> list[tuple[int, list[Plan]]]:
+    """Return groups of so many processes that train on all plans: how many devices each has, and its plans."""
+    if backend in ALL_PLANS and processes in (None, 1):
         return [(max(plan.devices for plan in plans), list(plans))]
     sizes = dict.fromkeys(plan.devices for plan in plans)
     return [(size, [plan for plan in plans if plan.devices == size]) for size in sizes]
-
-
-def _environments(backend: str, devices: int) -> list[dict[str, str]]:
-    """Return what each process finds in its environment, beside what there is here."""
-    if backend in ONE_PROCESS:
-        # In float64 the formulas are compared, not what XLA makes of them.
-        jax = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        return [jax if backend == "jax" else {}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(devices)}
-    return [
-        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(devices)}
-        for rank in range(devices)
-    ]

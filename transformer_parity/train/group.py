@@ -1,17 +1,12 @@
-"""The processes that train one model together: how many there are, which one this is, and how each is told."""
+"""The processes that train one model together: how many there are, and which one this is."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 
-from reference_numpy.parallel_plan import Plan
-
-HERE = "127.0.0.1"
 VARIABLES = {"torch": ("RANK", "WORLD_SIZE"), "jax": ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES")}
 
 
@@ -65,55 +60,6 @@ def taken_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         raise ValueError(f"under srun, say where the first process is: export {how}")
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     return {name: environment[slurm] for name, slurm in names.items()}
-
-
-def number_of_processes(backend: str, plan: Plan, asked: int | None) -> int:
-    """Return how many processes of this machine follow a plan; None asks for what is usual.
-
-    Raises:
-        ValueError: The framework cannot follow the plan with so many.
-    """
-    usual = plan.devices if backend == "torch" else 1
-    count = asked or usual
-    possible = {"numpy": (1,), "torch": (plan.devices,), "tf": (1, plan.devices)}
-    if count not in possible.get(backend, (count,)) or plan.devices % count:
-        reasons = {
-            "numpy": "NumPy simulates a plan in one process",
-            "torch": f"PyTorch needs one for each device of {plan}",
-            "jax": f"JAX needs the {plan.devices} devices of {plan} to fall into as many equal parts",
-            "tf": f"TensorFlow needs one, or one for each device of {plan}",
-        }
-        raise ValueError(f"--processes must fit the plan: {reasons[backend]}: got {count}")
-    return count
-
-
-def environments(backend: str, plan: Plan, processes: int) -> list[dict[str, str]]:
-    """Return what each process of this machine is to find in its environment, before it imports the framework."""
-    ports = _free_ports(processes)
-    first = f"{HERE}:{ports[0]}"
-    found: list[dict[str, str]] = [{} for _ in range(processes)]
-    for rank, variables in enumerate(found):
-        if backend == "torch":
-            variables |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "MASTER_ADDR": HERE, "MASTER_PORT": f"{ports[0]}"}
-            variables |= {"WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}"}
-        elif backend == "jax":
-            variables["JAX_NUM_CPU_DEVICES"] = f"{plan.devices // processes}"
-            if processes > 1:
-                variables |= {"JAX_COORDINATOR_ADDRESS": first, "JAX_PROCESS_ID": f"{rank}"}
-                variables["JAX_NUM_PROCESSES"] = f"{processes}"
-        elif backend == "tf" and processes > 1:
-            cluster = {"worker": [f"{HERE}:{port}" for port in ports]}
-            variables["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
-    return found
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports of this machine that are free now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((HERE, 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _of_tf_config(config: Mapping[str, Mapping[str, object]]) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -11,11 +12,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from transformer_parity.distributed.environments import environments
+from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.child import THREAD_SWITCHES, Child, ChildEndedError, Children
 from transformer_parity.system.errors import UsageError, refusals
 from transformer_parity.system.interrupts import Stop, stop_on_signal
 from transformer_parity.system.messages import Parent
-from transformer_parity.train.group import Group, environments
+from transformer_parity.train.group import Group
 from transformer_parity.train.learner import Where
 from transformer_parity.train.run import Observer, Status
 from transformer_parity.train.start import Setup
@@ -23,6 +26,7 @@ from transformer_parity.train.start import Setup
 WORK = f"{__name__}:work"
 CAUSE = 2.0  # seconds for the process that failed first to say so: others fail because it is gone
 CHECKED = 0.2  # seconds between two looks at Ctrl-C
+JOINING = 45.0  # seconds for the last to come after the first: less than frameworks wait, which name none
 PATIENCE = 60.0  # seconds for the others to end when the first has
 
 
@@ -35,6 +39,10 @@ class Job:
     folder: Path
     where: Where
     stop_at: int | None
+
+
+class Here:
+    """A process has come, and joins the others."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +81,10 @@ def train(job: Job, processes: int, observer: Observer, stop: Stop) -> Ended:
         raise ValueError("processes train one model together by a plan: got none")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = dict.fromkeys(THREAD_SWITCHES, str(max(1, cores // processes)))
-    with Children({**threads, **os.environ}) as children:
+    together = environments(job.backend, plan.devices, processes)
+    with Children({**threads, **os.environ}) as children, together as told:
         members = [children.start(WORK) for _ in range(processes)]
-        for rank, environment in enumerate(environments(job.backend, plan, processes)):
+        for rank, environment in enumerate(told):
             where = replace(job.where, group=Group(rank, processes))
             members[rank].send((replace(job, where=where), environment))
         return _listen(children, members, observer, stop)
@@ -87,6 +96,8 @@ def work(parent: Parent) -> None:
     os.environ.update(environment)  # before the framework is imported
     send = parent.send if job.where.group.rank == 0 else lambda message: None
     try:
+        PORTS[job.backend].import_package()
+        parent.send(Here())
         parent.send(_trained(job, parent, send))
     except Exception as error:
         message = f"{type(error).__name__}: {error}".strip()
@@ -119,7 +130,11 @@ def _heed(parent: Parent, stop: Stop) -> None:
 def _listen(children: Children, members: list[Child], observer: Observer, stop: Stop) -> Ended:
     """Pass on what the first process says, and return how it ended."""
     told, interruptible, ended, left = False, True, None, list(members)
+    awaited, since = list(members), math.inf
     while left:
+        if awaited and time.monotonic() - since > JOINING:
+            missing = f"process {members.index(awaited[0])} of {len(members)}"
+            raise UsageError(f"{missing} has not joined the others in {JOINING:g} s, and they were ended")
         if stop.signal and not told:
             if not interruptible:
                 raise KeyboardInterrupt
@@ -133,7 +148,10 @@ def _listen(children: Children, members: list[Child], observer: Observer, stop: 
                 raise _failure(children, members, member, error) from None
             if isinstance(message, Failed):
                 raise _failure(children, members, member, message)
-            if isinstance(message, Status):
+            if isinstance(message, Here):
+                awaited.remove(member)
+                since = min(since, time.monotonic())
+            elif isinstance(message, Status):
                 observer.status(message)
             elif isinstance(message, str):
                 observer.say(message)
@@ -175,5 +193,5 @@ def _failure(children: Children, members: list[Child], first: Child, what: Any) 
         if isinstance(one, Failed) and one.is_usage:
             return UsageError(one.message)
     rank = min(found, key=lambda rank: getattr(found[rank], "at", 0.0))
-    said = getattr(found[rank], "message", None) or getattr(found[rank], "how", "")
+    said = getattr(found[rank], "message", None) or str(found[rank])
     return UsageError(f"process {rank} of {len(members)} failed, and the others were ended: {said}")

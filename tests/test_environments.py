@@ -1,0 +1,53 @@
+"""What processes of one machine are told to train together, and the ports that are kept for them."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from transformer_parity.distributed.environments import environments
+from transformer_parity.train import group
+from transformer_parity.train.group import Group
+
+
+def ports(name, told):
+    """Return the ports in what the processes of a framework are told."""
+    if name == "tf":
+        found = [json.loads(variables["TF_CONFIG"])["cluster"]["worker"] for variables in told]
+    else:
+        key = {"torch": "MASTER_PORT", "jax": "JAX_COORDINATOR_ADDRESS"}[name]
+        found = [[variables[key]] for variables in told]
+    assert all(each == found[0] for each in found)
+    return [int(address.rpartition(":")[2]) for address in found[0]]
+
+
+@pytest.mark.parametrize(("name", "needed"), [("torch", 1), ("jax", 1), ("tf", 4)])
+def test_each_process_is_told_in_the_words_of_its_framework(name, needed):
+    with environments(name, 8 if name == "jax" else 4, 4) as told:
+        assert [group.found(name, variables) for variables in told] == [Group(rank, 4) for rank in range(4)]
+        assert len({*ports(name, told)}) == needed
+        assert {variables.get("JAX_NUM_CPU_DEVICES") for variables in told} == {"2" if name == "jax" else None}
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("numpy", {}), ("torch", {}), ("jax", {"JAX_NUM_CPU_DEVICES": "4"}), ("tf", {})]
+)
+def test_a_process_on_its_own_is_told_of_no_others(name, told):
+    with environments(name, 4, 1) as found:
+        assert found == [told]
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "tf"])
+def test_a_port_is_kept_for_the_one_who_was_told_of_it(name):
+    with environments(name, 2, 2) as told:
+        for port in ports(name, told):
+            for address in ("127.0.0.1", "0.0.0.0"):
+                with socket.socket() as another, pytest.raises(OSError, match="in use"):
+                    another.bind((address, port))
+                with socket.create_server((address, port)):  # as the servers of the frameworks: may use it again
+                    pass
+    for port in ports(name, told):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", port))

@@ -1,0 +1,207 @@
+"""The processes of ``parity train --parallel`` end together, whatever ends one, and the run goes on elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import still_running
+from test_train import SMALL, losses, resume, train
+from test_train_parallel import EXACT, IN_PROCESSES, PROGRAM, TWO, agree, few_dates, final  # noqa: F401  a fixture
+
+import reference_numpy as ref
+from transformer_parity.distributed import environments
+from transformer_parity.train import processes
+from transformer_parity.train.log import checkpoints, step_of
+
+SECONDS = 20  # in which processes have to end; most of it for a busy machine
+WITHOUT_END = ("--steps", "100000", "--validate-every", "100000", "--save-every", "100000")
+
+
+@contextmanager
+def running(folder, *options, environment=None):
+    """Start a run, wait for its first step, and yield it with what it has said; nothing is left of it afterwards."""
+    command = [sys.executable, "-c", PROGRAM, "train", "--task", "dates", "--out", str(folder), *SMALL, *WITHOUT_END]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
+    run = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        said = []
+        for line in run.stderr:
+            said.append(line)
+            if line.startswith("step "):
+                break
+        yield run, said
+    finally:
+        for process in [*psutil.Process(run.pid).children(recursive=True), run] if run.poll() is None else []:
+            process.kill()
+        run.wait()
+        run.stderr.close()
+
+
+def members(run):
+    """Return the processes that train, the first one first."""
+    processes = psutil.Process(run.pid).children(recursive=True)
+    return [process for process in processes if "transformer_parity.train.processes:work" in process.cmdline()]
+
+
+def ended(run, processes, folder):
+    """Return what a run has said at its end, which comes soon, for all of its processes; its folder is free again."""
+    began = time.monotonic()
+    said = run.stderr.read()
+    run.wait(SECONDS)
+    assert time.monotonic() - began < SECONDS
+    assert still_running(processes) == []
+    assert [path.name for path in folder.parent.glob("**/.*")] == []
+    return said
+
+
+def two(name):
+    """Return the options of a run in two processes."""
+    return "--backend", name, "--parallel", "data=2", *TWO[name]
+
+
+def test_a_process_that_is_killed_ends_all(tmp_path):
+    with running(tmp_path / "run", "--backend", "numpy", "--parallel", "data=2") as (run, _):
+        killed(run, 0, 1, tmp_path / "run")
+
+
+def killed(run, rank, count, folder):
+    """Kill a process of a run, which ends and says so."""
+    found = members(run)
+    assert len(found) == count
+    found[rank].kill()
+    said = ended(run, found, folder)
+    assert run.returncode == 3
+    assert said.splitlines()[-1].startswith(
+        f"parity train: error: process {rank} of {count} failed, and the others were ended: the process ended with "
+        "exit code -9 (SIGKILL)"
+    )
+    assert "Traceback" not in said
+
+
+ELSEWHERE = {  # where the run of a framework goes on
+    "torch": ("--backend", "jax", "--parallel", "data=2,tensor=2", "--processes", 2),
+    "jax": ("--backend", "tf", "--parallel", "data=3"),
+    "tf": ("--backend", "torch", "--parallel", "fsdp=2"),
+}
+
+
+@pytest.mark.extended("signals")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_a_run_of_which_a_process_was_killed_goes_on_elsewhere(name, rank, tmp_path):
+    """In another framework, on other devices, as the run that nothing has interrupted."""
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    always = *EXACT, "--dropout", 0, "--cooldown", 0
+    with running(folder, *two(name), *map(str, always), "--save-every", "1", "--keep", "9999") as (run, _):
+        while not checkpoints(folder) and run.poll() is None:
+            time.sleep(0.01)
+        killed(run, rank, 2, folder)
+    steps = step_of(checkpoints(folder)[-1]) + 2
+    assert resume(folder, *ELSEWHERE[name], "--steps", steps) == 0
+    assert train(whole, "--backend", "numpy", "--steps", steps, *always) == 0
+    agree(final(folder), final(whole))
+
+
+@pytest.mark.extended("signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_a_stopped_run_is_saved_at_the_same_step_by_all(name, number, tmp_path):
+    folder = tmp_path / "run"
+    with running(folder, *two(name)) as (run, _):
+        found = members(run)
+        run.send_signal(number)
+        said = ended(run, found, folder)
+    assert run.returncode == 128 + number
+    (checkpoint,) = folder.glob("*.safetensors")
+    step = ref.load_checkpoint(checkpoint).state.step
+    assert f"stopped at step {step:,}; saved" in said
+    assert max(losses(folder)) == step
+
+
+@pytest.mark.extended("signals")
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_the_processes_end_with_the_command_however_that_ends(name, tmp_path):
+    with running(tmp_path / "run", *two(name)) as (run, _):
+        found = members(run)
+        run.kill()
+        assert still_running(found, SECONDS) == []
+
+
+# --- What goes wrong in one process, or before all are there ---
+
+
+def failed(folder, name, monkeypatch, function=None):
+    """Train in two processes, which do something else, and fail; nothing is left of them."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    if function is not None:
+        monkeypatch.setattr(processes, "WORK", f"parallel_train:{function}")
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    assert train(folder, *two(name), "--steps", 6) == 3
+    children = psutil.Process().children(recursive=True)
+    assert still_running([process for process in children if process.pid not in before]) == []
+
+
+@pytest.mark.extended("signals")
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_an_exception_in_one_process_ends_all(name, tmp_path, monkeypatch, capfd):
+    failed(tmp_path / "run", name, monkeypatch, "fail_in_the_second")
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "parity train: error: process 1 of 2 failed, and the others were ended: ZeroDivisionError: only here"
+    )
+
+
+@pytest.mark.extended("signals")
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_a_process_that_never_comes_is_one_message(name, tmp_path, monkeypatch, capfd):
+    failed(tmp_path / "run", name, monkeypatch, "lack_the_second")
+    said = "process 1 of 2 has not joined the others in 45 s, and they were ended"
+    assert capfd.readouterr().err.splitlines()[-1] == f"parity train: error: {said}"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.extended("signals")
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_a_port_in_use_is_one_message(name, tmp_path, monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(environments, "_bound", lambda one: taken.getsockname()[1])
+        failed(tmp_path / "run", name, monkeypatch)
+    said = capfd.readouterr().err
+    assert re.search(r"parity train: error: .*address.* in use", said, re.IGNORECASE)
+    assert not (tmp_path / "run").exists()
+
+
+UNEVEN = "the plan data=3 needs 3 devices: got 2"
+
+
+@pytest.mark.extended("signals")
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_processes_that_do_not_fit_the_plan_all_say_so(name, tmp_path):
+    """Started by something else: each finds the other in its environment."""
+    with environments.environments(name, 2, 2) as told:
+        command = [sys.executable, "-c", PROGRAM, "train", "--task", "dates", "--out", str(tmp_path / "run"), *SMALL]
+        command += ["--backend", name, "--parallel", "data=3"]
+        started = [
+            subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **variables})
+            for variables in told
+        ]
+        try:
+            for process in started:
+                said = process.communicate(timeout=200)[1]
+                assert process.returncode == 3
+                assert UNEVEN in said.splitlines()[-1]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+    assert not (tmp_path / "run").exists()
