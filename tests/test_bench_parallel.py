@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from transformer_parity.bench.tables import costs_for_machines
 from transformer_parity.bench.workload import TrainWork
 from transformer_parity.cli.main import main
 
+PLANS = (" data=", " fsdp=")  # how rows of a table begin
 QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1", "--rounds", "2"]
 
 
@@ -61,7 +63,7 @@ class Two(Participant):
     fails: str = ""
 
     def environments(self):
-        return [{"NUMBER": "0"}, {"NUMBER": "1"}]
+        return nullcontext([{"NUMBER": "0"}, {"NUMBER": "1"}])
 
     def prepare(self):
         return {"version": "1"}
@@ -131,7 +133,7 @@ def test_numpy_simulates_a_plan(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.extended("plans", name)) for name in ("torch", "jax", "tf")]
+    "name", [pytest.param(name, marks=pytest.mark.extended("plans")) for name in ("torch", "jax", "tf")]
 )
 def test_each_framework_trains_in_processes(name, capsys, tmp_path):
     code, printed, errors = parity(
@@ -159,6 +161,20 @@ def test_what_plans_cost_without_a_time(capsys, monkeypatch, tmp_path):
     assert next(row for row in rows if row[:2] == ["one", "device"])[2:6] == ["-", "-", "-", "817"]
     (race,) = json.loads((tmp_path / "a.json").read_text())["races"]
     assert (race["participants"], race["plans"][0]["plan"]) == ([], "data=8")
+
+
+def test_the_page_has_what_the_command_prints(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "several-devices.md").read_text("utf-8")
+    commands = [line.split()[4:] for line in page.splitlines() if line.startswith("$ parity bench train")]
+    assert [command[1] for command in commands] == ["base", "big"]
+    shown = [" ".join(line.split()) for line in page.splitlines()]
+    for command in commands:
+        assert main(["bench", "train", *command]) == 0
+        printed, _ = capsys.readouterr()
+        rows = [" ".join(line.split()) for line in printed.splitlines() if line.startswith((" one device", *PLANS))]
+        assert len(rows) == 5
+        at = shown.index(rows[0])
+        assert shown[at : at + 5] == rows
 
 
 @pytest.mark.parametrize(
@@ -191,7 +207,7 @@ def test_a_process_for_each_device_of_a_cpu():
 
 
 @pytest.mark.needs(os.name != "nt", "signals")
-@pytest.mark.extended("plans", "torch")
+@pytest.mark.extended("plans")
 def test_ctrl_c_leaves_no_process(tmp_path):
     arguments = ["bench", "train", *QUICK, "--rounds", "100000", "--backends", "torch", "--parallel", "data=2"]
     errors = tmp_path / "errors"

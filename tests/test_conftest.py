@@ -179,6 +179,8 @@ def test_a_process_that_had_tensorflow_does_nothing_else(run):
         ("test_selftest.py::test_mistake[tf-loss-summed-steps]", "tf"),
         ("test_selftest.py::test_mistake[torch-loss-no - and no-full/padded]", "full/padded"),
         ("test_golden.py::test_another_package_agrees[torch]", "golden"),
+        ("test_import_hf.py::test_logits_are_those_of_transformers[marian-numpy]", "import"),
+        ("test_import_hf.py::test_logits_are_those_of_transformers[marian-jax]", "jax"),
         ("test_search.py::test_types[torch-float64]", "test_search.py::test_types[torch-float64]"),
     ],
 )

@@ -17,11 +17,11 @@ from transformer_parity.train.group import Group
 EXACT = ("--dtype", "float64", "--heads", 4)
 IN_PROCESSES = [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "jax", "tf")]
 TWO = {"torch": (), "jax": ("--processes", "2"), "tf": ("--processes", "2")}  # processes
-PLANS = {
-    "numpy": ["data=2,fsdp=2,tensor=2"],
-    "torch": ["data=2", "fsdp=2", "tensor=2", "data=2,fsdp=2"],
-    "jax": ["data=2", "fsdp=2,tensor=2"],
-    "tf": ["data=2", "data=4"],
+PLANS = {  # of each framework, and in how many processes where that can be chosen
+    "numpy": [("data=2,fsdp=2,tensor=2", None)],
+    "torch": [("data=2", None), ("fsdp=2", None), ("tensor=2", None), ("data=2,fsdp=2", None)],
+    "jax": [("data=2", None), ("fsdp=2,tensor=2", None), ("data=2,tensor=2", 2), ("data=2,fsdp=2", 4)],
+    "tf": [("data=2", None), ("data=4", None), ("data=4", 4)],
 }
 
 
@@ -85,12 +85,13 @@ def test_a_run_goes_on_with_other_devices_in_another_framework(name, alone, tmp_
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize(
-    ("name", "plan"),
-    [pytest.param(name, plan, marks=pytest.mark.only(name)) for name, plans in PLANS.items() for plan in plans],
+    ("name", "plan", "processes"),
+    [pytest.param(name, *how, marks=pytest.mark.only(name)) for name, plans in PLANS.items() for how in plans],
 )
-def test_every_plan_ends_with_the_weights_of_one_device(name, plan, alone, tmp_path):
+def test_every_plan_ends_with_the_weights_of_one_device(name, plan, processes, alone, tmp_path):
     options = "--backend", name, "--steps", 6, "--dropout", 0, *EXACT
-    assert train(tmp_path / "run", *options, "--parallel", plan) == 0
+    processes = [] if processes is None else ["--processes", processes]
+    assert train(tmp_path / "run", *options, "--parallel", plan, *processes) == 0
     agree(final(tmp_path / "run"), final(alone))
 
 
@@ -182,7 +183,7 @@ def test_slurm_is_asked_for_what_torch_wants_to_know():
 # --- One file, and the folders of the frameworks ---
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "tf")])
+@pytest.mark.parametrize("name", IN_PROCESSES)
 def test_a_file_is_split_and_joined_again(name, alone, tmp_path, capfd):
     path, folder, again = alone / "checkpoint-0000006.safetensors", tmp_path / "parts", tmp_path / "again.safetensors"
     assert main(["checkpoint", "split", str(path), "--backend", name, "--out", str(folder)]) == 0

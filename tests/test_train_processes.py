@@ -103,6 +103,8 @@ def test_a_run_of_which_a_process_was_killed_goes_on_elsewhere(name, rank, tmp_p
     folder, whole = tmp_path / "run", tmp_path / "whole"
     always = *EXACT, "--dropout", 0, "--cooldown", 0
     with running(folder, *two(name), *map(str, always), "--save-every", "1", "--keep", "9999") as (run, _):
+        while not checkpoints(folder) and run.poll() is None:
+            time.sleep(0.01)
         killed(run, rank, 2, folder)
     steps = step_of(checkpoints(folder)[-1]) + 2
     assert resume(folder, *ELSEWHERE[name], "--steps", steps) == 0

@@ -12,6 +12,8 @@ from typing import Any
 from panes import ROOT, TITLES
 from sphinx.errors import ExtensionError
 
+from reference_numpy.parallel_plan import Plan
+
 RESULTS = ROOT / "docs" / "results"
 TOLERANCES = ROOT / "transformer_parity" / "compare" / "tolerances.toml"
 MIB = 2**20
@@ -53,7 +55,7 @@ def read(path: Path) -> dict[str, Any]:
 def speed(task: str) -> Iterator[str]:
     """Yield a Markdown table of one task at both sizes, from benchmarks/*.json."""
     reports = {size: read(ROOT / "benchmarks" / f"{task}-{size}.json") for size in ("small", "base")}
-    columns = {size: {one["name"]: one for one in r["races"][0]["contestants"]} for size, r in reports.items()}
+    columns = {size: {one["name"]: one for one in r["races"][0]["participants"]} for size, r in reports.items()}
     header = "".join(f" {size}, ms | lowest to highest | MiB |" for size in reports)
     yield f"| |{header}"
     yield "|---|" + "---:|---:|---:|" * len(reports)
@@ -77,26 +79,6 @@ def timed(one: dict[str, Any] | None) -> str:
     return f"{1000 * one['median_seconds']:,.0f} | {spread} | {one['peak_bytes'] / MIB:,.0f}"
 
 
-def fastest(task: str) -> Iterator[str]:
-    """Yield the rows of docs/speed.md that compare the ports: with the one that is the fastest of the three.
-
-    That one takes less time than each of the others, by the median of the ratios within each round.
-    """
-    columns = []
-    for size in ("small", "base"):
-        ratios = read(ROOT / "benchmarks" / f"{task}-{size}.json")["races"][0]["ratios"]
-        (first,) = (
-            port for port in PORTS if all(ratios[port][other]["median"] < 1 for other in PORTS if other != port)
-        )
-        columns.append({port: ratios[port].get(first) for port in PORTS})
-    for port in PORTS:
-        cells = [
-            f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})" if found else "the fastest"
-            for found in (column[port] for column in columns)
-        ]
-        yield f"| transformer_{port} / the fastest of the three | {' | '.join(cells)} |"
-
-
 def conformance(dtype: str) -> Iterator[str]:
     """Yield a Markdown table of the last full check in one dtype, from docs/results/conformance.json."""
     summary = [row for row in read(RESULTS / "conformance.json")["summary"] if row["dtype"] == dtype]
@@ -109,6 +91,20 @@ def conformance(dtype: str) -> Iterator[str]:
         errors = " | ".join(map(shown_error, cells))
         where = f"{TITLES[worst['backend']]}: `{worst['case']}` `{worst['tap']}`" if worst["error"] else ""
         yield f"| {component} | {errors} | {where} |"
+
+
+def devices() -> Iterator[str]:
+    """Yield a Markdown table of the last check on several devices, from docs/results/devices.json."""
+    report = read(RESULTS / "devices.json")
+    rows = {(row["component"], row["backend"]): row for row in report["summary"]}
+    yield f"| plan | devices | {' | '.join(TITLES[port] for port in PORTS)} |"
+    yield "|---|---:|" + "---:|" * len(PORTS)
+    for plan in dict.fromkeys(plan for plan, _ in rows):
+        found = [rows.get((plan, port)) for port in PORTS]
+        cells = ["" if row is None else shown_error(row) if row["error"] is not None else "refused" for row in found]
+        yield f"| `{plan}` | {Plan.parse(plan).devices} | {' | '.join(cells)} |"
+    yield ""
+    yield f"{report['comparisons']:,} comparisons. {stamp(report, report['versions'])}"
 
 
 def verdict() -> Iterator[str]:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -22,10 +22,10 @@ from transformer_parity.bench.peers import PEERS, Peer
 from transformer_parity.bench.peers.marian import marian_model
 from transformer_parity.bench.rounds import Participant
 from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
+from transformer_parity.distributed.environments import environments, number_of_processes
 from transformer_parity.ports.protocol import Decoded, MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import prepare_environment
-from transformer_parity.train.group import environments, number_of_processes
 
 
 @dataclass
@@ -68,7 +68,7 @@ class ForwardPackage(Package):
 class TrainPackage(Package):
     """Takes one step after another on the same batch."""
 
-    mesh: ClassVar[Any] = None
+    mesh: Any = None  # of several devices
 
     def ready(self, model: Any, work: TrainWork) -> Callable[[], Any]:
         trainer = self.package.Trainer(model, work.settings, SEED, mesh=self.mesh)
@@ -95,8 +95,8 @@ class TrainOnDevices(TrainPackage):
         has_own = self.device == "cpu" and self.backend != "numpy"
         return number_of_processes(self.backend, self.plan, self.plan.devices if has_own else None)
 
-    def environments(self) -> Sequence[Mapping[str, str]]:
-        return environments(self.backend, self.plan, self.processes)
+    def environments(self) -> AbstractContextManager[Sequence[Mapping[str, str]]]:
+        return environments(self.backend, self.plan.devices, self.processes)
 
     def prepare(self) -> dict[str, str]:
         self.package = PORTS[self.backend].import_package()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,9 +39,9 @@ class Participant:
     def check_installed(self) -> None:
         """Raise MissingFrameworkError, with the install line, unless everything needed can be found."""
 
-    def environments(self) -> Sequence[Mapping[str, str]]:
-        """Return what each of its processes is to find in its environment."""
-        return [{}] * self.processes
+    def environments(self) -> AbstractContextManager[Sequence[Mapping[str, str]]]:
+        """Return a block in which its processes run, which yields what each is to find in its environment."""
+        return nullcontext([{}] * self.processes)
 
     def prepare(self) -> dict[str, str]:
         """Import what is needed, and return versions, devices and switches."""
@@ -114,16 +114,10 @@ class ParticipantProcess:
         entry: Where its measurements are kept.
     """
 
-    def __init__(self, participant: Participant, entry: Entry, children: Children, threads: int) -> None:
+    def __init__(self, entry: Entry, children: Children, members: Sequence[Child]) -> None:
         self.entry = entry
         self._children = children
-        # Read when NumPy or a framework is imported.
-        switches = dict.fromkeys(SWITCHES, str(max(1, threads // participant.processes)))
-        self._members = [
-            children.start(WORK, environment={**switches, **variables}) for variables in participant.environments()
-        ]
-        for member in self._members:
-            member.send(participant)
+        self._members = members
 
     def ask(self, method: str, *arguments: Any) -> Reply:
         """Call a method of the participant and wait for its reply."""
@@ -184,11 +178,17 @@ def started(
     Yields:
         The processes, and a folder that is removed after the block.
     """
-    with Children() as children:
-        processes = [
-            ParticipantProcess(participant, entry, children, threads)
-            for participant, entry in zip(participants, entries, strict=True)
-        ]
+    with ExitStack() as stack:
+        children = stack.enter_context(Children())
+        processes = []
+        for participant, entry in zip(participants, entries, strict=True):
+            # Read when NumPy or a framework is imported.
+            switches = dict.fromkeys(SWITCHES, str(max(1, threads // participant.processes)))
+            told = stack.enter_context(participant.environments())
+            members = [children.start(WORK, environment={**switches, **variables}) for variables in told]
+            for member in members:
+                member.send(participant)
+            processes.append(ParticipantProcess(entry, children, members))
         for process in processes:
             process.send("prepare")
         yield processes, children.folder
@@ -227,11 +227,7 @@ def run_rounds(
         for process in _still_in([*processes[shift:], *processes[:shift]]):
             tell(process.entry.name, f"round {number + 1} of {rounds}")
             with _out_on_failure(process.entry):
-                reply = _run(process, verify)
-                process.entry.seconds.append(reply.seconds)
-                process.entry.cores.append(reply.processor_seconds / reply.seconds)
-                if reply.peak_bytes is not None:
-                    process.entry.peak_bytes = max(reply.peak_bytes, process.entry.peak_bytes or 0)
+                process.entry.add(_run(process, verify))
 
 
 def _still_in(processes: Sequence[ParticipantProcess]) -> Iterator[ParticipantProcess]:

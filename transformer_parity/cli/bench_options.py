@@ -17,12 +17,13 @@ from transformer_parity.system.machine import processors
 
 Run = Callable[[argparse.Namespace], int]
 
-GROWING = ("forward", "train")
 GROWTH = {  # what --scale lets grow, and its default sizes
-    "source": (64, 128, 256, 512, 1024, 2048, 4096),
-    "length": (64, 128, 256, 512, 1024, 2048, 4096),
+    "source": (64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    "target": (64, 128, 256, 512, 1024),
+    "length": (64, 128, 256, 512, 1024, 2048, 4096, 8192),
     "batch": (1, 2, 4, 8, 16, 32),
     "depth": (1, 2, 4, 8, 16),
+    "vocabulary": (1_000, 4_000, 16_000, 64_000, 256_000),
 }
 
 DESCRIPTION = """\
@@ -81,7 +82,7 @@ EXAMPLES = {
   parity bench forward --peers --plot forward.png       beside torch.nn.Transformer, Marian, a Flax NNX model,
                                                         Keras hub, and the matrix products alone
   parity bench forward --config base --json base.json   the paper's size, every number into a file
-  parity bench forward --scale source --batch 1 --plot growth.png    sources of 64 up to 4,096 tokens: time and memory
+  parity bench forward --scale source --batch 1 --plot growth.png    sources of 64 up to 8,192 tokens: time and memory
   parity bench forward --scale depth=1,2,4,8            1+1 up to 8+8 layers
   parity bench forward --dtype bfloat16 --device gpu --backends torch,jax
 """,
@@ -100,6 +101,7 @@ EXAMPLES = {
                                                         the matrix products alone: a lower bound for NumPy
   parity bench decode --beam 4 --against torch          beam search; how many times as long as torch
   parity bench decode --config base --json decode.json  the paper's size, every number into a file
+  parity bench decode --scale vocabulary --batch 1      vocabularies of 1,000 up to 256,000
 """,
     "compile": """\
   parity bench compile --backends jax,tf
@@ -113,8 +115,11 @@ EXAMPLES = {
 
 READING = """
 reading the table: `times` is the median of the ratios within each round, with the
-lowest and the highest; tokens count padding too. GFLOP/s counts matrix products only; beside it, as a share of
-what one large product reaches through NumPy here. `cores` is how many the process kept
+lowest and the highest; tokens count padding too. GFLOP/s counts matrix products only. `of the limit`: the time
+that they take at the best rate of this machine, over the time of the row. That rate is
+measured in each round: one large product by each library that takes part, and reading as
+much as the model's weights; a training step also reads and writes what Adam needs.
+`cores` is how many the process kept
 busy. `first call` includes compiling. Memory is the most that the process held in a
 round, and how much more that was than before its first call; of several processes, that
 of the one with the most.
@@ -166,7 +171,7 @@ def _add_task(tasks: Any, task: str, what: str) -> argparse.ArgumentParser:
         parser.add_argument("--rounds", type=kind, default=7, metavar="N", help=what)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything for machines")
     if task != "compile":
-        what = "a bar for each" if task not in GROWING else "a bar for each, or with --scale a line"
+        what = "a bar for each" if task not in OURS else "a bar for each, or with --scale a line"
         parser.add_argument(
             "--plot", type=Path, metavar="FILE", help=f"also draw {what}; the name ends in {', '.join(FORMATS)}"
         )
@@ -223,18 +228,19 @@ def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
             metavar="PLAN",
             help="also on several devices, such as data=2,fsdp=2, and what each sends and holds; may be repeated",
         )
-    if task in GROWING:
+    if task in ("forward", "train"):
         parser.add_argument(
             "--dtype",
             choices=("float32", "bfloat16"),
             default="float32",
             help="of the computation, default: %(default)s",
         )
+    if task in OURS:
         parser.add_argument(
             "--scale",
             type=growth,
             metavar="AXIS[=N,N,...]",
-            help=f"let {', '.join(GROWTH)} grow: time and memory at each size",
+            help=f"let {', '.join(GROWTH)} grow: time and memory at each size, and the exponents of their growth",
         )
     parser.add_argument(
         "--device", choices=("cpu", "gpu"), default="cpu", help="where to compute, default: %(default)s"

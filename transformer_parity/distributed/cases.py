@@ -96,7 +96,7 @@ def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
 
 @cache
 def probes() -> dict[str, Probe]:
-    """Return the cases by name: one for each thing that a plan may break."""
+    """Return the cases in float64 by name: one for each thing that a plan may break."""
     settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10, "learning_rate_factor": 0.1}
     sliced: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
     shallow = config(num_encoder_layers=1, num_decoder_layers=1)  # compiled in half the time
@@ -118,16 +118,18 @@ def probes() -> dict[str, Probe]:
         Probe("dropout", config(dropout=drops), TrainingConfig(**settings, **sliced), steps=4),
         Probe("shallow", shallow, TrainingConfig(**settings), steps=2),
         Probe("shallow dropout", shallow.replace(dropout=DropoutRates(**drops)), TrainingConfig(**settings), steps=2),
-        Probe("float32", config(), TrainingConfig(**settings, **sliced), steps=4, dtype="float32"),
-        Probe(
-            "mixed bfloat16",
-            config(),
-            TrainingConfig(**settings, **sliced, mixed_bfloat16=True),
-            steps=4,
-            dtype="float32",
-        ),
     )
     return {probe.name: probe for probe in found}
+
+
+@cache
+def rounded() -> dict[str, Probe]:
+    """Return the cases below float64 by name."""
+    changes: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
+    whole = replace(probes()["short"], name="float32", dtype="float32")
+    float32 = replace(whole, settings=replace(whole.settings, **changes))
+    mixed = replace(float32, name="mixed bfloat16", settings=replace(float32.settings, mixed_bfloat16=True))
+    return {probe.name: probe for probe in (float32, mixed)}
 
 
 @cache

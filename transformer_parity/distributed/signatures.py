@@ -130,6 +130,8 @@ def explain(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Pla
         said = [f"{_called(names, expected.gradient)}: {what}{shown[what]}" for what, names in groups.items()]
         said = [*said[:MOST], *([f"and {len(said) - MOST} more"] if len(said) > MOST else [])]
     if seen.tokens[:1] != expected.tokens[:1]:
+        if not wrong and seen.tokens[0] == plan.shares * expected.tokens[0]:
+            said = ["the gradient is right: all devices have all rows"]
         said.insert(0, f"a step counts {seen.tokens[0]} target tokens, not {expected.tokens[0]}")
     return "; ".join(said)
 

@@ -12,7 +12,7 @@ from reference_numpy.parallel_plan import Plan
 from transformer_parity.cases.case import ALL_DTYPES, Case
 from transformer_parity.compare.findings import Finding, failure
 from transformer_parity.compare.verdict import Author
-from transformer_parity.distributed.cases import NOT_OFFERED, STAGE, Probe, port_probes, probes
+from transformer_parity.distributed.cases import NOT_OFFERED, STAGE, Probe, port_probes, probes, rounded
 from transformer_parity.distributed.compare import Run, draws, findings
 from transformer_parity.distributed.run import Group, RunError, devices_needed
 from transformer_parity.distributed.worker import Seen, Task, train
@@ -79,7 +79,7 @@ class Check:
                     yield Step(findings=[failure(backend, str(error))])
 
     def _runs(self, backend: str, plan: Plan) -> list[Run]:
-        named, known = bool(self.asked), probes()
+        named, known = bool(self.asked), {**probes(), **rounded()}
         if backend in PORTS:
             runs = [Run(known[name], plan, named=named) for name in STAGE if name not in NOT_OFFERED.get(backend, ())]
             runs.insert(1, Run(known[WHOLE_RUN], plan, self._left, self._left_by, named))
