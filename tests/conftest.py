@@ -19,7 +19,7 @@ Fixtures for every test file:
 A test of one framework is marked ``@pytest.mark.only("jax")``; ``port`` is then that one.
 
 ``tiny_config`` and ``random_weights`` are functions; take them as fixtures or import them from here. Likewise
-``assert_same_bits`` and ``still_running``, to be imported.
+``assert_same_bits``, ``refusal`` and ``still_running``, to be imported.
 """
 
 from __future__ import annotations
@@ -164,6 +164,15 @@ def assert_same_bits(got: Mapping[str, ndarray], expected: Mapping[str, ndarray]
     for name, array in expected.items():
         assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape), name
         assert got[name].tobytes() == array.tobytes(), name
+
+
+def refusal(function, *args, **kwargs):
+    """Return type and message of what a call raises."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:  # whatever it is, its type and message are compared
+        return type(error), str(error)
+    return None, "accepted"
 
 
 def still_running(processes, seconds: float = 5.0) -> list:

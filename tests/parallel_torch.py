@@ -311,3 +311,25 @@ def loss_of_torch(rank: int) -> float:
     with loss_parallel():
         found = gradient(distribute_tensor(logits, mesh["tensor"], [Shard(1)]))
     return float((found.full_tensor() - expected).abs().max() / expected.abs().max())
+
+
+def sends(rank: int, plans: list[str], probe: str) -> dict[str, list[tuple[str, Any]]]:
+    """Return what gloo is given to send in the third step on each plan: each collective, and the shapes of its arrays.
+
+    All in one profile: where one follows another in the same process, processes wait for each other for ever.
+    """
+    case = probes()[probe]
+    trainers = {plan: trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan))) for plan in plans}
+    for trainer in trainers.values():
+        for step in range(2):
+            trainer.train_step(*case.batch(step))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        for plan, trainer in trainers.items():
+            with torch.profiler.record_function(plan):
+                trainer.train_step(*case.batch(2))
+    events = profile.events()
+    times = {event.name: event.time_range for event in events if event.name in plans}
+    return {
+        plan: [(event.name, event.input_shapes) for event in events if time.start <= event.time_range.start <= time.end]
+        for plan, time in times.items()
+    }

@@ -22,12 +22,12 @@ from conftest import still_running
 import reference_numpy as ref
 from reference_numpy.search_plan import SearchResult
 from transformer_parity.bench import imports, rounds
+from transformer_parity.bench.limit import Library, LibraryEntry, Limit, libraries, limit_of, multiplied
 from transformer_parity.bench.matrix_products import Products
-from transformer_parity.bench.measurements import Entry, Spread, fastest, ratio, verdict
+from transformer_parity.bench.measurements import Entry, Spread, exponent, exponents, fastest, ratio, verdict
 from transformer_parity.bench.participants import OURS, DecodePackage, ForwardPackage, TrainPackage, others
 from transformer_parity.bench.plots import draw_growth
-from transformer_parity.bench.run import work_title
-from transformer_parity.bench.tables import exponent
+from transformer_parity.bench.run import grown, work_title
 from transformer_parity.bench.verify import DecodeVerifier, DisagreementError, ForwardVerifier, TrainVerifier
 from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork
 from transformer_parity.cli.main import main
@@ -44,6 +44,8 @@ QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
     monkeypatch.setattr(rounds, "PAUSE", 0.0)
+    # One test measures what all libraries can do.
+    monkeypatch.setattr("transformer_parity.bench.run.libraries", lambda *_, **__: [Library("numpy")])
     here = str(Path(__file__).parent)  # where processes find the participants of this file
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
 
@@ -247,6 +249,65 @@ def test_products_lie_where_those_of_the_search_lie():
     assert len(caches) == 12  # keys and values, of 2 encoder and 2 decoder layers, these twice
 
 
+# --- The limit of the machine. ---
+
+
+def products_of(work):
+    return sum(2 * np.prod(product.left) * product.right[-1] for product in work.products())
+
+
+def test_the_limit_is_operations_or_reading_whichever_takes_longer():
+    fast, slow = 1e30, 1e-30
+    for work in (FORWARD, TRAIN, SMALL):
+        assert Limit({"a": 2.0, "b": 1.0}, {"a": fast}).seconds(work) == pytest.approx(products_of(work) / 2.0)
+    read = 4 * sum(np.prod(product.right) for product in FORWARD.products())
+    assert Limit({"a": fast}, {"a": slow, "b": 5.0}).seconds(FORWARD) == pytest.approx(read / 5.0)
+    assert Limit({"a": fast}, {"a": 5.0}).seconds(replace(FORWARD, dtype="bfloat16")) == pytest.approx(read / 10.0)
+    first = replace(SMALL, target=1)
+    once = 4 * sum(
+        np.prod(shape) for name, shape in ref.parameter_shapes(SMALL.config).items() if name.endswith("kernel")
+    )
+    table = 4 * 128 * 1000
+    caches = 4 * 2 * 3 * (6 + 6 + 1) * 128 * 2  # two layers, keys and values: of 6 words twice, and of one token
+    assert Limit({"a": fast}, {"a": 1.0}).seconds(first) == pytest.approx(once + table + caches)
+
+
+def test_an_update_reads_and_writes_every_weight():
+    without = Limit({"a": 1e30}, {"a": 1.0})
+    weights = sum(array.size for array in TRAIN.weights().values())
+    read = 4 * sum(np.prod(product.right) for product in TRAIN.products())
+    assert without.seconds(TRAIN) == pytest.approx(read + 7 * 4 * weights)
+
+
+def test_the_limit_is_that_of_the_best_library():
+    entries = [
+        LibraryEntry("a", seconds=[1.0] * 3, found=[(1.0, 9.0), (5.0, 8.0), (2.0, 1.0)], environment={}),
+        LibraryEntry("b", seconds=[1.0], found=[(3.0, 4.0)], environment={"products on a CPU": "MKL"}),
+        LibraryEntry("c", verdict=FAILED),
+    ]
+    found = limit_of(["jax", "torch", "numpy"], entries)
+    assert found == Limit({"jax": 2.0, "torch": 3.0}, {"jax": 8.0, "torch": 4.0}, {"jax": "XLA", "torch": "MKL"})
+    assert (found.rate, found.bandwidth) == (3.0, 8.0)
+    assert limit_of(["numpy"], entries[2:]) is None
+
+
+def test_libraries_are_those_that_take_part():
+    names = lambda *given, **options: [library.backend for library in libraries(*given, **options)]  # noqa: E731
+    assert names(["numpy"], FORWARD) == ["numpy"]
+    assert names(["tf"], FORWARD) == ["numpy", "tf"]
+    assert names(["torch", "tf", "jax"], FORWARD) == ["numpy", "torch", "jax"]  # JAX's XLA is TensorFlow's
+    assert names(["numpy"], FORWARD, peers=True) == ["numpy", "torch", "jax"]
+    assert names(["torch"], replace(FORWARD, dtype="bfloat16")) == names(["torch"], replace(FORWARD, device="gpu"))
+    assert names(["torch"], replace(FORWARD, device="gpu")) == ["torch"]
+
+
+@pytest.mark.parametrize("name", tiers.first_alone(["torch", "jax", "tf"], "libraries"))
+@pytest.mark.parametrize("dtype", tiers.first_alone(["float32", "bfloat16"], "libraries"))
+def test_each_library_multiplies(name, dtype):
+    for sizes in ((8, 16, 8), (8, 16, 1)):
+        multiplied(name, sizes, dtype, "cpu")()
+
+
 # --- The rounds. ---
 
 
@@ -302,7 +363,8 @@ def read(path):
     return found["races"][0], found
 
 
-def test_times_of_two_that_agree(capsys, tmp_path):
+def test_times_of_two_that_agree(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformer_parity.bench.run.libraries", libraries)
     environment = dict(os.environ)
     code, printed, progress = parity(
         *(capsys, "--backends", "numpy,torch", "--threads", min(2, processors())),
@@ -316,7 +378,11 @@ def test_times_of_two_that_agree(capsys, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     report, found = read(tmp_path / "a.json")
     assert (report["verdict"], found["exit_code"], found["interrupted"]) == (AGREES, 0, False)
-    assert found["machine"]["matrix_rate"] > 1e9
+    limit = report["limit"]
+    assert list(limit["rates"]) == list(limit["bandwidths"]) == list(limit["libraries"]) == ["numpy", "torch"]
+    assert limit["rate"] == max(limit["rates"].values()) > 1e9
+    assert limit["bandwidth"] == max(limit["bandwidths"].values()) > 1e8
+    assert f"{limit['seconds'] / report['participants'][0]['median_seconds']:.0%}" in printed
     assert report["work"]["operations"] == DecodeWork("tiny", 8, 6, 4).operations
     assert [entry["name"] for entry in report["participants"]] == ["numpy", "torch"]
     for entry in report["participants"]:
@@ -499,7 +565,7 @@ def test_missing_peers_are_named(capsys, monkeypatch):
 
 
 GROWING_REFUSED = [
-    ("forward", ["--scale", "width"], "must begin with one of source, length, batch, depth: got 'width'"),
+    ("forward", ["--scale", "width"], "one of source, target, length, batch, depth, vocabulary: got 'width'"),
     ("forward", ["--scale", "batch=1,x"], "must be a positive integer: got 'x'"),
     ("forward", ["--scale", "batch=2,2"], "must grow: got 2,2"),
     ("forward", ["--dtype", "bfloat16", "--peers"], "--peers compute in float32"),
@@ -653,6 +719,7 @@ def test_growth_is_measured_and_drawn(capsys, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     _, found = read(tmp_path / "a.json")
     assert found["scale"] == "source"
+    assert {"numpy", "torch"} <= {*found["exponents"]}
     assert [entry["work"]["source"] for entry in found["races"]] == [8, 32]
 
 
@@ -662,10 +729,41 @@ def test_the_title_leaves_out_what_grows():
     assert work_title(TRAIN, "depth") == "train, tiny: batch 3, source 6, target 5"
 
 
-def test_exponents_are_those_of_the_last_two_sizes():
-    assert exponent([1, 2, 4], [5.0, 6.0, 24.0]) == "2.0"
-    assert exponent([64, 512, 4096], [1.0, 2.0, None]) == "0.3"
-    assert exponent([1, 2], [None, 3.0]) == "-"
+def test_exponents_are_fitted_to_the_largest_sizes():
+    assert exponent([1, 2, 4, 8], [90.0, 6.0, 24.0, 96.0]) == pytest.approx(2.0)
+    assert exponent([1, 2, 4], [1.0, 4.0, 4.0]) == pytest.approx(1.0)  # a line through all three, not the last two
+    assert exponent([64, 512, 4096], [1.0, 2.0, None]) == pytest.approx(1 / 3)
+    assert exponent([1, 2], [None, 3.0]) is None
+
+
+def test_exponents_of_time_and_memory():
+    def entry(name, size):
+        return Entry(name, seconds=[2.0 * size**2] * 3, loaded_bytes=100, peak_bytes=100 + 5 * size)
+
+    races = [[entry("numpy", size), entry("torch", size)] for size in (2, 4, 8)]
+    races[-1][1].verdict = "DIVERGE"
+    found = exponents((2, 4, 8), races)
+    assert found["numpy"] == {"seconds": pytest.approx(2.0), "work_bytes": pytest.approx(1.0)}
+    races[0][1].seconds = races[1][1].seconds = []
+    assert exponents((2, 4, 8), races)["torch"] == {"seconds": None, "work_bytes": None}
+
+
+@pytest.mark.parametrize("axis", ["source", "target", "length", "batch", "depth", "vocabulary"])
+@pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=lambda work: work.task)
+def test_each_size_grows_alone(work, axis):
+    large = grown(work, axis, 40)
+    config = large.config
+    sizes = {
+        "source": large.source_ids.shape[1],
+        "target": large.target_ids.shape[1],
+        "batch": len(large.source_ids),
+        "depth": config.num_decoder_layers,
+        "vocabulary": config.target_vocab_size,
+    }
+    grew = {"source", "target"} if axis == "length" else {axis}
+    assert {name for name, size in sizes.items() if size == 40} == grew
+    assert large.operations > work.operations or axis == "vocabulary"
+    assert f"vocabulary {config.target_vocab_size:,}" in large.details
 
 
 def test_first_calls_of_all_tasks(capsys, tmp_path):

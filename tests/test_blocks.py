@@ -91,3 +91,131 @@ def test_memory_grows_with_the_length():
     assert peak(long) < 2.2 * peak(short)
     assert peak(long, look) > 3.5 * peak(short, look)
     assert peak(long) < 0.1 * peak(long, look)
+
+
+SHAPES = ["both", *(pytest.param(shape, marks=pytest.mark.extended("masks")) for shape in ("every head", "none"))]
+
+
+def seen_scores(monkeypatch, attention):
+    """Return a list that grows by the shape of all scores that exist at the same time."""
+    shapes, softmax = [], attention.masked_softmax
+
+    def record(scores, mask):
+        shapes.append(tuple(scores.shape))
+        return softmax(scores, mask)
+
+    monkeypatch.setattr(attention, "masked_softmax", record)
+    return shapes
+
+
+def context_and_gradients(name, attention, arrays, mask, **given):
+    """Return the context of a port's attention, compiled where that is quick, and its gradient at query, key, value."""
+
+    def attend(*arrays):
+        return attention.scaled_dot_product_attention(*arrays, mask, **given)
+
+    if name == "jax":
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+
+        def loss(arrays):
+            context = attend(*arrays)
+            return (context**2).sum(), context
+
+        gradient, context = jax.jit(jax.grad(loss, has_aux=True))(arrays)
+        return [context, *gradient]
+    import tensorflow as tf
+
+    arrays, mask = [tf.constant(x) for x in arrays], None if mask is None else tf.constant(mask)
+
+    @tf.function(autograph=False)
+    def differentiate(*arrays):
+        with tf.GradientTape() as tape:
+            tape.watch(arrays)
+            context = attend(*arrays)
+            loss = tf.reduce_sum(context**2)
+        return [context, *tape.gradient(loss, arrays)]
+
+    return differentiate(*arrays)
+
+
+@pytest.mark.only("jax", "tf")  # PyTorch's own kernel holds no scores
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_port_attends_in_blocks(port, shape, monkeypatch):
+    attention = port.package.attention
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
+    shapes = seen_scores(monkeypatch, attention)
+    arrays = random(2, 3, 9, 5), random(2, 3, 7, 5, seed=1), random(2, 3, 7, 6, seed=2)
+    mask = masks(2, 3, 9, 7)[shape]
+    in_blocks = context_and_gradients(port.name, attention, arrays, mask)
+    assert set(shapes) == {(1, 1, 4, 7)}
+    shapes.clear()
+    at_once = context_and_gradients(port.name, attention, arrays, mask, tap=look)
+    assert set(shapes) == {(2, 3, 9, 7)}
+    for found, expected in zip(in_blocks, at_once, strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.only("jax", "tf")
+def test_dropout_draws_for_all_weights_at_once(port, monkeypatch):
+    config = tiny_config("marian", dropout=ref.DropoutRates(attention=0.4))
+    model = port.package.Transformer.from_weights(config, random_weights(config))
+    attention = port.package.attention
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
+    shapes = seen_scores(monkeypatch, attention)
+    block, x = model.encoder.layers[0].self_attention, random(2, 9, config.d_model).astype("float32")
+    if port.name == "jax":
+        import jax.numpy as jnp
+
+        inference, x = block(jnp.asarray(x), jnp.asarray(x)), jnp.asarray(x)
+        block.train()
+        training = block(x, x)
+    else:
+        import tensorflow as tf
+
+        x = tf.constant(x)
+        inference, training = block(x, x), block(x, x, training=True)
+    assert set(shapes[:-1]) == {(1, 1, 4, 9)}
+    assert shapes[-1] == (2, config.num_heads, 9, 9)
+    assert np.abs(np.asarray(inference) - np.asarray(training)).max() > 0.1
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("passes", ["forward", "and backward"])
+def test_jax_needs_memory_for_a_block_only(port, passes):
+    import jax
+
+    attention, length = port.package.attention, 1024
+    shape = jax.ShapeDtypeStruct((1, 4, length, 8), "float32")
+    mask = jax.ShapeDtypeStruct((1, 1, 1, length), "bool")
+
+    def needed(**given):
+        def total(arrays, mask):
+            return (attention.scaled_dot_product_attention(*arrays, mask, **given) ** 2).sum()
+
+        function = total if passes == "forward" else jax.grad(total)
+        return jax.jit(function).lower((shape, shape, shape), mask).compile().memory_analysis().temp_size_in_bytes
+
+    scores = 4 * length * length * 4
+    assert needed(tap=look) >= scores
+    assert needed() < 0.3 * scores
+
+
+@pytest.mark.only("tf")
+@pytest.mark.extended("compiled programs")
+def test_tf_compiles_no_array_of_all_scores(port):
+    import tensorflow as tf
+
+    attention, length = port.package.attention, 640
+    inputs = [tf.zeros([1, 2, length, 8])] * 3
+
+    def program(**given):
+        def attend(*inputs):
+            return attention.scaled_dot_product_attention(*inputs, **given)
+
+        compiled = tf.function(attend, autograph=False, jit_compile=True)
+        return compiled.experimental_get_compiler_ir(*inputs)(stage="optimized_hlo")
+
+    assert f"{length},{length}" in program(tap=look)
+    assert f"{length},{length}" not in program()

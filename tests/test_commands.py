@@ -116,7 +116,28 @@ def test_info_describes_what_is_installed(capsys, monkeypatch, backends):
     for backend in backends:
         runtime = backend.package.runtime
         known = {"installed": True, "dtypes": list(runtime.DTYPES), "runs on": list(runtime.DEVICES)}
-        assert found[backend.name] == {**expected[backend.name], **known}
+        products = {row: found[backend.name].pop(row) for row in (info.RATE, "products on a CPU")}
+        assert products[info.RATE] > 0.1
+        assert re.match("scipy-openblas|MKL; measured|XLA|oneDNN", products["products on a CPU"])
+        described = {row: said for row, said in expected[backend.name].items() if row not in products}
+        assert found[backend.name] == {**described, **known}
+
+
+def test_info_says_which_library_is_slow():
+    rates = lambda **found: {name: {info.RATE: rate} for name, rate in found.items()}  # noqa: E731
+    even, uneven = rates(numpy=100.0, torch=61.0), rates(numpy=140.0, torch=150.0, jax=300.0)
+    assert list(info.slow(even, 0.0)) == list(info.slow({"jax": {"error": "no"}}, 0.0)) == []
+    assert list(info.slow(uneven, 0.0)) == [
+        "numpy: its products reach 47% of the best rate here, jax's",
+        "torch: its products reach 50% of the best rate here, jax's",
+    ]
+    uneven["torch"][info.BY_ONEDNN] = 400.0
+    assert list(info.slow(uneven, 0.0))[1] == (
+        "torch: its products reach 38% of the best rate here, torch's by oneDNN; "
+        'precision="highest" lets oneDNN take them'
+    )
+    assert list(info.slow(uneven, 1000.0)) == ["the machine is busy, and rates vary: load average 1000.0"]
+    assert list(info.slow(even, 1000.0)) == []
 
 
 @pytest.mark.usefixtures("bare")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -178,11 +179,27 @@ def test_a_process_that_had_tensorflow_does_nothing_else(run):
         ("test_selftest.py::test_mistake[tf-loss-summed-steps]", "tf"),
         ("test_selftest.py::test_mistake[torch-loss-no - and no-full/padded]", "full/padded"),
         ("test_golden.py::test_another_package_agrees[torch]", "golden"),
+        ("test_import_hf.py::test_logits_are_those_of_transformers[marian-numpy]", "import"),
+        ("test_import_hf.py::test_logits_are_those_of_transformers[marian-jax]", "jax"),
         ("test_search.py::test_types[torch-float64]", "test_search.py::test_types[torch-float64]"),
     ],
 )
 def test_what_a_test_shares_is_in_its_name(test, shares):
     assert tiers.group(test) == shares
+
+
+def test_what_ci_leaves_out_for_other_kernels_is_there():
+    """A file that is not named is taken: a list of those that are taken would forget new ones."""
+    script = (HERE.parent / ".ci" / "run").read_text()
+    names = re.search(r"^left_out=\(([^)]+)\)$", script, re.MULTILINE)[1].split()
+    assert [name for name in names if not (HERE / f"test_{name}.py").exists()] == []
+    taken = re.search(r"^left_out=.*?^done$", script, re.MULTILINE | re.DOTALL)[0]
+    done = subprocess.run(
+        ["bash", "-euc", f"{taken}\necho ${{every[@]}}"], cwd=HERE.parent, capture_output=True, text=True, check=True
+    )
+    files = {path.stem.removeprefix("test_") for path in map(Path, done.stdout.split())}
+    everything = {path.stem.removeprefix("test_") for path in HERE.glob("test_*.py")}
+    assert files == {name for name in everything - {*names} if not re.search("^(import_|containers)|_(jax|tf)$", name)}
 
 
 def test_what_the_system_lacks_is_left_out_without_a_skip(run):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tiers
-from conftest import random_weights, tiny_config
+from conftest import random_weights, refusal, tiny_config
 
 from reference_numpy import Recorder
 
@@ -72,15 +72,6 @@ def nothing_runs(backend, monkeypatch):
 
     for part in ("TokenEmbedding", "EncoderStack", "DecoderStack"):
         monkeypatch.setattr(getattr(backend.package, part), "__call__", begin)
-
-
-def refusal(function, *args, **kwargs):
-    """Return type and message of what a call raises."""
-    try:
-        function(*args, **kwargs)
-    except Exception as error:  # whatever it is, its type and message are compared
-        return type(error), str(error)
-    return None, "accepted"
 
 
 def forms(backend, value, *, native=True):

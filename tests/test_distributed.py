@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 
 import psutil
 import pytest
-import tiers
 from test_reports import SCHEMA_VALIDATOR
 
 import reference_numpy
@@ -21,7 +21,7 @@ from transformer_parity.distributed.cases import PLANS, probes
 from transformer_parity.distributed.compare import DIVIDED, NAMES, REPLICAS, Run, findings
 from transformer_parity.distributed.stage import Check
 from transformer_parity.distributed.worker import Seen, Task, train
-from transformer_parity.mistakes import distributed_torch
+from transformer_parity.mistakes import distributed_ports
 from transformer_parity.mistakes.distributed import MISTAKES
 from transformer_parity.mistakes.edited_package import edited_package
 
@@ -66,27 +66,48 @@ def test_a_mistake_is_found_located_and_named(mistake):
 
 @pytest.fixture(scope="module")
 def two():
-    """Two processes of torch."""
-    with processes.group("torch", 2, timeout=200) as group:
-        yield group
+    """Returns the processes of a framework that have two devices."""
+    with ExitStack() as stack:
+        yield cache(lambda name: stack.enter_context(processes.group(name, 2, timeout=200)))
 
 
-@pytest.mark.only("torch")
-@pytest.mark.parametrize(
-    "mistake",
-    tiers.first_alone(distributed_torch.MISTAKES, "plans"),
-    ids=lambda mistake: mistake.name.replace(" ", "-"),
-)
-def test_a_mistake_between_processes_is_found_located_and_named(two, mistake):
-    _, plan, name = mistake.case.split("/")
-    planted = replace(task(name, Plan.parse(plan)), edits=tuple(mistake.edits["torch"]))
-    seen = two.train(planted)
-    right = two.train(task(name))[0] if name == "dropout" else expected(name)
-    found = failing(findings("torch", Run(planted.probe, planted.plan), seen, right))
+def planted(name, mistake, *marks):
+    return pytest.param(
+        name, mistake, id=f"{name}-{mistake.name.replace(' ', '-')}", marks=[pytest.mark.only(name), *marks]
+    )
+
+
+IN_PORTS = [
+    # Of torch, all are extended: test_own_trainer.py has one in its processes.
+    planted(name, mistake, *[pytest.mark.extended("plans")] * (name == "torch" or mistake is not mistakes[0]))
+    for name, mistakes in distributed_ports.MISTAKES.items()
+    for mistake in mistakes
+]
+
+
+@pytest.mark.parametrize(("name", "mistake"), IN_PORTS)
+def test_a_mistake_in_a_port_is_found_located_and_named(two, name, mistake):
+    _, plan, case = mistake.case.split("/")
+    run_of = replace(task(case, Plan.parse(plan)), edits=tuple(mistake.edits[name]))
+    if not mistake.at:
+        with processes.group(name, 2, timeout=200) as group, pytest.raises(processes.RunError, match=mistake.detail):
+            group.train(run_of)
+        return
+    seen = two(name).train(run_of)
+    right = two(name).train(task(case))[0] if "dropout" in case else expected(case)
+    found = failing(findings(name, Run(run_of.probe, run_of.plan), seen, right))
     at, said = next(iter(found.items()))
     assert at.startswith(mistake.at)
     assert mistake.detail in said
-    assert (REPLICAS in found) == (mistake.name in distributed_torch.APART)
+    assert (REPLICAS in found) == (mistake.name in distributed_ports.APART[name])
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.only("jax")
+def test_shares_that_are_written_out_are_right_before_a_mistake_is_planted(two):
+    edits = distributed_ports.on_each(distributed_ports.SUM_OF_ALL)
+    seen = two("jax").train(replace(task("shallow", Plan(data=2)), edits=tuple(edits)))
+    assert failing(findings("jax", Run(probes()["shallow"], Plan(data=2)), seen, expected("shallow"))) == {}
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -149,11 +170,14 @@ def steps(backend, *plans, count=None):
     return {finding.case.removeprefix("distributed/"): finding for of_run in found for finding in of_run}
 
 
+CASES = ("plain", "resumed", "uneven", "dropout", "float32")
+
+
 def test_after_a_failure_other_plans_go_on():
     found = steps("numpy", "tensor=3", "data=2")
-    assert {found[f"tensor=3/{case}"].verdict for case in ("plain", "resumed", "uneven", "dropout")} == {FAILED}
+    assert {found[f"tensor=3/{case}"].verdict for case in CASES} == {FAILED}
     assert "must be divisible by tensor=3: got 4" in found["tensor=3/plain"].detail
-    assert {found[f"data=2/{case}"].verdict for case in ("plain", "resumed", "uneven", "dropout")} == {AGREES}
+    assert {found[f"data=2/{case}"].verdict for case in CASES} == {AGREES}
 
 
 def test_a_process_that_dies_ends_the_run():
@@ -169,7 +193,8 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
         "transformer_parity.check.distributed.group", lambda backend, devices, **how: as_numpy(devices, **how)
     )
-    command = ["check", "--stage", "distributed", "--backends", "torch", "--json", str(tmp_path / "result.json")]
+    command = ["check", "--stage", "distributed", "--backends", "torch", "--dtype", "float64"]  # all that NumPy has
+    command += ["--json", str(tmp_path / "result.json")]
     assert main([*command, "--parallel", "data=2", "--parallel", "fsdp=2,tensor=2"]) == 0
     printed = capsys.readouterr().out
     assert "AGREE  1 port, 8 cases" in printed
@@ -186,8 +211,8 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     [
         ({"plans": [Plan(data=2)]}, "add --stage distributed"),
         ({"stages": ["steps", "distributed"]}, "compared alone"),
-        ({"stages": ["distributed"], "dtypes": ["float32"]}, "in float64 on CPUs"),
-        ({"stages": ["distributed"], "ports": ["mine:Port"]}, "our packages"),
+        ({"stages": ["distributed"], "dtypes": ["bfloat16"]}, "in float64 and float32 on CPUs"),
+        ({"stages": ["distributed"], "presets": ["marian"]}, "on models of its own"),
         ({"processes": 2}, "--processes is about several devices: add --stage distributed"),
         ({"stages": ["distributed"], "plans": [Plan(data=4)], "processes": 2}, "one for each device of data=4: got 2"),
     ],

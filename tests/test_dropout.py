@@ -308,6 +308,15 @@ def check_slices(backend: Backend) -> None:
     assert abs(float(both.loss) - float(alone.loss)) > 1e-6, "both slices have the same dropout"
 
 
+def check_one_device(backend: Backend) -> None:
+    """Without a mesh, there is nothing that the kinds of dropout could draw differently."""
+    with interpreted(backend):
+        kinds = [
+            trainer(backend, small(**EVERYWHERE), dropout=kind).train_step(**BATCH) for kind in ("global", "local")
+        ]
+    assert float(kinds[0].loss) == float(kinds[1].loss), "local dropout is another one although there is no mesh"
+
+
 def draw_numbers(backend: Backend) -> list[float]:
     """Return the next random number of every generator that the caller may be using."""
     numbers = [random.random(), np.random.random()]
@@ -387,6 +396,10 @@ def test_dropout_depends_on_seed_and_step_alone(backend):
 
 def test_slices_of_a_batch_are_unrelated(backend):
     check_slices(backend)
+
+
+def test_without_a_mesh_both_kinds_of_dropout_are_one(backend):
+    check_one_device(backend)
 
 
 def test_random_numbers_of_the_caller_stay_as_they_are(backend):

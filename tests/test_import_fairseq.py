@@ -9,17 +9,10 @@ import re
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import assert_same_bits
 from third_party import relative_error
 from tiers import first_alone
-from transformers import (
-    FSMTConfig,
-    FSMTForConditionalGeneration,
-    M2M100Config,
-    M2M100ForConditionalGeneration,
-    MBartConfig,
-    MBartForConditionalGeneration,
-)
 
 import reference_numpy as ref
 from transformer_parity.checkpoints.formats import fairseq
@@ -46,16 +39,20 @@ LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True, "layernorm_
 
 
 def fsmt():
-    return FSMTForConditionalGeneration(FSMTConfig(langs=["en", "de"], src_vocab_size=V, tgt_vocab_size=V + 4, **SIZES))
+    return transformers.FSMTForConditionalGeneration(
+        transformers.FSMTConfig(langs=["en", "de"], src_vocab_size=V, tgt_vocab_size=V + 4, **SIZES)
+    )
 
 
 def m2m_100():
-    return M2M100ForConditionalGeneration(M2M100Config(vocab_size=V, scale_embedding=True, **SIZES))
+    return transformers.M2M100ForConditionalGeneration(
+        transformers.M2M100Config(vocab_size=V, scale_embedding=True, **SIZES)
+    )
 
 
 def mbart():
-    config = MBartConfig(vocab_size=V, scale_embedding=True, activation_function="gelu", **SIZES)
-    return MBartForConditionalGeneration(config)
+    config = transformers.MBartConfig(vocab_size=V, scale_embedding=True, activation_function="gelu", **SIZES)
+    return transformers.MBartForConditionalGeneration(config)
 
 
 MODELS = {
@@ -95,8 +92,8 @@ def logits(model, source, target):
     exact[1] = 0.0
     model.double()
     stacks = [model.model.encoder, model.model.decoder]
-    for stack in stacks if not isinstance(model, MBartForConditionalGeneration) else ():
-        name = "weight" if isinstance(model, FSMTForConditionalGeneration) else "weights"
+    for stack in stacks if not isinstance(model, transformers.MBartForConditionalGeneration) else ():
+        name = "weight" if isinstance(model, transformers.FSMTForConditionalGeneration) else "weights"
         table = getattr(stack.embed_positions, name)
         assert (table[: len(exact)].double() - torch.tensor(exact)[: len(table)]).abs().max() < 1e-5
         setattr(
@@ -105,7 +102,7 @@ def logits(model, source, target):
             torch.nn.Parameter(torch.tensor(exact)) if name == "weight" else torch.tensor(exact),
         )
     source, target = torch.tensor(source), torch.tensor(target)
-    if not isinstance(model, FSMTForConditionalGeneration):
+    if not isinstance(model, transformers.FSMTForConditionalGeneration):
         return model(input_ids=source, attention_mask=source != 1, decoder_input_ids=target).logits.numpy()
     memory = stacks[0](source, attention_mask=source != 1).last_hidden_state
     future = torch.triu(torch.full((target.shape[1], target.shape[1]), -math.inf, dtype=torch.float64), diagonal=1)

@@ -1,16 +1,27 @@
-"""What JAX compiles is kept for the next run, where that is wanted and possible."""
+"""What JAX and TensorFlow compile is kept for the next run, where that is wanted and possible."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from transformer_parity.cases.standard import standard_cases
-from transformer_parity.check.kept_programs import AGE, JAX_SWITCH, SWITCH, keep_programs
+from transformer_parity.check.kept_programs import (
+    AGE,
+    JAX_SWITCH,
+    SWITCH,
+    TENSORFLOW_FOLDER,
+    TENSORFLOW_SWITCH,
+    keep_programs,
+    kept_by_tensorflow,
+)
 from transformer_parity.check.one_port import Job
 from transformer_parity.check.processes import run_all
 from transformer_parity.compare.findings import Setting
@@ -45,22 +56,78 @@ def test_what_has_not_been_compiled_for_a_month_is_removed(tmp_path):
     assert os.listdir(folder) == ["new"]
 
 
-@pytest.mark.only("jax")
-def test_the_second_run_compiles_nothing(tmp_path, monkeypatch):
+@pytest.fixture
+def of_tensorflow(monkeypatch):
+    """A function that returns the folder in which TensorFlow of a version keeps programs, or None."""
+
+    def folder(environment, version="2.21.0", meanwhile=lambda folder: None):
+        monkeypatch.delenv(TENSORFLOW_SWITCH, raising=False)
+        about = SimpleNamespace(VERSION=version, GIT_VERSION="g", COMPILER_VERSION="c")
+        monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(version=about))
+        with kept_by_tensorflow(environment):
+            flags = os.environ.get(TENSORFLOW_SWITCH)
+            found = flags and flags.partition(f"{TENSORFLOW_FOLDER}=")[2]
+            meanwhile(found)
+        return found
+
+    return folder
+
+
+def test_each_version_of_tensorflow_finds_its_own_programs_alone(tmp_path, of_tensorflow):
+    environment = {SWITCH: str(tmp_path)}
+    first, second = of_tensorflow(environment), of_tensorflow(environment, "2.22.0")
+    assert {first, second} == {str(path) for path in (tmp_path / "transformer-parity").iterdir()}
+    assert first != second
+
+
+def test_tensorflow_finds_whole_programs_alone(tmp_path, of_tensorflow):
+    def compile_three(folder):
+        for name in ("whole", "broken", "without"):
+            (tmp_path / folder / f"{name}.pb").write_bytes(b"program" * 100)
+
+    environment, found = {SWITCH: str(tmp_path)}, []
+    folder = tmp_path / of_tensorflow(environment, meanwhile=compile_three)
+    (folder / "broken.pb").write_bytes(b"program" * 99)
+    (folder / "without.pb.sha256").unlink()  # of a run that was interrupted
+    of_tensorflow(environment, meanwhile=lambda folder: found.extend((tmp_path / folder).glob("*.pb")))
+    assert [path.name for path in found] == ["whole.pb"]
+
+
+def test_other_switches_of_tensorflow_remain(tmp_path, of_tensorflow):
+    seen = []
+    environment = {SWITCH: str(tmp_path), TENSORFLOW_SWITCH: "--tf_xla_auto_jit=0"}
+    of_tensorflow(environment, meanwhile=lambda _: seen.append(os.environ[TENSORFLOW_SWITCH].split()[0]))
+    assert seen == ["--tf_xla_auto_jit=0"]
+
+
+@pytest.mark.parametrize("environment", [{SWITCH: ""}, {TENSORFLOW_SWITCH: f"{TENSORFLOW_FOLDER}=/mine"}])
+def test_tensorflow_keeps_nothing_against_the_users_wish(tmp_path, of_tensorflow, environment):
+    assert of_tensorflow({"XDG_CACHE_HOME": str(tmp_path), **environment}) is None
+
+
+def test_tensorflow_keeps_nothing_on_a_full_disk(tmp_path, of_tensorflow, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    assert of_tensorflow({SWITCH: str(tmp_path)}) is None
+
+
+@pytest.mark.only("jax", "tf")
+@pytest.mark.extended("kept programs", "tf")
+def test_the_second_run_compiles_nothing(tmp_path, monkeypatch, backend):
+    dtype, pattern = ("float64", "*-cache") if backend.name == "jax" else ("float32", "*.pb")
     monkeypatch.setenv(SWITCH, str(tmp_path))
     monkeypatch.delenv(JAX_SWITCH, raising=False)
     cases = tuple(case for case in standard_cases() if case.name in ("attention/padding", "feed_forward/relu"))
-    job = Job("jax", Setting(("float64",)), cases)
+    job = Job(backend.name, Setting((dtype,)), cases)
 
     def programs():
-        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*-cache")}
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob(pattern)}
 
     def verdicts():
         return Counter(finding.verdict for message in run_all([job]) for finding in message.findings)
 
     first = verdicts()
     kept = programs()
-    assert len(kept) > 3
+    assert len(kept) >= 2
     assert verdicts() == first
     assert programs() == kept
     broken = max(kept, key=lambda path: path.stat().st_size)

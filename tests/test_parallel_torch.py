@@ -77,44 +77,63 @@ def engine(plan):
     return "FSDPTransformer" if plan.shares > 1 else "Transformer"
 
 
-def agree_with_one_device(folder, plans, names, steps):
-    """Train on plans, all of the same number of processes, and compare everything with one device."""
-    plans = [*map(Plan.parse, plans)]
-    jobs = [("train", {"plan": str(plan), "probe": name, "steps": steps}) for name in names for plan in plans]
-    results = zip(*run(folder, plans[0].devices, jobs), strict=True)
-    expected = {name: on_one_device(name, steps) for name in names}
+def assert_one_device_agrees(jobs, results):
+    """Compare everything that processes gave for jobs of training with one device."""
+    expected = {}
     for (_, job), processes in zip(jobs, results, strict=True):
-        plan = Plan.parse(job["plan"])
+        plan, name = Plan.parse(job["plan"]), job["probe"]
+        if name not in expected:
+            expected[name] = on_one_device(name, job["steps"])
         for found in processes:
-            assert_agree(found, expected[job["probe"]])
+            assert_agree(found, expected[name])
             assert found["steps"] == processes[0]["steps"]
             assert found["engine"] == engine(plan)
             assert off(found["weights"], processes[0]["weights"]) == 0.0  # all have gathered the same
         assert_divided([found["shards"] for found in processes], plan, processes[0]["weights"])
 
 
-def test_two_processes(tmp_path):
-    """Every engine, with dropout, accumulation, clipping, rows and tokens that no plan divides evenly."""
-    agree_with_one_device(tmp_path, ["data=2", "fsdp=2", "tensor=2"], ["dropout", "vocabulary of 37"], 2)
+def agree_with_one_device(folder, plans, names, steps):
+    """Train on plans, all of the same number of processes, and compare everything with one device."""
+    jobs = [("train", {"plan": plan, "probe": name, "steps": steps}) for name in names for plan in plans]
+    assert_one_device_agrees(jobs, [*zip(*run(folder, Plan.parse(plans[0]).devices, jobs), strict=True)])
 
 
-def test_what_else_two_processes_do(tmp_path):
-    """Search, meshes that the user made, what is refused; and what keeps ``loss_parallel`` out of use."""
+TRAINED = [
+    ("train", {"plan": plan, "probe": name, "steps": 2})
+    for name in ("dropout", "vocabulary of 37")
+    for plan in ("data=2", "fsdp=2", "tensor=2")
+]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """Return a folder and what two processes gave for each job: to start them takes longer than any job."""
+    folder = tmp_path_factory.mktemp("two")
     jobs = [
         ("refused", {"plan": "fsdp=2", "attempts": [*REFUSED]}),
         ("search", {"plan": "data=2"}),
         ("train_on_a_mesh_of_the_user", {"axes": {"tensor": 1, "fsdp": 2}, "probe": "plain", "steps": 0}),
         ("train_on_a_mesh_of_the_user", {"axes": {"tensor": 2, "data": 1}, "probe": "plain", "steps": 0}),
         ("other_dropout", {"plan": "data=2"}),
-        ("save", {"folder": tmp_path / "run", "plan": "fsdp=2", "probe": "vocabulary of 37", "steps": 2}),
-        ("go_on", {"path": tmp_path / "run", "plan": "tensor=2", "probe": "vocabulary of 37", "steps": 2}),
-        ("go_on", {"path": tmp_path / "run.safetensors", "plan": "data=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("save", {"folder": folder / "run", "plan": "fsdp=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("go_on", {"path": folder / "run", "plan": "tensor=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("go_on", {"path": folder / "run.safetensors", "plan": "data=2", "probe": "vocabulary of 37", "steps": 2}),
         ("reductions", {}),
         ("loss_of_torch", {}),
     ]
-    first, second = run(tmp_path, 2, jobs)
+    return folder, [*zip(*run(folder, 2, [*TRAINED, *jobs]), strict=True)]
+
+
+def test_two_processes(two_processes):
+    """Every engine, with dropout, accumulation, clipping, rows and tokens that no plan divides evenly."""
+    assert_one_device_agrees(TRAINED, two_processes[1][: len(TRAINED)])
+
+
+def test_what_else_two_processes_do(two_processes):
+    """Search, meshes that the user made, what is refused; and what keeps ``loss_parallel`` out of use."""
+    folder, results = two_processes
     expected = on_one_device("vocabulary of 37", 2, 2)
-    for found in (first, second):
+    for found in zip(*results[len(TRAINED) :], strict=True):
         said, (trained, own), *meshes, dropout, again, from_the_folder, from_the_file, sums, loss = found
         assert said == REFUSED
         np.testing.assert_array_equal(trained.ids, own.ids)
@@ -123,7 +142,7 @@ def test_what_else_two_processes_do(tmp_path):
             assert_agree(trained_there, on_one_device("plain", 0))
         assert dropout["local"] != pytest.approx(dropout["global"], rel=1e-3)
         assert dropout["local again"] == dropout["local"]
-        assert again == f"{tmp_path / 'run'} exists already"
+        assert again == f"{folder / 'run'} exists already"
         for resumed in (from_the_folder, from_the_file):
             assert_agree(resumed, expected)
             assert resumed["progress"] == {"position": [3, 1]}

@@ -26,6 +26,7 @@ sys.path.insert(0, str(DOCS / "_ext"))
 import facts  # noqa: E402  of the site
 import panes  # noqa: E402
 import results  # noqa: E402
+import speeds  # noqa: E402
 
 BACKENDS = {title: backend for backend, title in panes.TITLES.items()}
 
@@ -167,10 +168,52 @@ def test_the_table_is_that_of_the_last_full_check():
 
 @pytest.mark.parametrize("task", ["forward", "train", "decode"])
 def test_the_fastest_of_the_three_is_faster_than_both_others(task):
-    rows = "\n".join(results.fastest(task))
-    assert rows in (DOCS / "speed.md").read_text("utf-8"), f"docs/speed.md should have:\n{rows}"
+    rows = "\n".join(list(speeds.compared(task))[-3:])
     assert rows.count("the fastest |") == 2
     assert not re.search(r"\| 0\.\d", rows)
+
+
+def timed(**seconds):
+    """Return a race, as ``speeds.race`` does: with a limit of 1 second."""
+    ratio = lambda a, b: {"median": a / b, "low": a / b, "high": a / b}  # noqa: E731
+    return {
+        "limit": {"seconds": 1.0, "rate": 2e11, "bandwidth": 1e10},
+        "participants": {name: {"median_seconds": own} for name, own in seconds.items()},
+        "ratios": {a: {b: ratio(seconds[a], seconds[b]) for b in seconds if b != a} for a in seconds},
+    }
+
+
+def aims_of(monkeypatch, **seconds):
+    monkeypatch.setattr(speeds, "race", lambda name: timed(**seconds))
+    return {aim.what: aim for aim in speeds.aims()}
+
+
+def test_a_share_is_the_time_at_the_limit():
+    assert speeds.share(timed(torch=1.25), "torch") == 0.8
+    assert speeds.share(timed(torch=1.25), "jax") is None
+    assert speeds.share({**timed(torch=1.25), "limit": None}, "torch") is None
+    assert speeds.percent(0.8) == "80 %"
+
+
+def test_the_goal_beside_a_peer_depends_on_how_close_to_the_limit_it_is(monkeypatch):
+    slow = aims_of(monkeypatch, torch=1.7, **{"torch.nn": 2.0, "marian": 9.0})
+    aim = slow["torch / best PyTorch peer, forward (the peer is at 50 %)"]
+    assert aim == ("torch / best PyTorch peer, forward (the peer is at 50 %)", "0.60", "0.85 (0.85 to 0.85)", False)
+    assert slow["torch / best PyTorch peer, train (the peer is at 50 %)"].is_met
+    fast = aims_of(monkeypatch, torch=0.9, **{"torch.nn": 1.0, "marian": 0.99})
+    assert fast["torch / best PyTorch peer, forward (the peer is at 101 %)"][1:] == (
+        "0.97",
+        "0.91 (0.91 to 0.91)",
+        True,
+    )
+
+
+def test_every_port_has_a_share_to_reach_and_the_best_another(monkeypatch):
+    for torch, jax, tf, is_met in ((1.0, 1.1, 1.1, True), (1.1, 1.1, 1.1, False), (1.0, 1.1, 1.3, False)):
+        found = aims_of(monkeypatch, torch=torch, jax=jax, tf=tf)
+        assert found["share of the limit, forward"].is_met is is_met
+    assert aims_of(monkeypatch, torch=1.0)["share of the limit, forward"].is_met is None
+    assert aims_of(monkeypatch, torch=1.0)["jax / Flax NNX, forward"][1:] == ("0.80", "", None)
 
 
 def test_the_closest_comparison_of_a_row_names_its_port():

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "transformer_parity"
 # From the lowest to the highest: a sub-package imports those before it.
 ORDER = (
     *("system", "containers", "text", "ports", "cases", "compare", "checkpoints"),
-    *("mistakes", "distributed", "diagnose", "golden", "figures", "explore", "report", "check", "attacks", "bench"),
-    *("translate", "train", "cli"),
+    *("mistakes", "distributed", "diagnose", "golden", "figures", "explore", "report", "check", "attacks"),
+    *("translate", "train", "bench", "cli"),
 )
 # Modules beside the sub-packages: entry points and public names, which import from any of them.
 ABOVE = {"__init__": 0, "__main__": 1, "plugin": 3}  # modules that they import from, at most
@@ -28,7 +28,7 @@ LONG_FILES = {
 }
 LARGE_FOLDERS = {
     "ports": 11,  # generate's settings are read beside the search options, below the checkpoints that hold them
-    "bench": 11,  # import_clock is a file of its own: a fresh process runs it without importing anything else
+    "bench": 12,  # import_clock is a file of its own: a fresh process runs it without importing anything else
     "diagnose": 11,  # one file for each kind of evidence
     "check": 11,  # what processes are told and tell, one file for each kind of them
     "mistakes": 14,  # one file of data for each part of the catalogue

@@ -3,6 +3,8 @@
 The first half renames canonical weights into what other implementations call them; a kernel is [in, out] here and
 [out, in] in torch. The second half writes three implementations down again from their formulas, in another style
 than the reference: heads stay behind the lengths, masks are added, positions are built from logarithms.
+
+Classes of ``transformers`` are named where they are used: each is imported then, with much else.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import FSMTConfig, FSMTForConditionalGeneration, GenerationConfig, MarianConfig, MarianMTModel
 
 from reference_numpy import sinusoidal_encoding, target_padding_mask
 from transformer_parity.bench.peers.marian import HUGGING_FACE_NAMES
@@ -30,16 +31,13 @@ TORCH_NAMES = {
     },
 }
 
-FAMILY = {  # of BART, as Hugging Face calls them
-    name: (getattr(transformers, f"{title}Config"), getattr(transformers, f"{title}ForConditionalGeneration"))
-    for name, title in {
-        "bart": "Bart",
-        "plbart": "PLBart",
-        "mbart": "MBart",
-        "m2m_100": "M2M100",
-        "pegasus": "Pegasus",
-        "blenderbot": "Blenderbot",
-    }.items()
+FAMILY = {  # of BART: the name of the preset, and the beginning of the names of Hugging Face's classes
+    "bart": "Bart",
+    "plbart": "PLBart",
+    "mbart": "MBart",
+    "m2m_100": "M2M100",
+    "pegasus": "Pegasus",
+    "blenderbot": "Blenderbot",
 }
 
 
@@ -107,7 +105,8 @@ def marian_model(config, weights):
     special = {"scale_embedding": True, "activation_function": "swish", "decoder_start_token_id": config.bos_id}
     special["forced_eos_token_id"] = None  # the default forces it at the maximum length
     sizes = hugging_face_sizes(config)
-    model = MarianMTModel(MarianConfig(vocab_size=config.target_vocab_size, **sizes, **special)).eval()
+    fields = transformers.MarianConfig(vocab_size=config.target_vocab_size, **sizes, **special)
+    model = transformers.MarianMTModel(fields).eval()
     positions = sinusoidal_encoding(config.max_length, config.d_model, "split", "m")
     tables = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head")
     state = {
@@ -146,7 +145,7 @@ def marian_generate(config, weights, source, fields):
     found = marian_model(config, weights).generate(
         input_ids=torch.tensor(source),
         attention_mask=torch.tensor(source != config.pad_id),
-        generation_config=GenerationConfig(
+        generation_config=transformers.GenerationConfig(
             pad_token_id=config.pad_id,
             eos_token_id=config.eos_id,
             return_dict_in_generate=True,
@@ -161,7 +160,8 @@ def marian_generate(config, weights, source, fields):
 
 def hugging_face_model(name, config, weights):
     """Return the model of BART's family that Hugging Face calls by a name, in float64."""
-    config_class, model_class = FAMILY[name]
+    config_class = getattr(transformers, f"{FAMILY[name]}Config")
+    model_class = getattr(transformers, f"{FAMILY[name]}ForConditionalGeneration")
     behind = config.position_offset if config.position_encoding == "learned" else 0
     sizes = {**hugging_face_sizes(config), "max_position_embeddings": config.max_length - behind}
     special = {"activation_function": config.activation, "scale_embedding": config.scale_embedding}
@@ -212,7 +212,8 @@ def hugging_face_logits(name, config, weights, source, target):
 def fairseq_logits(config, weights, source, target):
     """Run Hugging Face's FSMTForConditionalGeneration, the port of fairseq's WMT19 models."""
     vocabularies = {"src_vocab_size": config.source_vocab_size, "tgt_vocab_size": config.target_vocab_size}
-    model = FSMTForConditionalGeneration(FSMTConfig(**vocabularies, **hugging_face_sizes(config))).eval()
+    fields = transformers.FSMTConfig(**vocabularies, **hugging_face_sizes(config))
+    model = transformers.FSMTForConditionalGeneration(fields).eval()
     positions = sinusoidal_encoding(config.max_length + config.pad_id + 1, config.d_model, "split", "m_minus_1")
     positions[config.pad_id] = 0.0
     state = {

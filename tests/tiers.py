@@ -28,7 +28,8 @@ SHARED = (
     re.compile(r"_(jax|tf)\.py::"),  # likewise, in a file that is about one
     re.compile(r"::test_(jax|tf)_"),  # likewise, in a test that is about one
     re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case: what each hypothesis makes of it
-    re.compile(r"test_(circumstances|golden|investigate|port_cases)\.py"),  # what all tests of a file need
+    re.compile(r"test_(circumstances|golden|investigate|parallel_torch|port_cases)\.py"),  # what all of a file need
+    re.compile(r"test_(import)_(?!messages|alone)"),  # models of transformers, whose import takes seconds
 )
 
 GROWTH = 400 * 2**20  # bytes, between two tests of which what they compiled is forgotten

@@ -50,21 +50,20 @@ def cross_entropy(
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
     check_labels(labels.shape, logits.shape[:2])
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    log_probabilities = jax.nn.log_softmax(wide)  # [B, T, V]
-    # A comparison, not take_along_axis: its gradient is one more fused loop, not a scatter into [B, T, V].
-    is_right = labels[..., None] == jnp.arange(logits.shape[-1])
-    right = jnp.where(is_right, log_probabilities, 0.0).sum(-1)  # [B, T]
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))  # [B, T, V]
+    # Not log_softmax: XLA would keep the logarithms of all probabilities, and pass over them for each of these sums.
+    log_totals = jax.nn.logsumexp(wide, -1)
+    right = jnp.take_along_axis(wide, labels[..., None], -1)[..., 0] - log_totals  # [B, T]
     # Where values could not be looked at, a wrong label must not pass for one that costs nothing.
     right = jnp.where((labels >= 0) & (labels < config.target_vocab_size), right, jnp.nan)
     smoothing = config.label_smoothing
-    spread = log_probabilities.sum(-1)  # [B, T]
+    spread = wide.sum(-1) - wide.shape[-1] * log_totals  # [B, T]
     classes = config.target_vocab_size
     if config.label_smoothing_kind != "uniform":
         spread = spread - right
         classes -= 1
     if config.label_smoothing_kind == "off_target_and_pad":
-        spread = spread - log_probabilities[..., config.pad_id]
+        spread = spread - (wide[..., config.pad_id] - log_totals)
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
@@ -129,7 +128,7 @@ class Trainer:
         Args:
             source_ids: The source sentences [B, S], padded with ``config.pad_id``.
             target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
-            labels: What it should say [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
+            labels: The right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
 
         Raises:
             TypeError: Ids that are not integers.
@@ -143,7 +142,7 @@ class Trainer:
             "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
             "corrections": settings.bias_corrections(self.step + 1),
         }
-        parameters, self.optimizer, result = self._compiled_step(
+        self.optimizer, parameters, result = self._compiled_step(
             _parameters(self.model), self.optimizer, batch, numbers
         )
         _put_parameters(self.model, parameters)
@@ -287,7 +286,7 @@ def _compile_step(structure: _Structure, settings: TrainingConfig, platform: str
     # The old moments, which are the trainer's alone, make room for the new ones; the old parameters may be in a clone.
     step = partial(_step, structure, settings)
     kept: Any = shardings(structure.config, structure.mesh)  # as the arguments: else the second step compiles again
-    results = None if kept is None else (kept, Adam(kept, kept, settings), None)
+    results = None if kept is None else (Adam(kept, kept, settings), kept, None)
     return jax.jit(step, donate_argnames="optimizer", compiler_options=options, out_shardings=results)
 
 
@@ -306,7 +305,7 @@ def _gradients(structure, parameters, batch):
 
 
 def _step(structure, settings, parameters, optimizer, batch, numbers):
-    """Return parameters and optimizer after a step, and what it reports."""
+    """Return optimizer and parameters after a step, and what it reports."""
     total, tokens, gradient = _gradient(structure, settings, parameters, batch, numbers["random_bits"])
     count = jnp.maximum(tokens, 1).astype(total.dtype)
     norm = global_norm(gradient) / count
@@ -314,7 +313,9 @@ def _step(structure, settings, parameters, optimizer, batch, numbers):
     parameters, optimizer = optimizer.update(
         parameters, gradient, scale, numbers["learning_rate"], numbers["corrections"]
     )
-    return parameters, optimizer, (total / count, tokens, norm)
+    # The optimizer first: JAX gives what is donated to the results of the same shape in their order, and the parameters
+    # would get the room of the old moments.
+    return optimizer, parameters, (total / count, tokens, norm)
 
 
 def _gradient(structure, settings, parameters, batch, random_bits):

@@ -20,6 +20,8 @@ from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap
 from transformer_tf.layers import Block, Dropout, Linear, masked_softmax
 
+QUERY_BLOCK = 256  # above this many queries, and without taps, not all scores are there at the same time
+
 
 def scaled_dot_product_attention(
     query: Float[Tensor, "B H L d_k"],
@@ -54,6 +56,8 @@ def scaled_dot_product_attention(
     check_attention(tuple(query.shape), tuple(key.shape), tuple(value.shape))
     if mask is not None:
         check_attention_mask(tuple(mask.shape), mask.dtype.name, tuple(query.shape), tuple(key.shape))
+    if tap is no_tap and (query.shape[2] or 0) > QUERY_BLOCK and dropout is None and _is_cpu():
+        return _attend_in_blocks(query, key, value, mask)
     # keras.ops.dot_product_attention is not used: it rounds 1 / sqrt(d_k) to float32 also in a float64 model, and
     # averages over forbidden keys where a row allows none. In tf.function, XLA compiles these lines as a whole.
     d_k = query.shape[-1]
@@ -62,6 +66,47 @@ def scaled_dot_product_attention(
     if dropout is not None:
         weights = dropout(weights)
     return tap("context", weights @ value)  # [B, H, L, d_v]
+
+
+def _is_cpu():
+    """Whether the process computes on a CPU alone: a GPU takes all heads at a time."""
+    return not tf.config.list_physical_devices("GPU")
+
+
+def _attend_in_blocks(query, key, value, mask):
+    """Attend with some queries of one head at a time; the backward pass computes their scores again."""
+    batch, heads, length, width = keras.ops.shape(query)
+    blocks = -(-length // QUERY_BLOCK)
+    padding = [[0, 0], [0, 0], [0, blocks * QUERY_BLOCK - length], [0, 0]]
+    if mask is not None and mask.shape[2] > 1:
+        mask = tf.pad(mask, padding)
+
+    def attend(b, h, i, block, key, value):
+        allowed = None
+        if mask is not None:  # where there is one for all sentences, heads or queries, the slice begins at that one
+            start = tf.minimum(tf.stack([b, h, i * QUERY_BLOCK, 0]), tf.shape(mask) - 1)
+            allowed = tf.slice(mask, start, [1, 1, min(QUERY_BLOCK, mask.shape[2]), tf.shape(mask)[3]])
+
+        @tf.recompute_grad
+        def context(*inputs):
+            return scaled_dot_product_attention(*(x[None, None] for x in inputs), allowed)[0, 0]
+
+        return context(block, key, value)
+
+    def each(function, *arrays):
+        numbered = (tf.range(tf.shape(arrays[0])[0]), *arrays)
+        return tf.map_fn(
+            lambda inputs: function(*inputs), numbered, fn_output_signature=value.dtype, parallel_iterations=1
+        )
+
+    query = tf.reshape(tf.pad(query, padding), [batch, heads, blocks, QUERY_BLOCK, width])
+    context = each(
+        lambda b, *sentence: each(
+            lambda h, query, *memory: each(lambda i, block: attend(b, h, i, block, *memory), query), *sentence
+        ),
+        *(query, key, value),
+    )
+    return tf.reshape(context, [batch, heads, blocks * QUERY_BLOCK, value.shape[3]])[:, :, :length]
 
 
 def split_heads(x: Float[Tensor, "B L width"], num_heads: int) -> Float[Tensor, "B H L d"]:
@@ -154,6 +199,7 @@ class MultiHeadAttention(Block):
         mask: Bool[Tensor, "#N #H #L #K"] | None = None,
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
+        training: bool | None = None,
     ) -> Float[Tensor, "B L d_model"]:
         """Let each query position gather from the memory positions that the mask allows.
 
@@ -163,6 +209,7 @@ class MultiHeadAttention(Block):
             mask: True where a query may attend to a memory position. None allows every pair.
             tap: Receives each named intermediate and returns the value to go on with.
             past: Keys and values of earlier positions, which answer too; those of ``memory`` are added to them.
+            training: Applies dropout. Keras hands on the mode of the layer around.
         """
         shape = tf.shape(query)
         if isinstance(memory, KeyValues):  # the hypotheses of a sentence ask its memory side by side
@@ -176,7 +223,8 @@ class MultiHeadAttention(Block):
             v = tap("value", v)  # [B, H, M, d_v]
         if past is not None:
             k, v = past.append(k, v)
-        context = scaled_dot_product_attention(q, k, v, mask, self.dropout, tap)
+        dropout = self.dropout if training and self.dropout.rate else None
+        context = scaled_dot_product_attention(q, k, v, mask, dropout, tap)
         return tap("output", tf.reshape(self.output_proj(merge_heads(context)), shape))
 
     def project(self, memory: Float[Tensor, "B M d_model"]) -> KeyValues:

@@ -133,7 +133,7 @@ class Trainer:
         Args:
             source_ids: The source sentences [B, S], padded with ``config.pad_id``.
             target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
-            labels: What it should say [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
+            labels: The right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
 
         Raises:
             TypeError: Ids that are not integers.

@@ -15,6 +15,7 @@ from reference_numpy.checks import check_attention, check_attention_mask, check_
 from reference_numpy.config import TransformerConfig
 from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.taps import Tap, no_tap
+from transformer_torch import onednn
 from transformer_torch.layers import Dropout, Linear, OwnDropout, masked_softmax
 from transformer_torch.runtime import dtype_name
 
@@ -54,7 +55,8 @@ def scaled_dot_product_attention(
         check_attention_mask(mask.shape, dtype_name(mask), query.shape, key.shape)
     rate = dropout.p if dropout is not None and dropout.training else 0.0
     # torch's fused kernel: same semantics, and the weights never exist; but it draws dropout of its own.
-    if tap is no_tap and (rate == 0.0 or not isinstance(dropout, OwnDropout)):
+    is_fused = tap is no_tap and (rate == 0.0 or not isinstance(dropout, OwnDropout))
+    if is_fused and not onednn.delays_attention(query, key):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)
     d_k = query.shape[-1]
     scores = tap("scores", query @ key.mT * (1.0 / math.sqrt(d_k)))  # [B, H, L, M]

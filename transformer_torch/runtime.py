@@ -12,6 +12,7 @@ from torch.func import debug_unwrap
 
 from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
 from reference_numpy.shapes import Bool, Float, Int
+from transformer_torch import onednn
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")
@@ -29,7 +30,10 @@ def set_precision(precision: str) -> None:
         ValueError: There is no such precision.
     """
     check_choice("precision", precision, PRECISIONS)
-    torch.set_float32_matmul_precision("highest" if precision == "highest" else "high")
+    chosen = {"highest": "highest", "fast": "high"}[precision]
+    if not torch.cuda.is_available() and onednn.pays(precision):  # where there is a GPU, "medium" would allow TF32
+        chosen = "medium"
+    torch.set_float32_matmul_precision(chosen)
 
 
 def check_placement(dtype: str, device: str | None) -> None:
@@ -102,6 +106,7 @@ def describe() -> dict[str, str]:
         "version": torch.__version__,
         "device": ", ".join(gpus) or "cpu",
         "threads": str(torch.get_num_threads()),
+        "products on a CPU": onednn.describe(),
         # Not get_float32_matmul_precision, which raises once one of these has been set.
         "matrix products": f"{torch.backends.mkldnn.matmul.fp32_precision} on a CPU, "  # type: ignore[attr-defined]
         f"{torch.backends.cuda.matmul.fp32_precision} on a GPU",

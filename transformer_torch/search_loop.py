@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 
 from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
+from transformer_torch import onednn
 from transformer_torch.embedding import OutputProjection
 from transformer_torch.layers import Linear
 from transformer_torch.training import inference
@@ -99,7 +100,9 @@ def _lay_out_for_few_rows(model, rows):
 
 def _relaid(weight, rows):
     """Return a weight [out, in] in the layout that is quickest for few rows."""
-    if weight.numel() >= LARGE_WEIGHT and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+    has_layout = weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    # Where oneDNN takes the product anyway, its own layout pays for small weights too.
+    if has_layout and (weight.numel() >= LARGE_WEIGHT or onednn.is_on()):
         return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return weight.t().contiguous().t()
 

@@ -14,6 +14,7 @@ from typing import Any
 from docutils import nodes
 from panes import PACKAGES, ROOT, TITLES
 from results import conformance, selftest, speed, tolerances, verdict
+from speeds import compared, goals, shares
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
@@ -213,11 +214,13 @@ TABLES = {
     "verdict": verdict,
     "selftest": selftest,
     "tolerances": tolerances,
+    "shares": shares,
+    "goals": goals,
 }
 
 
 class Facts(SphinxDirective):
-    """Show a table by its name: ``fields CLASS``, ``speed TASK``, ``conformance DTYPE``, or one of ``TABLES``."""
+    """Show a table: ``fields CLASS``, ``speed`` or ``compared TASK``, ``conformance DTYPE``, or one of ``TABLES``."""
 
     required_arguments = 1
     optional_arguments = 1
@@ -229,6 +232,8 @@ class Facts(SphinxDirective):
             lines = field_table(DATACLASSES[of[0]])
         elif kind == "speed":
             lines = speed(of[0])
+        elif kind == "compared":
+            lines = compared(of[0])
         elif kind == "conformance":
             lines = conformance(of[0])
         elif kind in TABLES:

@@ -53,7 +53,7 @@ def read(path: Path) -> dict[str, Any]:
 def speed(task: str) -> Iterator[str]:
     """Yield a Markdown table of one task at both sizes, from benchmarks/*.json."""
     reports = {size: read(ROOT / "benchmarks" / f"{task}-{size}.json") for size in ("small", "base")}
-    columns = {size: {one["name"]: one for one in r["races"][0]["contestants"]} for size, r in reports.items()}
+    columns = {size: {one["name"]: one for one in r["races"][0]["participants"]} for size, r in reports.items()}
     header = "".join(f" {size}, ms | lowest to highest | MiB |" for size in reports)
     yield f"| |{header}"
     yield "|---|" + "---:|---:|---:|" * len(reports)
@@ -75,26 +75,6 @@ def timed(one: dict[str, Any] | None) -> str:
     seconds = one["seconds"]
     spread = f"{1000 * min(seconds):,.0f} to {1000 * max(seconds):,.0f}"
     return f"{1000 * one['median_seconds']:,.0f} | {spread} | {one['peak_bytes'] / MIB:,.0f}"
-
-
-def fastest(task: str) -> Iterator[str]:
-    """Yield the rows of docs/speed.md that compare the ports: with the one that is the fastest of the three.
-
-    That one takes less time than each of the others, by the median of the ratios within each round.
-    """
-    columns = []
-    for size in ("small", "base"):
-        ratios = read(ROOT / "benchmarks" / f"{task}-{size}.json")["races"][0]["ratios"]
-        (first,) = (
-            port for port in PORTS if all(ratios[port][other]["median"] < 1 for other in PORTS if other != port)
-        )
-        columns.append({port: ratios[port].get(first) for port in PORTS})
-    for port in PORTS:
-        cells = [
-            f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})" if found else "the fastest"
-            for found in (column[port] for column in columns)
-        ]
-        yield f"| transformer_{port} / the fastest of the three | {' | '.join(cells)} |"
 
 
 def conformance(dtype: str) -> Iterator[str]:

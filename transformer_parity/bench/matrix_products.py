@@ -1,4 +1,4 @@
-"""The matrix products of a work, and two baselines that take nothing else."""
+"""The matrix products of a work, and a baseline that takes nothing else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy import ndarray
@@ -53,24 +53,17 @@ class HasProducts(Protocol):
         """Yield every matrix product, in order."""
 
 
-class Baseline(Participant):
-    """What takes matrix products through NumPy, and has no result."""
+@dataclass
+class Products(Participant):
+    """The matrix products of the work through NumPy, and nothing else: what ``reference_numpy`` cannot beat."""
+
+    name: str = "products"
 
     has_result = False
 
     def prepare(self) -> dict[str, str]:
         """Return NumPy's version and its matrix library."""
         return ref.describe()
-
-    def result(self, found: Any) -> None:
-        """Return nothing: there is no result."""
-
-
-@dataclass
-class Products(Baseline):
-    """The matrix products of the work through NumPy, and nothing else: what ``reference_numpy`` cannot beat."""
-
-    name: str = "products"
 
     def load(self, work: HasProducts, weights: Path) -> None:
         """Lay out operands of random numbers: what is of one name, such as a growing cache, in one place."""
@@ -100,25 +93,3 @@ class Products(Baseline):
         """Take all products."""
         for left, right in self._pairs:
             left @ right
-
-
-@dataclass
-class MatrixRate(Baseline):
-    """One large matrix product through NumPy: the rate that the machine is measured by."""
-
-    name: str = "matrix rate"
-    width: int = 2048
-
-    def load(self, work: HasProducts, weights: Path) -> None:
-        """Lay out two matrices and room for their product."""
-        rng = np.random.default_rng(0)
-        self._left, self._right, self._room = rng.standard_normal((3, self.width, self.width), np.float32)
-
-    @property
-    def operations(self) -> int:
-        """Its additions and multiplications."""
-        return 2 * self.width**3
-
-    def run(self) -> None:
-        """Take the product."""
-        np.matmul(self._left, self._right, out=self._room)

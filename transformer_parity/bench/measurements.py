@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
 
+FITTED = 3  # sizes, the largest: at small ones, what does not grow is most of the time
 TIMES = ("first_seconds", "seconds", "cores", "loaded_bytes", "peak_bytes")
 
 
@@ -45,6 +47,13 @@ class Entry:
     cores: list[float] = field(default_factory=list)
     loaded_bytes: int | None = None
     peak_bytes: int | None = None
+
+    def add(self, reply: Any) -> None:
+        """Keep what a round took, as ``rounds.Reply`` has it."""
+        self.seconds.append(reply.seconds)
+        self.cores.append(reply.processor_seconds / reply.seconds)
+        if reply.peak_bytes is not None:
+            self.peak_bytes = max(reply.peak_bytes, self.peak_bytes or 0)
 
     @property
     def work_bytes(self) -> int | None:
@@ -96,3 +105,41 @@ def fastest(entries: Sequence[Entry]) -> Entry | None:
 def verdict(entries: Sequence[Entry]) -> str:
     """Return the worst: a wrong result before one that is missing."""
     return next((word for word in (DIVERGES, FAILED) if any(entry.verdict == word for entry in entries)), AGREES)
+
+
+def median_seconds(entry: Entry) -> float | None:
+    """Return the median of the times; None if there is none."""
+    return Spread.of(entry.seconds).median if entry.is_timed else None
+
+
+def work_bytes(entry: Entry) -> int | None:
+    """Return the memory of the work; None if there is no time either."""
+    return entry.work_bytes if entry.is_timed else None
+
+
+def at_sizes(
+    name: str, races: Sequence[Sequence[Entry]], measure: Callable[[Entry], float | None]
+) -> list[float | None]:
+    """Return what is measured of a participant at each size; None where it is not."""
+    found = ([entry for entry in entries if entry.name == name] for entries in races)
+    return [measure(entries[0]) if entries else None for entries in found]
+
+
+def exponent(sizes: Sequence[int], measured: Sequence[float | None]) -> float | None:
+    """Return the power of the size that something grows with, fitted to the largest sizes; None without two of them.
+
+    It is the slope of a line through their logarithms, by least squares: 1 is linear, 2 quadratic.
+    """
+    found = [(math.log(size), math.log(x)) for size, x in zip(sizes, measured, strict=False) if x][-FITTED:]
+    return linear_regression(*zip(*found, strict=True)).slope if len(found) > 1 else None
+
+
+def exponents(sizes: Sequence[int], races: Sequence[Sequence[Entry]]) -> dict[str, dict[str, float | None]]:
+    """Return those of the time and the memory of each participant."""
+    return {
+        name: {
+            "seconds": exponent(sizes, at_sizes(name, races, median_seconds)),
+            "work_bytes": exponent(sizes, at_sizes(name, races, work_bytes)),
+        }
+        for name in dict.fromkeys(entry.name for entries in races for entry in entries)
+    }

@@ -5,21 +5,24 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy import ndarray
 
 import reference_numpy as ref
+from reference_numpy.parallel_plan import Plan
 from reference_numpy.search_plan import SearchResult
 from transformer_parity.bench.peers import PEERS, Peer
 from transformer_parity.bench.peers.marian import marian_model
 from transformer_parity.bench.rounds import Participant
 from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
+from transformer_parity.distributed.environments import environments, number_of_processes
 from transformer_parity.ports.protocol import Decoded, MissingFrameworkError
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.environment import prepare_environment
@@ -29,13 +32,17 @@ from transformer_parity.system.environment import prepare_environment
 class Package(Participant):
     """One of our four packages, used the way its users use it."""
 
-    name: str
+    backend: str
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.backend
 
     def check_installed(self) -> None:
-        PORTS[self.name].check_installed()
+        PORTS[self.backend].check_installed()
 
     def prepare(self) -> dict[str, str]:
-        self.package = PORTS[self.name].import_package()
+        self.package = PORTS[self.backend].import_package()
         return self.package.describe()
 
     def load(self, work: Work, weights: Path) -> None:
@@ -51,20 +58,54 @@ class ForwardPackage(Package):
     """Computes logits; in JAX and TensorFlow, as a compiled function."""
 
     def ready(self, model: Any, work: ForwardWork) -> Callable[[], Any]:
-        return partial(compiled(self.name, model), work.source_ids, work.target_ids)
+        return partial(compiled(self.backend, model), work.source_ids, work.target_ids)
 
     def result(self, found: Any) -> ndarray:
         """Return the logits [B, T, V] in float32."""
-        return np.asarray(found.float().cpu() if self.name == "torch" else found, np.float32)
+        return np.asarray(found.float().cpu() if self.backend == "torch" else found, np.float32)
 
 
 class TrainPackage(Package):
     """Takes one step after another on the same batch."""
 
+    mesh: ClassVar[Any] = None
+
     def ready(self, model: Any, work: TrainWork) -> Callable[[], Any]:
-        trainer = self.package.Trainer(model, work.settings, SEED)
+        trainer = self.package.Trainer(model, work.settings, SEED, mesh=self.mesh)
         batch = work.source_ids, work.target_ids, work.labels
         return lambda: (trainer.step + 1, float(trainer.train_step(*batch).loss))
+
+
+@dataclass
+class TrainOnDevices(TrainPackage):
+    """Takes the same steps on the devices of a plan.
+
+    On CPUs, each device is a process of its own, so that its memory can be measured, unless NumPy simulates it.
+    """
+
+    plan: Plan
+    device: str
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{self.backend} {self.plan}"
+
+    @property
+    def processes(self) -> int:  # type: ignore[override]
+        has_own = self.device == "cpu" and self.backend != "numpy"
+        return number_of_processes(self.backend, self.plan, self.plan.devices if has_own else None)
+
+    def environments(self) -> AbstractContextManager[Sequence[Mapping[str, str]]]:
+        return environments(self.backend, self.plan.devices, self.processes)
+
+    def prepare(self) -> dict[str, str]:
+        self.package = PORTS[self.backend].import_package()
+        self.mesh = self.package.make_mesh(self.plan, self.device)
+        return self.package.describe()
+
+    def load(self, work: Work, weights: Path) -> None:
+        with getattr(self.mesh, "scope", nullcontext)():  # TensorFlow makes copies of variables where it makes them
+            super().load(work, weights)
 
 
 class DecodePackage(Package):

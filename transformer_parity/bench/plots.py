@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformer_parity.bench.measurements import Entry, Spread, ratio
+from transformer_parity.bench.measurements import (
+    Entry,
+    Spread,
+    at_sizes,
+    exponents,
+    median_seconds,
+    ratio,
+    work_bytes,
+)
 from transformer_parity.figures.style import BACKENDS, GOOD, GREY, OTHERS
 from transformer_parity.ports.registry import PORTS
 
@@ -81,23 +89,23 @@ def draw_growth(
     has_memory = any(entry.work_bytes for entries in results for entry in entries if entry.is_timed)
     figure = Figure(figsize=(9.0, 4.2), layout="constrained")
     time_axes, *others = figure.subplots(1, 2 if has_memory else 1, squeeze=False)[0]
-    names = list(dict.fromkeys(entry.name for entries in results for entry in entries if entry.is_timed))
-    for name in names:
-        found = {
-            value: entry
-            for value, entries in zip(values, results, strict=False)
-            for entry in entries
-            if entry.name == name and entry.is_timed
-        }
-        style: dict[str, Any] = {"marker": "o", "markersize": 3, "label": name}
+    for name, steepness in exponents(values, results).items():
+        timed = [entry for entries in results for entry in entries if entry.name == name and entry.is_timed]
+        style: dict[str, Any] = {"marker": "o", "markersize": 3}
         if name in BACKENDS:
             style["color"] = BACKENDS[name]
-        if not any(entry.has_result for entry in found.values()):
+        if not any(entry.has_result for entry in timed):
             style |= {"color": GREY, "linestyle": "--"}
-        time_axes.plot(list(found), [1e3 * Spread.of(entry.seconds).median for entry in found.values()], **style)
-        memory = {value: entry.work_bytes / MEBI for value, entry in found.items() if entry.work_bytes}
-        for axes in others:
-            axes.plot(list(memory), list(memory.values()), **style)
+        for axes, kind, measure, unit in (
+            (time_axes, "seconds", median_seconds, 1e3),
+            *((axes, "work_bytes", work_bytes, 1 / MEBI) for axes in others),
+        ):
+            measured = at_sizes(name, results, measure)
+            drawn = {value: unit * number for value, number in zip(values, measured, strict=False) if number}
+            if drawn:
+                fitted = steepness[kind]
+                label = name if fitted is None else f"{name}: {fitted:.2f}"
+                axes.plot(list(drawn), list(drawn.values()), label=label, **style)
     labels = "milliseconds", "MiB beyond what was held before the first call"
     for axes, label in zip((time_axes, *others), labels, strict=False):
         axes.set_xscale("log", base=2)
@@ -106,7 +114,7 @@ def draw_growth(
         axes.set_xlabel(axis)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-    time_axes.legend(fontsize=8)
+        axes.legend(fontsize=8, title="with the exponent of its growth", title_fontsize=8)
     figure.suptitle(f"{title}\n{details}", fontsize=9)
     figure.supxlabel(machine, fontsize=8, color=GREY)
     return figure

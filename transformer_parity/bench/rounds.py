@@ -1,11 +1,11 @@
-"""A process for each participant, and interleaved rounds: in each, every participant runs once, while others wait."""
+"""Processes for each participant, and interleaved rounds: in each, every participant runs once, while others wait."""
 
 from __future__ import annotations
 
-import os
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from transformer_parity.system.messages import Parent
 
 SWITCHES = (*THREAD_SWITCHES, "VECLIB_MAXIMUM_THREADS")
 WORK = "transformer_parity.bench.rounds:work"  # what a process runs
+CAUSE = 2.0  # seconds for the process that failed first to say so: others of its participant fail because it is gone
 PAUSE = 0.25  # seconds between two runs: threads that are out of work go on spinning for up to 0.2 (Intel's OpenMP)
 
 
@@ -26,15 +27,21 @@ class Participant:
 
     Attributes:
         name: What it is called in tables.
+        processes: How many processes do its work together; each has its threads in equal parts.
         has_result: Whether there is a result to agree about.
     """
 
     name: str
+    processes: int = 1
     has_result: ClassVar[bool] = True
     _run: Callable[[], Any]  # what ``load`` makes ready
 
     def check_installed(self) -> None:
         """Raise MissingFrameworkError, with the install line, unless everything needed can be found."""
+
+    def environments(self) -> AbstractContextManager[Sequence[Mapping[str, str]]]:
+        """Return a block in which its processes run, which yields what each is to find in its environment."""
+        return nullcontext([{}] * self.processes)
 
     def prepare(self) -> dict[str, str]:
         """Import what is needed, and return versions, devices and switches."""
@@ -63,15 +70,16 @@ Tell = Callable[[str, str], None]  # is told a participant's name and what it do
 
 @dataclass(frozen=True)
 class Reply:
-    """What a call in another process returned, and what it took.
+    """What a call in another process returned, and what it took; or in several that work together.
 
     Attributes:
         answer: What it returned.
-        seconds: How long it took.
+        seconds: How long it took; of several processes, the slowest.
         processor_seconds: How long all its threads together kept processors busy.
         peak_bytes: The most memory that the process held during the call, or before it where the system cannot forget
-            an earlier peak.
-        held_bytes: The memory that the process held afterwards.
+            an earlier peak; of several, the one with the most.
+        held_bytes: The memory that the process held afterwards, likewise.
+        others: What it returned in the other processes.
     """
 
     answer: Any
@@ -79,6 +87,20 @@ class Reply:
     processor_seconds: float
     peak_bytes: int | None = None
     held_bytes: int | None = None
+    others: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, replies: Sequence[Reply]) -> Reply:
+        """Return the reply of processes that work together."""
+        first, *others = replies
+        return cls(
+            first.answer,
+            max(reply.seconds for reply in replies),
+            sum(reply.processor_seconds for reply in replies),
+            max((reply.peak_bytes for reply in replies if reply.peak_bytes is not None), default=None),
+            max((reply.held_bytes for reply in replies if reply.held_bytes is not None), default=None),
+            tuple(reply.answer for reply in others),
+        )
 
 
 class ParticipantError(Exception):
@@ -86,16 +108,16 @@ class ParticipantError(Exception):
 
 
 class ParticipantProcess:
-    """A participant in a process of its own.
+    """A participant in a process of its own, or in several.
 
     Attributes:
         entry: Where its measurements are kept.
     """
 
-    def __init__(self, participant: Participant, entry: Entry, child: Child) -> None:
+    def __init__(self, entry: Entry, children: Children, members: Sequence[Child]) -> None:
         self.entry = entry
-        self._child = child
-        child.send(participant)
+        self._children = children
+        self._members = members
 
     def ask(self, method: str, *arguments: Any) -> Reply:
         """Call a method of the participant and wait for its reply."""
@@ -104,38 +126,69 @@ class ParticipantProcess:
 
     def send(self, method: str, *arguments: Any) -> None:
         """Call a method of the participant, whose reply has to be received later."""
-        self._child.send((method, arguments))
+        for member in self._members:
+            member.send((method, arguments))
 
     def receive(self, method: str) -> Reply:
         """Wait for the reply to a call.
 
         Raises:
-            ParticipantError: The call raised an error, or the process has ended.
+            ParticipantError: The call raised an error, or a process has ended; now all have.
         """
-        try:
-            reply = self._child.receive()
-        except ChildEndedError as error:
-            raise ParticipantError(f"{error.how} in {method}: {error.last_line}") from None
-        if isinstance(reply, str):
-            raise ParticipantError(reply)
-        return reply
+        replies: dict[Child, Reply] = {}
+        failed: dict[Child, str | ChildEndedError] = {}
+        deadline = math.inf
+        while waiting := [member for member in self._members if member not in replies and member not in failed]:
+            for member in self._children.wait(waiting, deadline - time.monotonic()):
+                try:
+                    reply = member.receive()
+                except ChildEndedError as error:
+                    reply = error
+                if isinstance(reply, Reply):
+                    replies[member] = reply
+                else:
+                    failed[member] = reply
+            if failed:
+                deadline = min(deadline, time.monotonic() + CAUSE)
+            if time.monotonic() >= deadline:
+                break
+        if failed:
+            raise self._error(method, failed)
+        return Reply.of([replies[member] for member in self._members])
+
+    def _error(self, method: str, failed: Mapping[Child, str | ChildEndedError]) -> ParticipantError:
+        """End all processes, and return why: a process that has ended, or else the one that failed first."""
+        for member in self._members:
+            self._children.stop(member)
+        ended = [member for member, why in failed.items() if isinstance(why, ChildEndedError)]
+        member = [*ended, *failed][0]
+        why = failed[member]
+        message = f"{why.how} in {method}: {why.last_line}" if isinstance(why, ChildEndedError) else why
+        if len(self._members) > 1:
+            message = f"process {self._members.index(member)} of {len(self._members)}: {message}"
+        return ParticipantError(message)
 
 
 @contextmanager
 def started(
     participants: Sequence[Participant], entries: Sequence[Entry], threads: int
 ) -> Iterator[tuple[list[ParticipantProcess], Path]]:
-    """Start a process for each participant, all importing at the same time; they end with the block.
+    """Start the processes of each participant, all importing at the same time; they end with the block.
 
     Yields:
         The processes, and a folder that is removed after the block.
     """
-    switches = dict.fromkeys(SWITCHES, str(threads))  # read when NumPy or a framework is imported
-    with Children({**os.environ, **switches}) as children:
-        processes = [
-            ParticipantProcess(participant, entry, children.start(WORK))
-            for participant, entry in zip(participants, entries, strict=True)
-        ]
+    with ExitStack() as stack:
+        children = stack.enter_context(Children())
+        processes = []
+        for participant, entry in zip(participants, entries, strict=True):
+            # Read when NumPy or a framework is imported.
+            switches = dict.fromkeys(SWITCHES, str(max(1, threads // participant.processes)))
+            told = stack.enter_context(participant.environments())
+            members = [children.start(WORK, environment={**switches, **variables}) for variables in told]
+            for member in members:
+                member.send(participant)
+            processes.append(ParticipantProcess(entry, children, members))
         for process in processes:
             process.send("prepare")
         yield processes, children.folder
@@ -174,11 +227,7 @@ def run_rounds(
         for process in _still_in([*processes[shift:], *processes[:shift]]):
             tell(process.entry.name, f"round {number + 1} of {rounds}")
             with _out_on_failure(process.entry):
-                reply = _run(process, verify)
-                process.entry.seconds.append(reply.seconds)
-                process.entry.cores.append(reply.processor_seconds / reply.seconds)
-                if reply.peak_bytes is not None:
-                    process.entry.peak_bytes = max(reply.peak_bytes, process.entry.peak_bytes or 0)
+                process.entry.add(_run(process, verify))
 
 
 def _still_in(processes: Sequence[ParticipantProcess]) -> Iterator[ParticipantProcess]:
@@ -199,7 +248,9 @@ def _run(process: ParticipantProcess, verify: Verify) -> Reply:
     time.sleep(PAUSE)
     reply = process.ask("run")
     if process.entry.has_result:
-        process.entry.near_ties = verify(reply.answer, lambda: process.ask("show").answer) or process.entry.near_ties
+        for answer in (reply.answer, *reply.others):
+            near_ties = verify(answer, lambda: process.ask("show").answer)
+            process.entry.near_ties = near_ties or process.entry.near_ties
     return reply
 
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import reference_numpy as ref
-from transformer_parity.bench.matrix_products import MatrixRate, Products
-from transformer_parity.bench.measurements import Entry, Spread, verdict
-from transformer_parity.bench.participants import OURS, others
+from reference_numpy.parallel_plan import Plan
+from transformer_parity.bench.limit import LibraryEntry, Limit, libraries, limit_of
+from transformer_parity.bench.matrix_products import Products
+from transformer_parity.bench.measurements import Entry, verdict
+from transformer_parity.bench.participants import OURS, TrainOnDevices, others
 from transformer_parity.bench.rounds import Participant, Tell, run_rounds, started
-from transformer_parity.bench.tables import describe, times_for_machines
+from transformer_parity.bench.tables import costs_for_machines, describe, times_for_machines
 from transformer_parity.bench.verify import verifier_of
 from transformer_parity.bench.workload import Work
 from transformer_parity.compare.findings import AGREES, FAILED
@@ -31,8 +33,9 @@ class Setting:
         backends: Our packages, by name.
         peers: Whether other implementations take part too.
         threads: Of each participant.
-        rounds: Calls of each participant that are timed.
+        rounds: Calls of each participant that are timed; 0 is only what plans cost.
         against: The participant whose time is the unit; None is the fastest.
+        plans: Of several devices, on which our packages train too.
     """
 
     backends: Sequence[str]
@@ -40,10 +43,13 @@ class Setting:
     threads: int = 1
     rounds: int = 1
     against: str | None = None
+    plans: Sequence[Plan] = ()
 
     def participants(self, work: Work) -> list[Participant]:
         """Return those that do some work, in the order of the rounds."""
-        ours = [OURS[work.task][name] for name in self.backends]
+        ours: list[Participant] = []
+        for name in self.backends:
+            ours += [OURS[work.task][name], *(TrainOnDevices(name, plan, work.device) for plan in self.plans)]
         return [*ours, *others(work), Products()] if self.peers else ours
 
     def check(self, work: Work) -> None:
@@ -53,10 +59,19 @@ class Setting:
             MissingFrameworkError: A participant is not installed.
             UsageError: A setting does not fit the work, the participants or the machine.
         """
+        for plan in self.plans:
+            try:
+                plan.check(work.config)
+            except ValueError as error:
+                raise UsageError(f"--parallel {plan}: {error}") from error
+        if not self.rounds:
+            if not self.plans:
+                raise UsageError("--rounds 0 times nothing, and computes what a plan costs: add --parallel PLAN")
+            return
         participants = self.participants(work)
         for participant in participants:
             participant.check_installed()
-        numbers = ref.count_parameters(work.config) * len(participants)
+        numbers = ref.count_parameters(work.config) * sum(participant.processes for participant in participants)
         numbers += work.batch * max(work.source, work.target) * work.config.d_model
         check_memory(4 * numbers, f"{work.title}, {work.details},")
         names = [participant.name for participant in participants if participant.has_result]
@@ -82,10 +97,10 @@ class Timing:
 
     Attributes:
         setting: The participants and the rounds.
-        machine: As ``tables.describe`` returns it; its matrix rate is that of the last work.
+        machine: As ``tables.describe`` returns it.
         works: What was done.
         races: The entries of each work.
-        rates: The matrix rate during each work, in operations per second.
+        limits: That of the machine during each work.
         interrupted: Whether Ctrl-C ended it early.
     """
 
@@ -93,7 +108,7 @@ class Timing:
     machine: dict[str, Any]
     works: list[Work] = field(default_factory=list)
     races: list[list[Entry]] = field(default_factory=list)
-    rates: list[float | None] = field(default_factory=list)
+    limits: list[Limit | None] = field(default_factory=list)
     interrupted: bool = False
 
     @classmethod
@@ -102,11 +117,14 @@ class Timing:
         return cls(setting, describe(setting.threads))
 
     def add(self, work: Work, progress: Progress) -> list[Entry]:
-        """Time some work, and return its entries."""
-        entries, self.interrupted = time_work(work, self.setting, progress, self.machine)
+        """Time some work, and return its entries; none in no rounds."""
+        entries: list[Entry] = []
+        limit: Limit | None = None
+        if self.setting.rounds:
+            entries, limit, self.interrupted = time_work(work, self.setting, progress)
         self.works.append(work)
         self.races.append(entries)
-        self.rates.append(self.machine["matrix_rate"])
+        self.limits.append(limit)
         return entries
 
     @property
@@ -121,7 +139,10 @@ class Timing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        races = [times_for_machines(*one) for one in zip(self.works, self.races, self.rates, strict=True)]
+        races = [
+            {**times_for_machines(*one), "plans": costs_for_machines(one[0], self.setting.plans)}
+            for one in zip(self.works, self.races, self.limits, strict=True)
+        ]
         return {"machine": self.machine, "interrupted": self.interrupted, "exit_code": self.exit_code, "races": races}
 
 
@@ -129,32 +150,27 @@ def grown(work: Work, axis: str, value: int) -> Work:
     """Return the same work at another size."""
     if axis == "length":
         return replace(work, source=value, target=value)
-    if axis == "depth":
-        return replace(work, layers=value)
-    return replace(work, source=value) if axis == "source" else replace(work, batch=value)
+    return replace(work, **{"layers" if axis == "depth" else axis: value})
 
 
 def work_title(work: Work, axis: str) -> str:
     """Return the title of a work, without the size that grows."""
     sizes = {"batch": f"batch {work.batch}", "source": f"source {work.source}", "target": f"target {work.target}"}
-    grown = {"length": ("source", "target"), "depth": ()}.get(axis, (axis,))
+    grown = ("source", "target") if axis == "length" else (axis,)
     return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
 
 
-def time_work(work: Work, setting: Setting, progress: Progress, machine: dict[str, Any]) -> tuple[list[Entry], bool]:
-    """Run some work with every participant; return the entries, and whether Ctrl-C ended it early.
-
-    The matrix rate of the machine is updated.
-    """
+def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[Entry], Limit | None, bool]:
+    """Run some work with every participant; return the entries, the limit, and whether Ctrl-C ended it early."""
     participants = setting.participants(work)
     entries = [Entry(participant.name, participant.has_result) for participant in participants]
-    baseline = MatrixRate()
-    rate_entry = Entry(baseline.name, has_result=False)
+    measured = libraries(setting.backends, work, peers=setting.peers)
+    rates = [LibraryEntry(library.name, has_result=False) for library in measured]
     interrupted = False
     try:
         with (
             progress(entries, setting.rounds) as tell,
-            started([*participants, baseline], [*entries, rate_entry], setting.threads) as (processes, folder),
+            started([*participants, *measured], [*entries, *rates], setting.threads) as (processes, folder),
         ):
             # Written while they import: the model, and the expected results.
             file, weights = folder / "model.safetensors", work.weights()
@@ -162,11 +178,9 @@ def time_work(work: Work, setting: Setting, progress: Progress, machine: dict[st
             run_rounds(processes, work, file, setting.rounds, verifier_of(work, weights).verify, tell)
     except KeyboardInterrupt:
         interrupted = True
-    if rate_entry.is_timed:
-        machine["matrix_rate"] = baseline.operations / Spread.of(rate_entry.seconds).median
     for entry in entries:
         if entry.verdict == AGREES and not entry.seconds:
             entry.verdict, entry.problem = FAILED, "interrupted before it was timed"
         if work.device == "gpu":  # what was measured is the memory of the host
             entry.loaded_bytes = entry.peak_bytes = None
-    return entries, interrupted
+    return entries, limit_of([library.backend for library in measured], rates), interrupted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,10 +12,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from reference_numpy.parallel_plan import AXES, Plan
 from transformer_parity.bench.imports import Pair
-from transformer_parity.bench.measurements import Entry, Spread, ratio, verdict
+from transformer_parity.bench.limit import Limit
+from transformer_parity.bench.measurements import (
+    FITTED,
+    Entry,
+    Spread,
+    at_sizes,
+    exponents,
+    median_seconds,
+    ratio,
+    verdict,
+    work_bytes,
+)
 from transformer_parity.bench.workload import Work
 from transformer_parity.compare.verdict import WORDS
+from transformer_parity.distributed.costs import HELD, Batch, held, sent
 from transformer_parity.report.tables import STYLES, print_line
 from transformer_parity.system.machine import describe_machine, processor
 
@@ -28,21 +40,19 @@ Machine = Mapping[str, Any]
 
 
 def print_times(
-    console: Console, work: Work, entries: Sequence[Entry], against: Entry | None, machine: Machine
+    console: Console, work: Work, entries: Sequence[Entry], against: Entry | None, threads: int, limit: Limit | None
 ) -> None:
     """Print the times, the fastest first, and the verdict of those without a time."""
     console.print(work.title, style="bold")
-    console.print(f"{work.details}; threads: {machine['threads']}")
+    console.print(f"{work.details}; threads: {threads}")
     name = against.name if against else ""
     times = table("median\nms", "lowest to\nhighest", "tokens\nper s", f"times\n{name}", "lowest to\nhighest")
-    process = table(
-        "GFLOP/s", "of one large\nproduct's", "cores", "first\ncall s", "memory\nMiB", "of it for\nthe work"
-    )
+    process = table("GFLOP/s", "of the\nlimit", "cores", "first\ncall s", "memory\nMiB", "of it for\nthe work")
     timed = [entry for entry in entries if entry.is_timed]
     for entry in sorted(timed, key=lambda entry: (not entry.has_result, Spread.of(entry.seconds).median)):
         for each, cells in (
             (times, _time_cells(work, entry, against)),
-            (process, _process_cells(work, entry, machine["matrix_rate"])),
+            (process, _process_cells(work, entry, limit)),
         ):
             if not entry.has_result:
                 each.add_section()
@@ -53,7 +63,8 @@ def print_times(
     console.print(times)
     if timed:
         console.print(process)
-    print_remarks(console, work, entries, machine["threads"])
+    print_remarks(console, work, entries, threads)
+    print_limit(console, work, limit)
 
 
 def table(*headings: str) -> Table:
@@ -78,11 +89,11 @@ def _time_cells(work: Work, entry: Entry, against: Entry | None) -> list[str]:
     return cells
 
 
-def _process_cells(work: Work, entry: Entry, matrix_rate: float | None) -> list[str]:
-    rate = work.operations / Spread.of(entry.seconds).median
+def _process_cells(work: Work, entry: Entry, limit: Limit | None) -> list[str]:
+    seconds = Spread.of(entry.seconds).median
     return [
-        f"{rate / 1e9:,.1f}",
-        f"{rate / matrix_rate:.0%}" if matrix_rate else "-",
+        f"{work.operations / seconds / 1e9:,.1f}",
+        f"{limit.seconds(work) / seconds:.0%}" if limit else "-",
         f"{Spread.of(entry.cores).median:.1f}",
         f"{entry.first_seconds:,.1f}",
         *("-" if size is None else f"{size / MEBI:,.0f}" for size in (entry.peak_bytes, entry.work_bytes)),
@@ -109,31 +120,37 @@ def print_remarks(console: Console, work: Work, entries: Sequence[Entry], thread
         console.print("products: only the matrix products, by NumPy, without a result: the bound of reference_numpy.")
 
 
+def print_limit(console: Console, work: Work, limit: Limit | None) -> None:
+    """Print what the machine can do, and which library does it."""
+    if limit is None:
+        return
+    rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in limit.rates.items())
+    console.print(
+        f"limit: {1e3 * limit.seconds(work):,.1f} ms, for {work.operations / 1e9:,.1f} GFLOP of products at "
+        f"{limit.rate / 1e9:,.0f} GFLOP/s, each at least as long as its weights, keys and values are read, "
+        f"at {limit.bandwidth / 1e9:,.1f} GB/s. One large product, GFLOP/s: {rates}."
+    )
+    console.print("; ".join(f"{name}: {said}" for name, said in limit.libraries.items()), style="dim")
+
+
 def print_growth(console: Console, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]]) -> None:
-    """Print medians and memory over a size that grows, and how steeply they grow at its end."""
-    names = list(dict.fromkeys(entry.name for entries in results for entry in entries))
-    by_name = [{entry.name: entry for entry in entries if entry.is_timed} for entries in results]
-    for heading, measure, unit in (
-        ("milliseconds", lambda entry: Spread.of(entry.seconds).median, 1e3),
-        ("MiB beyond what was held before the first call", lambda entry: entry.work_bytes, 1 / MEBI),
+    """Print medians and memory over a size that grows, and how steeply they grow."""
+    for heading, kind, measure, unit in (
+        ("milliseconds", "seconds", median_seconds, 1e3),
+        ("MiB beyond what was held before the first call", "work_bytes", work_bytes, 1 / MEBI),
     ):
         rows = table(*(f"{value:,}" for value in values[: len(results)]), "exponent")
-        for name in names:
-            measured = [measure(found[name]) if name in found else None for found in by_name]
+        for name, steepness in exponents(values, results).items():
+            measured = at_sizes(name, results, measure)
             cells = ["-" if number is None else f"{unit * number:,.0f}" for number in measured]
-            rows.add_row(name, *cells, exponent(values, measured))
+            fitted = steepness[kind]
+            rows.add_row(name, *cells, "-" if fitted is None else f"{fitted:.2f}")
         console.print(f"{heading}, by {axis}")
         console.print(rows)
-    console.print("exponent: of the power of the size that it grows with at the end; 1 is linear, 2 quadratic.")
-
-
-def exponent(values: Sequence[int], measured: Sequence[float | None]) -> str:
-    """Return how steeply something grows between the last two sizes, on logarithmic axes."""
-    found = [(value, number) for value, number in zip(values, measured, strict=False) if number]
-    if len(found) < 2:
-        return "-"
-    (before, low), (after, high) = found[-2:]
-    return f"{math.log(high / low) / math.log(after / before):.1f}"
+    console.print(
+        "exponent: of the power of the size that it grows with, by least squares over the last "
+        f"{FITTED} sizes; 1 is linear, 2 quadratic."
+    )
 
 
 def print_first_calls(
@@ -170,13 +187,36 @@ def print_imports(console: Console, pairs: Sequence[Pair]) -> None:
     console.print(f"Alone: {alone}. Medians of interleaved rounds, each import in a fresh process.")
 
 
+def print_costs(console: Console, work: Work, plans: Sequence[Plan]) -> None:
+    """Print what each device of a plan sends in a step, and what it holds."""
+    first, *others = HELD
+    rows = table(*(f"sends\n{axis}" for axis in AXES), f"holds\n{first}", *others, "together")
+    for cost in costs_for_machines(work, [Plan(), *plans]):
+        sizes = [*cost["sent"].values(), *cost["held"].values(), sum(cost["held"].values())]
+        name = cost["plan"] if sum(cost["sent"].values()) else "one device"
+        rows.add_row(name, *(f"{size / MEBI:,.{1 if size < 100 * MEBI else 0}f}" if size else "-" for size in sizes))
+    console.print(f"MiB of float32 of each device in a {work.title}; computed from the plan", style="bold")
+    console.print(rows)
+    console.print(
+        "sends: along each axis, as in a ring; the loss and the norm are left out. activations: the operands of all "
+        "products, which the backward pass needs; the least."
+    )
+
+
+def costs_for_machines(work: Work, plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Return what each plan costs, in bytes, as plain values."""
+    batch = Batch(work.batch, work.source, work.target)
+    return [
+        {"plan": str(plan), "sent": sent(plan, work.config, batch), "held": held(plan, work.config, batch)}
+        for plan in plans
+    ]
+
+
 def print_environment(console: Console, entries: Sequence[Entry], machine: Machine) -> None:
     """Print what it ran on."""
-    rate = (
-        f"; one large product, by NumPy: {machine['matrix_rate'] / 1e9:,.0f} GFLOP/s" if machine["matrix_rate"] else ""
-    )
-    console.print(f"{machine['processor']}, processors: {machine['cpus']}{rate}")
-    versions = [f"{entry.name} {entry.environment['version']}" for entry in entries if entry.environment]
+    console.print(f"{machine['processor']}, processors: {machine['cpus']}")
+    found = {entry.name: entry.environment["version"] for entry in entries if entry.environment}
+    versions = [f"{name} {said}" for name, said in found.items() if found.get(name.rpartition(" ")[0]) != said]
     console.print("; ".join([f"Python {machine['python']}, {machine['platform']}", *versions]))
     if (machine["load_average"] or 0.0) > BUSY:
         console.print(
@@ -186,22 +226,21 @@ def print_environment(console: Console, entries: Sequence[Entry], machine: Machi
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Return the description of the machine; its matrix rate is measured later."""
+    """Return the description of the machine."""
     return {
         **describe_machine(),
         "processor": processor(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # processes that are ready to run
         "threads": threads,
-        "matrix_rate": None,  # of one large product by NumPy, in operations a second
     }
 
 
-def times_for_machines(work: Work, entries: Sequence[Entry], matrix_rate: float | None) -> dict[str, Any]:
+def times_for_machines(work: Work, entries: Sequence[Entry], limit: Limit | None) -> dict[str, Any]:
     """Return the entries of one work, as plain values."""
     timed = [entry for entry in entries if entry.is_timed]
     return {
         "verdict": verdict(entries),
-        "matrix_rate": matrix_rate,
+        "limit": limit.to_dict(work) if limit else None,
         "work": {**asdict(work), "title": work.title, "operations": work.operations, "produced": work.produced},
         "config": work.config.to_dict(),
         "participants": [entry.to_dict() for entry in entries],

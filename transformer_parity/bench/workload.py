@@ -29,7 +29,8 @@ SIZES: dict[str, dict[str, int]] = {
     for name, (d_model, layers, heads, d_ff, vocabulary) in {
         "tiny": (128, 2, 4, 512, 1_000),
         "small": (256, 3, 8, 1024, 8_000),
-        "base": (512, 6, 8, 2048, 37_000),  # the paper's
+        "base": (512, 6, 8, 2048, 37_000),  # the paper's, and
+        "big": (1024, 6, 16, 4096, 37_000),
     }.items()
 }
 SEED: Final = 2017
@@ -48,6 +49,7 @@ class Work:
         source: The tokens of the longest source sentence, S; others are padded.
         target: The tokens of the longest target sentence, T.
         layers: How many layers encoder and decoder have each; None is as many as the size says.
+        vocabulary: The tokens of source and target language, V; None is as many as the size says.
         dtype: The dtype of parameters and computation.
         device: ``cpu`` or ``gpu``.
     """
@@ -59,6 +61,7 @@ class Work:
     source: int = 64
     target: int = 64
     layers: int | None = None
+    vocabulary: int | None = None
     dtype: str = "float32"
     device: str = "cpu"
 
@@ -68,6 +71,8 @@ class Work:
         sizes = dict(SIZES[self.size])
         if self.layers is not None:
             sizes |= dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), self.layers)
+        if self.vocabulary is not None:
+            sizes |= dict.fromkeys(("source_vocab_size", "target_vocab_size"), self.vocabulary)
         longest = max(512, self.source, self.target)
         return TransformerConfig.preset("marian", **sizes, max_length=longest, dropout=self.dropout_rates)
 

@@ -23,7 +23,7 @@ def run_distributed(
         timeout: As in ``processes.run_all``.
     """
     for job in jobs:
-        yield Message(job.backend, doing="starting", facts=Facts(job.backend))
+        yield Message(job.backend, doing="starting", facts=Facts(job.title))
         python = (interpreters or {}).get(job.backend, sys.executable)
         environment: dict[str, str] = {}
         start = partial(group, job.backend, processes=check.processes, timeout=timeout, python=python)

@@ -6,11 +6,12 @@ It compares nothing: outputs go to the parent process, where no port runs, and w
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from reference_numpy.config import TransformerConfig
 from transformer_parity.cases.case import ACTIVATIONS, ALL_DTYPES, SENTENCES, STAGES, Case
 from transformer_parity.cases.for_ports import port_cases, port_config
+from transformer_parity.check.kept_programs import kept_by_tensorflow
 from transformer_parity.compare.exceptions import described
 from transformer_parity.compare.findings import Finding, Kept, Setting
 from transformer_parity.compare.outputs import Outputs, run_cases
@@ -127,6 +129,11 @@ class _Process:
         """Run the cases, wait for the findings, and look for the cause of what differs."""
         self.report("importing")
         port, facts = self._import()
+        kept = self.job.backend == "tf" and self.job.setting.device == "cpu"
+        with kept_by_tensorflow(os.environ) if kept else nullcontext():
+            self._run(port, facts)
+
+    def _run(self, port: Any, facts: Facts) -> None:
         self.spend("importing")
         gc.freeze()  # what is imported stays: to look through it again and again takes TensorFlow a fifth of its time
         self.send(facts=facts)

@@ -179,15 +179,18 @@ def count_layers(names: Iterable[str], prefix: str) -> int:
     return max((int(number) + 1 for number in numbers if number.isdecimal() and len(number) < 6), default=0)
 
 
-def check_positions(name: str, table: ndarray, config: TransformerConfig) -> None:
-    """Refuse a stored table of positions that is not the one that the config describes; it needs no place then.
+def check_positions(tensors: Mapping[str, ndarray], names: Iterable[str], config: TransformerConfig) -> None:
+    """Refuse stored tables of positions that are not the one that the config describes; they need no place then.
 
     Raises:
-        ValueError: The table has another shape, or other numbers.
+        ValueError: A table has another shape, or other numbers.
     """
-    table = table.reshape(-1, table.shape[-1] if table.ndim else 1)
     kind = (config.position_layout, config.position_timescale)
-    exact = sinusoidal_encoding(len(table), config.d_model, *kind) if table.shape[1] == config.d_model else None
-    error = np.inf if exact is None else np.abs(table.astype(np.float64) - exact).max(initial=0.0)
-    if not error <= ROUNDED * max(len(table), 10):
-        raise ValueError(f"{name} must be the sinusoids of {' and '.join(kind)}: it is off by {error:.2g}")
+    for name in names:
+        if name not in tensors:
+            continue
+        table = tensors[name].reshape(-1, tensors[name].shape[-1] if tensors[name].ndim else 1)
+        exact = sinusoidal_encoding(len(table), config.d_model, *kind) if table.shape[1] == config.d_model else None
+        error = np.inf if exact is None else np.abs(table.astype(np.float64) - exact).max(initial=0.0)
+        if not error <= ROUNDED * max(len(table), 10):
+            raise ValueError(f"{name} must be the sinusoids of {' and '.join(kind)}: it is off by {error:.2g}")

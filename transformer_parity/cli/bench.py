@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformer_parity.bench import tables
 from transformer_parity.bench.imports import Pair, run_imports
-from transformer_parity.bench.measurements import Entry, fastest, ratio
+from transformer_parity.bench.measurements import Entry, exponents, fastest, ratio
 from transformer_parity.bench.participants import OURS
 from transformer_parity.bench.plots import draw_growth, draw_times, place_of
 from transformer_parity.bench.rounds import Tell
@@ -50,13 +50,17 @@ def run_one(options: argparse.Namespace, task: str) -> int:
     timing = Timing.begin(setting)
     for work in works:
         entries = timing.add(work, show_rounds)
-        against = next((entry for entry in entries if entry.name == setting.against and entry.is_timed), None)
-        tables.print_times(console, work, entries, against or fastest(entries), timing.machine)
+        if setting.rounds:
+            against = next((entry for entry in entries if entry.name == setting.against and entry.is_timed), None)
+            tables.print_times(console, work, entries, against or fastest(entries), setting.threads, timing.limits[-1])
+        if setting.plans:
+            tables.print_costs(console, work, setting.plans)
         if timing.interrupted:
             break
-    if axis:
+    if axis and setting.rounds:
         tables.print_growth(console, axis, values, timing.races)
-    tables.print_environment(console, timing.races[0], timing.machine)
+    if setting.rounds:
+        tables.print_environment(console, timing.races[0], timing.machine)
     if timing.interrupted:
         done = max(len(entry.seconds) for entry in timing.races[-1])
         console.print(f"INTERRUPTED after {done} of {setting.rounds} rounds.")
@@ -70,6 +74,8 @@ def run_one(options: argparse.Namespace, task: str) -> int:
         return draw_times(works[0].title, works[0].details, timed, against, place)
 
     found = {"task": task, "rounds": setting.rounds, "scale": axis, **timing.to_dict()}
+    if axis:
+        found["exponents"] = exponents(values, timing.races)
     _write(options, found, draw if any(entry.is_timed for entry in timing.entries) else None)
     return timing.exit_code
 
@@ -144,7 +150,8 @@ def _work(options: argparse.Namespace, task: str) -> Work:
 def _setting(options: argparse.Namespace) -> Setting:
     """Return the participants and the rounds; compiling is timed in one."""
     rounds, against = getattr(options, "rounds", 1), getattr(options, "against", None)
-    return Setting(options.backends, options.peers, options.threads, rounds, against)
+    plans = getattr(options, "parallel", ())
+    return Setting(options.backends, options.peers, options.threads, rounds, against, plans)
 
 
 def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work]) -> None:
@@ -165,7 +172,7 @@ def _check_files(options: argparse.Namespace) -> None:
 @contextmanager
 def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
     """Show what each participant does: as bars on a terminal, as lines on standard error elsewhere."""
-    names = [entry.name for entry in entries]  # without the process that measures the matrix rate
+    names = [entry.name for entry in entries]  # without the processes that measure the limit
     # Drawn when something new begins, and not in between: nothing else runs while a participant does.
     with Progress(names, STEPS + rounds, is_still=True) as progress:
 
@@ -187,6 +194,6 @@ def _write(options: argparse.Namespace, found: dict[str, Any], draw: Callable[[]
             with matplotlib.rc_context(OPEN_STYLE):
                 write(draw(), path)
 
-    head = {"format": 2, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    head = {"format": 3, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     plot = getattr(options, "plot", None)
     write_results({**head, **found}, (options.json, write_json), (plot, write_picture))

@@ -10,19 +10,20 @@ from typing import Any
 
 from transformer_parity.bench.participants import OURS
 from transformer_parity.bench.workload import SIZES, DecodeWork, Work
-from transformer_parity.cli.options import add_backends, positive
+from transformer_parity.cli.options import add_backends, parallel_plan, positive
 from transformer_parity.figures.style import FORMATS
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.machine import processors
 
 Run = Callable[[argparse.Namespace], int]
 
-GROWING = ("forward", "train")
 GROWTH = {  # what --scale lets grow, and its default sizes
-    "source": (64, 128, 256, 512, 1024, 2048, 4096),
-    "length": (64, 128, 256, 512, 1024, 2048, 4096),
+    "source": (64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    "target": (64, 128, 256, 512, 1024),
+    "length": (64, 128, 256, 512, 1024, 2048, 4096, 8192),
     "batch": (1, 2, 4, 8, 16, 32),
     "depth": (1, 2, 4, 8, 16),
+    "vocabulary": (1_000, 4_000, 16_000, 64_000, 256_000),
 }
 
 DESCRIPTION = """\
@@ -40,7 +41,8 @@ Run nothing else meanwhile: other load slows them down unequally.
 
 SIZES_HELP = """
 Sizes: tiny is d_model 128, 2+2 layers, vocabulary 1,000; small 256, 3+3, 8,000;
-base 512, 6+6, 37,000, the paper's. The conventions are those of the preset marian.
+base 512, 6+6, 37,000 and big 1,024, 6+6, 37,000, the paper's. The conventions are
+those of the preset marian.
 """
 
 DESCRIPTIONS = {
@@ -53,6 +55,12 @@ Train on a batch of sentences repeatedly: forward, backward and an update by
 Adam. The loss of every step has to be the reference's. That is why there is no
 dropout by default; with --dropout, each implementation drops other elements, and
 losses are compared within a wide tolerance.
+
+With --parallel, our packages also train on several devices of this machine. On CPUs
+each device is a process, which has its part of the threads; NumPy simulates them in
+one. Devices that share two cores show what dividing costs, not what it gains. A second
+table has the bytes that each device sends in a step and holds, computed from the plan;
+with --rounds 0 it is all there is, for plans of more devices than there are here.
 """,
     "decode": """\
 Translate a batch of sentences: random ones, by a random model that never ends a
@@ -74,7 +82,7 @@ EXAMPLES = {
   parity bench forward --peers --plot forward.png       beside torch.nn.Transformer, Marian, a Flax NNX model,
                                                         Keras hub, and the matrix products alone
   parity bench forward --config base --json base.json   the paper's size, every number into a file
-  parity bench forward --scale source --batch 1 --plot growth.png    sources of 64 up to 4,096 tokens: time and memory
+  parity bench forward --scale source --batch 1 --plot growth.png    sources of 64 up to 8,192 tokens: time and memory
   parity bench forward --scale depth=1,2,4,8            1+1 up to 8+8 layers
   parity bench forward --dtype bfloat16 --device gpu --backends torch,jax
 """,
@@ -83,6 +91,8 @@ EXAMPLES = {
   parity bench train --peers --threads 2                beside torch.nn.Transformer, Marian, Flax NNX and Keras hub
   parity bench train --dropout 0.1                      with the paper's dropout
   parity bench train --scale length --activation-checkpointing --backends torch
+  parity bench train --backends torch --parallel data=2 --parallel fsdp=2 --parallel data=4
+  parity bench train --config big --batch 512 --rounds 0 --parallel fsdp=8 --parallel data=2,fsdp=8
 """,
     "decode": """\
   parity bench decode                                   all four, small
@@ -91,6 +101,7 @@ EXAMPLES = {
                                                         the matrix products alone: a lower bound for NumPy
   parity bench decode --beam 4 --against torch          beam search; how many times as long as torch
   parity bench decode --config base --json decode.json  the paper's size, every number into a file
+  parity bench decode --scale vocabulary --batch 1      vocabularies of 1,000 up to 256,000
 """,
     "compile": """\
   parity bench compile --backends jax,tf
@@ -104,10 +115,14 @@ EXAMPLES = {
 
 READING = """
 reading the table: `times` is the median of the ratios within each round, with the
-lowest and the highest; tokens count padding too. GFLOP/s counts matrix products only; beside it, as a share of
-what one large product reaches through NumPy here. `cores` is how many the process kept
+lowest and the highest; tokens count padding too. GFLOP/s counts matrix products only. `of the limit`: the time
+that they take at the best rate of this machine, over the time of the row. That rate is
+measured in each round: one large product by each library that takes part, and reading as
+much as the model's weights; a training step also reads and writes what Adam needs.
+`cores` is how many the process kept
 busy. `first call` includes compiling. Memory is the most that the process held in a
-round, and how much more that was than before its first call.
+round, and how much more that was than before its first call; of several processes, that
+of the one with the most.
 """
 
 EXIT = """
@@ -151,12 +166,12 @@ def _add_task(tasks: Any, task: str, what: str) -> argparse.ArgumentParser:
             "--against", metavar="NAME", help="print times as multiples of its time; default: of the fastest"
         )
     if task != "compile":
-        parser.add_argument(
-            "--rounds", type=positive, default=7, metavar="N", help="how many rounds, default: %(default)s"
-        )
+        what = "how many rounds, default: %(default)s" + "; 0 times nothing" * (task == "train")
+        kind = rounds if task == "train" else positive
+        parser.add_argument("--rounds", type=kind, default=7, metavar="N", help=what)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything for machines")
     if task != "compile":
-        what = "a bar for each" if task not in GROWING else "a bar for each, or with --scale a line"
+        what = "a bar for each" if task not in OURS else "a bar for each, or with --scale a line"
         parser.add_argument(
             "--plot", type=Path, metavar="FILE", help=f"also draw {what}; the name ends in {', '.join(FORMATS)}"
         )
@@ -205,22 +220,36 @@ def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
             action="store_true",
             help="compute layers again in the backward pass, to save memory; our packages only",
         )
-    if task in GROWING:
+        parser.add_argument(
+            "--parallel",
+            type=parallel_plan,
+            action="append",
+            default=[],
+            metavar="PLAN",
+            help="also on several devices, such as data=2,fsdp=2, and what each sends and holds; may be repeated",
+        )
+    if task in ("forward", "train"):
         parser.add_argument(
             "--dtype",
             choices=("float32", "bfloat16"),
             default="float32",
             help="of the computation, default: %(default)s",
         )
+    if task in OURS:
         parser.add_argument(
             "--scale",
             type=growth,
             metavar="AXIS[=N,N,...]",
-            help=f"let {', '.join(GROWTH)} grow: time and memory at each size",
+            help=f"let {', '.join(GROWTH)} grow: time and memory at each size, and the exponents of their growth",
         )
     parser.add_argument(
         "--device", choices=("cpu", "gpu"), default="cpu", help="where to compute, default: %(default)s"
     )
+
+
+def rounds(text: str) -> int:
+    """Return an argparse value: an integer that is not negative."""
+    return 0 if text == "0" else positive(text)
 
 
 def rate(text: str) -> float:

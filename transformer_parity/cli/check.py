@@ -164,8 +164,9 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     common = {"failures": options.failures.absolute(), "views": options.html is not None}
     if selection.distributed:
-        check = Check(selection.plans, selection.processes)
-        jobs = [Job(name, selection.setting, tuple(check.cases(name)), **common) for name in selection.backends]
+        check = Check(selection.plans, selection.processes, selection.setting.dtypes)
+        named = [*selection.ports, *selection.backends]
+        jobs = [Job(name, selection.setting, tuple(check.cases(name)), **common) for name in named]
         messages = run_distributed(jobs, check, interpreters=interpreters, timeout=options.timeout)
     else:
         jobs = [Job(name, selection.setting, tuple(cases), **common) for name in selection.backends]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from rich.text import Text
 
 from reference_numpy import PRESETS
 from reference_numpy.names import parameter_shapes, tap_shapes
+from transformer_parity.bench.limit import library, quick_rate
 from transformer_parity.cases.case import tiny
 from transformer_parity.cases.inputs import BATCH, SOURCE, TARGET
 from transformer_parity.checkpoints.importer import load
@@ -24,17 +27,22 @@ from transformer_parity.report.presets import PAPER_VOCABULARY, describe_presets
 from transformer_parity.report.weights import describe, print_model
 from transformer_parity.system.environment import quiet_frameworks
 from transformer_parity.system.errors import UsageError, printable, refusals
-from transformer_parity.system.machine import describe_machine
+from transformer_parity.system.machine import describe_machine, processors
 
 DESCRIPTION = """\
-Show this machine, what is installed of the four backends, and every preset:
-how many parameters it has, and how it differs from the paper's base model.
+Show this machine, what is installed of the four backends, how fast each multiplies
+on the CPU, and every preset: how many parameters it has, and how it differs from the
+paper's base model.
 
 With FILE, describe a weight file or a checkpoint of a training run instead: the
 preset nearest to it and what differs, size, dtype, vocabulary, languages, search
 settings, step, and where it was imported from. `parity import` describes
 checkpoints of other software.
 """
+RATE = "GFLOP/s, one product"  # of 1,024 rows, on the CPU
+BY_ONEDNN = "GFLOP/s, by oneDNN"  # PyTorch's, where precision="highest" takes them from there
+SLOW = 0.6  # of the best rate: less is worth a word
+BUSY = 0.5  # processes that are ready to run, of each processor
 EXAMPLES = """\
 examples:
   parity info                             everything, as tables
@@ -114,6 +122,7 @@ def print_installation(vocab_size: int, *, as_json: bool) -> None:
     except ValueError as error:
         raise UsageError(f"--vocab {vocab_size}: {error}") from error
     backends = {}
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     with quiet_frameworks() as terminal, Console(file=terminal).status("") as spinner:
         for name, port in PORTS.items():
             spinner.update(f"importing {port.package}")
@@ -125,7 +134,7 @@ def print_installation(vocab_size: int, *, as_json: bool) -> None:
         return
     console = PlainConsole()
     _print_machine(console, machine)
-    _print_backends(console, backends)
+    _print_backends(console, backends, load)
     print_presets(console, presets, vocab_size)
 
 
@@ -152,7 +161,7 @@ def describe_backend(port: PackagePort) -> dict[str, Any]:
         return {"installed": False, "missing": missing, "install": port.install}
     try:
         package = port.import_package()
-        described = package.describe()
+        described = {**package.describe(), **multiplying(port.name, package)}
     except Exception as error:  # a broken installation may raise anything: it is shown
         return {"installed": True, "error": f"{type(error).__name__}: {error}"}
     return {
@@ -163,6 +172,14 @@ def describe_backend(port: PackagePort) -> dict[str, Any]:
     }
 
 
+def multiplying(backend: str, package: Any) -> dict[str, Any]:
+    """Return which library takes a package's products on a CPU, and how fast."""
+    onednn = package.onednn if backend == "torch" and package.onednn.pays("highest") else None  # which measures it
+    rate = quick_rate(backend) / 1e9
+    found = {"products on a CPU": library(package.describe(), backend), RATE: round(rate, 1)}
+    return {**found, BY_ONEDNN: round(rate * onednn.measured().gain, 1)} if onednn else found
+
+
 def _print_machine(console: Console, machine: dict[str, Any]) -> None:
     grid = Table.grid(padding=(0, 2))
     for name, value in machine.items():
@@ -170,7 +187,7 @@ def _print_machine(console: Console, machine: dict[str, Any]) -> None:
     console.print(grid)
 
 
-def _print_backends(console: Console, backends: dict[str, dict[str, Any]]) -> None:
+def _print_backends(console: Console, backends: dict[str, dict[str, Any]], load: float) -> None:
     """Print one column per backend, so that they can be compared row by row."""
     console.print()
     table = Table(title="Backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -188,11 +205,35 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]]) -> No
     console.print(table)
     said = "Switches are shown as each framework sets them on import; a check sets them to its precision."
     console.print(said, style="dim")
+    for line in slow(backends, load):
+        console.print(f"NOTE      {line}", soft_wrap=True)
     for name, found in backends.items():
         if not found["installed"]:
             console.print(f"{name}: {found['missing']} is not installed. {found['install']}", soft_wrap=True)
         elif "error" in found:
             console.print(f"{name}: installed, but it fails: {printable(found['error'])}", style="red")
+
+
+def slow(backends: dict[str, dict[str, Any]], load: float) -> Iterator[str]:
+    """Yield a line for each backend whose library multiplies at about half of the best rate here, or less.
+
+    Args:
+        backends: As ``describe_backend`` returns them.
+        load: Processes that were ready to run before; they slow down libraries unequally.
+    """
+    words = {RATE: "{}'s", BY_ONEDNN: "{}'s by oneDNN"}
+    rates = {
+        word.format(name): found[row] for name, found in backends.items() for row, word in words.items() if row in found
+    }
+    best = max(rates, key=lambda name: rates[name], default="")
+    for name, found in backends.items():
+        share = found[RATE] / rates[best] if RATE in found else 1.0
+        if share < SLOW and load > BUSY * processors():
+            yield f"the machine is busy, and rates vary: load average {load:.1f}"
+            return
+        if share < SLOW:
+            remedy = '; precision="highest" lets oneDNN take them' if BY_ONEDNN in found else ""
+            yield f"{name}: its products reach {share:.0%} of the best rate here, {best}{remedy}"
 
 
 def _cell(value: Any) -> str:

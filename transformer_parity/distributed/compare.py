@@ -14,14 +14,17 @@ from reference_numpy.names import parameter_shapes
 from reference_numpy.parallel_plan import Plan
 from transformer_parity.cases.case import DISTRIBUTED, Case
 from transformer_parity.compare.findings import AGREES, Finding
+from transformer_parity.compare.tolerances import EPS, POLICY, finite
 from transformer_parity.compare.training_outputs import LOSS, WHOLE, training_error, training_tolerance
 from transformer_parity.compare.verdict import Author
 from transformer_parity.distributed.cases import Probe
 from transformer_parity.distributed.holdings import Holdings
-from transformer_parity.distributed.signatures import Contributions, explain
+from transformer_parity.distributed.signatures import Contributions, divisions, explain
+from transformer_parity.distributed.updates import known_mistake
 from transformer_parity.distributed.worker import Seen, Snapshot
 
 RESUMED = "resumed"  # the name of a run that goes on from elsewhere
+COUNTED = ("tokens", "number of the step")  # exact in any precision
 REPLICAS, DIVIDED, NAMES = "replicas", "what is divided", "names"  # findings that are about no tensor
 
 
@@ -48,11 +51,13 @@ class Run:
         """The case that its findings are about."""
         inputs = dict(zip(("source_ids", "target_ids", "labels"), self.probe.batch(0), strict=True))
         name = f"{DISTRIBUTED}/{self.plan}/{RESUMED if self.start else self.probe.name}"
-        common: dict[str, Any] = {"dtypes": ("float64",), "stage": DISTRIBUTED, "settings": self.probe.settings}
+        common: dict[str, Any] = {"dtypes": (self.probe.dtype,), "stage": DISTRIBUTED, "settings": self.probe.settings}
         return Case(name, str(self.plan), self.probe.config, "", inputs, **common)
 
 
-def findings(backend: str, run: Run, seen: Sequence[Seen], expected: Seen) -> list[Finding]:
+def findings(
+    backend: str, run: Run, seen: Sequence[Seen], expected: Seen, baseline: Seen | None = None
+) -> list[Finding]:
     """Return every comparison of a run.
 
     Args:
@@ -60,17 +65,20 @@ def findings(backend: str, run: Run, seen: Sequence[Seen], expected: Seen) -> li
         run: What was trained.
         seen: What each process saw.
         expected: The run on one device: of the reference, or where dropout is drawn of the framework itself.
+        baseline: Below float64, the run on one device with the same rounding.
     """
-    author = Author(backend, "float64", run.case)
+    author = Author(backend, run.probe.dtype, run.case)
     if refused := next((one.refused for one in seen if one.refused), ""):
         return [(author.failed if run.named else author.skipped)("run", refused)]
-    found = [*_tensors(author, seen, expected), *_held(author, run, seen)]
+    found = [*_tensors(author, seen, expected, baseline), *_held(author, run, seen)]
     failing = next((i for i, finding in enumerate(found) if finding.verdict != AGREES), None)
-    if failing is not None and found[failing].tap not in (NAMES, REPLICAS, DIVIDED):
-        known = None if draws(run.probe) else _contributions(run)
+    if failing is not None and baseline is None and found[failing].tap not in (NAMES, REPLICAS, DIVIDED):
         finding, wanted = found[failing], tensors(expected)
         furthest = max(seen, key=lambda one: _distance(finding.tap, tensors(one), wanted))
-        why = explain(furthest, expected, known, run.plan)
+        why = explain(furthest, expected, _ways(run, furthest), run.plan)
+        if why.endswith("the update differs") and not (draws(run.probe) or run.start):
+            known = known_mistake(run.probe, run.plan, furthest, expected)
+            why += f", as by this mistake: {known}" if known else ""
         begun = f"begun by {run.origin}" if run.origin else ""
         said = [finding.detail or f"error {finding.error:.1e}", why, begun]
         found[failing] = replace(finding, detail="; ".join(filter(None, said)))
@@ -83,18 +91,24 @@ def draws(probe: Probe) -> bool:
     return any((rates.embedding, rates.residual, rates.attention, rates.feed_forward))
 
 
-def _contributions(run: Run) -> Contributions:
-    weights, step = (run.probe.weights(), 0) if run.start is None else (run.start.weights, run.start.state.step)
-    return Contributions.of(run.probe, run.plan, weights, step)
+def _ways(run: Run, seen: Seen) -> list[Contributions]:
+    """Return what each share contributes to the first gradient, for each way to divide the rows."""
+    probe, start = run.probe, run.start
+    if draws(probe):
+        return []
+    weights, step = (probe.weights(), 0) if start is None else (start.weights, seen.first)
+    rows = divisions(len(probe.lengths), probe.settings.accumulation_steps, run.plan.shares)
+    return [Contributions.of(probe, weights, step, each) for each in rows]
 
 
 def tensors(seen: Seen) -> dict[str, ndarray]:
     """Return what a process saw as tensors by name, in the order in which a mistake shows."""
     numbers: dict[str, ndarray] = {}
-    for i, (loss, tokens, norm) in enumerate(zip(seen.losses, seen.tokens, seen.norms, strict=True), seen.first + 1):
-        numbers[f"step {i} {LOSS}"] = np.asarray(loss)
-        numbers[f"step {i} tokens"] = np.asarray(tokens)
-        numbers[f"step {i} norm of the gradient"] = np.asarray(norm)
+    reported = {LOSS: seen.losses, "tokens": seen.tokens, "norm of the gradient": seen.norms}
+    for i in range(len(seen.losses)):
+        numbers |= {
+            f"step {seen.first + i + 1} {what}": np.asarray(found[i]) for what, found in reported.items() if found
+        }
     whole = [np.ravel(seen.gradient[name]) for name in sorted(seen.gradient)]
     found = {
         WHOLE: np.concatenate(whole) if whole else np.zeros(0),
@@ -103,19 +117,19 @@ def tensors(seen: Seen) -> dict[str, ndarray]:
     }
     for step, snapshot in seen.snapshots.items():
         weights = {name: array for name, array in snapshot.weights.items() if not name.endswith("key_proj.bias")}
-        for what, arrays in (
-            ("first moment", snapshot.state.first_moment),
-            ("second moment", snapshot.state.second_moment),
-            ("weight", weights),  # but those whose gradient is rounding noise
-        ):
-            found |= {f"step {step} {what} {name}": array for name, array in arrays.items()}
-        found[f"step {step} number of the step"] = np.asarray(snapshot.state.step)
+        if (state := snapshot.state) is not None:
+            for what, arrays in (("first moment", state.first_moment), ("second moment", state.second_moment)):
+                found |= {f"step {step} {what} {name}": array for name, array in arrays.items()}
+            found[f"step {step} number of the step"] = np.asarray(state.step)
+        # But those whose gradient is rounding noise.
+        found |= {f"step {step} weight {name}": array for name, array in weights.items()}
     return found
 
 
-def _tensors(author: Author, seen: Sequence[Seen], expected: Seen) -> Iterator[Finding]:
+def _tensors(author: Author, seen: Sequence[Seen], expected: Seen, baseline: Seen | None) -> Iterator[Finding]:
     """Compare each tensor with what is expected of it, in the process where it is furthest from that."""
     wanted, of_all = tensors(expected), [tensors(one) for one in seen]
+    rounded = None if baseline is None else tensors(baseline)
     for process, found in enumerate(of_all):
         if found.keys() != wanted.keys():
             absent = sorted(found.keys() ^ wanted.keys())
@@ -126,9 +140,21 @@ def _tensors(author: Author, seen: Sequence[Seen], expected: Seen) -> Iterator[F
         errors = [_distance(name, found, wanted) for found in of_all]
         worst = errors.index(max(errors))
         detail = f"error {errors[worst]:.1e} in process {worst}, {min(errors):.1e} in others"
-        tolerance = training_tolerance(name, "float64", 0.0, 0.0)
+        tolerance = _tolerance(name, author.case.training.mixed_bfloat16, wanted, rounded)
         apart = max(errors) > tolerance >= min(errors)
         yield author.compared("run", name, errors[worst], tolerance, detail=detail if apart else "")
+
+
+def _tolerance(name: str, mixed: bool, wanted: dict[str, ndarray], rounded: dict[str, ndarray] | None) -> float:
+    """Return the largest error allowed."""
+    if rounded is None or name.endswith(COUNTED):
+        return training_tolerance(name, "float64", 0.0, 0.0)
+    own, whole = (_distance(each, rounded, wanted) for each in (name, WHOLE))
+    if not mixed:
+        return training_tolerance(name, "float32", own, whole)
+    rule = POLICY["distributed"]["mixed_bfloat16"]
+    baseline = finite(max(own, whole if name.startswith("of ") else 0.0), name)
+    return rule["ratio"] * baseline + rule["floor_in_eps"] * EPS["bfloat16"]
 
 
 def _distance(name: str, found: dict[str, ndarray], wanted: dict[str, ndarray]) -> float:
@@ -145,4 +171,5 @@ def _held(author: Author, run: Run, seen: Sequence[Seen]) -> Iterator[Finding]:
     if apart := held.apart():
         problem = f"{len(apart)} of {len(shapes)} parameters differ between devices that have the same part: {apart[0]}"
     yield author.compared("run", REPLICAS, 0.0, 0.0, problem=problem)
-    yield author.compared("run", DIVIDED, 0.0, 0.0, problem=held.not_divided(run.plan, shapes))
+    if seen[0].config is None:  # what a port of the user's own divides is its own business
+        yield author.compared("run", DIVIDED, 0.0, 0.0, problem=held.not_divided(run.plan, shapes))

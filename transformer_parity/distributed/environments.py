@@ -25,17 +25,17 @@ def number_of_processes(backend: str, plan: Plan, asked: int | None) -> int:
     Raises:
         ValueError: The framework cannot follow the plan with so many.
     """
-    usual = plan.devices if backend == "torch" else 1
-    count = asked or usual
-    possible = {"numpy": (1,), "torch": (plan.devices,), "tf": (1, plan.devices)}
-    if count not in possible.get(backend, (count,)) or plan.devices % count:
+    possible = {"numpy": (1,), "jax": (1, asked or 1), "tf": (1, plan.devices)}.get(backend, (plan.devices,))
+    count = asked or possible[0]
+    if count not in possible or plan.devices % count:
         reasons = {
             "numpy": "NumPy simulates a plan in one process",
             "torch": f"PyTorch needs one for each device of {plan}",
             "jax": f"JAX needs the {plan.devices} devices of {plan} to fall into as many equal parts",
             "tf": f"TensorFlow needs one, or one for each device of {plan}",
         }
-        raise ValueError(f"--processes must fit the plan: {reasons[backend]}: got {count}")
+        reason = reasons.get(backend, f"{backend} is given one for each device of {plan}")
+        raise ValueError(f"--processes must fit the plan: {reason}: got {count}")
     return count
 
 
@@ -44,23 +44,23 @@ def environments(backend: str, devices: int, processes: int) -> Iterator[list[di
     """Yield what each process finds in its environment before it imports the framework; the block holds their ports.
 
     Args:
-        backend: A name of ``PORTS``.
+        backend: A name of ``PORTS``, or a port of the user's own, which finds what torchrun would set.
         devices: How many devices all processes have together.
         processes: How many there are, with as many devices each.
     """
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(processes if processes > 1 else 0)]
+        sockets = [stack.enter_context(socket.socket()) for _ in range(processes)]
         ports = [_bound(one) for one in sockets]
         if sys.platform != "linux":  # where a port has one socket, whoever allows a second
             stack.close()
-        if backend == "torch":
-            yield _of_torch(processes, ports)
-        elif backend == "jax":
+        if backend == "jax":
             yield _of_jax(devices // processes, processes, ports)
         elif backend == "tf" and processes > 1:
             yield _of_tf(ports)
+        elif backend in ("numpy", "tf"):
+            yield [{}]
         else:
-            yield [{} for _ in range(processes)]
+            yield _of_torch(processes, ports)
 
 
 def _bound(one: socket.socket) -> int:
@@ -71,8 +71,6 @@ def _bound(one: socket.socket) -> int:
 
 
 def _of_torch(processes: int, ports: list[int]) -> list[dict[str, str]]:
-    if processes == 1:
-        return [{}]  # a group on its own
     common = {"MASTER_ADDR": HERE, "MASTER_PORT": f"{ports[0]}", "WORLD_SIZE": f"{processes}"}
     common["LOCAL_WORLD_SIZE"] = f"{processes}"
     return [{**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(processes)]

@@ -39,14 +39,14 @@ class Group:
         self._has_failed = False
 
     def train(self, task: Task) -> list[Seen]:
-        """Return what each process saw of a run.
+        """Return what each process saw of a run; those that leave all devices to another saw nothing.
 
         Raises:
             RunError: A process ended or said nothing for too long; or it could not go on, as it says.
         """
         for process in self._processes:
             process.send(task)
-        return self._receive()
+        return [seen for seen in self._receive() if seen is not None]
 
     def stop(self) -> None:
         """End the processes."""

@@ -17,8 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy as ref
-from reference_numpy.parallel import divide
-from reference_numpy.parallel_plan import Plan, tensor_axis
+from reference_numpy.parallel_plan import Plan, spread, tensor_axis
 from transformer_parity.compare.training_outputs import WHOLE, training_error, training_tolerance
 from transformer_parity.distributed.cases import Probe
 from transformer_parity.distributed.worker import Seen
@@ -35,31 +34,43 @@ class Contributions:
 
     Attributes:
         tokens: The target tokens of each [slices, shares].
+        losses: Likewise, per target token of each.
         gradients: Of each, slice after slice, already divided by the tokens of the batch.
     """
 
     tokens: ndarray
+    losses: ndarray
     gradients: Sequence[Vectors]
 
     @classmethod
-    def of(cls, probe: Probe, plan: Plan, weights: Vectors, step: int) -> Contributions:
-        """Compute them with the reference; without dropout."""
-        model = ref.Transformer.from_weights(probe.config, weights, "float64")
-        trainer = ref.Trainer(model, probe.settings, probe.seed, mesh=plan)
-        parts = [part for part, _ in divide(trainer, probe.batch(step))]
-        tokens = np.array([np.sum(labels != probe.config.pad_id) for *_, labels in parts])
-        found = [ref.gradients(model, *part).parameters for part in parts]
+    def of(cls, probe: Probe, weights: Vectors, step: int, rows: ndarray) -> Contributions:
+        """Compute them with the reference; without dropout.
+
+        Args:
+            probe: Model, settings and batches.
+            weights: Of the model.
+            step: Of which batch.
+            rows: Those of each share of each slice, as ``divisions`` has them.
+        """
+        model, pad_id = ref.Transformer.from_weights(probe.config, weights, "float64"), probe.config.pad_id
+        padded = [np.pad(ids, ((0, 1), (0, 0)), constant_values=pad_id) for ids in probe.batch(step)]
+        found = [ref.gradients(model, *(ids[own] for ids in padded)) for own in rows.reshape(-1, rows.shape[-1])]
+        tokens = (padded[2][rows] != pad_id).sum((-1, -2))
         scaled = [
-            {name: array * (count / max(tokens.sum(), 1)) for name, array in of_part.items()}
-            for of_part, count in zip(found, tokens, strict=True)
+            {name: array * (count / max(tokens.sum(), 1)) for name, array in of_part.parameters.items()}
+            for of_part, count in zip(found, tokens.ravel(), strict=True)
         ]
-        return cls(tokens.reshape(probe.settings.accumulation_steps, plan.shares), scaled)
+        return cls(tokens, np.reshape([of_part.loss for of_part in found], tokens.shape), scaled)
 
     @property
     def norms(self) -> ndarray:
         """The norm of each contribution [slices, shares]."""
         squares = [sum(float(np.vdot(array, array)) for array in of_part.values()) for of_part in self.gradients]
         return np.sqrt(squares).reshape(self.tokens.shape)
+
+    def explain(self, names: Sequence[str], gradient: Vectors) -> bool:
+        """Whether the gradient of some of these parameters is made of the contributions."""
+        return any(self.coefficients(name, gradient[name]) is not None for name in names)
 
     def coefficients(self, name: str, gradient: ndarray) -> ndarray | None:
         """Return how much of each contribution is in a gradient [slices, shares]; None if that is not what it is.
@@ -79,19 +90,34 @@ class Contributions:
         return found.reshape(self.tokens.shape)
 
 
-def explain(seen: Seen, expected: Seen, contributions: Contributions | None, plan: Plan) -> str:
+def divisions(rows: int, slices: int, shares: int) -> list[ndarray]:
+    """Return the ways in which trainers divide the rows of a batch: their numbers [slices, shares, R], -1 for padding.
+
+    Slices come first, and a share has neighbours or every so-manieth row; or shares come first, and have neighbours.
+    """
+    numbers = np.arange(rows)[:, None]
+    found = [spread(numbers, slices, shares, -1)]
+    found.append(found[0].reshape(slices, -1, shares, 1).swapaxes(1, 2))
+    if rows % (slices * shares) == 0 and slices > 1:
+        found.append(spread(numbers, shares, slices, -1).swapaxes(0, 1))
+    return [each[..., 0] for each in found]
+
+
+def explain(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> str:
     """Return what loss, gradient and norm look like, and which mistake that is; empty if nothing can be said.
 
     Args:
-        seen: Of the first process.
+        seen: Of the process that is furthest off.
         expected: The run on one device.
-        contributions: Of the shares to the first gradient; None where dropout makes them unknown.
+        ways: What the shares contribute to the first gradient, for each way in which they may divide the rows; none
+            where dropout makes it unknown.
         plan: The devices.
     """
     if not seen.losses or not expected.losses or seen.gradient.keys() != expected.gradient.keys():
         return ""
     wrong = _wrong(seen.gradient, expected.gradient)
-    said = [] if wrong else [*_behind_gradient(seen, expected, contributions, plan)]
+    contributions = next((known for known in ways if known.explain(wrong, seen.gradient)), ways[0] if ways else None)
+    said = [] if wrong else [*_behind_gradient(seen, expected, ways, plan)]
     if wrong and (dtype := _rounded(wrong, seen, expected, contributions)):
         said = [f"{_called(wrong, expected.gradient)}: right but for rounding, reduced in {dtype}"]
     elif wrong:
@@ -103,7 +129,9 @@ def explain(seen: Seen, expected: Seen, contributions: Contributions | None, pla
             shown.setdefault(what, coefficients)
         said = [f"{_called(names, expected.gradient)}: {what}{shown[what]}" for what, names in groups.items()]
         said = [*said[:MOST], *([f"and {len(said) - MOST} more"] if len(said) > MOST else [])]
-    if seen.tokens[0] != expected.tokens[0]:
+    if seen.tokens[:1] != expected.tokens[:1]:
+        if not wrong and seen.tokens[0] == plan.shares * expected.tokens[0]:
+            said = ["the gradient is right: all devices have all rows"]
         said.insert(0, f"a step counts {seen.tokens[0]} target tokens, not {expected.tokens[0]}")
     return "; ".join(said)
 
@@ -142,34 +170,44 @@ def _of_tensor(name: str, seen: Seen, expected: Seen, contributions: Contributio
     if shares is None:
         return "no sum of what the shares contribute: other rows, other weights or another backward pass", ""
     shown = "; ".join(", ".join(map(_shown, row)) for row in shares)
-    counted = seen.tokens[0] / expected.tokens[0]
+    counted = seen.tokens[0] / expected.tokens[0] if seen.tokens else None
     return _named(shares, contributions, seen.losses[0] / expected.losses[0], counted), f" ({shown})"
 
 
-def _named(shares: ndarray, contributions: Contributions, loss: float, counted: float) -> str:
+def _named(shares: ndarray, contributions: Contributions, loss: float, counted: float | None) -> str:
     """Return the mistake that the coefficients of the contributions show.
 
     Args:
         shares: The coefficients [slices, shares]; NaN fits everything.
         contributions: What they belong to.
         loss: That of the step, over what it should be.
-        counted: The tokens of the step, likewise.
+        counted: The tokens of the step, likewise; None where they were not shown.
     """
-    width = shares.shape[1]
-    with np.errstate(divide="ignore"):
-        own = contributions.tokens.sum() / contributions.tokens  # what makes the sum of a share its mean
+    (slices, width), tokens = shares.shape, contributions.tokens
+    with np.errstate(divide="ignore", invalid="ignore"):  # by what has no tokens
+        own = tokens.sum() / tokens  # what makes the sum of a share its mean
+        of_slices, of_shares = (tokens.sum() / tokens.sum(axis, keepdims=True) for axis in (1, 0))
         clipped = shares.ravel()[0] * contributions.norms.ravel()[0] / contributions.norms
-    patterns = {
-        "averaged over the shares after the division by the number of tokens": 1 / width,
-        "each share divided by its own tokens, then averaged: a mean of means": own / width,
-        "each share divided by its own tokens, then summed": own,
-        "scaled by the number of shares, as is the loss" if _near(loss, width) else "reduced twice": width,
-        "each share clipped by its own norm before the sum": clipped,
-    }
-    if what := next((what for what, pattern in patterns.items() if width > 1 and _near(shares, pattern)), ""):
+    means = "each share divided by its own tokens, then averaged: a mean of means"
+    patterns = (
+        ("averaged over the shares after the division by the number of tokens", 1 / width),
+        (means, own / width),
+        (means, own / shares.size),
+        (means, of_shares / width),
+        ("each slice divided by its own tokens, then averaged: a mean of means", of_slices / slices),
+        ("each share divided by its own tokens, then summed", own),
+        ("scaled by the number of shares, as is the loss" if _near(loss, width) else "reduced twice", width),
+        ("each share clipped by its own norm before the sum", clipped if np.nansum(np.abs(clipped)) else -1.0),
+    )
+    if what := next((what for what, pattern in patterns if width > 1 and _near(shares, pattern)), ""):
         return what
-    shares = shares * counted  # how often the rows of each are there
     present = [share for share in range(width) if not _near(shares[:, share], 0.0)]
+    if not present:  # what the others contribute
+        present = [share for share in range(width) if np.isnan(shares[:, share]).all()][:1]
+    of_present = width * tokens[:, present].sum() / tokens.sum() if len(present) == 1 else 1.0
+    if counted is None:  # the tokens that were counted, if the rows of one are there several times
+        counted = of_present if _near(shares[:, present] * of_present, width) else 1.0
+    shares = shares * counted  # how often the rows of each are there
     if len(shares) > 1 and _near(shares[-1], 1.0):
         return "right in the last slice only: the slices before are not reduced"
     if len(present) == 1 and width > 1 and _near(shares[:, present[0]], 1.0):
@@ -181,23 +219,45 @@ def _named(shares: ndarray, contributions: Contributions, loss: float, counted: 
     return "the shares count several times, or in part"
 
 
-def _behind_gradient(seen: Seen, expected: Seen, contributions: Contributions | None, plan: Plan) -> Iterator[str]:
+def _behind_gradient(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> Iterator[str]:
     """Yield what is wrong where the gradient is right: the loss, the norm, the update, or what is gathered."""
-    factor, loss = seen.norms[0] / expected.norms[0], seen.losses[0] - expected.losses[0]
+    factor = seen.norms[0] / expected.norms[0] if seen.norms else 1.0
+    loss = seen.losses[0] - expected.losses[0]
+    if not math.isfinite(loss):
+        yield "the gradient is right, the loss not finite, as after a division by the tokens of a share that has none"
+        return
     if not _near(loss, 0.0):
-        known = " = log(tensor)" if plan.tensor > 1 and _near(loss, math.log(plan.tensor)) else ""
-        yield f"the gradient is right, the loss {loss:+.4g}{known} off"
+        yield f"the gradient is right, the loss {loss:+.4g} {_of_loss(seen.losses[0], expected, ways, plan)}off"
     if not _near(factor, 1.0):
         said = f"the gradient is right, its norm {factor:.6g} times what it should be"
-        yield f"{said}: {_of_norm(factor, expected, contributions, plan)}"
+        yield f"{said}: {_of_norm(factor, expected, ways, plan)}"
     elif _near(loss, 0.0) and _near(np.array(seen.losses), np.array(expected.losses)):
         yield "every step is right: what is gathered from the devices is not what they have"
     elif _near(loss, 0.0):
         begun = "the state that the run goes on from was not taken over whole, or the update differs"
-        yield f"the first gradient and its norm are right: {begun if seen.first else 'the update differs'}"
+        right = "the first gradient and its norm are" if seen.norms else "the first gradient is"
+        yield f"{right} right: {begun if seen.first else 'the update differs'}"
 
 
-def _of_norm(factor: float, expected: Seen, contributions: Contributions | None, plan: Plan) -> str:
+def _of_loss(loss: float, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> str:
+    """Return what a loss is that is wrong where the gradient is right, in brackets."""
+    right, known = expected.losses[0], {}
+    if plan.tensor > 1:
+        known["= log(tensor) "] = right + math.log(plan.tensor)
+    for way in ways:
+        sums, tokens = (way.tokens * way.losses).sum(0), way.tokens.sum(0)
+        for share, (total, count) in enumerate(zip(sums, tokens, strict=True)):
+            known[f"(that of share {share}, over its own tokens) "] = total / max(count, 1)
+            known[f"(what share {share} contributes to it, not the sum) "] = total / max(tokens.sum(), 1)
+        known["(the mean of the shares' own means) "] = (sums / np.maximum(tokens, 1)).mean()
+        known["(the mean over the shares of what they contribute, not the sum) "] = right / plan.shares
+        known["(the sum over all tokens, not divided by their number) "] = right * tokens.sum()
+        if what := next((what for what, number in known.items() if _near(loss - number, 0.0)), ""):
+            return what
+    return next((what for what, number in known.items() if _near(loss - number, 0.0)), "")
+
+
+def _of_norm(factor: float, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> str:
     """Return what a norm is of that is so many times what it should be."""
     squares = {name: float(np.vdot(array, array)) for name, array in expected.gradient.items()}
     replicated = sum(square for name, square in squares.items() if tensor_axis(name) is None) / sum(squares.values())
@@ -207,7 +267,7 @@ def _of_norm(factor: float, expected: Seen, contributions: Contributions | None,
             (1.0 + replicated * (plan.tensor - 1)) ** 0.5
         ),
     }
-    for share, norm in enumerate(contributions.norms.sum(0) if contributions is not None else ()):
+    for share, norm in enumerate(ways[0].norms.sum(0) if ways else ()):
         known[f"that of share {share} alone"] = norm / expected.norms[0]
     part = "that of a part alone" if factor < 1.0 else "that of more than the gradient"
     return next((what for what, times in known.items() if _near(factor, times)), part)

@@ -11,32 +11,43 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.config import DropoutRates, TransformerConfig
 from reference_numpy.parallel_plan import Plan
 from reference_numpy.training_config import TrainingState
+from transformer_parity.cases.for_ports import port_config
 from transformer_parity.compare.exceptions import described
 from transformer_parity.distributed.cases import Probe
 from transformer_parity.mistakes.edited_package import edited_package
 from transformer_parity.mistakes.mistake import Edit
+from transformer_parity.ports.protocol import MissingAbilityError, Placement
 from transformer_parity.ports.registry import PORTS
+from transformer_parity.ports.user import PluginPort
 from transformer_parity.system.messages import Parent
 
 Place = tuple[tuple[int, int], ...]  # start and stop along each axis
 Held = tuple[int, Place, str]  # device, place in the whole, and hash of a part
+NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run between two steps: what it has to go on from, on any plan and in any framework."""
+    """A run between two steps: what it has to go on from, on any plan and in any framework.
+
+    Attributes:
+        weights: By canonical name.
+        state: Of the optimizer; None of a port of the user's own.
+    """
 
     weights: Mapping[str, ndarray]
-    state: TrainingState
+    state: TrainingState | None
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class Task:
 
 @dataclass
 class Seen:
-    """What one process saw of a run.
+    """What one process saw of a run; of a port of the user's own, neither tokens nor norms.
 
     Attributes:
         first: How many steps were taken before.
@@ -70,6 +81,7 @@ class Seen:
         shards: The parts of each parameter that are here, after the last step.
         refused: Why the framework has no such mesh; then there is nothing else.
         problem: An exception, likewise.
+        config: That of a port of the user's own.
     """
 
     first: int = 0
@@ -81,6 +93,7 @@ class Seen:
     shards: dict[str, list[Held]] = field(default_factory=dict)
     refused: str = ""
     problem: str = ""
+    config: TransformerConfig | None = None
 
 
 def train(package: ModuleType, task: Task, meshes: dict[Plan, Any] | None = None) -> Seen:
@@ -101,11 +114,12 @@ def train(package: ModuleType, task: Task, meshes: dict[Plan, Any] | None = None
     mesh = None if plan is None else meshes[plan]
     weights = probe.weights() if task.start is None else task.start.weights
     with getattr(mesh, "scope", nullcontext)():  # TensorFlow's strategies want a model to be made in theirs
-        model = package.Transformer.from_weights(probe.config, weights, "float64", None if mesh else "cpu")
+        model = package.Transformer.from_weights(probe.config, weights, probe.dtype, None if mesh else "cpu")
     trainer = package.Trainer(model, probe.settings, probe.seed, mesh=mesh, dropout=probe.dropout)
-    if task.start is not None:
+    first = 0
+    if task.start is not None and task.start.state is not None:
         trainer.load_state(task.start.state)
-    first = 0 if task.start is None else task.start.state.step
+        first = task.start.state.step
     found = trainer.gradient(*probe.batch(first))
     seen = Seen(first, gradient={name: np.asarray(array) for name, array in found.parameters.items()})
     for step in range(first, probe.steps):
@@ -120,33 +134,90 @@ def train(package: ModuleType, task: Task, meshes: dict[Plan, Any] | None = None
     return seen
 
 
+def train_port(port: PluginPort, task: Task) -> Seen | None:
+    """Train as this process of a port does, and return what it saw; None where another has all devices.
+
+    Args:
+        port: The user's own; the config of the run is the port's.
+        task: What to train; it begins at the first step.
+    """
+    rank, plan = int(os.environ["RANK"]), task.plan
+    if port.kind.one_process and rank:
+        return None
+    probe = replace(task.probe, config=port_config(port).replace(dropout=NO_DROPOUT))
+    seen = Seen(config=probe.config)
+    try:
+        loaded = port.load(probe.config, probe.weights(), Placement(probe.dtype))
+        for needed in ("gradients", "start_training", "train_step", "export_weights"):
+            loaded.ability(needed)
+        distribute = loaded.ability("distribute")
+    except MissingAbilityError as error:
+        return replace(seen, refused=str(error))
+    try:
+        distribute(plan)
+    except ValueError as error:
+        return replace(seen, refused=str(error))
+    trainer = loaded.trainer(probe.settings)
+    found = loaded.gradients(_named(probe, 0))
+    seen.gradient = {name: np.asarray(array) for name, array in found.parameters.items()}
+    for step in range(probe.steps):
+        seen.losses.append(float(trainer.train_step(**_named(probe, step)).loss))
+        if step + 1 in (probe.halfway, probe.steps):
+            seen.snapshots[step + 1] = Snapshot(loaded.export(), None)
+    seen.shards = {
+        name: [(rank, tuple((0, size) for size in array.shape), digest(array))]
+        for name, array in seen.snapshots[probe.steps].weights.items()
+    }
+    return seen
+
+
+def _named(probe: Probe, step: int) -> dict[str, ndarray]:
+    """Return the global batch of a step by the names of its arguments."""
+    return dict(zip(("source_ids", "target_ids", "labels"), probe.batch(step), strict=True))
+
+
 def _described(parts: Iterable[Any]) -> list[Held]:
     """Return where each part lies, and a hash of its numbers."""
     return [
         (
             int(part.device),
             tuple((int(index.start or 0), int(index.stop)) for index in part.index),
-            hashlib.sha256(np.ascontiguousarray(part.array).tobytes()).hexdigest(),
+            digest(part.array),
         )
         for part in parts
     ]
 
 
+def digest(array: ndarray) -> str:
+    """Return a hash of the numbers of an array."""
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
 def work(parent: Parent) -> None:
-    """Receive the name of a package and an environment, then tasks until there are no more; send what each gave."""
+    """Receive the name of a port and an environment, then tasks until there are no more; send what each gave."""
     backend, environment = parent.receive()
     os.environ.update(environment)  # before the framework is imported
     try:
-        PORTS[backend].import_package()
+        run, describe = _package(backend) if backend in PORTS else _port(backend)
     except Exception as error:
         parent.send(Seen(problem=described(error)))
         return
-    meshes: dict[Plan, Any] = {}
     while (task := parent.receive()) is not None:
         try:
-            seen = train(edited_package(PORTS[backend].package, task.edits), task, meshes)
+            seen = run(task)
         except Exception as error:
             seen = Seen(problem=described(error))
         parent.send(seen)
-    described_by = PORTS[backend].import_package().describe()
-    parent.send({name: str(value) for name, value in described_by.items()})  # which may start the framework
+    parent.send({name: str(value) for name, value in describe().items()})  # which may start the framework
+
+
+def _package(backend):
+    """Import one of the four packages; return what trains it, and what describes it."""
+    package, meshes = PORTS[backend].import_package(), dict[Plan, Any]()
+    return lambda task: train(edited_package(package.__name__, task.edits), task, meshes), package.describe
+
+
+def _port(reference):
+    """Likewise, a port of the user's own."""
+    port = PluginPort(reference)
+    return partial(train_port, port), port.describe

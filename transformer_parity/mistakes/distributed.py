@@ -28,9 +28,9 @@ INNER = 'self.output_proj(self.dropout(inner, rng, tap, "inner"))'
 OF_INNER = '_through_linear(inner_proj, x, of_activated, trace.within("inner_proj"))'
 
 
-def planted(said: str, *edits: Edit) -> partial[Mistake]:
-    """Return a mistake of the simulation, and what has to be said of it."""
-    return but({"numpy": [*edits]}, detail=said)
+def planted(said: str, *edits: Edit, port: str = "numpy") -> partial[Mistake]:
+    """Return a mistake of the simulation, or of a port, and what has to be said of it."""
+    return but({port: [*edits]}, detail=said)
 
 
 def in_loop(*lines: str) -> list[Edit]:

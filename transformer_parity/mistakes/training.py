@@ -199,7 +199,7 @@ ENTRIES: dict[str, Table] = {
             "softmax twice": by_hand(
                 in_training(
                     ("logits.log_softmax(-1", "logits.softmax(-1).log_softmax(-1"),
-                    ("log_softmax(wide)", "log_softmax(jax.nn.softmax(wide))"),
+                    ("wide = logits.astype(", "wide = jax.nn.softmax(logits).astype("),
                     ("log_softmax(wide)", "log_softmax(tf.nn.softmax(wide))"),
                     ("log_softmax(logits)", "log_softmax(np.exp(log_softmax(logits)))"),
                 ),

@@ -16,6 +16,7 @@ from numpy import ndarray
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.names import tap_shapes
+from reference_numpy.parallel_plan import Plan
 from reference_numpy.search_plan import OnStep, SearchResult, SearchRules
 from reference_numpy.taps import Tap, matches, no_tap
 from reference_numpy.training_config import Gradients, StepResult, TrainingConfig
@@ -39,6 +40,8 @@ class Port:
         taps: Which intermediate values ``forward`` shows: names as in ``parity info --names``; one star stands for one
             part of a name, two stand for any number of parts.
         left_out: Cases that it is not made for, by name, and why; they are counted as skipped.
+        one_process: Whether one process has all devices, as in JAX and under TensorFlow's MirroredStrategy: then only
+            that of rank 0 is asked to train.
     """
 
     name = ""
@@ -47,6 +50,7 @@ class Port:
     dtypes: tuple[str, ...] = ("float64", "float32")
     taps: tuple[str, ...] = ()
     left_out: Mapping[str, str] = {}
+    one_process = False
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str) -> None:
         """Build the model, in inference mode, and give it a copy of the weights.
@@ -89,6 +93,18 @@ class Port:
 
     def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
         """Take one step, without dropout, and return the loss before it."""
+        raise NotImplementedError
+
+    def distribute(self, plan: Plan) -> None:
+        """Train this model with other processes from now on: on the devices of ``plan``, by default ``data=2``.
+
+        From here on, ``gradients``, ``train_step`` and ``export_weights`` are called in all processes together. Each is
+        given the whole batch, takes its rows, in any order, and returns what the whole batch gives: the loss per target
+        token of all processes, the gradient as your engine has reduced it, before clipping, and whole parameters.
+
+        The environment is that of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. A process may call
+        ``load`` and ``distribute`` again, for another run. Raise a ValueError for a plan that you do not have.
+        """
         raise NotImplementedError
 
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
@@ -138,7 +154,7 @@ class LoadedPlugin:
 
     def export(self) -> dict[str, ndarray]:
         """Return every parameter by its canonical name."""
-        return _arrays(self._ability("export_weights")())
+        return _arrays(self.ability("export_weights")())
 
     def run(
         self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
@@ -148,7 +164,7 @@ class LoadedPlugin:
             raise MissingAbilityError("only the whole model is run, with masks derived from the ids")
         names = tap_shapes(self.config, 1, 1, 1)
         shown = _Shown({name: self.shows(name) for name in names}, given)
-        logits = self._ability("forward")(inputs["source_ids"], inputs["target_ids"], shown if taps else no_tap)
+        logits = self.ability("forward")(inputs["source_ids"], inputs["target_ids"], shown if taps else no_tap)
         return Result(_array(logits), dict(shown))
 
     def shows(self, tap: str) -> bool:
@@ -157,7 +173,7 @@ class LoadedPlugin:
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss of a batch and its gradients."""
-        found = self._ability("gradients")(inputs["source_ids"], inputs["target_ids"], inputs["labels"])
+        found = self.ability("gradients")(inputs["source_ids"], inputs["target_ids"], inputs["labels"])
         return Gradients(float(found.loss), _arrays(found.parameters), _arrays(found.taps))
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
@@ -170,16 +186,21 @@ class LoadedPlugin:
             raise MissingAbilityError("a search by other rules than the paper's is not asked of a port")
         beam_size = options.beam_size or 1
         limit = options.limit(source_ids.shape[1], self.config)
-        ids = _array(self._ability("generate")(source_ids, limit, beam_size, options.length_penalty))
+        ids = _array(self.ability("generate")(source_ids, limit, beam_size, options.length_penalty))
         return SearchResult(ids[:, None], None)  # type: ignore[arg-type]  # None: not asked for
 
     def trainer(self, settings: TrainingConfig) -> _PluginTrainer:
         """Return what trains this model."""
-        self._ability("train_step")
-        self._ability("start_training")(settings)
+        self.ability("train_step")
+        self.ability("start_training")(settings)
         return _PluginTrainer(self.port)
 
-    def _ability(self, name: str) -> Callable[..., Any]:
+    def ability(self, name: str) -> Callable[..., Any]:
+        """Return a method of the port.
+
+        Raises:
+            MissingAbilityError: It has none.
+        """
         if getattr(type(self.port), name) is getattr(Port, name):
             raise MissingAbilityError(f"it has no {name}()")
         return getattr(self.port, name)

@@ -210,18 +210,20 @@ class Children:
         finally:
             self._block.close()
 
-    def start(self, function: str, python: str = sys.executable) -> Child:
+    def start(self, function: str, python: str = sys.executable, environment: Mapping[str, str] | None = None) -> Child:
         """Start a process.
 
         Args:
             function: What it runs, ``module:function``: called with its ``messages.Parent``.
             python: The interpreter.
+            environment: What it finds in ``os.environ`` beside what all find.
 
         Raises:
             OSError: The interpreter cannot be started.
         """
         command = [python, "-u", start.__file__, function]  # -u: what is printed is kept even by a process that crashes
-        child = Child(command, self._environment, self._logs / str(len(self._children)), self._news)
+        variables = {**self._environment, **(environment or {})}
+        child = Child(command, variables, self._logs / str(len(self._children)), self._news)
         self._children.append(child)
         self._tell(f"+{child.process.pid}\n")
         return child

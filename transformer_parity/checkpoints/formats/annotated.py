@@ -74,9 +74,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
     tensors = {name.removeprefix(prefix): array for name, array in tensors.items()}
     state_dict.needed_fields(said.config, ["num_heads"], path.name)
     config = config_of(tensors, said.config)
-    for name in POSITIONS:
-        if name in tensors:
-            state_dict.check_positions(name, tensors[name], config)
+    state_dict.check_positions(tensors, POSITIONS, config)
     return Imported(
         config=config,
         weights=take(NAMES, tensors, config, (*POSITIONS, *said.ignored)),

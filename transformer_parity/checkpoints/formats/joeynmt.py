@@ -79,9 +79,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
     settings = yaml.read(read_bytes(place), SETTINGS)
     tensors = read_state(path, "model_state")
     config = config_of(tensors, settings)
-    for name in POSITIONS:
-        if name in tensors:
-            check_positions(name, tensors[name], config)
+    check_positions(tensors, POSITIONS, config)
     return Imported(
         config=config,
         weights=take(NAMES, tensors, config, (*POSITIONS, *TIED[config.tie_embeddings])),

@@ -110,9 +110,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
     tensors |= {f"generator.{name.removeprefix('0.')}": array for name, array in generator.items()}
     config = config_of(tensors, settings).replace(**ids_of(content["vocab"]))
     positions = [f"{prefix}.pe.pe" for prefix in TABLES.values()]
-    for name in positions:
-        if name in tensors:
-            check_positions(name, tensors[name], config)
+    check_positions(tensors, positions, config)
     return Imported(
         config=config,
         weights=take(NAMES, tensors, config, (*positions, *TIED[config.tie_embeddings])),

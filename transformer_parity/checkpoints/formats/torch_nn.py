@@ -100,12 +100,12 @@ def read(path: Path, options: ReadOptions) -> Imported:
     said = replace(said, prefix=prefix)
     split = _split(tensors, prefix)
     config = config_of(split, said)
-    for name in POSITIONS:
-        if config.position_encoding == "sinusoidal" and name in said.names and said.names[name] in split:
-            state_dict.check_positions(said.names[name], split.pop(said.names[name]), config)
+    sinusoidal = config.position_encoding == "sinusoidal"
+    fixed = [said.names[name] for name in POSITIONS if sinusoidal and name in said.names]
+    state_dict.check_positions(split, fixed, config)
     return Imported(
         config=config,
-        weights=take(rows(said), split, config, (*said.ignored, *_copies(said, config))),
+        weights=take(rows(said), split, config, (*fixed, *said.ignored, *_copies(said, config))),
         vocabulary=state_dict.read_vocabulary(options.vocab, config),
         search=SearchOptions(),
         origin=Origin(

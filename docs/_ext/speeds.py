@@ -1,0 +1,145 @@
+"""Tables of docs/speed.md that are made from benchmarks/*.json: shares of the limit, ratios, and what is aimed at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from panes import ROOT
+from results import PARTICIPANTS, PORTS, RESULTS, read
+
+TASKS = ("forward", "train", "decode")
+SIZES = ("small", "base")
+ALONE = "forward-alone"  # one sentence of 8 tokens, at size tiny
+PEERS = {
+    "numpy": ("its products", ("products",)),
+    "torch": ("best PyTorch peer", ("torch.nn", "torch.nn compiled", "marian")),
+    "jax": ("Flax NNX", ("flax nnx",)),
+    "tf": ("best Keras hub form", ("keras hub", "keras hub XLA")),
+}
+
+
+class Aim(NamedTuple):
+    """Something to reach: what, how much, what was measured, and whether that is enough."""
+
+    what: str
+    goal: str
+    found: str
+    is_met: bool | None  # None where it was not measured
+
+
+def race(name: str) -> dict[str, Any]:
+    """Return what was measured of one work, with the participants by name."""
+    (found,) = read(ROOT / "benchmarks" / f"{name}.json")["races"]
+    return {**found, "participants": {one["name"]: one for one in found["participants"]}}
+
+
+def share(found: dict[str, Any], name: str) -> float | None:
+    """Return the part of a participant's time that the work takes at the limit of the machine; None if unknown."""
+    seconds = found["participants"].get(name, {}).get("median_seconds")
+    limit = found.get("limit")
+    return limit["seconds"] / seconds if limit and seconds else None
+
+
+def shares() -> Iterator[str]:
+    """Yield a Markdown table of the share of the limit, of each task and size."""
+    columns = {f"{task}, {size}": race(f"{task}-{size}") for task in TASKS for size in SIZES}
+    yield f"| | {' | '.join(columns)} |"
+    yield "|---|" + "---:|" * len(columns)
+    for name, title in PARTICIPANTS.items():
+        yield f"| {title} | {' | '.join(percent(share(found, name)) for found in columns.values())} |"
+    limits = [found.get("limit") for found in columns.values()]
+    cells = [
+        f"{limit['rate'] / 1e9:,.0f} GFLOP/s, {limit['bandwidth'] / 1e9:,.0f} GB/s" if limit else "" for limit in limits
+    ]
+    yield f"| the limit | {' | '.join(cells)} |"
+
+
+def percent(part: float | None) -> str:
+    """Return a share as a cell."""
+    return "" if part is None else f"{part:.0%}".replace("%", " %")
+
+
+def against_peer(found: dict[str, Any], name: str) -> tuple[str, dict[str, float]] | None:
+    """Return the best peer of a package, by its median time, and the ratio to it; None where either has no time."""
+    ratios = found["ratios"].get(name, {})
+    timed = [peer for peer in PEERS[name][1] if peer in ratios]
+    best = min(timed, key=lambda peer: found["participants"][peer]["median_seconds"], default=None)
+    return (best, ratios[best]) if best else None
+
+
+def against_fastest(found: dict[str, Any]) -> dict[str, dict[str, float] | None]:
+    """Return the ratio of each port to the one whose median ratios to the others are below 1; None is that one."""
+    ratios = found["ratios"]
+    (first,) = (port for port in PORTS if all(ratios[port][other]["median"] < 1 for other in PORTS if other != port))
+    return {port: ratios[port].get(first) for port in PORTS}
+
+
+def compared(task: str) -> Iterator[str]:
+    """Yield a Markdown table of ratios: each package beside its peers, and each port beside the fastest."""
+    races = [race(f"{task}-{size}") for size in SIZES]
+    yield f"| {task} | {' | '.join(SIZES)} |"
+    yield "|---|" + "---|" * len(SIZES)
+    for name, (title, _) in PEERS.items():
+        package = "reference_numpy" if name == "numpy" else f"transformer_{name}"
+        cells = [spread(peer and peer[1], "") for peer in (against_peer(found, name) for found in races)]
+        yield f"| {package} / {title} | {' | '.join(cells)} |"
+    columns = [against_fastest(found) for found in races]
+    for port in PORTS:
+        cells = [spread(column[port], "the fastest") for column in columns]
+        yield f"| transformer_{port} / the fastest of the three | {' | '.join(cells)} |"
+
+
+def spread(ratio: dict[str, float] | None, without: str) -> str:
+    """Return a ratio as a cell: its median, and the lowest and the highest."""
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else without
+
+
+def aims() -> Iterator[Aim]:
+    """Yield everything that is aimed at, at base size where nothing else is said."""
+    races = {task: race(f"{task}-base") for task in TASKS}
+    below, above = dict(zip(TASKS, (0.60, 0.85, 0.40), strict=True)), dict(zip(TASKS, (0.97, 0.92, 0.60), strict=True))
+    for task, found in races.items():
+        peer = against_peer(found, "torch")
+        part = share(found, peer[0]) if peer else None
+        if part is None:
+            yield Aim(f"torch / best PyTorch peer, {task}", f"{below[task]:.2f} or {above[task]:.2f}", "", None)
+        else:
+            goal = below[task] if part < 0.6 else above[task]
+            yield at_most(f"torch / best PyTorch peer, {task} (the peer is at {percent(part)})", goal, peer)
+    for name, goals in (("jax", (0.80, 0.75, 0.85)), ("tf", (0.97, 0.95, 0.75)), ("numpy", (1.15, 1.7, 1.15))):
+        for (task, found), goal in zip(races.items(), goals, strict=True):
+            yield at_most(f"{name} / {PEERS[name][0]}, {task}", goal, against_peer(found, name))
+    for task, every, best in (("forward", 0.85, 0.95), ("train", 0.65, 0.80)):
+        parts = {port: share(races[task], port) for port in PORTS}
+        said = ", ".join(f"{port} {percent(part)}" for port, part in parts.items() if part)
+        known = [part for part in parts.values() if part]
+        whole = f"every port {percent(every)}, the best {percent(best)}"
+        is_met = min(known) >= every and max(known) >= best if len(known) == len(PORTS) else None
+        yield Aim(f"share of the limit, {task}", whole, said, is_met)
+    alone = race(ALONE) if (ROOT / "benchmarks" / f"{ALONE}.json").is_file() else None
+    for port in PORTS:
+        what = f"{port} / {PEERS[port][0]}, forward, size tiny, one sentence of 8 tokens"
+        yield at_most(what, 1.0, against_peer(alone, port) if alone else None)
+    seconds = read(RESULTS / "conformance.json").get("time", {}).get("seconds")
+    found = f"{seconds:.0f} s" if seconds else ""
+    yield Aim("`parity check`", "120 s; 60 s when it has compiled before", found, seconds and seconds <= 120)
+
+
+def at_most(what: str, goal: float, found: tuple[str, dict[str, float]] | None) -> Aim:
+    """Return an aim that a ratio stays below."""
+    ratio = found and found[1]
+    return Aim(what, f"{goal:.2f}", spread(ratio, ""), ratio["median"] <= goal if ratio else None)
+
+
+def goals() -> Iterator[str]:
+    """Yield a Markdown table of what is aimed at, and whether it was met on the processor at hand."""
+    machine = read(ROOT / "benchmarks" / "forward-base.json")["machine"]
+    yield f"| on {machine['processor']}, threads: {machine['threads']} | goal | measured | met |"
+    yield "|---|---|---|---|"
+    words = {True: "yes", False: "no", None: "not measured"}
+    yield from (f"| {aim.what} | {aim.goal} | {aim.found} | {words[aim.is_met]} |" for aim in aims())
+
+
+if __name__ == "__main__":
+    print("\n".join(goals()))

@@ -1,0 +1,228 @@
+"""`parity bench train --parallel`: participants of several processes, what is refused, and what plans cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import still_running
+
+from reference_numpy import Plan
+from transformer_parity.bench import rounds, run
+from transformer_parity.bench.participants import TrainOnDevices
+from transformer_parity.bench.rounds import Participant, Reply
+from transformer_parity.bench.tables import costs_for_machines
+from transformer_parity.bench.workload import TrainWork
+from transformer_parity.cli.main import main
+
+PLANS = (" data=", " fsdp=")  # how rows of a table begin
+QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1", "--rounds", "2"]
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(rounds, "PAUSE", 0.0)
+    here = str(Path(__file__).parent)  # where processes find the participants of this file
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
+
+
+def parity(capsys, *arguments):
+    """Run the command and return its exit code and what it printed."""
+    try:
+        code = main(["bench", "train", *QUICK, *map(str, arguments)])
+    except SystemExit as leaving:  # argparse's way out
+        code = leaving.code
+    return code, *capsys.readouterr()
+
+
+# --- Participants of several processes ---
+
+
+def test_a_reply_of_several_is_that_of_the_slowest_and_of_the_largest():
+    replies = [Reply((1, 2.0), 3.0, 1.0, 70, 60), Reply((1, 2.5), 2.0, 2.0, 90, 50)]
+    assert Reply.of(replies) == Reply((1, 2.0), 3.0, 3.0, 90, 60, others=((1, 2.5),))
+    assert Reply.of(replies[:1]) == replies[0]
+    assert Reply.of([Reply("", 1.0, 1.0)] * 2).peak_bytes is None
+
+
+@dataclass
+class Two(Participant):
+    """Two processes that return who they are; one of them may do something else, at a call of ``run``."""
+
+    name: str = "two"
+    processes: int = 2
+    fails: str = ""
+
+    def environments(self):
+        return nullcontext([{"NUMBER": "0"}, {"NUMBER": "1"}])
+
+    def prepare(self):
+        return {"version": "1"}
+
+    def load(self, work, weights):
+        return os.environ["NUMBER"], os.environ["OMP_NUM_THREADS"]
+
+    def run(self):
+        number = os.environ["NUMBER"]
+        if self.fails and number == "0":
+            time.sleep(0.2)
+            if self.fails == "hangs":
+                time.sleep(600)
+            raise RuntimeError("the other is gone")
+        if self.fails:
+            print("out of luck", file=sys.stderr, flush=True)
+            os._exit(7)
+        return number
+
+
+def test_all_processes_are_asked_and_share_the_threads():
+    entry = rounds.Entry("two")
+    with rounds.started([Two()], [entry], threads=6) as ((process,), folder):
+        assert process.receive("prepare").others == ({"version": "1"},)
+        loaded = process.ask("load", None, folder)
+        assert (loaded.answer, *loaded.others) == (("0", "3"), ("1", "3"))
+        with pytest.raises(rounds.DisagreementError, match="1 is wrong"):
+            rounds._run(process, refuse_the_second)
+        assert len(psutil.Process().children()) == 3  # and what ends these two if this process is killed
+    assert psutil.Process().children() == []
+
+
+def refuse_the_second(answer, show):
+    if answer == "1":
+        raise rounds.DisagreementError("1 is wrong")
+    return ""
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_the_process_that_ends_is_the_reason_and_all_end(how, monkeypatch):
+    monkeypatch.setattr(rounds, "CAUSE", 0.5)
+    with rounds.started([Two(fails=how)], [rounds.Entry("two")], threads=2) as ((process,), _):
+        process.receive("prepare")
+        started = psutil.Process().children()
+        reason = "process 1 of 2: the process ended with exit code 7 in run: out of luck"
+        with pytest.raises(rounds.ParticipantError, match=reason):
+            process.ask("run")
+        assert len(still_running(started, 10.0)) == 1  # what ends them if this process is killed
+
+
+# --- The command ---
+
+
+def test_numpy_simulates_a_plan(capsys, tmp_path):
+    code, printed, errors = parity(
+        *(capsys, "--backends", "numpy", "--rounds", 1, "--parallel", "fsdp=2,tensor=2"),
+        *("--json", tmp_path / "a.json"),
+    )
+    assert code == 0, printed + errors
+    names = ["numpy", "numpy fsdp=2,tensor=2"]
+    assert f"Losses of every call of {', '.join(names)} agree with the float64 reference." in " ".join(printed.split())
+    (race,) = json.loads((tmp_path / "a.json").read_text())["races"]
+    assert [entry["name"] for entry in race["participants"]] == names
+    assert [len(entry["seconds"]) for entry in race["participants"]] == [1, 1]
+    plan = Plan.parse("fsdp=2,tensor=2")
+    assert race["plans"] == costs_for_machines(TrainWork("tiny", source=6, target=4), [plan])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extended("plans")) for name in ("torch", "jax", "tf")]
+)
+def test_each_framework_trains_in_processes(name, capsys, tmp_path):
+    code, printed, errors = parity(
+        *(capsys, "--backends", name, "--parallel", "data=2", "--parallel", "fsdp=2", "--json", tmp_path / "a.json")
+    )
+    (race,) = json.loads((tmp_path / "a.json").read_text())["races"]
+    one, data, fsdp = race["participants"]
+    for entry in (one, data, *[fsdp] * (name != "tf")):
+        assert len(entry["seconds"]) == 2, printed + errors
+        assert entry["peak_bytes"] > 2**26
+    assert code == (3 if name == "tf" else 0)
+    if name == "tf":
+        assert fsdp["seconds"] is None
+        assert "FAILED    tf fsdp=2: process " in printed
+        assert "TensorFlow's strategies divide the rows of a batch only, by data=N: got fsdp=2" in printed
+
+
+def test_what_plans_cost_without_a_time(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "started", None)
+    options = ["--rounds", 0, "--config", "big", "--parallel", "data=8", "--json", tmp_path / "a.json"]
+    code, printed, errors = parity(capsys, *options)
+    assert (code, errors) == (0, "")
+    rows = [line.split() for line in printed.splitlines()]
+    assert next(row for row in rows if row[:1] == ["data=8"])[1:4] == ["1,430", "-", "-"]
+    assert next(row for row in rows if row[:2] == ["one", "device"])[2:6] == ["-", "-", "-", "817"]
+    (race,) = json.loads((tmp_path / "a.json").read_text())["races"]
+    assert (race["participants"], race["plans"][0]["plan"]) == ([], "data=8")
+
+
+def test_the_page_has_what_the_command_prints(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "several-devices.md").read_text("utf-8")
+    commands = [line.split()[4:] for line in page.splitlines() if line.startswith("$ parity bench train")]
+    assert [command[1] for command in commands] == ["base", "big"]
+    shown = [" ".join(line.split()) for line in page.splitlines()]
+    for command in commands:
+        assert main(["bench", "train", *command]) == 0
+        printed, _ = capsys.readouterr()
+        rows = [" ".join(line.split()) for line in printed.splitlines() if line.startswith((" one device", *PLANS))]
+        assert len(rows) == 5
+        at = shown.index(rows[0])
+        assert shown[at : at + 5] == rows
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "0"], "--rounds 0 times nothing, and computes what a plan costs: add --parallel PLAN"),
+        (
+            ["--parallel", "tensor=3"],
+            "--parallel tensor=3: num_heads of the encoder must be divisible by tensor=3: got 4",
+        ),
+        (["--parallel", "rows=3"], "a plan must be like data=2,fsdp=2,tensor=2: got 'rows=3'"),
+        (["--rounds", "-1", "--parallel", "data=2"], "must be a positive integer: got '-1'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_at_once(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(run, "started", None)
+    code, printed, errors = parity(capsys, *options)
+    assert (code, printed) == (3, "")
+    assert message in errors
+
+
+def test_a_process_for_each_device_of_a_cpu():
+    found = {
+        (name, device): TrainOnDevices(name, Plan.parse("data=4"), device).processes
+        for name in ("numpy", "torch", "jax", "tf")
+        for device in ("cpu", "gpu")
+    }
+    assert [found[name, "cpu"] for name in ("numpy", "torch", "jax", "tf")] == [1, 4, 4, 4]
+    assert [found[name, "gpu"] for name in ("numpy", "torch", "jax", "tf")] == [1, 4, 1, 1]
+
+
+@pytest.mark.needs(os.name != "nt", "signals")
+@pytest.mark.extended("plans")
+def test_ctrl_c_leaves_no_process(tmp_path):
+    arguments = ["bench", "train", *QUICK, "--rounds", "100000", "--backends", "torch", "--parallel", "data=2"]
+    errors = tmp_path / "errors"
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transformer_parity", *arguments], stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+        deadline = time.monotonic() + 120
+        while "round 3 of" not in errors.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len(started) >= 5  # one alone, two, the matrix rate, and what ends these if their parent is killed
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, printed + errors.read_text()
+    assert "INTERRUPTED after" in printed
+    assert "Traceback" not in errors.read_text()
+    assert still_running(started, 10.0) == []

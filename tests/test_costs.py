@@ -1,0 +1,217 @@
+"""What a plan costs: what is computed is what each engine's own counter finds, and what the shares of NumPy hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import tiers
+from parallel_jax import run
+from test_native import run_alone
+
+import reference_numpy as ref
+from reference_numpy import Plan, parameter_shapes
+from reference_numpy.parallel_plan import fsdp_axis, tensor_axis
+from transformer_parity.bench.workload import TrainWork
+from transformer_parity.distributed.cases import LENGTHS, SOURCE_LENGTH, probes
+from transformer_parity.distributed.costs import Batch, Collective, collectives, held, sent
+
+PROBE = probes()["plain"]
+SIZES = Batch(len(LENGTHS), SOURCE_LENGTH, max(LENGTHS))
+NUMBERS = ref.count_parameters(PROBE.config)
+SHAPES = parameter_shapes(PROBE.config)
+TABLE = "source_embedding.table"
+
+
+def predicted(plan, probe=PROBE):
+    """Return the numbers of each kind of collective."""
+    found = Counter()
+    for each in collectives(Plan.parse(plan), probe.config, SIZES):
+        found[each.kind] += each.numbers
+    return found
+
+
+# --- Arithmetic. ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "expected"),
+    [("all-reduce", 4, 150.0), ("all-gather", 4, 75.0), ("reduce-scatter", 4, 75.0), ("all-reduce", 1, 0.0)],
+)
+def test_a_ring_sends(kind, devices, expected):
+    assert Collective(kind, "gradient", "data", devices, 100).sent == expected
+
+
+def test_what_fsdp_sends_is_half_as_much_again_as_what_data_sends():
+    costs = {plan: sent(Plan.parse(plan), PROBE.config, SIZES) for plan in ("data=2", "fsdp=2", "data=2,fsdp=2")}
+    assert costs["data=2"] == {"data": 4 * NUMBERS, "fsdp": 0, "tensor": 0}
+    assert costs["fsdp=2"] == {"data": 0, "fsdp": 6 * NUMBERS, "tensor": 0}
+    assert costs["data=2,fsdp=2"] == {"data": 2 * NUMBERS, "fsdp": 6 * NUMBERS, "tensor": 0}
+    assert sum(sent(Plan(), PROBE.config, SIZES).values()) == 0
+    assert collectives(Plan(), PROBE.config, SIZES) == []
+
+
+@pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"])
+def test_a_device_holds_its_shards(plan):
+    mesh = Plan.parse(plan)
+    model = ref.Transformer.from_weights(PROBE.config, PROBE.weights(), "float32")
+    parts = ref.shards(ref.Trainer(model, PROBE.settings, mesh=mesh))
+    costs = held(mesh, PROBE.config, SIZES)
+    for device in range(mesh.devices):
+        own = sum(shard.array.nbytes for held in parts.values() for shard in held if shard.device == device)
+        assert (costs["parameters"], costs["gradient"], costs["moments"]) == (own, own, 2 * own)
+
+
+def test_operands_are_those_of_the_products():
+    """Each once, and without attention's weights: those of query, key and value are one, as is the memory."""
+    work = TrainWork("tiny", batch=4, source=6, target=5)
+    forward = list(super(TrainWork, work).products())
+    seen = {}
+    for product in forward:
+        layer, _, last = product.operand.rpartition(".")
+        if last == "value":
+            seen[product.operand] = math.prod(product.right)
+        elif last == "key":
+            seen[product.operand] = math.prod(product.right)
+            seen[f"{layer} query"] = math.prod(product.left)
+        else:
+            shares = last == "kernel" and layer.endswith(("key_proj", "value_proj"))
+            name = "memory" if "cross_attention" in layer else layer.removesuffix("key_proj").removesuffix("value_proj")
+            seen[f"input of {name}" if shares else f"input of {layer.removesuffix('query_proj')}"] = math.prod(
+                product.left
+            )
+    logits = work.batch * work.target * work.config.target_vocab_size
+    sizes = Batch(work.batch, work.source, work.target)
+    assert held(Plan(), work.config, sizes)["activations"] == 4 * (sum(seen.values()) + logits)
+    halved = held(Plan(data=2), work.config, sizes)["activations"]
+    assert halved == held(Plan(fsdp=2), work.config, sizes)["activations"] == 2 * (sum(seen.values()) + logits)
+    assert halved < held(Plan(tensor=2), work.config, sizes)["activations"] < 2 * halved  # which has all rows
+
+
+# --- Each engine's own counter. ---
+
+
+def counted_by_gloo(events):
+    """Return how many numbers each kind of collective is given; single numbers and norms are counted by their size."""
+    found, small = Counter(), Counter()
+    for name, shapes in events:
+        if name == "gloo:all_reduce":
+            (shape,) = shapes
+            if (len(shape) == 1 and shape[0] <= len(SHAPES)) or not shape:
+                small[math.prod(shape)] += 1
+            else:
+                found["all-reduce"] += math.prod(shape)
+        elif name == "c10d::_allgather_base_":
+            found["all-gather"] += math.prod(shapes[0])
+        elif name == "c10d::_reduce_scatter_base_":
+            found["reduce-scatter"] += math.prod(shapes[1])
+            found["all-reduce"] -= math.prod(shapes[1])  # which is how gloo does it
+    return +found, small
+
+
+def assert_torch_sends(folder, plans):
+    import parallel_torch
+
+    job = "sends", {"plans": plans, "probe": "plain"}
+    for (process,) in parallel_torch.run(folder, Plan.parse(plans[0]).devices, [job]):
+        for plan in plans:
+            counted, small = counted_by_gloo(process[plan])
+            assert counted == predicted(plan), plan
+            mesh = Plan.parse(plan)
+            kernels = {name: f"{name.rpartition('.')[0]}.kernel" for name in SHAPES}
+            in_tensor = [name for name in SHAPES if mesh.tensor > 1 and tensor_axis(kernels[name]) is not None]
+            divided = len(SHAPES if mesh.fsdp > 1 else in_tensor)
+            assert small.pop(1) == 2  # the loss, along data and along fsdp
+            assert {*small} == ({divided} if divided else set())  # a norm for each parameter
+
+
+@pytest.mark.extended("plans")
+def test_pytorch_sends_what_is_computed(tmp_path):
+    assert_torch_sends(tmp_path, ["data=2", "fsdp=2", "tensor=2"])
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("plan", ["data=4", "data=2,fsdp=2"])
+def test_four_processes_of_pytorch_send_what_is_computed(tmp_path, plan):
+    assert_torch_sends(tmp_path, [plan])
+
+
+def counted_by_xla(text):
+    """Return how many numbers each kind of collective of a compiled program has, without single ones."""
+    found = {}
+    pattern = r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    for types, kind in re.findall(pattern, text):
+        shapes = [tuple(map(int, sizes.split(","))) for sizes in re.findall(r"f64\[([\d,]+)\]", types)]
+        found.setdefault(kind, []).extend(shapes)
+    return {kind: sum(map(math.prod, shapes)) for kind, shapes in found.items() if shapes}
+
+
+def compiled_step(plan):
+    """Return the text of what JAX has compiled for a step."""
+    from parallel_jax import trainer
+
+    many = trainer(PROBE, plan)
+    step, texts = many._compiled_step, []
+
+    def kept(*arguments):
+        texts.append(step.lower(*arguments).compile().as_text())
+        return step(*arguments)
+
+    many._compiled_step = kept
+    many.train_step(*PROBE.batch(0))
+    return texts[0]
+
+
+def jax_sends(plan):
+    """XLA gathers once, and keeps what it has gathered; on a CPU it sums all of a gradient, and takes its part.
+
+    Where ``data`` divides too, one sum is over both. A tied table is summed once for each of its three uses.
+    """
+    mesh, counted = Plan.parse(plan), counted_by_xla(compiled_step(plan))
+    if mesh.tensor > 1:
+        assert counted == predicted(plan), counted
+        return
+    uses = 2 * math.prod(SHAPES[TABLE])
+    gathered = sum(math.prod(shape) for name, shape in SHAPES.items() if fsdp_axis(name, shape, 2) is not None)
+    expected = {"all-reduce": NUMBERS + uses}
+    assert counted == (expected | {"all-gather": gathered} if mesh.fsdp > 1 else expected), counted
+    once = predicted(plan)
+    assert once["all-reduce"] == (NUMBERS // mesh.fsdp if mesh.data > 1 else 0)
+    assert once["all-gather"] == (2 * NUMBERS if mesh.fsdp > 1 else 0)
+
+
+@pytest.mark.parametrize("plan", tiers.first_alone(["fsdp=2", "data=2", "tensor=2", "data=2,fsdp=2"], "plans"))
+def test_jax_sends_what_is_computed(plan):
+    run(f"import test_costs; test_costs.jax_sends({plan!r})", devices=4)
+
+
+def tf_sends():
+    """TensorFlow puts the loss and all gradients behind one another, and sums that; integers are summed by the host."""
+    import test_parallel_tf
+
+    import transformer_tf
+
+    mesh = transformer_tf.make_mesh(Plan(data=2), "cpu")
+    many = test_parallel_tf.trainer(transformer_tf, replace(PROBE, steps=1), mesh)
+    many.train_step(*PROBE.batch(0))
+    (step,) = many._traced.values()
+    sums = [op for op in step.get_concrete_function().graph.get_operations() if "Collective" in op.type]
+    assert [op.type for op in sums] == ["CollectiveReduceV2"] * 2  # of two devices
+    sizes = Counter([1, *map(math.prod, SHAPES.values())])  # of the loss, and of the gradient of each parameter
+    assert sizes.total() == 1 + len(SHAPES)
+    assert sum(size * count for size, count in sizes.items()) == 1 + predicted("data=2")["all-reduce"]
+    for op in sums:
+        *parts, _ = op.inputs[0].op.inputs  # of the concatenation, without its axis
+        known = Counter(part.op.inputs[0].shape.num_elements() for part in parts)
+        unknown = known.pop(None, 0)  # until it is computed
+        assert known <= sizes
+        assert unknown == (sizes - known).total()
+        assert unknown < len(SHAPES) / 2
+
+
+@pytest.mark.extended("plans")
+def test_tensorflow_sends_what_is_computed():
+    run_alone("import test_costs as t; t.tf_sends()")

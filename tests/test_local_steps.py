@@ -1,0 +1,135 @@
+"""Local steps (docs/examples/local_steps.py): where they are ordinary training, they give what that gives."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import reference_numpy as ref
+from reference_numpy import Plan
+from transformer_parity.distributed.cases import probes
+from transformer_parity.ports.registry import PORTS
+
+EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "local_steps.py"
+local_steps = SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
+PROBE = probes()["short"]
+MEAN = {"rate": 1.0, "momentum": 0.0}  # an outer step that takes the mean of the workers
+
+
+def model(package=ref):
+    return package.Transformer.from_weights(PROBE.config, PROBE.weights(), "float64")
+
+
+def trainers(count, package=ref):
+    return [package.Trainer(model(package), PROBE.settings, PROBE.seed) for _ in range(count)]
+
+
+def batches(count=4):
+    return [PROBE.batch(step) for step in range(count)]
+
+
+def follow(workers, steps, package=ref, **outer):
+    """Return the weights after each average."""
+    return [*local_steps.train(package, workers, batches(), steps, local_steps.Outer(**outer))]
+
+
+def assert_equal(found, expected, tolerance=1e-12):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.abs(found[name] - array).max() <= tolerance * np.abs(array).max(), name
+
+
+class Descent:
+    """A trainer of plain gradient descent."""
+
+    rate = 0.1
+
+    def __init__(self, mesh=None):
+        self.model = model()
+        self.trainer = ref.Trainer(self.model, PROBE.settings, mesh=mesh)
+
+    def train_step(self, *batch):
+        found = self.trainer.gradient(*batch)
+        weights = self.model.export_weights()
+        ref.set_weights(self.model, {name: weights[name] - self.rate * g for name, g in found.parameters.items()})
+        return SimpleNamespace(tokens=int((batch[2] != PROBE.config.pad_id).sum()))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_one_local_step_of_gradient_descent_is_data_parallel_training(workers):
+    """Of workers with unequal numbers of tokens, one of which may have none: each counts by its tokens."""
+    ordinary = Descent(mesh=Plan(data=workers))
+    for found, batch in zip(follow([Descent() for _ in range(workers)], 1, **MEAN), batches(), strict=True):
+        ordinary.train_step(*batch)
+        assert_equal(found, ordinary.model.export_weights())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_one_worker_trains_as_ever(steps):
+    (worker,) = trainers(1)
+    found = follow([worker], steps, **MEAN)
+    (ordinary,) = trainers(1)
+    for batch in batches():
+        ordinary.train_step(*batch)
+    assert len(found) == 4 // steps
+    assert_equal(found[-1], ordinary.model.export_weights())
+    assert_equal(worker.export_state().first_moment, ordinary.export_state().first_moment)
+
+
+def test_local_steps_and_momentum_make_another_run():
+    one, two, fast = follow(trainers(2), 1, **MEAN), follow(trainers(2), 2, **MEAN), follow(trainers(2), 1)
+    assert [len(found) for found in (one, two, fast)] == [4, 2, 4]
+    for other in (two, fast):
+        distance = max(np.abs(one[-1][name] - other[-1][name]).max() for name in one[-1])
+        assert distance > 1e-4
+
+
+def test_the_outer_step_is_that_of_nesterov():
+    """In the form of Sutskever et al. (2013), shifted by a step; workers count by their tokens."""
+    outer, weights, velocity = local_steps.Outer(0.7, 0.9), {"w": np.array([1.0, -2.0])}, np.zeros(2)
+    for _ in range(3):
+        found = [{"w": weights["w"] - 0.3}, {"w": weights["w"] * 0.5}]
+        moved = weights["w"] - (3 * found[0]["w"] + found[1]["w"]) / 4
+        velocity = 0.9 * velocity + moved
+        expected = weights["w"] - 0.7 * (moved + 0.9 * velocity)
+        weights = outer.step(weights, found, [30, 10])
+        np.testing.assert_allclose(weights["w"], expected, rtol=1e-14)
+
+
+@pytest.mark.extended("plans")
+def test_the_outer_step_is_that_of_torch():
+    import torch
+
+    parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    descent = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    outer, weights = local_steps.Outer(), {"w": parameter.detach().numpy().copy()}
+    for step in range(4):
+        moved = np.array([0.1 * step, -0.3])
+        parameter.grad = torch.from_numpy(moved)
+        descent.step()
+        weights = outer.step(weights, [{"w": weights["w"] - moved}], [1])
+        np.testing.assert_allclose(weights["w"], parameter.detach().numpy(), rtol=1e-14)
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("name", ["torch", "jax", "tf"])
+def test_every_backend_takes_the_same_local_steps(name):
+    package = PORTS[name].import_package()
+    expected = follow(trainers(2), 2)
+    for found, right in zip(follow(trainers(2, package), 2, package), expected, strict=True):
+        assert_equal(found, right, 1e-10)
+
+
+@pytest.mark.extended("plans")
+def test_a_comparison_counts_what_is_sent(monkeypatch):
+    """Of K workers, each sends 2 (K - 1) / K of the weights, in every step or as often as they average."""
+    runs = local_steps.Comparison("numpy", 2, 4)
+    assert len([*runs.batches()]) == 2
+    numbers = ref.count_parameters(runs.setup.config)
+    learner = SimpleNamespace(validate=lambda batches: 0.5, translate=lambda lines, *_: ["?"] * len(lines))
+    name, sent, loss, score = runs.row("a run", learner, 100)
+    assert (name, sent, loss, score) == ("a run", f"{600 * numbers / 2**20:,.0f}", "0.500", "0.0 %")

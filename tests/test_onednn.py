@@ -1,0 +1,156 @@
+"""PyTorch's products by oneDNN: chosen by a measurement of speed and accuracy, for the whole process, when asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_weights, tiny_config
+from tiers import first_alone
+
+import reference_numpy as ref
+import transformer_torch
+from transformer_parity.bench.workload import DecodeWork
+from transformer_torch import attention, onednn, search_loop
+from transformer_torch.onednn import Measured
+
+FAST, EXACT, ROUNDED = 2.4, 4e-7, 3e-3
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    switches = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    before = [switch.fp32_precision for switch in switches]
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for switch, value in zip(switches, before, strict=True):
+        switch.fp32_precision = value
+
+
+def measures(monkeypatch, gain, error):
+    monkeypatch.setattr(onednn, "measured", lambda: Measured(gain, error))
+
+
+@pytest.mark.parametrize(
+    ("gain", "error", "highest", "fast"),
+    [
+        (FAST, EXACT, "medium", "medium"),
+        (FAST, ROUNDED, "highest", "medium"),  # as on a processor with AMX
+        (FAST, 2 * onednn.ERROR, "highest", "medium"),
+        (1.0, EXACT, "highest", "high"),
+        (1.2, ROUNDED, "highest", "high"),
+    ],
+)
+def test_the_choice_follows_the_measurement(gain, error, highest, fast, monkeypatch):
+    measures(monkeypatch, gain, error)
+    config = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
+    for precision, expected in (("highest", highest), ("fast", fast), ("highest", highest)):
+        transformer_torch.Transformer.from_weights(config, random_weights(config), precision=precision)
+        assert torch.get_float32_matmul_precision() == expected
+        assert onednn.is_on() == (expected == "medium")
+
+
+@pytest.mark.parametrize("where", ["a GPU", "no oneDNN"])
+def test_nothing_is_measured(where, monkeypatch):
+    """Where "medium" would allow TF32 on a GPU, and where there is nothing to choose."""
+    monkeypatch.setattr(onednn, "measured", lambda: pytest.fail("it is measured"))
+    module = torch.cuda if where == "a GPU" else torch.backends.mkldnn
+    monkeypatch.setattr(module, "is_available", lambda: where == "a GPU")
+    for precision, expected in (("fast", "high"), ("highest", "highest")):
+        transformer_torch.set_precision(precision)
+        assert torch.get_float32_matmul_precision() == expected
+
+
+@pytest.mark.parametrize("switch", first_alone(["bf16", "ieee", "none"], "switches"))
+def test_a_measurement_leaves_the_process_as_it_was(switch, monkeypatch):
+    torch.backends.mkldnn.matmul.fp32_precision = switch
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    with torch.autocast("cpu"), torch.device("meta"):
+        found = onednn.measured.__wrapped__()
+    assert (torch.backends.mkldnn.matmul.fp32_precision, torch.get_num_threads()) == (switch, threads)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert 0.1 < found.gain < 20
+    assert 1e-8 < found.error < onednn.ERROR or 1e-4 < found.error < 1e-2  # float32's or bfloat16's, and nothing else
+    monkeypatch.setattr(onednn.F, "linear", lambda *operands: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        onednn.measured.__wrapped__()
+    assert (torch.backends.mkldnn.matmul.fp32_precision, torch.get_num_threads()) == (switch, threads)
+
+
+@pytest.mark.parametrize("bits", [8, 11, 16])
+def test_a_product_with_fewer_bits_is_seen(bits):
+    """Those of bfloat16, TF32, and of two terms of bfloat16."""
+    rng = np.random.default_rng(0)
+    left, right = rng.standard_normal((2, 64, 64)).astype(np.float32)
+
+    class Rounding:
+        """A tensor that multiplies as such a processor does."""
+
+        def __init__(self, array):
+            self.array = array
+
+        def __getitem__(self, rows):
+            return Rounding(self.array[rows])
+
+        def double(self):
+            return torch.from_numpy(self.array.astype(np.float64))
+
+        def __matmul__(self, other):
+            mantissa, exponent = np.frexp(self.array)
+            rounded = np.ldexp(np.round(mantissa * 2.0**bits) / 2.0**bits, exponent)
+            return torch.from_numpy(rounded.astype(np.float64)) @ other.double()
+
+    assert onednn._error(Rounding(left), torch.from_numpy(right)) > onednn.ERROR
+    assert onednn._error(torch.from_numpy(left), torch.from_numpy(right)) < onednn.ERROR
+
+
+def test_the_description_says_who_multiplies(monkeypatch):
+    onednn.measured.cache_clear()
+    before = transformer_torch.describe()["products on a CPU"]
+    assert before == ("MKL" if torch.backends.mkl.is_available() else "the BLAS")
+    transformer_torch.set_precision("highest")
+    after = transformer_torch.describe()["products on a CPU"]
+    assert "; measured: oneDNN " in after
+    assert " times as fast, error " in after
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    assert transformer_torch.describe()["products on a CPU"].startswith("oneDNN; measured: oneDNN ")
+
+
+@pytest.mark.parametrize("length", [9, 200])
+def test_attention_over_short_inputs_avoids_the_fused_kernel(length, monkeypatch):
+    rng = np.random.default_rng(1)
+    query, key, value = (torch.from_numpy(x) for x in rng.standard_normal((3, 2, 2, length, 8)).astype(np.float32))
+    mask = torch.from_numpy(rng.random((2, 1, length, length)) < 0.7)
+    expected = attention.scaled_dot_product_attention(query, key, value, mask)
+    fused, calls = attention.F.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        attention.F,
+        "scaled_dot_product_attention",
+        lambda *args, **options: calls.append(args) or fused(*args, **options),
+    )
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    found = attention.scaled_dot_product_attention(query, key, value, mask)
+    assert bool(calls) == (length == 200)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    for other in (query.double(), query[:, :, :1]):  # another dtype, a step of decoding
+        calls.clear()
+        attention.scaled_dot_product_attention(other, key.to(other.dtype), value.to(other.dtype))
+        assert calls
+
+
+@pytest.mark.parametrize("beam_size", first_alone([None, 3], "searches"))
+def test_a_search_takes_the_products_that_were_chosen(beam_size, monkeypatch):
+    measures(monkeypatch, FAST, EXACT)
+    seen = []
+    inner = search_loop._relaid
+    monkeypatch.setattr(search_loop, "_relaid", lambda *arguments: seen.append(inner(*arguments)) or seen[-1])
+    work = DecodeWork("tiny", batch=3, source=7, target=6, beam_size=beam_size)
+    weights = work.weights()
+    model = transformer_torch.Transformer.from_weights(work.config, weights, precision="highest")
+    found = work.search.search(transformer_torch, model, work.source_ids)
+    assert seen
+    assert all(weight.is_mkldnn for weight in seen)
+    expected = work.search.search(ref, ref.Transformer.from_weights(work.config, weights, "float64"), work.source_ids)
+    assert np.array_equal(found.ids, expected.ids)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=2e-6)

@@ -1,0 +1,214 @@
+"""A trainer of the user's own on several devices, as a port: it is compared with one device, and mistakes are named."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiers
+
+import reference_numpy as ref
+from reference_numpy import Plan
+from transformer_parity.cli.main import main
+from transformer_parity.compare.findings import AGREES, SKIPPED
+from transformer_parity.distributed import run as processes
+from transformer_parity.distributed.cases import port_probes
+from transformer_parity.distributed.compare import REPLICAS, Run, findings
+from transformer_parity.distributed.signatures import divisions
+from transformer_parity.distributed.stage import Check
+from transformer_parity.distributed.worker import Seen, Snapshot, Task, train
+
+EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "ddp_port.py"
+
+# --- The example: DistributedDataParallel between two processes ---
+
+COUNT = "        dist.all_reduce(tokens)\n"
+SCALE = "(total / tokens * dist.get_world_size())"
+LOSS = "        dist.all_reduce(loss)\n"
+CLIP = "torch.nn.utils.get_total_norm(gradient)"
+WRAPPED = "self.model = DistributedDataParallel(model)"
+MISTAKES = {  # by what is said: what is compared, and edits of the example
+    "each share divided by its own tokens, then averaged: a mean of means (0.9118, 1.107)": (
+        "the whole gradient",
+        [(COUNT, f"        own = tokens.clone()\n{COUNT}"), (SCALE, "(total / own)")],
+    ),
+    "the update differs, as by this mistake: norm counts copies": (
+        "step 2 loss",
+        [(CLIP, f"{CLIP}.mul(dist.get_world_size() ** 0.5)")],
+    ),
+    "averaged over the shares after the division by the number of tokens (0.5, 0.5)": (
+        "the whole gradient",
+        [(SCALE, "(total / tokens)")],
+    ),
+    "alone: not reduced": ("the whole gradient", [(WRAPPED, "self.model = model"), (SCALE, "(total / tokens)")]),
+    "all gradients: the rows of share 0 on all devices (1.148, 0)": (
+        "the whole gradient",
+        [("ids[dist.get_rank() ::", "ids[0 ::")],
+    ),
+    "the gradient is right, the loss -2.264 (what share 1 contributes to it, not the sum) off": (
+        "step 1 loss",
+        [(LOSS, "")],
+    ),
+    "the update differs, as by this mistake: learning rate times devices": (
+        "step 2 loss",
+        [('["lr"] = ', '["lr"] = dist.get_world_size() * ')],
+    ),
+}
+CHOSEN = """
+import importlib
+from pathlib import Path
+from ddp_port import MyPort
+
+class Chosen(MyPort):
+    def __new__(cls):  # the one that the test has named
+        return importlib.import_module(Path("chosen").read_text()).MyPort()
+"""
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """Two processes, and what compares in them an edited copy of the example with one device."""
+    folder = tmp_path_factory.mktemp("ports")
+    (folder / "chosen.py").write_text(CHOSEN)
+    (folder / "ddp_port.py").write_text(EXAMPLE.read_text())
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.chdir(folder)
+        group = stack.enter_context(processes.group("chosen:Chosen", 2, timeout=200))
+
+        @cache
+        def found(edits):
+            text = EXAMPLE.read_text()
+            for old, new in edits:
+                assert text.count(old) == 1, old
+                text = text.replace(old, new)
+            name = f"port_{abs(hash(text))}"
+            (folder / f"{name}.py").write_text(text)
+            (folder / "chosen").write_text(name)
+            steps = Check([Plan(data=2)])._on_plan("chosen:Chosen", Plan(data=2), group)
+            return [finding for step in steps for finding in step.findings]
+
+        yield found
+
+
+@pytest.mark.only("torch")
+def test_the_example_agrees(compared):
+    found = compared(())
+    assert {finding.verdict for finding in found} == {AGREES}
+    assert {finding.case for finding in found} == {"distributed/data=2/plain", "distributed/data=2/uneven"}
+    taps = {finding.tap for finding in found}
+    assert {"the whole gradient", "step 20 loss", REPLICAS} <= taps
+    assert "step 20 weight encoder.layers.1.feed_forward.inner_proj.kernel" in taps
+
+
+@pytest.mark.only("torch")
+@pytest.mark.parametrize("said", tiers.first_alone(MISTAKES, "mistakes"))
+def test_a_mistake_in_the_example_is_named(compared, said):
+    at, edits = MISTAKES[said]
+    first = next(finding for finding in compared(tuple(edits)) if finding.verdict != AGREES)
+    assert (first.case, first.tap) == ("distributed/data=2/plain", at)
+    assert said in first.detail
+
+
+# --- The command, with ports that need no framework ---
+
+PORTS = """
+import os
+import reference_numpy as ref
+from transformer_parity.plugin import Port
+
+class Reference(Port):
+    one_process = True
+
+    def load(self, config, weights, dtype):
+        self.model = ref.Transformer.from_weights(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        return self.model(source_ids, target_ids, tap=tap)
+
+    def export_weights(self):
+        return self.model.export_weights()
+
+    def distribute(self, plan):
+        if plan.fsdp > 1:
+            raise ValueError("no parts of parameters")
+        self.mesh = plan
+
+    def start_training(self, settings):
+        self.trainer = ref.Trainer(self.model, settings, mesh=self.mesh)
+
+    def gradients(self, *batch):
+        return self.trainer.gradient(*batch)
+
+    def train_step(self, *batch):
+        return float(self.trainer.train_step(*batch).loss)
+
+class Alone(Port):
+    load, forward = Reference.load, Reference.forward
+
+class Apart(Reference):
+    one_process = False
+
+    def export_weights(self):
+        return {name: array + 1e-13 * int(os.environ["RANK"]) for name, array in super().export_weights().items()}
+"""
+
+
+def test_the_command(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("devices.py").write_text(PORTS)
+    command = ["check", "--stage", "distributed", "--json", "result.json", "--port"]
+    assert main([*command, "devices:Reference", "--parallel", "data=2"]) == 0
+    assert "AGREE  1 port, 2 cases" in capsys.readouterr().out
+    result = json.loads(Path("result.json").read_text())
+    assert {row["case"] for row in result["cases"]} == {"distributed/data=2/plain", "distributed/data=2/uneven"}
+
+
+@pytest.mark.extended("ports")
+@pytest.mark.parametrize(
+    ("kind", "plan", "said"),
+    [
+        ("Alone", "data=2", "it has no gradients()"),
+        ("Reference", "fsdp=2", "no parts of parameters"),
+        ("Apart", "data=2", "parameters differ between devices that have the same part"),
+    ],
+)
+def test_what_is_said_of_other_ports(monkeypatch, tmp_path, kind, plan, said):
+    monkeypatch.chdir(tmp_path)
+    Path("devices.py").write_text(PORTS)
+    name = f"devices:{kind}"
+    found = [f for step in Check([Plan.parse(plan)]).steps(name, partial(processes.group, name)) for f in step.findings]
+    assert {finding.backend for finding in found} == {kind}
+    wrong = [finding for finding in found if finding.verdict not in (AGREES, SKIPPED)]
+    assert len(wrong) == 2
+    assert all(said in finding.detail for finding in wrong)
+
+
+# --- Rows that a trainer divides in its own way ---
+
+
+@pytest.mark.parametrize("way", range(3))
+def test_rows_may_be_divided_in_any_way(way):
+    """A mean of the shares' own means is recognized, whichever rows they have."""
+    probe = replace(port_probes()[1], lengths=(7, 6, 5, 4, 3, 2, 1, 1))
+    rows = divisions(8, 2, 2)[way]
+    assert sorted(rows.ravel()) == [*range(8)]
+    model = ref.Transformer.from_weights(probe.config, probe.weights(), "float64")
+    expected = train(ref, Task(replace(probe, config=model.config)))
+    of_shares = [[ref.gradients(model, *(ids[own] for ids in probe.batch(0))) for own in part] for part in rows]
+    mean = {
+        name: np.mean([[own.parameters[name] for own in part] for part in of_shares], (0, 1))
+        for name in expected.gradient
+    }
+    loss = np.mean([[own.loss for own in part] for part in of_shares])
+    seen = Seen(losses=[loss, *expected.losses[1:]], gradient=mean, config=model.config, snapshots=expected.snapshots)
+    seen.snapshots = {step: Snapshot(one.weights, None) for step, one in expected.snapshots.items()}
+    wanted = replace(expected, tokens=[], norms=[], snapshots=seen.snapshots)
+    found = findings("mine", Run(replace(probe, config=model.config), Plan(data=2)), [seen], wanted)
+    first = next(finding for finding in found if finding.verdict != AGREES)
+    assert "each share divided by its own tokens, then averaged: a mean of means" in first.detail
