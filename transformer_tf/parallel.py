@@ -196,7 +196,7 @@ def _joined():
         RuntimeError: This process cannot listen at its address.
     """
     # TensorFlow waits for ever, and no signal handler runs meanwhile: a thread beside the interpreter ends the process.
-    faulthandler.dump_traceback_later(JOINING, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(JOINING, exit=True, file=sys.__stderr__ or 2)
     try:
         return _multi_worker()
     except tf.errors.UnknownError as error:

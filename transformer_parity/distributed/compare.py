@@ -104,7 +104,11 @@ def _ways(run: Run, seen: Seen) -> list[Contributions]:
 def tensors(seen: Seen) -> dict[str, ndarray]:
     """Return what a process saw as tensors by name, in the order in which a mistake shows."""
     numbers: dict[str, ndarray] = {}
-    reported = {LOSS: seen.losses, "tokens": seen.tokens, "norm of the gradient": seen.norms}
+    reported: dict[str, Sequence[float]] = {
+        LOSS: seen.losses,
+        "tokens": seen.tokens,
+        "norm of the gradient": seen.norms,
+    }
     for i in range(len(seen.losses)):
         numbers |= {
             f"step {seen.first + i + 1} {what}": np.asarray(found[i]) for what, found in reported.items() if found
