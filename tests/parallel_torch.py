@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_torch
 from reference_numpy import Checkpoint, Plan, TrainingConfig, load_checkpoint, save_checkpoint
@@ -271,6 +272,25 @@ def search(rank: int, plan: str) -> Any:
     trainer.train_step(*case.batch(0))
     own = transformer_torch.Transformer.from_weights(case.config, trainer.model.export_weights(), "float64")
     return [transformer_torch.beam_search(model, case.batch(1)[0], 3) for model in (trainer.model, own)]
+
+
+class Reductions(TorchDispatchMode):
+    """Counts what layers send to one another."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops._c10d_functional.all_reduce.default
+        return function(*args, **(kwargs or {}))
+
+
+def reductions(rank: int) -> int:
+    """Return how many sums a step takes over parts of heads and of units."""
+    case = probes()["plain"]
+    trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan(tensor=dist.get_world_size())))
+    with Reductions() as found:
+        trainer.train_step(*case.batch(0))
+    return found.count
 
 
 def loss_of_torch(rank: int) -> float:

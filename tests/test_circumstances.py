@@ -23,6 +23,7 @@ from xml.etree import ElementTree
 import circumstances
 import psutil
 import pytest
+from conftest import assert_same_bits
 from test_search import lively
 from test_translate import save
 
@@ -293,6 +294,39 @@ def test_a_signal_ends_a_command(case, command, number):
 @every
 def test_kill_leaves_nothing(case, command):
     assert case.end("SIGKILL", at=round(LATE * case.server.moments(command))) == -9
+    case.check()
+
+
+LONGER = f"train --task dates --backend numpy --steps 8 --save-every 2 --keep 2 {MODEL} --out {{out}}/run"
+RESUMED = "train --resume {out}/run --backend numpy"
+ENDED = {"SIGKILL": {-9}, "SIGTERM": {143, 3}, "SIGINT": {130, 3}}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(server):
+    """Return how much the interpreter does for a training run, and the weights that it ends with."""
+    case = Case(server, "train")
+    case.arguments = LONGER.format(out=case.out).split()
+    assert case.end("plain") == 0, case.said
+    return int(case.passed.read_text()), load_weights(case.out / "run" / "model.safetensors")[1]
+
+
+@pytest.mark.extended("moments of training")
+@pytest.mark.parametrize("moment", [0.01, 0.018, 0.02, 0.023, 0.026, 0.03, 0.034])  # most of a run is its picture
+@pytest.mark.parametrize("number", ENDED)
+def test_a_run_that_was_ended_at_any_moment_ends_with_the_same_bits(server, uninterrupted, number, moment):
+    passed, weights = uninterrupted
+    case = Case(server, "train")
+    case.arguments = LONGER.format(out=case.out).split()
+    assert case.end(number, at=round(moment * passed)) in ENDED[number], case.said
+    made = {path.name for path in (case.out / "run").glob("*.safetensors")}
+    if "model.safetensors" not in made:
+        if made:
+            case.arguments = RESUMED.format(out=case.out).split()
+        else:  # it was ended before there was anything to go on from
+            shutil.rmtree(case.out / "run", ignore_errors=True)
+        assert case.end("") == 0, case.said
+    assert_same_bits(load_weights(case.out / "run" / "model.safetensors")[1], weights)
     case.check()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from transformer_parity.cases.case import ALL_DTYPES
+from transformer_parity.cases.inputs import hard_weights
 from transformer_parity.cases.standard import standard_cases
 from transformer_parity.cli.main import main
 from transformer_parity.compare.comparator import compare
@@ -80,7 +83,7 @@ def test_tf_is_watched_at_the_first_call_of_each_kind(monkeypatch):
     clock = Clock(iter(np.arange(0.0, 1000.0)).__next__)
     monkeypatch.setattr(tensorflow, "COMPILING", clock)
     case = CASES_BY_NAME["attention/no_mask"]
-    loaded = PORTS["tf"].load(case.config, case.load_weights(), Placement("float64"))
+    loaded = PORTS["tf"].load(case.config, case.load_weights(), Placement("float32"))
     counted = []
     for inputs in (case.inputs, case.inputs, CASES_BY_NAME["attention/one_key"].inputs):
         loaded.run(case.block, inputs, taps=False)
@@ -100,6 +103,36 @@ def test_tf_is_watched_at_the_first_call_of_each_kind(monkeypatch):
         trainer.train_step("a batch")
         assert clock.seconds == before + 2.0
     assert shown[-3:] == ["a batch"] * 3
+
+
+def test_tf_compiles_in_float32_and_traces_whole_models(monkeypatch):
+    import tensorflow as tf
+
+    def asked_of(dtype, run):
+        asked = []
+        monkeypatch.setattr(tf, "function", lambda function, *_, **how: asked.append(how["jit_compile"]) or function)
+        case = CASES_BY_NAME["full/large_vocabulary"]
+        config = case.config.replace(source_vocab_size=13, target_vocab_size=13)
+        run(PORTS["tf"].load(config, hard_weights(config), Placement(dtype)))
+        return asked
+
+    part = CASES_BY_NAME["attention/no_mask"]
+    ids = {"source_ids": np.full((1, 2), 5), "target_ids": np.full((1, 2), 5)}
+
+    def run_a_part(loaded):
+        loaded.run(part.block, part.inputs, taps=False)
+
+    def run_all(loaded):
+        loaded.run("", ids, taps=False)
+
+    def search(loaded, **rules):
+        options = SearchOptions.preset("hf", rules) if rules else SearchOptions()
+        loaded.search(ids["source_ids"], replace(options, max_length=2))
+
+    by_other_rules = partial(search, banned_ids=(7,))
+    assert [asked_of("float32", run) for run in (run_a_part, run_all, search)] == [[True], [True], [False, True]]
+    assert [asked_of("float64", run) for run in (run_a_part, run_all, search)] == [[], [False], []]
+    assert asked_of("float64", by_other_rules) == [False, True]
 
 
 def test_the_last_line_tells_it():

@@ -15,9 +15,9 @@ import reference_numpy
 from reference_numpy import Plan
 from transformer_parity.check.selection import Selection
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import AGREES, FAILED, SKIPPED
+from transformer_parity.compare.findings import AGREES, FAILED, IMPRECISE, SKIPPED
 from transformer_parity.distributed import run as processes
-from transformer_parity.distributed.cases import PLANS, probes
+from transformer_parity.distributed.cases import PLANS, probes, rounded
 from transformer_parity.distributed.compare import DIVIDED, NAMES, REPLICAS, Run, findings
 from transformer_parity.distributed.stage import Check
 from transformer_parity.distributed.worker import Seen, Task, train
@@ -116,6 +116,27 @@ def test_a_right_run_raises_no_alarm(plan):
     found = findings("numpy", Run(probe, plan), [train(reference_numpy, Task(probe, plan))], expected("short"))
     assert {finding.verdict for finding in found} == {AGREES}
     assert {REPLICAS, DIVIDED} <= {finding.tap for finding in found}
+
+
+@pytest.mark.parametrize("name", rounded())
+def test_below_float64_rounding_agrees_and_half_a_gradient_does_not(name):
+    """NumPy has no mixed precision: its float32 gradients are rounded."""
+    probe, plan = rounded()[name], Plan(data=2)
+    float32 = replace(probe, settings=probe.exact.settings)
+    one_device, seen = (train(reference_numpy, Task(float32, devices)) for devices in (None, plan))
+    if probe.settings.mixed_bfloat16:
+        for each in (one_device, seen):
+            each.gradient = {name: array.astype("bfloat16").astype("float32") for name, array in each.gradient.items()}
+    exact = train(reference_numpy, Task(probe.exact))
+    found = findings("numpy", Run(probe, plan), [seen], exact, one_device)
+    assert {finding.verdict for finding in found} == {AGREES}
+    assert {finding.dtype for finding in found} == {"float32"}
+    half = replace(seen, gradient={name: array / 2 for name, array in seen.gradient.items()})
+    found = findings("numpy", Run(probe, plan), [half], exact, one_device)
+    wrong = {finding.tap for finding in found if finding.verdict == IMPRECISE}
+    assert {"the whole gradient", "of source_embedding.table"} <= wrong
+    counted = replace(seen, tokens=[30, *seen.tokens[1:]])
+    assert failing(findings("numpy", Run(probe, plan), [counted], exact, one_device)).keys() == {"step 1 tokens"}
 
 
 def on_two(change=lambda seen: seen) -> list:

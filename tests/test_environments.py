@@ -31,12 +31,12 @@ def test_each_process_is_told_in_the_words_of_its_framework(name, needed):
         assert {variables.get("JAX_NUM_CPU_DEVICES") for variables in told} == {"2" if name == "jax" else None}
 
 
-@pytest.mark.parametrize(
-    ("name", "told"), [("numpy", {}), ("torch", {}), ("jax", {"JAX_NUM_CPU_DEVICES": "4"}), ("tf", {})]
-)
+@pytest.mark.parametrize(("name", "told"), [("numpy", {}), ("jax", {"JAX_NUM_CPU_DEVICES": "4"}), ("tf", {})])
 def test_a_process_on_its_own_is_told_of_no_others(name, told):
     with environments(name, 4, 1) as found:
         assert found == [told]
+    with environments("torch", 1, 1) as (alone,):  # what a trainer of the user's own may look for
+        assert group.found("torch", alone) == Group(0, 1)
 
 
 @pytest.mark.parametrize("name", ["torch", "jax", "tf"])

@@ -113,7 +113,7 @@ def test_tensorflow_keeps_nothing_on_a_full_disk(tmp_path, of_tensorflow, monkey
 @pytest.mark.only("jax", "tf")
 @pytest.mark.extended("kept programs", "tf")
 def test_the_second_run_compiles_nothing(tmp_path, monkeypatch, backend):
-    dtype, pattern = ("float64", "*-cache") if backend.name == "jax" else ("float32", "*.pb")
+    dtype, pattern, fewest = ("float64", "*-cache", 4) if backend.name == "jax" else ("float32", "*.pb", 2)
     monkeypatch.setenv(SWITCH, str(tmp_path))
     monkeypatch.delenv(JAX_SWITCH, raising=False)
     cases = tuple(case for case in standard_cases() if case.name in ("attention/padding", "feed_forward/relu"))
@@ -127,7 +127,7 @@ def test_the_second_run_compiles_nothing(tmp_path, monkeypatch, backend):
 
     first = verdicts()
     kept = programs()
-    assert len(kept) >= 2
+    assert len(kept) >= fewest
     assert verdicts() == first
     assert programs() == kept
     broken = max(kept, key=lambda path: path.stat().st_size)

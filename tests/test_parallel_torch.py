@@ -118,6 +118,7 @@ def two_processes(tmp_path_factory):
         ("save", {"folder": folder / "run", "plan": "fsdp=2", "probe": "vocabulary of 37", "steps": 2}),
         ("go_on", {"path": folder / "run", "plan": "tensor=2", "probe": "vocabulary of 37", "steps": 2}),
         ("go_on", {"path": folder / "run.safetensors", "plan": "data=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("reductions", {}),
         ("loss_of_torch", {}),
     ]
     return folder, [*zip(*run(folder, 2, [*TRAINED, *jobs]), strict=True)]
@@ -133,7 +134,7 @@ def test_what_else_two_processes_do(two_processes):
     folder, results = two_processes
     expected = on_one_device("vocabulary of 37", 2, 2)
     for found in zip(*results[len(TRAINED) :], strict=True):
-        said, (trained, own), *meshes, dropout, again, from_the_folder, from_the_file, loss = found
+        said, (trained, own), *meshes, dropout, again, from_the_folder, from_the_file, sums, loss = found
         assert said == REFUSED
         np.testing.assert_array_equal(trained.ids, own.ids)
         np.testing.assert_allclose(trained.scores, own.scores, rtol=1e-10)
@@ -145,6 +146,9 @@ def test_what_else_two_processes_do(two_processes):
         for resumed in (from_the_folder, from_the_file):
             assert_agree(resumed, expected)
             assert resumed["progress"] == {"position": [3, 1]}
+        # Of 10 sublayers one each, forward; backward, one of each feed-forward network and two of each attention: that
+        # of the queries, and that of keys and values.
+        assert sums == 10 + 4 + 2 * 6
         # Mended when this fails: https://github.com/pytorch/pytorch/issues/190746; a vocabulary can be divided then.
         assert loss > 0.01
 

@@ -27,8 +27,9 @@ class Cubic(TrainingConfig):
 
 
 class Wrong(MyPort):
-    """A model with a schedule of its own."""
+    """A small model with a schedule of its own: each hypothesis about it is trained."""
 
+    overrides = {"num_encoder_layers": 1, "num_decoder_layers": 1}
     dtypes = ("float64",)
     schedule = ""
 

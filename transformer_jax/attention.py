@@ -89,8 +89,8 @@ def _attend_in_blocks(query, key, value, mask):
         if mask is not None:  # where there is one for all sentences, heads or queries, the slice begins at that one
             sizes = 1, 1, min(QUERY_BLOCK, mask.shape[2]), mask.shape[3]
             allowed = jax.lax.dynamic_slice(mask, (b, h, i * QUERY_BLOCK, 0), sizes)
-        inputs = (x[None, None] for x in (block, key, value))
-        return scaled_dot_product_attention(*inputs, allowed)[0, 0]
+        query, key, value = (x[None, None] for x in (block, key, value))
+        return scaled_dot_product_attention(query, key, value, allowed)[0, 0]
 
     def each(function, *arrays):
         return jax.lax.map(lambda inputs: function(*inputs), (jnp.arange(len(arrays[0])), *arrays))

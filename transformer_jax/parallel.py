@@ -170,7 +170,7 @@ def _join():
     given: dict[str, Any] = {key: int(os.environ[name]) for key in KEYS if (name := f"JAX_{key.upper()}") in os.environ}
     if given.get("process_id") == 0:
         _check_port(os.environ["JAX_COORDINATOR_ADDRESS"])
-    jax.distributed.initialize(**given, initialization_timeout=60, heartbeat_timeout_seconds=10)
+    jax.distributed.initialize(**given, initialization_timeout=60, heartbeat_timeout_seconds=30)
     sys.excepthook = _stop
 
 

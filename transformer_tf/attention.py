@@ -89,7 +89,8 @@ def _attend_in_blocks(query, key, value, mask):
 
         @tf.recompute_grad
         def context(*inputs):
-            return scaled_dot_product_attention(*(x[None, None] for x in inputs), allowed)[0, 0]
+            query, key, value = (x[None, None] for x in inputs)
+            return scaled_dot_product_attention(query, key, value, allowed)[0, 0]
 
         return context(block, key, value)
 

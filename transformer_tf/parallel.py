@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
@@ -196,7 +195,7 @@ def _joined():
         RuntimeError: This process cannot listen at its address.
     """
     # TensorFlow waits for ever, and no signal handler runs meanwhile: a thread beside the interpreter ends the process.
-    faulthandler.dump_traceback_later(JOINING, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(JOINING, exit=True, file=2)  # standard error
     try:
         return _multi_worker()
     except tf.errors.UnknownError as error:

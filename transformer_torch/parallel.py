@@ -228,7 +228,12 @@ def _divide(model, whole, plan):
     """Divide a model in place, and return what is to be called; all go on from what the first process has."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, distribute_tensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     for parameter in model.parameters():
         parameter.data.copy_(distribute_tensor(parameter.data, whole, [Replicate()] * whole.ndim).to_local())
@@ -236,6 +241,11 @@ def _divide(model, whole, plan):
         styles = {1: ColwiseParallel, 0: RowwiseParallel}  # by the axis of a kernel, [in, out]
         axes = {name: tensor_axis(f"{name}.kernel") for name, m in model.named_modules() if isinstance(m, Linear)}
         found = {name: styles[axis]() for name, axis in axes.items() if axis is not None}
+        for name, module in model.named_modules():
+            if isinstance(module, MultiHeadAttention):  # keys and values share a gradient, which is sent once
+                others = [None] * (3 if "decoder" in name and "self" in name else 2)  # of its arguments
+                inputs = (Replicate(), Replicate(), *others)
+                found[name] = PrepareModuleInput(input_layouts=inputs, desired_input_layouts=inputs)
         parallelize_module(model, whole["tensor"], found)
         for module in model.modules():
             if isinstance(module, MultiHeadAttention):

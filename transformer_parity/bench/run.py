@@ -150,7 +150,8 @@ def grown(work: Work, axis: str, value: int) -> Work:
     """Return the same work at another size."""
     if axis == "length":
         return replace(work, source=value, target=value)
-    return replace(work, **{"layers" if axis == "depth" else axis: value})
+    sizes: dict[str, Any] = {"layers" if axis == "depth" else axis: value}
+    return replace(work, **sizes)
 
 
 def work_title(work: Work, axis: str) -> str:

@@ -126,7 +126,7 @@ def print_limit(console: Console, work: Work, limit: Limit | None) -> None:
         return
     rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in limit.rates.items())
     console.print(
-        f"limit: {1e3 * limit.seconds(work):,.1f} ms, for {work.operations / 1e9:,.1f} GFLOP of products at "
+        f"limit: {1e3 * limit.seconds(work):,.1f} ms, for {work.operations / 1e9:,.2f} GFLOP of products at "
         f"{limit.rate / 1e9:,.0f} GFLOP/s, each at least as long as its weights, keys and values are read, "
         f"at {limit.bandwidth / 1e9:,.1f} GB/s. One large product, GFLOP/s: {rates}."
     )

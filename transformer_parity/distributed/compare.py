@@ -104,7 +104,11 @@ def _ways(run: Run, seen: Seen) -> list[Contributions]:
 def tensors(seen: Seen) -> dict[str, ndarray]:
     """Return what a process saw as tensors by name, in the order in which a mistake shows."""
     numbers: dict[str, ndarray] = {}
-    reported = {LOSS: seen.losses, "tokens": seen.tokens, "norm of the gradient": seen.norms}
+    reported: dict[str, Sequence[float]] = {
+        LOSS: seen.losses,
+        "tokens": seen.tokens,
+        "norm of the gradient": seen.norms,
+    }
     for i in range(len(seen.losses)):
         numbers |= {
             f"step {seen.first + i + 1} {what}": np.asarray(found[i]) for what, found in reported.items() if found
@@ -126,10 +130,11 @@ def tensors(seen: Seen) -> dict[str, ndarray]:
     return found
 
 
-def _tensors(author: Author, seen: Sequence[Seen], expected: Seen, baseline: Seen | None) -> Iterator[Finding]:
+def _tensors(author: Author, seen: Sequence[Seen], expected: Seen, one_device: Seen | None) -> Iterator[Finding]:
     """Compare each tensor with what is expected of it, in the process where it is furthest from that."""
     wanted, of_all = tensors(expected), [tensors(one) for one in seen]
-    rounded = None if baseline is None else tensors(baseline)
+    rounded = None if one_device is None else tensors(one_device)
+    baseline = {} if rounded is None else {name: _distance(name, rounded, wanted) for name in wanted}
     for process, found in enumerate(of_all):
         if found.keys() != wanted.keys():
             absent = sorted(found.keys() ^ wanted.keys())
@@ -140,21 +145,22 @@ def _tensors(author: Author, seen: Sequence[Seen], expected: Seen, baseline: See
         errors = [_distance(name, found, wanted) for found in of_all]
         worst = errors.index(max(errors))
         detail = f"error {errors[worst]:.1e} in process {worst}, {min(errors):.1e} in others"
-        tolerance = _tolerance(name, author.case.training.mixed_bfloat16, wanted, rounded)
+        tolerance = _tolerance(name, author.case.training.mixed_bfloat16, baseline)
         apart = max(errors) > tolerance >= min(errors)
         yield author.compared("run", name, errors[worst], tolerance, detail=detail if apart else "")
 
 
-def _tolerance(name: str, mixed: bool, wanted: dict[str, ndarray], rounded: dict[str, ndarray] | None) -> float:
-    """Return the largest error allowed."""
-    if rounded is None or name.endswith(COUNTED):
+def _tolerance(name: str, mixed: bool, baseline: dict[str, float]) -> float:
+    """Return the largest error allowed: in float64 fixed, below it by the errors on one device."""
+    if not baseline or name.endswith(COUNTED):
         return training_tolerance(name, "float64", 0.0, 0.0)
-    own, whole = (_distance(each, rounded, wanted) for each in (name, WHOLE))
     if not mixed:
-        return training_tolerance(name, "float32", own, whole)
+        return training_tolerance(name, "float32", baseline[name], baseline[WHOLE])
     rule = POLICY["distributed"]["mixed_bfloat16"]
-    baseline = finite(max(own, whole if name.startswith("of ") else 0.0), name)
-    return rule["ratio"] * baseline + rule["floor_in_eps"] * EPS["bfloat16"]
+    # What is made of a gradient may be as wrong as gradients are; a square, twice.
+    of_gradients = 2.0 if " second moment " in name else float(" moment " in name or name.startswith("of "))
+    own = finite(max(baseline[name], of_gradients * baseline[WHOLE]), name)
+    return rule["ratio"] * own + rule["floor_in_eps"] * EPS["bfloat16"]
 
 
 def _distance(name: str, found: dict[str, ndarray], wanted: dict[str, ndarray]) -> float:

@@ -28,7 +28,8 @@ from transformer_parity.system.environment import prepare_environment
 from transformer_parity.system.machine import DISTRIBUTION
 
 # The dtype in which XLA compiles as it does for users, and what it makes of a program is compared. float64 compares the
-# formulas, and bfloat16 is a smoke test: there XLA compiles quickly in JAX, and is left out in TensorFlow.
+# formulas, and bfloat16 is a smoke test: there XLA compiles quickly in JAX, and is left out in TensorFlow, which traces
+# whole models alone.
 COMPILED_IN_FULL = "float32"
 FUNCTIONS = ("scaled_dot_product_attention",)  # blocks that belong to the package, not to the model
 PARTS = ("Encoder", "Decoder")  # blocks that are models of their own, with the model's weights

@@ -19,7 +19,7 @@ from transformer_parity.ports.protocol import Placement, SearchOptions
 
 
 class LoadedTf(LoadedPackage):
-    """A model of the TensorFlow package: what runs fast is compiled."""
+    """A model of the TensorFlow package: in float32, what runs fast is compiled."""
 
     def __init__(self, package: Any, model: Any, placement: Placement) -> None:
         super().__init__(package, model, placement)
@@ -54,9 +54,11 @@ class LoadedTf(LoadedPackage):
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         import tensorflow as tf
 
+        by_xla = self.dtype == COMPILED_IN_FULL
+        if block and not by_xla:  # to trace a part, once for each model, takes many times as long as to run it
+            return super().run_fast(block, arrays)
         if block not in self._compiled:
             function = find(self.package, *self.holding(block))
-            by_xla = self.dtype == COMPILED_IN_FULL
             self._compiled[block] = tf.function(lambda arrays: function(**arrays), jit_compile=by_xla)
         shapes = tuple((name, *array.shape) for name, array in arrays.items())
         with self.inference(), self._compiling((block, shapes)):
@@ -64,9 +66,10 @@ class LoadedTf(LoadedPackage):
 
     def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
         # Searches by other programs' rules run in float64 alone, and so by XLA: what it makes of each must be compared.
-        by_xla = self.dtype == COMPILED_IN_FULL or options.rules != SearchRules()
-        place = nullcontext() if by_xla else _without_xla()
-        with place, self._compiling((options, source_ids.shape)) as stop:
+        if self.dtype != COMPILED_IN_FULL and options.rules == SearchRules():
+            with _uncompiled():
+                return super().search(source_ids, options, on_step)
+        with self._compiling((options, source_ids.shape)) as stop:
 
             def show(ids: ndarray) -> None:
                 stop()  # by the end of the first step, all is compiled
@@ -88,10 +91,9 @@ class LoadedTf(LoadedPackage):
 
 
 @contextmanager
-def _without_xla() -> Iterator[None]:
-    """Let TensorFlow run what is traced meanwhile by itself, also where XLA was asked for."""
+def _uncompiled() -> Iterator[None]:
+    """Let TensorFlow run one operation after another, also where a graph, and XLA, were asked for."""
     import tensorflow as tf
 
-    function = tf.function
-    with patch.object(tf, "function", lambda *args, jit_compile=None, **options: function(*args, **options)):
+    with patch.object(tf, "function", lambda function, *signature, **options: function):
         yield

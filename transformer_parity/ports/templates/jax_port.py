@@ -118,6 +118,14 @@ class MyPort(Port):
     def _arrays(self) -> Arrays:
         return {name: parameter[...] for name, parameter in self.parameters.items()}
 
+    # Training on several devices is compared by `--stage distributed`, in processes that are started as by torchrun.
+    # Then each process takes its rows of every batch, and returns loss, gradient and weights of all. It needs:
+    #
+    #     one_process = True  # whether one process has all devices
+    #
+    #     def distribute(self, plan):
+    #         self.mesh = jax.make_mesh((plan.data,), ("data",))
+
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
         """Return the best hypothesis of each sentence [B, <= max_length], without the start symbol, padded."""
         # After ``eos_id``, which belongs to the hypothesis, come pads only. The padding symbol is never chosen.

@@ -68,6 +68,14 @@ class MyPort(Port):
         """Take one step, still without dropout, and return the loss before it."""
         return float(self.trainer.train_step(source_ids, target_ids, labels).loss)
 
+    # Training on several devices is compared by `--stage distributed`, in processes that are started as by torchrun.
+    # Then each process takes its rows of every batch, and returns loss, gradient and weights of all. It needs:
+    #
+    #     one_process = False  # whether one process has all devices
+    #
+    #     def distribute(self, plan):
+    #         ...
+
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
         """Return the best hypothesis of each sentence [B, <= max_length], without the start symbol, padded."""
         # After ``eos_id``, which belongs to the hypothesis, come pads only. The padding symbol is never chosen.

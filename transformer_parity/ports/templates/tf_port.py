@@ -112,6 +112,14 @@ class MyPort(Port):
             self.parameters[name].assign_sub(rate * first / (tf.sqrt(second) + settings.epsilon))
         return float(loss)
 
+    # Training on several devices is compared by `--stage distributed`, in processes that are started as by torchrun.
+    # Then each process takes its rows of every batch, and returns loss, gradient and weights of all. It needs:
+    #
+    #     one_process = True  # whether one process has all devices
+    #
+    #     def distribute(self, plan):
+    #         self.strategy = tf.distribute.MirroredStrategy()  # in whose scope the model is made
+
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
         """Return the best hypothesis of each sentence [B, <= max_length], without the start symbol, padded."""
         # After ``eos_id``, which belongs to the hypothesis, come pads only. The padding symbol is never chosen.

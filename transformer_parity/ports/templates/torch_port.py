@@ -113,6 +113,16 @@ class MyPort(Port):
         self.optimizer.step()
         return loss.item()
 
+    # Training on several devices is compared by `--stage distributed`, in processes that are started as by torchrun.
+    # Then each process takes its rows of every batch, and returns loss, gradient and weights of all. It needs:
+    #
+    #     one_process = False  # whether one process has all devices
+    #
+    #     def distribute(self, plan):
+    #         if not dist.is_initialized():
+    #             dist.init_process_group("gloo")
+    #         self.model = DistributedDataParallel(self.model)
+
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
         """Return the best hypothesis of each sentence [B, <= max_length], without the start symbol, padded."""
         # After ``eos_id``, which belongs to the hypothesis, come pads only. The padding symbol is never chosen.
