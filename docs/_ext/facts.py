@@ -13,7 +13,7 @@ from typing import Any
 
 from docutils import nodes
 from panes import PACKAGES, ROOT, TITLES
-from results import conformance, devices, selftest, speed, tolerances, verdict
+from results import conformance, selftest, speed, tolerances, verdict
 from speeds import compared, goals, shares
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
@@ -213,7 +213,6 @@ TABLES = {
     "exit-codes": exit_codes,
     "verdict": verdict,
     "selftest": selftest,
-    "devices": devices,
     "tolerances": tolerances,
     "shares": shares,
     "goals": goals,

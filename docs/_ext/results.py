@@ -12,8 +12,6 @@ from typing import Any
 from panes import ROOT, TITLES
 from sphinx.errors import ExtensionError
 
-from reference_numpy.parallel_plan import Plan
-
 RESULTS = ROOT / "docs" / "results"
 TOLERANCES = ROOT / "transformer_parity" / "compare" / "tolerances.toml"
 MIB = 2**20
@@ -91,20 +89,6 @@ def conformance(dtype: str) -> Iterator[str]:
         errors = " | ".join(map(shown_error, cells))
         where = f"{TITLES[worst['backend']]}: `{worst['case']}` `{worst['tap']}`" if worst["error"] else ""
         yield f"| {component} | {errors} | {where} |"
-
-
-def devices() -> Iterator[str]:
-    """Yield a Markdown table of the last check on several devices, from docs/results/devices.json."""
-    report = read(RESULTS / "devices.json")
-    rows = {(row["component"], row["backend"]): row for row in report["summary"]}
-    yield f"| plan | devices | {' | '.join(TITLES[port] for port in PORTS)} |"
-    yield "|---|---:|" + "---:|" * len(PORTS)
-    for plan in dict.fromkeys(plan for plan, _ in rows):
-        found = [rows.get((plan, port)) for port in PORTS]
-        cells = ["" if row is None else shown_error(row) if row["error"] is not None else "refused" for row in found]
-        yield f"| `{plan}` | {Plan.parse(plan).devices} | {' | '.join(cells)} |"
-    yield ""
-    yield f"{report['comparisons']:,} comparisons. {stamp(report, report['versions'])}"
 
 
 def verdict() -> Iterator[str]:

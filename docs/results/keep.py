@@ -2,7 +2,6 @@
 
 parity check --json check.json && python docs/results/keep.py conformance check.json COMMIT
 parity selftest --json selftest.json && python docs/results/keep.py selftest selftest.json COMMIT
-parity check --stage distributed --json devices.json && python docs/results/keep.py devices devices.json COMMIT
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def counted(trials: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-KINDS = {"conformance": conformance, "selftest": selftest, "devices": conformance}
+KINDS = {"conformance": conformance, "selftest": selftest}
 
 
 def main(kind: str, path: str, commit: str) -> None:
