@@ -19,7 +19,7 @@ Fixtures for every test file:
 A test of one framework is marked ``@pytest.mark.only("jax")``; ``port`` is then that one.
 
 ``tiny_config`` and ``random_weights`` are functions; take them as fixtures or import them from here. Likewise
-``assert_same_bits``, ``refusal`` and ``still_running``, to be imported.
+``assert_same_bits``, ``refusal``, ``child_processes`` and ``still_running``, to be imported.
 """
 
 from __future__ import annotations
@@ -173,6 +173,11 @@ def refusal(function, *args, **kwargs):
     except Exception as error:  # whatever it is, its type and message are compared
         return type(error), str(error)
     return None, "accepted"
+
+
+def child_processes() -> list:
+    """Return the processes that this one has started, but the one by which Python tracks what libraries share."""
+    return [child for child in psutil.Process().children() if "multiprocessing" not in " ".join(child.cmdline())]
 
 
 def still_running(processes, seconds: float = 5.0) -> list:

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import tiers
-from conftest import still_running
+from conftest import child_processes, still_running
 
 import reference_numpy as ref
 from reference_numpy.search_plan import SearchResult
@@ -531,7 +531,7 @@ def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
     assert "FAILED    numpy: interrupted before it was timed" in printed
     assert "INTERRUPTED after 0 of 2 rounds." in printed
     assert "agree" not in printed
-    assert psutil.Process().children() == []
+    assert child_processes() == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import still_running
+from conftest import child_processes, still_running
 
 from reference_numpy import Plan
 from transformer_parity.bench import rounds, run
@@ -92,8 +92,8 @@ def test_all_processes_are_asked_and_share_the_threads():
         assert (loaded.answer, *loaded.others) == (("0", "3"), ("1", "3"))
         with pytest.raises(rounds.DisagreementError, match="1 is wrong"):
             rounds._run(process, refuse_the_second)
-        assert len(psutil.Process().children()) == 3  # and what ends these two if this process is killed
-    assert psutil.Process().children() == []
+        assert len(child_processes()) == 3  # and what ends these two if this process is killed
+    assert child_processes() == []
 
 
 def refuse_the_second(answer, show):
@@ -107,7 +107,7 @@ def test_the_process_that_ends_is_the_reason_and_all_end(how, monkeypatch):
     monkeypatch.setattr(rounds, "CAUSE", 0.5)
     with rounds.started([Two(fails=how)], [rounds.Entry("two")], threads=2) as ((process,), _):
         process.receive("prepare")
-        started = psutil.Process().children()
+        started = child_processes()
         reason = "process 1 of 2: the process ended with exit code 7 in run: out of luck"
         with pytest.raises(rounds.ParticipantError, match=reason):
             process.ask("run")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import still_running
+from conftest import child_processes, still_running
 
 from transformer_parity.system import orphans
 from transformer_parity.system.child import ChildEndedError, Children
@@ -152,7 +152,7 @@ def test_a_block_ends_what_was_started_in_it(tmp_path, monkeypatch):
         (children.folder / "weights").write_text("many")
     assert still_running(started) == []
     assert not children.folder.exists()
-    assert psutil.Process().children() == []
+    assert child_processes() == []
 
 
 PARENT = """
