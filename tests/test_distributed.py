@@ -78,8 +78,8 @@ def planted(name, mistake, *marks):
 
 
 IN_PORTS = [
-    # Of torch, all are extended: test_own_trainer.py has one in its processes.
-    planted(name, mistake, *[pytest.mark.extended("plans")] * (name == "torch" or mistake is not mistakes[0]))
+    # One of JAX is not extended; test_own_trainer.py has one in processes of torch.
+    planted(name, mistake, *[pytest.mark.extended("plans")] * (name != "jax" or mistake is not mistakes[0]))
     for name, mistakes in distributed_ports.MISTAKES.items()
     for mistake in mistakes
 ]

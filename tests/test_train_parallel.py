@@ -67,7 +67,7 @@ def test_a_plan_changes_nothing_in_the_reference(alone, tmp_path, capfd):
     assert losses(folder) == pytest.approx(losses(alone), rel=1e-12)
 
 
-@pytest.mark.extended("plans", "tf")
+@pytest.mark.extended("plans", "jax", "tf")
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_a_run_goes_on_with_other_devices_in_another_framework(name, alone, tmp_path, capfd):
     """Two processes, then one device of NumPy."""
