@@ -1,7 +1,7 @@
 """Sentences per second on lines of text: our packages, Hugging Face's Marian, and CTranslate2 in float32 and int8.
 
 Usage: ``python benchmarks/translate_lines.py TEXT --config base --beam 4``. The weights are random, in the shape of
-``parity bench``'s sizes, and the same for all: speed depends on lengths, not on what is said. A word of the text is a
+``parity bench``'s sizes, and the same for all: speed depends on lengths, not on meaning. A word of the text is a
 token, a translation has as many tokens as ``--tokens`` says, and no sentence ends earlier. Each translator runs in a
 process of its own, on batches of up to 64 sentences, sorted by length: once to compile and warm up, then once timed.
 CTranslate2 (``pip install ctranslate2``) sorts and batches by itself, and reads a folder that ``parity export`` writes.
@@ -154,12 +154,18 @@ def main() -> None:
     """Measure each translator in a process of its own, and print what it takes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="a sentence a line; may be gzipped")
-    parser.add_argument("--lines", type=int, default=1000)
-    parser.add_argument("--config", choices=SIZES, default="base")
-    parser.add_argument("--tokens", type=int, default=16, help="of each translation")
-    parser.add_argument("--beam", type=int, help="default: greedy search")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--translators", type=lambda text: text.split(","), default=list(TRANSLATORS), metavar="A,B")
+    parser.add_argument("--lines", type=int, default=1000, help="how many of the text (default: %(default)s)")
+    parser.add_argument("--config", choices=SIZES, default="base", help="size of the model (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=16, help="of each translation (default: %(default)s)")
+    parser.add_argument("--beam", type=int, help="hypotheses of a beam search (default: greedy search)")
+    parser.add_argument("--threads", type=int, default=2, help="of each translator (default: %(default)s)")
+    parser.add_argument(
+        "--translators",
+        type=lambda text: text.split(","),
+        default=list(TRANSLATORS),
+        metavar="A,B",
+        help=f"some of {', '.join(TRANSLATORS)} (default: all)",
+    )
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # in the process of one translator
     options = parser.parse_args()
     if options.model:

@@ -23,7 +23,7 @@ from transformer_parity.bench.workload import Work
 from transformer_parity.ports.registry import PORTS
 
 WIDTH = {"cpu": 2048, "gpu": 8192}  # of the matrices of a large product
-QUICK = 1024  # likewise, where nobody wants to wait
+QUICK = 1024  # likewise, where the answer is to come at once
 ROW = 512  # numbers in each row of what is read
 LEAST_READ = 2**18  # numbers: from the second-level cache at the least
 
