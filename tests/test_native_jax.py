@@ -26,6 +26,7 @@ from test_native import (
 )
 
 import reference_numpy as ref
+from reference_numpy import TrainingConfig
 
 pytestmark = pytest.mark.only("jax")
 
@@ -248,6 +249,20 @@ def test_a_loaded_model_draws_no_initial_values(port, monkeypatch):
         assert_same_bits(model.export_weights(), weights)
     with pytest.raises(AssertionError, match="is drawn"):
         port.package.Transformer(config, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.extended("habits")
+def test_strict_promotion(port):
+    """No two dtypes meet that JAX would have to promote to a third. (Outside float32, they do in Flax's LayerNorm.)"""
+    import jax
+
+    with jax.numpy_dtype_promotion("strict"):
+        model = build(port, "float32", layer_norm_kind="annotated")
+        port.package.gradients(model, *BATCH)
+        trainer = port.package.Trainer(model, TrainingConfig(clip_norm=0.1))
+        losses(trainer, 1)
+        trainer.evaluate(*BATCH)
+        port.package.beam_search(model, SOURCE, max_length=3)
 
 
 def test_shapes_without_computing(port):

@@ -197,6 +197,36 @@ def test_saved_and_loaded(port, policy, tmp_path):
     np.testing.assert_array_equal(port.to_numpy(loaded(SOURCE, TARGET)), port.to_numpy(model(SOURCE, TARGET)))
 
 
+def test_tensorflows_own_checkpoint(port, tmp_path):
+    """It follows no list of layers by itself, and would leave out what it does not find."""
+    import tensorflow as tf
+
+    model, fresh = build(port), build(port)
+    path = tf.train.Checkpoint(model=model).save(tmp_path / "model")
+    port.package.set_weights(fresh, random_weights(model.config, seed=1))
+    tf.train.Checkpoint(model=fresh).restore(path).assert_existing_objects_matched()
+    assert_same_bits(fresh.export_weights(), model.export_weights())
+
+
+def test_low_rank_adaptation(port):
+    """Keras adds to a kernel what is trained; the weights that are exported have the sum."""
+    model, plain = build(port), build(port)
+    layer = model.encoder.layers[0].self_attention.query_proj
+    layer.enable_lora(2)
+    layer.lora_kernel_b.assign(np.ones([2, 24]))
+    weights = model.export_weights()
+    port.package.set_weights(plain, weights)
+    close(port, plain(SOURCE, TARGET), model(SOURCE, TARGET), 1e-12)
+    name = "encoder.layers.0.self_attention.query_proj.kernel"
+    for refused in (
+        lambda: port.package.set_weights(model, weights),
+        lambda: port.package.gradients(model, *BATCH),
+        lambda: port.package.Trainer(model, SETTINGS),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is not a parameter of its own"):
+            refused()
+
+
 def test_decode_step_leaves_its_argument_alone(port):
     model = build(port)
     empty = model.init_cache(SOURCE, 3)

@@ -42,6 +42,7 @@ ALLOWED = [
         ("torch jax tf", "", f"lacks module {name}", FACTS)
         for name in (
             "checkpoint",
+            "checkpoint_folder",
             "checks",
             "config",
             "files",

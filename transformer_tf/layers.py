@@ -131,6 +131,11 @@ class Block(Configured, keras.layers.Layer):
     def compute_mask(self, *args: Any) -> None:
         """Attach no mask to the output: masks here are always passed by hand, never carried along by Keras."""
 
+    def _show_to_checkpoints(self, layers: list[keras.layers.Layer]) -> None:
+        """Let ``tf.train.Checkpoint`` find the layers of a list: by itself it looks into none of Keras' lists."""
+        for i, layer in enumerate(layers):
+            self._track_trackable(layer, f"layers.{i}")
+
     def recomputed(self, *inputs: Tensor, **options: Any) -> Tensor:
         """Call the layer, but keep only its inputs for the backward pass, which computes all in between again.
 
