@@ -1,7 +1,8 @@
 """How far training carries rounding: a run on several devices, and one of which the first weights were moved.
 
-    python docs/examples/rounding.py                   the table of docs/how-to/several-devices.md, by NumPy
-    python docs/examples/rounding.py --backend jax     by another backend
+    python docs/examples/rounding.py                             the table of docs/how-to/several-devices.md, by NumPy
+    python docs/examples/rounding.py --backend jax               by another backend
+    python docs/examples/rounding.py --backend jax --warmup 400  the model of `parity train`, and any option of that
 
 All train on the dates in float64. Each weight of the second run is moved, after its first step, to the next number that
 float64 has: as far as one rounding does.
@@ -76,9 +77,10 @@ def main() -> None:
     parser.add_argument("--parallel", default="data=4", metavar="PLAN")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--every", type=int, default=100, metavar="N")
-    options = parser.parse_args()
+    options, others = parser.parse_known_args()
+    size = others or SMALL
     with TemporaryDirectory() as folder:
-        found = compare(options.backend, options.parallel, options.steps, options.every, Path(folder), SMALL)
+        found = compare(options.backend, options.parallel, options.steps, options.every, Path(folder), size)
     print(f"| step | {options.parallel} | moved |\n|---:|---:|---:|")
     for step, several, moved in found:
         print(f"| {step:,} | {several:.0e} | {moved:.0e} |")
