@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -44,6 +45,16 @@ def run(tmp_path):
         return done.returncode, done.stdout + done.stderr
 
     return run
+
+
+def test_what_takes_seconds_is_imported_where_it_is_used():
+    """Every process collects every file, and runs a part of the tests."""
+    heavy = {"transformers", "jax", "flax", "tensorflow", "keras", "keras_hub", "third_party_flax"}
+    for path in HERE.glob("test_*.py"):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            modules = [name.name for name in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert not heavy & {module.split(".")[0] for module in modules}, path
 
 
 def test_left_out_is_named(run):
