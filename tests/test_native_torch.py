@@ -428,6 +428,24 @@ def test_a_parametrized_layer_in_a_trainer(port):
             refused()
 
 
+def test_gradients_of_a_pruned_layer(port):
+    """Its weight is computed before each call, from another parameter and a mask."""
+    from torch.nn.utils import prune
+
+    model, plain = build(port), build(port)
+    name = "encoder.layers.0.feed_forward.inner_proj"
+    prune.l1_unstructured(model.get_submodule(name), "weight", 0.5)
+    with torch.no_grad():
+        plain.get_submodule(name).weight.copy_(model.get_submodule(name).weight)
+    found, expected = (port.package.gradients(each, *BATCH) for each in (model, plain))
+    assert_same_bits(found.parameters, expected.parameters)
+    trainer = port.package.Trainer(model, SETTINGS)
+    losses(trainer)
+    prune.remove(model.get_submodule(name), "weight")
+    kernel = model.export_weights()[f"{name}.kernel"]
+    assert (kernel == 0).sum() == kernel.size // 2
+
+
 # --- A search leaves its model to others. ---
 
 
@@ -642,6 +660,28 @@ def test_gradients_of_each_sentence(port):
         expected = torch.autograd.grad(loss(parameters, source[row], target[row]), list(parameters.values()))
         for name, gradient in zip(parameters, expected, strict=True):
             torch.testing.assert_close(found[name][row], gradient, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+def test_transforms_of_a_function_of_the_parameters(port):
+    """The ids are not among its arguments, and have no memory that a transform would let be read."""
+    from torch.func import functional_call, grad, jvp
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    model = build(port)
+    parameters, ids = dict(model.named_parameters()), (torch.tensor(SOURCE), torch.tensor(TARGET))
+
+    def loss(parameters):
+        return functional_call(model, parameters, ids).square().sum()
+
+    found = grad(loss)(parameters)
+    expected = torch.autograd.grad(loss(parameters), list(parameters.values()))
+    torch.testing.assert_close([*found.values()], [*expected], rtol=1e-12, atol=1e-12)
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel of a CPU has no forward derivative, and no second one
+        _, along = jvp(loss, (parameters,), (found,))
+        second = grad(lambda parameters: sum(x.square().sum() for x in grad(loss)(parameters).values()))(parameters)
+    torch.testing.assert_close(along, sum(x.square().sum() for x in expected))
+    assert all(x.isfinite().all() for x in second.values())
 
 
 def test_values_of_functional_tensors_are_not_read(port):

@@ -121,7 +121,10 @@ def _values(ids: Tensor) -> np.ndarray | None:
     """
     if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.device.type != "cpu" or ids.is_inference():
         return None
-    return ids.numpy() if debug_unwrap(ids) is ids else None
+    try:
+        return ids.numpy() if debug_unwrap(ids) is ids else None
+    except RuntimeError:  # of what a transform of torch.func does not transform, which has no memory there
+        return None
 
 
 def _copied(array: np.ndarray, dtype: Any, device: torch.device) -> Tensor:

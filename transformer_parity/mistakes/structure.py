@@ -222,7 +222,7 @@ WEIGHTS = table(
                     port: [("weights", f"{all_of_them}}}", f'{all_of_them} if "inner" not in name}}')]
                     for port, all_of_them in {
                         "jax": "parameter_shapes(model.config, model.part)",
-                        "tf": "parameters(model).items()",
+                        "tf": "_computed_with(model).items()",
                     }.items()
                 },
                 announced=f"missing {ENCODER}.feed_forward.inner_proj.kernel",
