@@ -142,12 +142,14 @@ def test_processes_tell_what_was_left_out(run):
     assert "largest size of each process: " in output
 
 
-def test_every_extended_test_is_in_one_shard(run):
+def test_every_extended_test_is_in_one_shard_and_each_has_as_many_of_a_kind(run):
     ran = []
     for shard in ("1/2", "2/2"):
         code, output = run(EXTENDED, "--backends", "numpy", "-v", "--shard", shard)
         assert code == 0
-        ran += [line.split()[0] for line in output.splitlines() if " PASSED " in line and "test_many" in line]
+        here = [line.split()[0] for line in output.splitlines() if " PASSED " in line and "test_many" in line]
+        assert len(here) == 10
+        ran += here
         assert "1 of the default tier" in output or "2 of the default tier" in output
         assert "test_good PASSED" not in output
     assert len(ran) == len(set(ran)) == 20

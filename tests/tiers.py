@@ -11,7 +11,6 @@ import gc
 import os
 import re
 import sys
-import zlib
 from collections import Counter
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -127,21 +126,26 @@ def framework(item) -> str:
 
 
 def choose(config, items) -> list:
-    """Return the tests of this tier and shard, and count the others."""
-    chosen = []
-    for item in items:
-        name = framework(item)
-        kinds = [mark.args[0] for mark in item.iter_markers("extended") if name in mark.args[1:] or not mark.args[1:]]
-        if config.shard:
-            part, parts = config.shard
-            wanted = kinds and zlib.crc32(item.nodeid.encode()) % parts == part - 1
-        else:
-            wanted = not kinds or config.getoption("--all")
-        if wanted:
-            chosen.append(item)
-        else:
-            config.left_out[kinds[0] if kinds else "of the default tier"] += 1
-    return chosen
+    """Return the tests of this tier and shard, and count the others.
+
+    Extended tests are dealt out to the shards kind by kind and file by file: what takes long is in many of them.
+    """
+    kinds = {item: _kind(item) for item in items}
+    extended = sorted((item for item in items if kinds[item]), key=lambda item: (kinds[item], item.nodeid))
+    if config.shard:
+        part, parts = config.shard
+        wanted = set(extended[part - 1 :: parts])
+    else:
+        wanted = set(items) - (set() if config.getoption("--all") else set(extended))
+    config.left_out.update(kinds[item] or "of the default tier" for item in items if item not in wanted)
+    return [item for item in items if item in wanted]
+
+
+def _kind(item) -> str:
+    """Return as what a test is extended; empty if it is of the default tier."""
+    name = framework(item)
+    marks = [mark.args for mark in item.iter_markers("extended")]
+    return next((kind for kind, *backends in marks if name in backends or not backends), "")
 
 
 def summary(left_out) -> list[str]:
