@@ -144,11 +144,11 @@ def test_processes_tell_what_was_left_out(run):
 
 def test_every_extended_test_is_in_one_shard_and_each_has_as_many_of_a_kind(run):
     ran = []
-    for shard in ("1/2", "2/2"):
+    for shard in ("1/3", "2/3", "3/3"):
         code, output = run(EXTENDED, "--backends", "numpy", "-v", "--shard", shard)
         assert code == 0
         here = [line.split()[0] for line in output.splitlines() if " PASSED " in line and "test_many" in line]
-        assert len(here) == 10
+        assert len(here) in (6, 7)
         ran += here
         assert "1 of the default tier" in output or "2 of the default tier" in output
         assert "test_good PASSED" not in output
