@@ -26,6 +26,7 @@ SHARED = (
     re.compile(r"[\[-](jax|tf)[]-]"),  # a framework that compiles
     re.compile(r"_(jax|tf)\.py::"),  # likewise, in a file that is about one
     re.compile(r"::test_(jax|tf)_"),  # likewise, in a test that is about one
+    re.compile(r"\[(.*-)?(?P<jax>flax nnx)|\[(.*-)?(?P<tf>keras hub)"),  # likewise, in a test of another model in it
     re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case: what each hypothesis makes of it
     re.compile(r"test_(circumstances|golden|investigate|parallel_torch|port_cases)\.py"),  # what all of a file need
     re.compile(r"test_(import)_(?!messages|alone)"),  # models of transformers, whose import takes seconds
@@ -76,7 +77,7 @@ def scheduler(config, log):
 
 def group(test: str) -> str:
     """Return what a test shares with others, by its name; or the name itself."""
-    return next((found[1] for shared in SHARED if (found := shared.search(test))), test)
+    return next((found.lastgroup or found[1] for shared in SHARED if (found := shared.search(test))), test)
 
 
 def presets() -> list:
