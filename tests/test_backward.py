@@ -538,7 +538,7 @@ def test_evaluation_is_the_plain_likelihood():
     assert total == pytest.approx(-np.log(wanted).sum(), rel=1e-13)
 
 
-@pytest.mark.parametrize("norm_order", ["post", "pre"])
+@pytest.mark.parametrize("norm_order", tiers.first_alone(["post", "pre"], "training"))
 def test_it_learns_to_copy(norm_order):
     config = tiny_config(
         source_vocab_size=9, target_vocab_size=9, norm_order=norm_order, num_encoder_layers=1, num_decoder_layers=1
