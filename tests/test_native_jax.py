@@ -234,6 +234,23 @@ def test_the_norm_of_a_gradient_is_exact(port):
     assert re.findall(r"precision=\(?([\w.]+)", text) == ["Precision.HIGHEST"] * 2
 
 
+def test_a_loaded_model_draws_no_initial_values(port, monkeypatch):
+    from flax import nnx
+
+    def draw(*args):
+        raise AssertionError("an initial value is drawn")
+
+    for name in ("xavier_uniform", "normal"):
+        monkeypatch.setattr(nnx.initializers, name, lambda *args: draw)
+    config = CONFIG.replace(tie_embeddings="none", output_bias=True, position_encoding="learned")
+    weights = random_weights(config)
+    for device in (None, "cpu"):
+        model = port.package.Transformer.from_weights(config, weights, device=device)
+        assert_same_bits(model.export_weights(), weights)
+    with pytest.raises(AssertionError, match="is drawn"):
+        port.package.Transformer(config, rngs=nnx.Rngs(0))
+
+
 @pytest.mark.extended("habits")
 def test_strict_promotion(port):
     """No two dtypes meet that JAX would have to promote to a third. (Outside float32, they do in Flax's LayerNorm.)"""

@@ -144,6 +144,23 @@ def test_training_under_a_mirrored_strategy():
     run_alone(MIRRORED)
 
 
+def test_a_loaded_model_draws_no_initial_values(port, monkeypatch):
+    import keras
+
+    def draw(self, shape, dtype=None):
+        raise AssertionError("an initial value is drawn")
+
+    for initializer in (keras.initializers.GlorotUniform, keras.initializers.RandomNormal):
+        monkeypatch.setattr(initializer, "__call__", draw)
+    config = tiny_config(tie_embeddings="none", output_bias=True, position_encoding="learned")
+    weights = random_weights(config)
+    for device in (None, "cpu"):
+        model = port.package.Transformer.from_weights(config, weights, device=device)
+        assert_same_bits(model.export_weights(), weights)
+    with pytest.raises(AssertionError, match="is drawn"):
+        port.package.Transformer(config)
+
+
 @pytest.mark.parametrize("what", ["model", "trainer", "mesh"])
 def test_a_model_is_trained_on_the_devices_it_was_made_for(port, what):
     """Of each variable there are as many copies as devices; the optimizer updates all of them or none."""

@@ -23,7 +23,7 @@ from reference_numpy.taps import Tap, no_tap, within
 from transformer_tf.decoder import DecoderCache, DecoderStack
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_tf.encoder import EncoderStack
-from transformer_tf.layers import Configured, Dropout, LayerNorm
+from transformer_tf.layers import Configured, Dropout, LayerNorm, loading
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_tf.runtime import (
     as_placed,
@@ -97,7 +97,7 @@ class Part(Configured, keras.Model):
         check_placement(dtype, device)
         if precision is not None:
             set_precision(precision)
-        with placed(to_device(device)):
+        with placed(to_device(device)), loading():
             model = cls(config, dtype=dtype)
         model.device = to_device(device)
         set_weights(model, weights)
