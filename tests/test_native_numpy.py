@@ -58,6 +58,7 @@ def test_two_threads_may_ask_for_positions(monkeypatch):
 # --- NumPy's numbers, in every package ---
 
 
+@pytest.mark.extended("dtypes", "jax", "tf")
 def test_numpy_integers_are_integers(backend):
     sizes = {"d_model": np.int64(8), "num_heads": np.uint8(2), "d_ff": np.array(6), "max_length": np.int32(9)}
     config = tiny_config(**ONE_LAYER, **sizes, layer_norm_epsilon=np.float32(1e-6), label_smoothing=np.float64(0.1))

@@ -11,7 +11,7 @@ from conftest import assert_same_bits, random_weights, tiny_config
 from test_native import BATCH, LABELS, SETTINGS, SOURCE, TARGET, assert_close, build, losses, run_alone
 
 import reference_numpy as ref
-from reference_numpy import TrainingConfig, parameter_shapes
+from reference_numpy import TrainingConfig, count_parameters, parameter_shapes
 
 pytestmark = pytest.mark.only("tf")
 
@@ -283,6 +283,8 @@ def test_fit_evaluate_and_predict(port, form):
 
     keras.utils.set_random_seed(0)
     model = port.package.Transformer(CONFIG)
+    assert model.count_params() == count_parameters(CONFIG)
+    assert len(model.trainable_variables) == len(parameter_shapes(CONFIG))
     if form == "functional":
         inputs = {name: keras.Input((None,), dtype="int32", name=name) for name in IDS}
         model = keras.Model(inputs, model(inputs))

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from conftest import assert_same_bits, random_weights, tiny_config
 from test_native import BATCH, SETTINGS, SOURCE, TARGET, assert_close, build, losses, run_alone
@@ -695,7 +696,7 @@ IDS = torch.tensor(SOURCE), torch.tensor(TARGET)
 SIZES = IDS, (IDS[0][:1, :3], IDS[1][:1, :2]), (IDS[1].repeat(3, 1), IDS[0].repeat(3, 1))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", tiers.first_alone([False, True], "forms"))
 def test_export_with_dynamic_sizes(port, strict):
     model = build(port)
     batch, source, target = (torch.export.Dim(name) for name in ("batch", "source", "target"))
