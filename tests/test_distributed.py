@@ -61,7 +61,17 @@ def test_a_mistake_is_found_located_and_named(mistake):
     assert first.tap.startswith(mistake.at)
     assert mistake.detail in first.detail
     if mistake.name in INVISIBLE:
-        assert seen.losses[:4] == pytest.approx(right.losses[:4], abs=2e-5)
+        assert seen.losses[:4] == pytest.approx(right.losses[:4], abs=1e-6)
+
+
+def test_parts_that_are_clipped_by_their_own_norms_are_named_of_a_port_that_shows_no_norm():
+    (mistake,) = (one for one in MISTAKES if one.name == "clipped by the norm of each part")
+    plan, right = Plan(data=2, fsdp=2), replace(expected("short"), norms=[])
+    package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
+    seen = replace(train(package, task("short", plan)), norms=[])
+    first = next(iter(failing(findings("mine", Run(probes()["short"], plan), [seen], right)).items()))
+    assert first[0] == "step 2 loss"
+    assert first[1].endswith("right: the update differs, as by this mistake: clipped by the norm of each part")
 
 
 @pytest.fixture(scope="module")

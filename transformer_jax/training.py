@@ -296,7 +296,7 @@ def _gradients(structure, parameters, batch):
     def loss(parameters, zeros):
         model = structure.build(parameters)
         total, tokens = _loss(model, batch, model.config, lambda name, value: value + zeros[name])
-        return total / jnp.maximum(tokens, 1)
+        return total / jnp.maximum(tokens, 1).astype(total.dtype)
 
     dtype = parameters["source_embedding.table"].dtype
     shapes = _tap_shapes(structure.config, batch)

@@ -13,7 +13,7 @@ from typing import Any
 
 from docutils import nodes
 from panes import PACKAGES, ROOT, TITLES
-from results import conformance, selftest, speed, tolerances, verdict
+from results import conformance, devices, selftest, speed, tolerances, verdict
 from speeds import compared, goals, shares
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
@@ -211,6 +211,7 @@ TABLES = {
     "presets": presets,
     "names": name_tables,
     "exit-codes": exit_codes,
+    "devices": devices,
     "verdict": verdict,
     "selftest": selftest,
     "tolerances": tolerances,

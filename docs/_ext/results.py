@@ -16,6 +16,7 @@ RESULTS = ROOT / "docs" / "results"
 TOLERANCES = ROOT / "transformer_parity" / "compare" / "tolerances.toml"
 MIB = 2**20
 PORTS = ("torch", "jax", "tf")
+ON_FOUR = tuple(f"| `{plan}`" for plan in ("data=4", "fsdp=4", "tensor=4", "fsdp=2,tensor=2"))  # of the README
 PARTICIPANTS = {  # as docs/speed.md calls them
     "numpy": "**reference_numpy**",
     **{port: f"**transformer_{port}**" for port in PORTS},
@@ -159,3 +160,15 @@ def closest() -> Iterator[str]:
         of_dtype = [[row for row in rows if (row["backend"], row["dtype"]) == (port, dtype)] for port in PORTS]
         worst = (max(of_port, key=lambda row: row["share"]) for of_port in of_dtype)
         yield f"| {dtype} | {' | '.join(shown_error(row) for row in worst)} |".replace("\u00a0", " ")
+    yield from (row for row in devices() if row.startswith(ON_FOUR))
+
+
+def devices() -> Iterator[str]:
+    """Yield a Markdown table of the last check of training on several devices, in float64, from devices.json."""
+    summary = [row for row in read(RESULTS / "devices.json")["summary"] if row["dtype"] == "float64"]
+    rows = {(row["component"], row["backend"]): row for row in summary}
+    yield f"| plan | {' | '.join(TITLES[port] for port in PORTS)} |"
+    yield "|---|" + "---|" * len(PORTS)
+    for plan in dict.fromkeys(plan for plan, _ in rows):
+        cells = [shown_error(rows[plan, port]) if (plan, port) in rows else "refused" for port in PORTS]
+        yield f"| `{plan}` | {' | '.join(cells)} |".replace("\u00a0", " ")

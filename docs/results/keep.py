@@ -1,7 +1,8 @@
-"""The figures of a check and of a self-test that the site and the README show, taken from what the commands write.
+"""The figures of checks and of a self-test that the site and the README show, taken from what the commands write.
 
 parity check --json check.json && python docs/results/keep.py conformance check.json COMMIT
 parity selftest --json selftest.json && python docs/results/keep.py selftest selftest.json COMMIT
+python docs/results/keep.py devices torch.json jax.json tf.json COMMIT    (of parity check --stage distributed)
 """
 
 from __future__ import annotations
@@ -21,19 +22,34 @@ FOLDER = Path(__file__).parent
 
 def conformance(report: dict[str, Any]) -> dict[str, Any]:
     """Return the verdict, and the worst comparison of each component."""
-    rows = [
+    return {
+        **{name: report[name] for name in ("date", "verdict", "comparisons", "machine", "time")},
+        "cases": len({row["case"] for row in report["cases"] if row["case"]}),
+        "dtypes": report["setting"]["dtypes"],
+        "versions": {name: found["version"] for name, found in report["environment"].items()},
+        "summary": worst(report),
+    }
+
+
+def worst(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the comparison of each backend, dtype and component that comes closest to its tolerance."""
+    return [
         {
             **{name: row[name] for name in ("backend", "dtype", "component", "comparisons", "verdict")},
             **{name: row["worst"][name] for name in ("case", "tap", "error", "tolerance", "share")},
         }
         for row in report["summary"]
     ]
+
+
+def devices(*reports: dict[str, Any]) -> dict[str, Any]:
+    """Return the worst comparison of each framework and plan, of checks of the stage distributed."""
     return {
-        **{name: report[name] for name in ("date", "verdict", "comparisons", "machine", "time")},
-        "cases": len({row["case"] for row in report["cases"] if row["case"]}),
-        "dtypes": report["setting"]["dtypes"],
-        "versions": {name: found["version"] for name, found in report["environment"].items()},
-        "summary": rows,
+        **{name: reports[0][name] for name in ("date", "machine")},
+        "cases": sum(len({row["case"] for row in report["cases"] if row["case"]}) for report in reports),
+        "comparisons": sum(report["comparisons"] for report in reports),
+        "versions": {name: found["version"] for one in reports for name, found in one["environment"].items()},
+        "summary": [row for report in reports for row in worst(report)],
     }
 
 
@@ -63,15 +79,15 @@ def counted(trials: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-KINDS = {"conformance": conformance, "selftest": selftest}
+KINDS = {"conformance": conformance, "devices": devices, "selftest": selftest}
 
 
-def main(kind: str, path: str, commit: str) -> None:
+def main(kind: str, *paths: str, commit: str) -> None:
     """Write what is kept."""
-    kept = {"commit": commit, **KINDS[kind](json.loads(Path(path).read_text("utf-8")))}
+    kept = {"commit": commit, **KINDS[kind](*(json.loads(Path(path).read_text("utf-8")) for path in paths))}
     (FOLDER / f"{kind}.json").write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
     print("tests/test_readme.py compares README.md with these figures, and prints the lines that it should have")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:-1], commit=sys.argv[-1])

@@ -79,10 +79,18 @@ def findings(
         if why.endswith("the update differs") and not (draws(run.probe) or run.start):
             known = known_mistake(run.probe, run.plan, furthest, expected)
             why += f", as by this mistake: {known}" if known else ""
+        if why.endswith("that of a part alone") and _are_of_own_parts(seen, expected, run.plan):
+            why = why.replace("that of a part alone", "each device has that of its own part")
         begun = f"begun by {run.origin}" if run.origin else ""
         said = [finding.detail or f"error {finding.error:.1e}", why, begun]
         found[failing] = replace(finding, detail="; ".join(filter(None, said)))
     return found
+
+
+def _are_of_own_parts(seen: Sequence[Seen], expected: Seen, plan: Plan) -> bool:
+    """Whether each process has the norm of its own part of the gradient: the squares of all parts add up."""
+    squares = sum(one.norms[0] ** 2 for one in seen)
+    return math.isclose(squares, plan.data * expected.norms[0] ** 2, rel_tol=1e-9)
 
 
 def draws(probe: Probe) -> bool:

@@ -17,6 +17,7 @@ from transformer_parity.mistakes.mistake import Mistake
 STEPS = 4  # that are taken
 EXACT = 1e-9  # how well losses must be met, relative
 OF_SHARES = "distributed/data=2/short"  # the run that shows mistakes which any number of shares can make
+OF_PARTS = "distributed/fsdp=2/short"  # likewise, any number of parts
 
 
 def known_mistake(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
@@ -31,20 +32,21 @@ def known_mistake(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
     losses = np.array(seen.losses[:STEPS])
     if len(losses) < 2 or np.allclose(losses, expected.losses[:STEPS], rtol=EXACT, atol=0.0):
         return ""  # which no mistake in an update shows in
+    cases = (OF_SHARES, OF_PARTS) if plan.fsdp > 1 else (OF_SHARES,)
     for rows in divisions(len(probe.lengths), probe.settings.accumulation_steps, plan.shares):
         for mistake in MISTAKES:
-            if mistake.case == OF_SHARES and mistake.at.startswith(("step", "the whole")):
-                found = _losses(mistake, probe, rows, len(losses))
+            if mistake.case in cases and mistake.at.startswith(("step", "the whole")):
+                found = _losses(mistake, probe, plan, rows, len(losses))
                 if np.allclose(found, losses, rtol=EXACT, atol=0.0):
                     return mistake.name
     return ""
 
 
-def _losses(mistake: Mistake, probe: Probe, rows: np.ndarray, steps: int) -> np.ndarray:
+def _losses(mistake: Mistake, probe: Probe, plan: Plan, rows: np.ndarray, steps: int) -> np.ndarray:
     """Return the losses of the first steps that the reference takes with a mistake."""
     package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
     model = package.Transformer.from_weights(probe.config, probe.weights(), "float64")
-    trainer = package.Trainer(model, probe.settings, probe.seed, mesh=package.Plan(data=rows.shape[1]))
+    trainer = package.Trainer(model, probe.settings, probe.seed, mesh=package.Plan(plan.data, plan.fsdp))
     found = np.full(steps, np.nan)
     with np.errstate(all="ignore"), suppress(ArithmeticError):  # a mistake may divide by nothing
         for step in range(steps):

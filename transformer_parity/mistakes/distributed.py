@@ -16,6 +16,14 @@ SEEN = "            seen = self._tap(part, rng)\n"
 SUM = "            total, tokens = total + part_total, tokens + part_tokens\n"
 NORM = "norm = global_norm(gradient) / count"
 FIRST_NORM = "step 1 norm of the gradient"
+UPDATE = "        self.optimizer.update("
+EACH_PART = """        whole = clip_factor(norm, settings.clip_norm)
+        kept = [g.T if name.endswith("kernel") else g for name, g in gradient.items()]  # as PyTorch divides them
+        for part in zip(*(np.array_split(g, self.plan.fsdp) for g in kept), strict=True):
+            own = clip_factor(global_norm(dict(enumerate(part))) / count, settings.clip_norm)
+            for g in part:
+                g *= own / whole
+"""
 
 ALONE = "share % self.plan.shares == 0"  # that of the first share alone
 MEANS = "(batch[2] != self.model.config.pad_id).sum() / max(int(part_tokens), 1)"  # of the tokens of each share
@@ -203,6 +211,13 @@ MISTAKES = table(
                     "norm = global_norm({name: g[: len(g) // 2] for name, g in gradient.items()}) / count",
                 ),
             )
+        },
+        run("fsdp=2", f"step 2 {LOSS}"): {
+            "clipped by the norm of each part": planted(
+                "the first gradient and its norm are right: the update differs, as by this mistake: clipped by the "
+                "norm of each part",
+                ("training", UPDATE, f"{EACH_PART}{UPDATE}"),
+            ),
         },
         run("data=2", f"step 2 {LOSS}"): {
             "learning rate times devices": planted(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from transformer_parity.compare.training_outputs import LOSS
 from transformer_parity.mistakes.distributed import BIAS, FIRST_NORM, MASKS, OTHER, planted, run
 from transformer_parity.mistakes.mistake import Edit, table
 
@@ -29,6 +30,7 @@ COPIES = "copies = DistributedDataParallel(model,"
 OF_SHARE = "total, _ = self._loss(self.share.module, part, config)"
 DIVIDED = "            loss = total / tokens.clamp(min=1)\n"
 NORM = "norm = global_norm(gradient)"
+OWN_NORM = "global_norm([g.to_local() for g in gradient])"
 
 IN_TORCH = table(
     {
@@ -93,8 +95,14 @@ IN_TORCH = table(
         },
         run("fsdp=2", FIRST_NORM): {
             "norm of the own part": in_torch(
-                "times what it should be: that of a part alone",
-                ("training", NORM, "norm = global_norm([g.to_local() for g in gradient])"),
+                "times what it should be: each device has that of its own part",
+                ("training", NORM, f"norm = {OWN_NORM}"),
+            ),
+        },
+        run("fsdp=2", f"step 2 {LOSS}"): {
+            "clipped by the norm of the own part": in_torch(
+                "its norm are right: the update differs, as by this mistake: clipped by the norm of each part",
+                ("training", "clip_factor(norm", f"clip_factor({OWN_NORM}"),
             ),
         },
     }

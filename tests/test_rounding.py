@@ -1,0 +1,32 @@
+"""Rounding (docs/examples/rounding.py): a run of the dates on four devices has the weights of a run on one."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_train import SMALL
+from test_train_parallel import make_few
+
+rounding = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "docs" / "examples" / "rounding.py")))
+
+
+def test_runs_are_compared_at_their_checkpoints(monkeypatch, tmp_path, capfd):
+    make_few(monkeypatch)
+    found = rounding.compare("numpy", "data=4", 4, 2, tmp_path, SMALL)
+    assert [step for step, _, _ in found] == [2, 4]
+    assert "on 4 devices, data=4, of 1 process" in capfd.readouterr().err
+    for _, several, moved in found:
+        assert several < 1e-13
+        assert 0.0 < moved < 1e-13
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "jax", "tf")])
+def test_the_dates_on_four_devices_are_those_on_one(name, tmp_path):
+    """To 1e-10; and so is a run that was moved by as much as a rounding."""
+    for _, several, moved in rounding.compare(name, "data=4", 200, 100, tmp_path, rounding.SMALL):
+        assert several < 1e-10
+        assert moved < 1e-10
