@@ -56,23 +56,42 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
         ValueError: Weights or moments are not those of the config, or JSON would alter the progress.
         OSError: The file cannot be written.
     """
+    tensors = {name: rounded(name, array, array.dtype.name) for name, array in checkpoint_tensors(checkpoint).items()}
+    description = describe_run(checkpoint.config, checkpoint.settings, checkpoint.state, checkpoint.progress)
+    write_file(path, description, tensors, checkpoint.vocabulary)
+
+
+def checkpoint_tensors(checkpoint: Checkpoint) -> dict[str, ndarray]:
+    """Return the weights of a checkpoint by name, and its moments behind their prefixes; all are checked.
+
+    Raises:
+        TypeError: A tensor is not of a floating-point dtype.
+        ValueError: Weights or moments are not those of the config.
+    """
     state = checkpoint.state
     check_weights(checkpoint.config, checkpoint.weights)
     check_training_state(checkpoint.config, state)
-    _check_progress(checkpoint.progress)
+    groups = (("", checkpoint.weights), (FIRST_MOMENT, state.first_moment), (SECOND_MOMENT, state.second_moment))
+    return {prefix + name: array for prefix, group in groups for name, array in group.items()}
+
+
+def describe_run(
+    config: TransformerConfig, settings: TrainingConfig, state: Any, progress: dict[str, Any]
+) -> dict[str, Any]:
+    """Return all that a checkpoint holds beside tensors and vocabulary; a trainer has ``step`` and ``seed`` too.
+
+    Raises:
+        TypeError: The progress is no dict.
+        ValueError: JSON would alter the progress.
+    """
+    _check_progress(progress)
     training = {
         "step": int(state.step),  # JSON has no integers of NumPy's
         "seed": int(state.seed),
-        "settings": checkpoint.settings.to_dict(),
-        "progress": checkpoint.progress,
+        "settings": settings.to_dict(),
+        "progress": progress,
     }
-    groups = (("", checkpoint.weights), (FIRST_MOMENT, state.first_moment), (SECOND_MOMENT, state.second_moment))
-    tensors = {
-        prefix + name: rounded(prefix + name, array, array.dtype.name)
-        for prefix, group in groups
-        for name, array in group.items()
-    }
-    write_file(path, {"config": checkpoint.config.to_dict(), "training": training}, tensors, checkpoint.vocabulary)
+    return {"config": config.to_dict(), "training": training}
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:

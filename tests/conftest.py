@@ -37,6 +37,7 @@ import importlib
 import importlib.util
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -53,6 +54,9 @@ import tiers
 from numpy import ndarray
 
 from reference_numpy import PRESETS, TransformerConfig, init_weights
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile the packages anew
+sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup: what the tests start could not be interrupted
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import tiers
 from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy as ref
@@ -238,7 +239,12 @@ def check_model(model, seed=None, *, smooth):
         assert_gradient(moved, gradient, step, name)
 
 
-@pytest.mark.parametrize("case", CASES)
+REPEATED = {parameter.values[0] for parameter in tiers.presets() if parameter.marks}  # without their own conventions
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.extended("presets")] * (case in REPEATED)) for case in CASES]
+)
 def test_every_gradient(case):
     preset, overrides = CASES[case]
     model = tiny_model(preset, **overrides)
@@ -532,7 +538,7 @@ def test_evaluation_is_the_plain_likelihood():
     assert total == pytest.approx(-np.log(wanted).sum(), rel=1e-13)
 
 
-@pytest.mark.parametrize("norm_order", ["post", "pre"])
+@pytest.mark.parametrize("norm_order", tiers.first_alone(["post", "pre"], "training"))
 def test_it_learns_to_copy(norm_order):
     config = tiny_config(
         source_vocab_size=9, target_vocab_size=9, norm_order=norm_order, num_encoder_layers=1, num_decoder_layers=1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -44,6 +45,16 @@ def run(tmp_path):
         return done.returncode, done.stdout + done.stderr
 
     return run
+
+
+def test_what_takes_seconds_is_imported_where_it_is_used():
+    """Every process collects every file, and runs a part of the tests."""
+    heavy = {"transformers", "jax", "flax", "tensorflow", "keras", "keras_hub", "third_party_flax"}
+    for path in HERE.glob("test_*.py"):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert not heavy & {module.split(".")[0] for module in modules}, path
 
 
 def test_left_out_is_named(run):
@@ -131,12 +142,14 @@ def test_processes_tell_what_was_left_out(run):
     assert "largest size of each process: " in output
 
 
-def test_every_extended_test_is_in_one_shard(run):
+def test_every_extended_test_is_in_one_shard_and_each_has_as_many_of_a_kind(run):
     ran = []
-    for shard in ("1/2", "2/2"):
+    for shard in ("1/3", "2/3", "3/3"):
         code, output = run(EXTENDED, "--backends", "numpy", "-v", "--shard", shard)
         assert code == 0
-        ran += [line.split()[0] for line in output.splitlines() if " PASSED " in line and "test_many" in line]
+        here = [line.split()[0] for line in output.splitlines() if " PASSED " in line and "test_many" in line]
+        assert len(here) in (6, 7)
+        ran += here
         assert "1 of the default tier" in output or "2 of the default tier" in output
         assert "test_good PASSED" not in output
     assert len(ran) == len(set(ran)) == 20
@@ -176,6 +189,8 @@ def test_a_process_that_had_tensorflow_does_nothing_else(run):
         ("test_search.py::test_types[jax-float64]", "jax"),
         ("test_native_tf.py::test_fit", "tf"),
         ("test_clock.py::test_jax_compiles", "jax"),
+        ("test_peers.py::test_logits[keras hub XLA]", "tf"),
+        ("test_peers.py::test_float64[flax nnx-1e-06]", "jax"),
         ("test_selftest.py::test_mistake[tf-loss-summed-steps]", "tf"),
         ("test_selftest.py::test_mistake[torch-loss-no - and no-full/padded]", "full/padded"),
         ("test_golden.py::test_another_package_agrees[torch]", "golden"),

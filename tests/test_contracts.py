@@ -59,7 +59,7 @@ BAD_MEMORIES = {
 
 @pytest.fixture(scope="module")
 def model(backend):
-    config = tiny_config(position_encoding="learned")
+    config = tiny_config(position_encoding="learned", num_encoder_layers=1, num_decoder_layers=1)
     return backend.package.Transformer.from_weights(config, random_weights(config))
 
 

@@ -86,6 +86,7 @@ def test_only_what_imports_an_edited_module_is_copied(ours):
 
 
 @pytest.mark.parametrize("ours", PACKAGES)
+@pytest.mark.extended("edited packages", "tf")
 def test_mistakes_disturb_neither_the_original_nor_each_other(ours):
     taps, path = ours.name == "torch", list(sys.path)  # the fused kernel of PyTorch has its own scale
     before = output(ours, taps=taps)

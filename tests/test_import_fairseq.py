@@ -9,7 +9,6 @@ import re
 import numpy as np
 import pytest
 import torch
-import transformers
 from conftest import assert_same_bits
 from third_party import relative_error
 from tiers import first_alone
@@ -39,18 +38,24 @@ LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True, "layernorm_
 
 
 def fsmt():
+    import transformers
+
     return transformers.FSMTForConditionalGeneration(
         transformers.FSMTConfig(langs=["en", "de"], src_vocab_size=V, tgt_vocab_size=V + 4, **SIZES)
     )
 
 
 def m2m_100():
+    import transformers
+
     return transformers.M2M100ForConditionalGeneration(
         transformers.M2M100Config(vocab_size=V, scale_embedding=True, **SIZES)
     )
 
 
 def mbart():
+    import transformers
+
     config = transformers.MBartConfig(vocab_size=V, scale_embedding=True, activation_function="gelu", **SIZES)
     return transformers.MBartForConditionalGeneration(config)
 
@@ -88,6 +93,8 @@ def randomized(make):
 @torch.no_grad()
 def logits(model, source, target):
     """Run a model in float64, with positions of float64."""
+    import transformers
+
     exact = ref.sinusoidal_encoding(POSITIONS + 2, D, "split", "m_minus_1")
     exact[1] = 0.0
     model.double()

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import test_vocabularies
 import torch
-import transformers
 from test_layout import ROOT
 from third_party import relative_error
 from tiers import first_alone
@@ -79,8 +78,10 @@ FORMS = [
 ]
 
 
-def made(form: Form) -> transformers.PreTrainedModel:
+def made(form: Form) -> torch.nn.Module:
     """Return a model of transformers' with random parameters and buffers, but for static tables of positions."""
+    import transformers
+
     family = huggingface_families.FAMILIES[form.family]
     sizes = {"src_vocab_size": 31, "tgt_vocab_size": 31} if form.family == "fsmt" else {"vocab_size": 31}
     special = {"pad_token_id": 30, "decoder_start_token_id": 30} if form.family == "marian" else {}
@@ -97,7 +98,7 @@ def made(form: Form) -> transformers.PreTrainedModel:
     return model.to(form.dtype)
 
 
-def saved(form: Form, folder: Path) -> transformers.PreTrainedModel:
+def saved(form: Form, folder: Path) -> torch.nn.Module:
     """Save such a model as a user would, and return it in float64."""
     model = made(form)
     model.save_pretrained(folder, max_shard_size=form.shard)
@@ -106,7 +107,7 @@ def saved(form: Form, folder: Path) -> transformers.PreTrainedModel:
     return model.double()
 
 
-def pickle(folder: Path, model: transformers.PreTrainedModel) -> None:
+def pickle(folder: Path, model: torch.nn.Module) -> None:
     """Write the weights as torch's files, in one or in as many as there are shards."""
     files, state = sorted(folder.glob("*.safetensors")), model.state_dict()
     names = list(state)
@@ -211,6 +212,8 @@ def test_a_neighbouring_convention_is_another_model(tmp_path, form):
 
 @pytest.mark.parametrize("form", first_alone(FORMS, "formats"), ids=str)
 def test_what_is_exported_is_loaded_and_comes_back(tmp_path, form):
+    import transformers
+
     saved(form, tmp_path / "model")
     imported = import_checkpoint(tmp_path / "model")
     save(tmp_path / "ours.safetensors", imported)
@@ -245,6 +248,8 @@ def test_translations_are_those_of_transformers(tmp_path, form):
 
 
 def test_a_vocabulary_travels_with_its_weights(tmp_path):
+    import transformers
+
     _, tokenizer, _ = test_vocabularies.marian(tmp_path / "model", test_vocabularies.train())
     size, pad_id = len(tokenizer), tokenizer.pad_token_id
     special = {"vocab_size": size, "pad_token_id": pad_id, "decoder_start_token_id": pad_id}
@@ -563,6 +568,8 @@ def test_the_command_imports_proves_and_checks(folder, tmp_path, capsys):
 
 
 def test_a_wrong_import_is_found_out(folder, tmp_path, capsys, monkeypatch):
+    import transformers
+
     monkeypatch.setitem(ref.PRESETS["marian"], "layer_norm_epsilon", 1e-6)  # Marian's own, and not transformers'
     out = ["--out", str(tmp_path / "a.safetensors"), "--backends", "numpy"]
     assert main(["import", str(folder), *out, "--check"]) == 1

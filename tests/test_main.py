@@ -263,6 +263,38 @@ def test_a_signal_waits_for_the_import_of_a_command(number, capsys, monkeypatch)
     assert capsys.readouterr().err == "parity: interrupted\n"
 
 
+SENT_WHILE_IMPORTED = """
+import os, signal, sys, tomllib
+from importlib.metadata import EntryPoint
+name, number = sys.argv[1], int(sys.argv[2])
+class Sender:
+    def find_spec(module, *rest):
+        if module == name:
+            os.kill(os.getpid(), number)
+sys.meta_path.insert(0, Sender)
+with open("pyproject.toml", "rb") as file:
+    entry = EntryPoint("parity", tomllib.load(file)["project"]["scripts"]["parity"], "console_scripts")
+sys.argv = ["parity", "--version"]
+sys.exit(entry.load()())
+"""
+
+
+@posix
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("transformer_parity.system.interrupts", signal.SIGINT),
+        ("transformer_parity.cli.main", signal.SIGINT),
+        ("argparse", signal.SIGINT),
+        ("argparse", signal.SIGTERM),
+    ],
+)
+def test_a_signal_while_the_command_line_is_imported_ends_it_quietly(name, number):
+    command = [sys.executable, "-c", SENT_WHILE_IMPORTED, name, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+
+
 def test_a_path_that_may_not_be_looked_at_is_a_usage_error(capsys, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))

@@ -26,6 +26,7 @@ from test_native import (
 )
 
 import reference_numpy as ref
+from reference_numpy import TrainingConfig
 
 pytestmark = pytest.mark.only("jax")
 
@@ -42,7 +43,7 @@ def test_a_tied_table_is_one_parameter_in_two_places(port, tie):
         assert twin.output_proj.table is twin.target_embedding.table
         leaves = jax.tree.leaves(nnx.state(twin, nnx.Param))
         assert sum(leaf.size for leaf in leaves) == ref.count_parameters(model.config)
-    gradients = nnx.grad(lambda model: model(SOURCE, TARGET).sum())(model)
+    gradients = nnx.jit(nnx.grad(lambda model: model(SOURCE, TARGET).sum()))(model)
     assert len(jax.tree.leaves(gradients)) == len(leaves)
 
 
@@ -231,6 +232,37 @@ def test_the_norm_of_a_gradient_is_exact(port):
     with jax.default_matmul_precision("tensorfloat32"):
         text = str(jax.make_jaxpr(port.package.optimizer.global_norm)({"a": np.ones((2, 3)), "b": np.ones(4)}))
     assert re.findall(r"precision=\(?([\w.]+)", text) == ["Precision.HIGHEST"] * 2
+
+
+def test_a_loaded_model_draws_no_initial_values(port, monkeypatch):
+    from flax import nnx
+
+    def draw(*args):
+        raise AssertionError("an initial value is drawn")
+
+    for name in ("xavier_uniform", "normal"):
+        monkeypatch.setattr(nnx.initializers, name, lambda *args: draw)
+    config = CONFIG.replace(tie_embeddings="none", output_bias=True, position_encoding="learned")
+    weights = random_weights(config)
+    for device in (None, "cpu"):
+        model = port.package.Transformer.from_weights(config, weights, device=device)
+        assert_same_bits(model.export_weights(), weights)
+    with pytest.raises(AssertionError, match="is drawn"):
+        port.package.Transformer(config, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.extended("habits")
+def test_strict_promotion(port):
+    """No two dtypes meet that JAX would have to promote to a third. (Outside float32, they do in Flax's LayerNorm.)"""
+    import jax
+
+    with jax.numpy_dtype_promotion("strict"):
+        model = build(port, "float32", layer_norm_kind="annotated")
+        port.package.gradients(model, *BATCH)
+        trainer = port.package.Trainer(model, TrainingConfig(clip_norm=0.1))
+        losses(trainer, 1)
+        trainer.evaluate(*BATCH)
+        port.package.beam_search(model, SOURCE, max_length=3)
 
 
 def test_shapes_without_computing(port):

@@ -11,7 +11,7 @@ from conftest import assert_same_bits, random_weights, tiny_config
 from test_native import BATCH, LABELS, SETTINGS, SOURCE, TARGET, assert_close, build, losses, run_alone
 
 import reference_numpy as ref
-from reference_numpy import TrainingConfig, parameter_shapes
+from reference_numpy import TrainingConfig, count_parameters, parameter_shapes
 
 pytestmark = pytest.mark.only("tf")
 
@@ -144,6 +144,23 @@ def test_training_under_a_mirrored_strategy():
     run_alone(MIRRORED)
 
 
+def test_a_loaded_model_draws_no_initial_values(port, monkeypatch):
+    import keras
+
+    def draw(self, shape, dtype=None):
+        raise AssertionError("an initial value is drawn")
+
+    for initializer in (keras.initializers.GlorotUniform, keras.initializers.RandomNormal):
+        monkeypatch.setattr(initializer, "__call__", draw)
+    config = tiny_config(tie_embeddings="none", output_bias=True, position_encoding="learned")
+    weights = random_weights(config)
+    for device in (None, "cpu"):
+        model = port.package.Transformer.from_weights(config, weights, device=device)
+        assert_same_bits(model.export_weights(), weights)
+    with pytest.raises(AssertionError, match="is drawn"):
+        port.package.Transformer(config)
+
+
 @pytest.mark.parametrize("what", ["model", "trainer", "mesh"])
 def test_a_model_is_trained_on_the_devices_it_was_made_for(port, what):
     """Of each variable there are as many copies as devices; the optimizer updates all of them or none."""
@@ -178,6 +195,36 @@ def test_saved_and_loaded(port, policy, tmp_path):
     assert {variable.dtype for variable in loaded.trainable_variables} == {model.variable_dtype}
     assert_same_bits(loaded.export_weights(), model.export_weights())
     np.testing.assert_array_equal(port.to_numpy(loaded(SOURCE, TARGET)), port.to_numpy(model(SOURCE, TARGET)))
+
+
+def test_tensorflows_own_checkpoint(port, tmp_path):
+    """It follows no list of layers by itself, and would leave out what it does not find."""
+    import tensorflow as tf
+
+    model, fresh = build(port), build(port)
+    path = tf.train.Checkpoint(model=model).save(tmp_path / "model")
+    port.package.set_weights(fresh, random_weights(model.config, seed=1))
+    tf.train.Checkpoint(model=fresh).restore(path).assert_existing_objects_matched()
+    assert_same_bits(fresh.export_weights(), model.export_weights())
+
+
+def test_low_rank_adaptation(port):
+    """Keras adds to a kernel what is trained; the weights that are exported have the sum."""
+    model, plain = build(port), build(port)
+    layer = model.encoder.layers[0].self_attention.query_proj
+    layer.enable_lora(2)
+    layer.lora_kernel_b.assign(np.ones([2, 24]))
+    weights = model.export_weights()
+    port.package.set_weights(plain, weights)
+    close(port, plain(SOURCE, TARGET), model(SOURCE, TARGET), 1e-12)
+    name = "encoder.layers.0.self_attention.query_proj.kernel"
+    for refused in (
+        lambda: port.package.set_weights(model, weights),
+        lambda: port.package.gradients(model, *BATCH),
+        lambda: port.package.Trainer(model, SETTINGS),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is not a parameter of its own"):
+            refused()
 
 
 def test_decode_step_leaves_its_argument_alone(port):
@@ -236,6 +283,8 @@ def test_fit_evaluate_and_predict(port, form):
 
     keras.utils.set_random_seed(0)
     model = port.package.Transformer(CONFIG)
+    assert model.count_params() == count_parameters(CONFIG)
+    assert len(model.trainable_variables) == len(parameter_shapes(CONFIG))
     if form == "functional":
         inputs = {name: keras.Input((None,), dtype="int32", name=name) for name in IDS}
         model = keras.Model(inputs, model(inputs))

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from conftest import assert_same_bits, random_weights, tiny_config
 from test_native import BATCH, SETTINGS, SOURCE, TARGET, assert_close, build, losses, run_alone
@@ -428,6 +429,24 @@ def test_a_parametrized_layer_in_a_trainer(port):
             refused()
 
 
+def test_gradients_of_a_pruned_layer(port):
+    """Its weight is computed before each call, from another parameter and a mask."""
+    from torch.nn.utils import prune
+
+    model, plain = build(port), build(port)
+    name = "encoder.layers.0.feed_forward.inner_proj"
+    prune.l1_unstructured(model.get_submodule(name), "weight", 0.5)
+    with torch.no_grad():
+        plain.get_submodule(name).weight.copy_(model.get_submodule(name).weight)
+    found, expected = (port.package.gradients(each, *BATCH) for each in (model, plain))
+    assert_same_bits(found.parameters, expected.parameters)
+    trainer = port.package.Trainer(model, SETTINGS)
+    losses(trainer)
+    prune.remove(model.get_submodule(name), "weight")
+    kernel = model.export_weights()[f"{name}.kernel"]
+    assert (kernel == 0).sum() == kernel.size // 2
+
+
 # --- A search leaves its model to others. ---
 
 
@@ -644,6 +663,28 @@ def test_gradients_of_each_sentence(port):
             torch.testing.assert_close(found[name][row], gradient, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+def test_transforms_of_a_function_of_the_parameters(port):
+    """The ids are not among its arguments, and have no memory that a transform would let be read."""
+    from torch.func import functional_call, grad, jvp
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    model = build(port)
+    parameters, ids = dict(model.named_parameters()), (torch.tensor(SOURCE), torch.tensor(TARGET))
+
+    def loss(parameters):
+        return functional_call(model, parameters, ids).square().sum()
+
+    found = grad(loss)(parameters)
+    expected = torch.autograd.grad(loss(parameters), list(parameters.values()))
+    torch.testing.assert_close([*found.values()], [*expected], rtol=1e-12, atol=1e-12)
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel of a CPU has no forward derivative, and no second one
+        _, along = jvp(loss, (parameters,), (found,))
+        second = grad(lambda parameters: sum(x.square().sum() for x in grad(loss)(parameters).values()))(parameters)
+    torch.testing.assert_close(along, sum(x.square().sum() for x in expected))
+    assert all(x.isfinite().all() for x in second.values())
+
+
 def test_values_of_functional_tensors_are_not_read(port):
     """They look like tensors of a CPU, and their memory holds anything."""
     model = build(port)
@@ -655,7 +696,7 @@ IDS = torch.tensor(SOURCE), torch.tensor(TARGET)
 SIZES = IDS, (IDS[0][:1, :3], IDS[1][:1, :2]), (IDS[1].repeat(3, 1), IDS[0].repeat(3, 1))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", tiers.first_alone([False, True], "forms"))
 def test_export_with_dynamic_sizes(port, strict):
     model = build(port)
     batch, source, target = (torch.export.Dim(name) for name in ("batch", "source", "target"))

@@ -80,22 +80,33 @@ def plugins(monkeypatch):
 
 @pytest.fixture
 def run(pytester, plugins, monkeypatch):
-    """Return a function that runs an inner pytest, as a process of its own."""
+    """Return a function that runs an inner pytest in this process: another one would import everything anew."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*options, port="mine:MyPort"):
-        return pytester.runpytest_subprocess(f"--parity-port={port}", *plugins, *options)
+        return pytester.runpytest_inprocess(f"--parity-port={port}", *plugins, *options)
 
     return run
+
+
+@pytest.fixture
+def start(pytester, plugins, monkeypatch):
+    """Return a function that runs an inner pytest as a process of its own, which a port may spoil."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def start(*options, port="mine:MyPort"):
+        return pytester.runpytest_subprocess(f"--parity-port={port}", *plugins, *options)
+
+    return start
 
 
 def outcomes(result) -> dict[str, int]:
     return result.parseoutcomes()
 
 
-def test_one_test_per_case_and_dtype_and_skips_that_say_why(write, run):
+def test_one_test_per_case_and_dtype_and_skips_that_say_why(write, start):
     write(attributes="dtypes = ('float64', 'float32')")
-    result = run("-v", "-rs")
+    result = start("-v", "-rs")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert outcomes(result) == {"passed": 2 * (N + 1) + 1, "skipped": OTHERS}
     names = [
@@ -333,13 +344,13 @@ def test_stages_that_are_wrong(options, message, pytester):
     ],
 )
 @pytest.mark.parametrize("when", ["import", pytest.param("load", marks=pytest.mark.extended("known answers"))])
-def test_a_port_that_changes_the_reference_fails_the_known_answer(patch, what, when, write, run, pytester):
+def test_a_port_that_changes_the_reference_fails_the_known_answer(patch, what, when, write, start, pytester):
     write(more=EXPORT if when == "load" else f"{EXPORT}\n{patch}\n")
     if when == "load":
         loads = f"    def load(self, config, weights, dtype):\n        {patch}\n"
         body = "        self.model = Transformer.from_weights(config, weights, dtype)\n"
         write(more=EXPORT + "\n" + loads + body)
-    result = run(FORWARD, "-k", "full/one_token or known")
+    result = start(FORWARD, "-k", "full/one_token or known")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert "FAILED MyPort known answer: " in result.stdout.str()
     assert what in result.stdout.str()
@@ -355,23 +366,23 @@ def test_the_known_answer_comes_last_and_is_right_where_nothing_is_changed(write
 
 @pytest.mark.extended("processes of pytest")
 @pytest.mark.parametrize("forward", ["pass", ROUNDED])
-def test_several_processes(forward, write, run, pytester):
+def test_several_processes(forward, write, start, pytester):
     write(forward)
     pytester.makepyfile(test_own="def test_own(): pass")
-    result = run("-n", "2", FORWARD)
+    result = start("-n", "2", FORWARD)
     assert outcomes(result) == ({"passed": N + 3} if forward == "pass" else {"passed": 3, "failed": N})
     assert result.ret == (forward != "pass")
     if forward == "pass":
-        skipped = run("-n", "2", "-k", "steps")
+        skipped = start("-n", "2", "-k", "steps")
         assert skipped.ret == pytest.ExitCode.TESTS_FAILED
         assert "INCOMPLETE: MyPort: steps: nothing was compared" in skipped.stdout.str()
-        broken = run("-n", "2", port="absent:MyPort")
+        broken = start("-n", "2", port="absent:MyPort")
         assert broken.ret != 0
         assert "No module named 'absent'" in broken.stdout.str()
 
 
 @pytest.mark.extended("processes of pytest")
-def test_the_known_answer_is_asked_for_in_every_process(write, run):
+def test_the_known_answer_is_asked_for_in_every_process(write, start):
     patch = "        np.exp = lambda x, f=np.exp, **more: f(x, **more) * 1.01\n"
     write(
         more=EXPORT
@@ -379,7 +390,7 @@ def test_the_known_answer_is_asked_for_in_every_process(write, run):
         + patch
         + "        self.model = Transformer.from_weights(config, weights, dtype)\n"
     )
-    result = run("-n", "3", "--dist=each", "-k", "full/one_token or known", FORWARD)
+    result = start("-n", "3", "--dist=each", "-k", "full/one_token or known", FORWARD)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    lines = run("-n", "2", "-k", "full/one_token or known", FORWARD).stdout.str()
+    lines = start("-n", "2", "-k", "full/one_token or known", FORWARD).stdout.str()
     assert "FAILED MyPort known answer: " in lines  # wherever the two tests ran

@@ -435,7 +435,7 @@ def test_the_reference_finds_the_same_without_a_cache(search):
 
 
 @pytest.mark.parametrize("search", EITHER)
-@pytest.mark.extended("searches", "tf")
+@REPEATED
 def test_a_sentence_does_not_depend_on_its_batch(backend, search):
     config, weights = lively()
     model, source_ids = load(backend, config, weights), sources(config)
@@ -544,6 +544,7 @@ def test_bfloat16_adds_up_in_float32(port, search):
 
 
 @pytest.mark.parametrize("search", EITHER)
+@pytest.mark.extended("searches", "tf")
 def test_each_step_is_shown(backend, search):
     config, weights = lively()
     options = {"max_length": 8, **({"beam_size": 3} if search == "beam_search" else {})}

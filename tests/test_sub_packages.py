@@ -33,7 +33,7 @@ LARGE_FOLDERS = {
     "check": 11,  # what processes are told and tell, one file for each kind of them
     "mistakes": 14,  # one file of data for each part of the catalogue
     "checkpoints/formats": 14,  # one file for each format, or for its settings
-    "cli": 19,  # one file for each command, or for two that belong together, and for long lists of options
+    "cli": 20,  # a file for each command or two, for long lists of options, and for what comes before any import
 }
 LONG_SIGNATURES = {
     "bench/peers/keras_hub.py: step": "the tensors of one decoding step, as tf.while_loop passes them",

@@ -33,6 +33,7 @@ DEVICE = "torch puts a new tensor where it is told to"
 COMPILED = "the others always compile a step"
 SCALARS = "numbers of a step are scalars of the framework"
 TRACED = "a size is not known while tracing"
+LOADED = "a model that is loaded draws no initial values; torch has its meta device for that"
 MODES = "Keras hands the mode down from the outermost call"
 
 # Who (of torch, jax, tf) differs, where, how, and why. Stars as in file names; each row holds for each of its ports.
@@ -41,6 +42,7 @@ ALLOWED = [
         ("torch jax tf", "", f"lacks module {name}", FACTS)
         for name in (
             "checkpoint",
+            "checkpoint_folder",
             "checks",
             "config",
             "files",
@@ -120,6 +122,9 @@ ALLOWED = [
     ("torch jax", "layers", "order: Dropout for Linear", "the names taken over as they are come first"),
     ("torch jax tf", "layers", "adds definition masked_softmax", "the reference has it in functional"),
     ("torch", "layers", "adds definition Linear.reset_parameters", "torch draws initial values there"),
+    ("jax", "layers", "adds definition Places*", LOADED),
+    ("jax", "layers", "adds definition initial", LOADED),
+    ("tf", "layers", "adds definition loading", LOADED),
     ("tf", "layers", "adds definition gelu*", "TensorFlow's own is not exact in float64"),
     ("tf", "layers", "adds definition Configured*", KERAS),
     ("tf", "layers", "adds definition exports.Configured", KERAS),

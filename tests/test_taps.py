@@ -14,6 +14,7 @@ from transformer_parity.cases.inputs import hard_weights, padded_ids
 from transformer_parity.compare.tolerances import relative_error
 
 
+@pytest.mark.extended("taps", "tf")
 def test_every_tap_can_be_replaced(port):
     config = tiny(num_encoder_layers=1, num_decoder_layers=1)
     weights = hard_weights(config)

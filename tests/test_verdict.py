@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiers
 
 from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STAGES, tiny
 from transformer_parity.cases.for_ports import port_cases, port_config
@@ -221,7 +222,7 @@ def test_a_stage_without_a_case_in_a_dtype_is_missing_if_both_were_named():
 
 
 @pytest.mark.only("torch")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", tiers.first_alone(["float32", "bfloat16"], "dtypes"))
 def test_stages_do_not_vanish(dtype, capsys, tmp_path):
     files = {kind: tmp_path / f"result.{kind}" for kind in ("json", "junit", "html")}
     options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]

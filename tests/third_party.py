@@ -4,7 +4,7 @@ The first half renames canonical weights into what other implementations call th
 [out, in] in torch. The second half writes three implementations down again from their formulas, in another style
 than the reference: heads stay behind the lengths, masks are added, positions are built from logarithms.
 
-Classes of ``transformers`` are named where they are used: each is imported then, with much else.
+``transformers`` is imported where it is used, not in every process that collects tests: it takes seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
 from reference_numpy import sinusoidal_encoding, target_padding_mask
@@ -102,6 +101,8 @@ def _replaced_positions(model, exact, error):
 
 def marian_model(config, weights):
     """Return Hugging Face's MarianMTModel in float64."""
+    import transformers
+
     special = {"scale_embedding": True, "activation_function": "swish", "decoder_start_token_id": config.bos_id}
     special["forced_eos_token_id"] = None  # the default forces it at the maximum length
     sizes = hugging_face_sizes(config)
@@ -142,6 +143,8 @@ def marian_search(config, weights, source, max_length, **options):
 @torch.no_grad()
 def marian_generate(config, weights, source, fields):
     """Let Hugging Face search by the fields of a generation config; result as of ``marian_search``."""
+    import transformers
+
     found = marian_model(config, weights).generate(
         input_ids=torch.tensor(source),
         attention_mask=torch.tensor(source != config.pad_id),
@@ -160,6 +163,8 @@ def marian_generate(config, weights, source, fields):
 
 def hugging_face_model(name, config, weights):
     """Return the model of BART's family that Hugging Face calls by a name, in float64."""
+    import transformers
+
     config_class = getattr(transformers, f"{FAMILY[name]}Config")
     model_class = getattr(transformers, f"{FAMILY[name]}ForConditionalGeneration")
     behind = config.position_offset if config.position_encoding == "learned" else 0
@@ -211,6 +216,8 @@ def hugging_face_logits(name, config, weights, source, target):
 @torch.no_grad()
 def fairseq_logits(config, weights, source, target):
     """Run Hugging Face's FSMTForConditionalGeneration, the port of fairseq's WMT19 models."""
+    import transformers
+
     vocabularies = {"src_vocab_size": config.source_vocab_size, "tgt_vocab_size": config.target_vocab_size}
     fields = transformers.FSMTConfig(**vocabularies, **hugging_face_sizes(config))
     model = transformers.FSMTForConditionalGeneration(fields).eval()

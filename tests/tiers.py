@@ -11,7 +11,6 @@ import gc
 import os
 import re
 import sys
-import zlib
 from collections import Counter
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +26,7 @@ SHARED = (
     re.compile(r"[\[-](jax|tf)[]-]"),  # a framework that compiles
     re.compile(r"_(jax|tf)\.py::"),  # likewise, in a file that is about one
     re.compile(r"::test_(jax|tf)_"),  # likewise, in a test that is about one
+    re.compile(r"\[(.*-)?(?P<jax>flax nnx)|\[(.*-)?(?P<tf>keras hub)"),  # likewise, in a test of another model in it
     re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case: what each hypothesis makes of it
     re.compile(r"test_(circumstances|golden|investigate|parallel_torch|port_cases)\.py"),  # what all of a file need
     re.compile(r"test_(import)_(?!messages|alone)"),  # models of transformers, whose import takes seconds
@@ -77,7 +77,7 @@ def scheduler(config, log):
 
 def group(test: str) -> str:
     """Return what a test shares with others, by its name; or the name itself."""
-    return next((found[1] for shared in SHARED if (found := shared.search(test))), test)
+    return next((found.lastgroup or found[1] for shared in SHARED if (found := shared.search(test))), test)
 
 
 def presets() -> list:
@@ -127,21 +127,26 @@ def framework(item) -> str:
 
 
 def choose(config, items) -> list:
-    """Return the tests of this tier and shard, and count the others."""
-    chosen = []
-    for item in items:
-        name = framework(item)
-        kinds = [mark.args[0] for mark in item.iter_markers("extended") if name in mark.args[1:] or not mark.args[1:]]
-        if config.shard:
-            part, parts = config.shard
-            wanted = kinds and zlib.crc32(item.nodeid.encode()) % parts == part - 1
-        else:
-            wanted = not kinds or config.getoption("--all")
-        if wanted:
-            chosen.append(item)
-        else:
-            config.left_out[kinds[0] if kinds else "of the default tier"] += 1
-    return chosen
+    """Return the tests of this tier and shard, and count the others.
+
+    Extended tests are dealt out to the shards kind by kind and file by file: what takes long is in many of them.
+    """
+    kinds = {item: _kind(item) for item in items}
+    extended = sorted((item for item in items if kinds[item]), key=lambda item: (kinds[item], item.nodeid))
+    if config.shard:
+        part, parts = config.shard
+        wanted = set(extended[part - 1 :: parts])
+    else:
+        wanted = set(items) - (set() if config.getoption("--all") else set(extended))
+    config.left_out.update(kinds[item] or "of the default tier" for item in items if item not in wanted)
+    return [item for item in items if item in wanted]
+
+
+def _kind(item) -> str:
+    """Return as what a test is extended; empty if it is of the default tier."""
+    name = framework(item)
+    marks = [mark.args for mark in item.iter_markers("extended")]
+    return next((kind for kind, *backends in marks if name in backends or not backends), "")
 
 
 def summary(left_out) -> list[str]:

@@ -14,6 +14,7 @@ from jax import Array
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.shapes import Float, Int
+from transformer_jax.layers import initial
 
 
 def sinusoidal_encoding(
@@ -86,11 +87,12 @@ class OutputProjection(nnx.Module):
     def __init__(
         self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32", *, rngs: nnx.Rngs
     ) -> None:
-        shape, xavier = (config.d_model, config.target_vocab_size), nnx.initializers.xavier_uniform()
+        shape = (config.d_model, config.target_vocab_size)
+        xavier, zeros = initial(nnx.initializers.xavier_uniform()), initial(nnx.initializers.zeros)
         tied = config.tie_embeddings != "none"
         self.table = embedding.table if tied else None
         self.kernel = None if tied else nnx.Param(xavier(rngs.params(), shape, dtype))
-        self.bias = nnx.Param(jnp.zeros(shape[1], dtype)) if config.output_bias else None
+        self.bias = nnx.Param(zeros(rngs.params(), shape[1:], dtype)) if config.output_bias else None
         self.dtype = dtype  # of the computation, as in nnx.Linear
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L V"]:
@@ -101,4 +103,5 @@ class OutputProjection(nnx.Module):
 
 
 def _normal_table(rows: int, d_model: int, dtype: str, rngs: nnx.Rngs) -> nnx.Param:
-    return nnx.Param(nnx.initializers.normal(d_model**-0.5)(rngs.params(), (rows, d_model), dtype))
+    normal = initial(nnx.initializers.normal(d_model**-0.5))
+    return nnx.Param(normal(rngs.params(), (rows, d_model), dtype))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import SingleDeviceSharding
 
 from reference_numpy.config import TransformerConfig
 from reference_numpy.shapes import Bool, Float
@@ -23,6 +25,36 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 Dropout = nnx.Dropout
+
+
+class Places(nnx.Rngs):
+    """What a model is built with whose parameters are loaded: each begins as a shape, and no number is drawn for it.
+
+    ``nnx.eval_shape`` would do the same, but trace what is drawn, which takes longer than to build the model.
+
+    Args:
+        device: Where the model is bound to be; None is nowhere yet.
+    """
+
+    def __init__(self, device: jax.Device | None = None) -> None:
+        key = jax.random.key(0)
+        super().__init__(dropout=key if device is None else jax.device_put(key, device))
+        self.place = None if device is None else SingleDeviceSharding(device)
+
+    def params(self) -> SingleDeviceSharding | None:
+        """Return the place of the next parameter, where others return a key."""
+        return self.place
+
+
+def initial(initializer: Callable[..., Array]) -> Callable[..., Any]:
+    """Return an initializer that draws with a key, and with a place returns the shape alone."""
+
+    def draw(key: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        if isinstance(key, Array):
+            return initializer(key, shape, dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=key)
+
+    return draw
 
 
 def masked_softmax(
@@ -47,7 +79,8 @@ class Linear(nnx.Linear):
             use_bias=bias,
             dtype=dtype,
             param_dtype=dtype,
-            kernel_init=nnx.initializers.xavier_uniform(),  # NNX's own default is a truncated normal
+            kernel_init=initial(nnx.initializers.xavier_uniform()),  # NNX's own default is a truncated normal
+            bias_init=initial(nnx.initializers.zeros),
             rngs=rngs,
         )
 
@@ -71,6 +104,8 @@ class LayerNorm(nnx.LayerNorm):
             dtype=dtype,
             param_dtype=dtype,
             use_fast_variance=False,  # E[x^2] - E[x]^2 is garbage where the mean is large
+            scale_init=initial(nnx.initializers.ones),
+            bias_init=initial(nnx.initializers.zeros),
             rngs=rngs,
         )
         self.kind = config.layer_norm_kind

@@ -8,7 +8,6 @@ processes of a run see the same folder.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,14 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
-from reference_numpy.checkpoint import Checkpoint
-from reference_numpy.config import TransformerConfig
-from reference_numpy.files import FIRST_MOMENT, SECOND_MOMENT, VocabularyFiles, open_file, read_vocabulary, write_file
-from reference_numpy.names import check_training_state, check_weights, find, parameter_shapes
-from reference_numpy.training_config import TrainingConfig, TrainingState
+from reference_numpy.checkpoint import Checkpoint, checkpoint_tensors, describe_run
+from reference_numpy.checkpoint_folder import KIND, PREFIXES, begin_folder, check_held, partial_folder, read_run
+from reference_numpy.files import FIRST_MOMENT, SECOND_MOMENT, VocabularyFiles
+from reference_numpy.names import find, parameter_shapes
 from transformer_jax.optimizer import Adam
 from transformer_jax.training import Trainer
 
-RUN = "run.safetensors"
 ARRAYS = "arrays"
-KIND = "sharded checkpoint"
 ERRORS = (FileExistsError, OSError, TypeError, ValueError)
 
 
@@ -50,13 +46,8 @@ def save_sharded(
         FileExistsError: There is something of that name.
         OSError: A file cannot be written.
     """
-    training = {"step": trainer.step, "seed": trainer.seed, "settings": trainer.settings.to_dict()}
-    description = {
-        "config": trainer.model.config.to_dict(),
-        "training": {**training, "progress": dict(progress or {})},
-    }
-    weights = {name: find(trainer.model, name).get_value() for name in parameter_shapes(trainer.model.config)}
-    _write(Path(folder), _tree(weights, trainer.optimizer), description, vocabulary)
+    description = describe_run(trainer.model.config, trainer.settings, trainer, dict(progress or {}))
+    _write(Path(folder), _arrays(trainer), description, vocabulary)
 
 
 def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
@@ -69,15 +60,15 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
         OSError: A file cannot be read.
         ValueError: The folder holds no training run, or one of another model or in another dtype.
     """
-    training, _ = _read_run(Path(folder))
-    weights = {name: find(trainer.model, name).get_value() for name in parameter_shapes(trainer.model.config)}
-    wanted = _tree(weights, trainer.optimizer)
-    _check(Path(folder), wanted)
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in wanted.items()}
-    found = _read(Path(folder), shapes)
-    for name in weights:
+    folder = Path(folder)
+    training, arrays = read_run(folder).training, _arrays(trainer)
+    check_held(folder, _held(folder), {name: (tuple(x.shape), x.dtype.name) for name, x in arrays.items()})
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in arrays.items()}
+    found = _read(folder, shapes)
+    names = parameter_shapes(trainer.model.config)
+    for name in names:
         find(trainer.model, name).set_value(found[name])
-    first, second = ({name: found[prefix + name] for name in weights} for prefix in (FIRST_MOMENT, SECOND_MOMENT))
+    first, second = ({name: found[prefix + name] for name in names} for prefix in (FIRST_MOMENT, SECOND_MOMENT))
     trainer.optimizer = Adam(first, second, trainer.settings)
     trainer.step, trainer.seed = training["step"], training["seed"]
     return training["progress"]
@@ -91,16 +82,9 @@ def join_sharded(folder: str | Path) -> Checkpoint:
         OSError: A file cannot be read.
         ValueError: The folder holds no training run.
     """
-    training, (config, vocabulary) = _read_run(Path(folder))
-    held = _held(Path(folder))
-    arrays = _read(Path(folder), {name: np.empty(shape, dtype) for name, (shape, dtype) in held.items()})
-    weights, first, second = (
-        {name: arrays[prefix + name] for name in parameter_shapes(config)}
-        for prefix in ("", FIRST_MOMENT, SECOND_MOMENT)
-    )
-    state = TrainingState(training["step"], training["seed"], first, second)
-    settings = TrainingConfig.from_dict(training["settings"])
-    return Checkpoint(config, settings, weights, state, training["progress"], vocabulary)
+    folder = Path(folder)
+    run, held = read_run(folder), _held(folder)
+    return run.joined(_read(folder, {name: np.empty(shape, dtype) for name, (shape, dtype) in held.items()}))
 
 
 def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
@@ -113,54 +97,24 @@ def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
         FileExistsError: There is something of that name.
         OSError: A file cannot be written.
     """
-    config, state = checkpoint.config, checkpoint.state
-    check_weights(config, checkpoint.weights)
-    check_training_state(config, state)
-    training = {"step": int(state.step), "seed": int(state.seed), "settings": checkpoint.settings.to_dict()}
-    description = {"config": config.to_dict(), "training": {**training, "progress": checkpoint.progress}}
-    _write(Path(folder), _tree(checkpoint.weights, state), description, checkpoint.vocabulary)
+    description = describe_run(checkpoint.config, checkpoint.settings, checkpoint.state, checkpoint.progress)
+    _write(Path(folder), checkpoint_tensors(checkpoint), description, checkpoint.vocabulary)
 
 
-def _tree(weights, moments):
-    """Return all arrays of a run by name."""
-    groups = ("", weights), (FIRST_MOMENT, moments.first_moment), (SECOND_MOMENT, moments.second_moment)
-    return {prefix + name: group[name] for prefix, group in groups for name in weights}
+def _arrays(trainer):
+    """Return all arrays of a run by name, divided as they are."""
+    weights = {name: find(trainer.model, name).get_value() for name in parameter_shapes(trainer.model.config)}
+    groups = weights, trainer.optimizer.first_moment, trainer.optimizer.second_moment
+    return {prefix + name: group[name] for prefix, group in zip(PREFIXES, groups, strict=True) for name in weights}
 
 
 def _write(folder, arrays, description, vocabulary):
     """Write a folder under another name, and rename it."""
-    partial = folder.absolute().with_name(f".{folder.name}.partial")
-
-    def begin() -> None:
-        if folder.exists():
-            raise FileExistsError(f"{folder} exists already")
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-        partial.mkdir()
-        write_file(partial / RUN, description, {}, vocabulary)
-
     checkpointer = _orbax()
-    _by_the_first(begin)
+    _by_the_first(lambda: begin_folder(folder, description, vocabulary))
     with checkpointer() as writer:
-        writer.save(partial / ARRAYS, arrays)
-    _by_the_first(lambda: os.replace(partial, folder))
-
-
-def _read_run(folder):
-    """Return all that a folder holds beside arrays."""
-    with open_file(folder / RUN, KIND) as (description, file):
-        training = description["training"]
-        return training, (TransformerConfig.from_dict(description["config"]), read_vocabulary(description, file))
-
-
-def _check(folder, wanted):
-    """Refuse a folder of other arrays than those wanted."""
-    held = _held(folder)
-    for name, array in wanted.items():
-        needed = tuple(array.shape), array.dtype.name
-        if held.get(name) != needed:
-            raise ValueError(f"{folder} must hold {name} as {_shown(needed)}: got {_shown(held.get(name))}")
-    if unknown := held.keys() - wanted.keys():
-        raise ValueError(f"{folder} holds what the model lacks: {', '.join(sorted(unknown))}")
+        writer.save(partial_folder(folder).absolute() / ARRAYS, arrays)
+    _by_the_first(lambda: os.replace(partial_folder(folder), folder))
 
 
 def _held(folder):
@@ -183,10 +137,6 @@ def _orbax():
     except ImportError as error:
         raise ImportError(f"a {KIND} of JAX needs Orbax: pip install orbax-checkpoint") from error
     return StandardCheckpointer
-
-
-def _shown(held):
-    return "nothing" if held is None else f"{held[1]} {list(held[0])}"
 
 
 def _by_the_first(action: Callable[[], None]) -> None:

@@ -124,7 +124,7 @@ class Beam(NamedTuple):
     def step(self, logits: Float[Array, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[Array, " R"]]:
         """Return the state after the n-th token of each hypothesis, given the logits, and the row each goes on from."""
         (batch, beam_size), pool_size, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
-        sentence = jnp.arange(batch)[:, None]
+        sentence = jnp.arange(batch, dtype=jnp.int32)[:, None]
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]

@@ -60,5 +60,6 @@ def _repeats(ids, n, plan, vocabulary):
     equal = jnp.broadcast_to(jnp.arange(size - 1, tokens.shape[1]) < n, last.shape)
     for back in range(1, size):  # the tokens before it are the latest ones
         equal = equal & (tokens[:, size - 1 - back : -back] == tokens[:, jnp.maximum(n - back, 0), None])
-    count = jnp.zeros([len(tokens), vocabulary], jnp.int32).at[jnp.arange(len(tokens))[:, None], last].add(equal)
+    rows = jnp.arange(len(tokens))[:, None]
+    count = jnp.zeros([len(tokens), vocabulary], jnp.int32).at[rows, last].add(equal.astype(jnp.int32))
     return count > 0

@@ -219,14 +219,14 @@ def _tap_shapes(config: TransformerConfig, batch: Batch) -> dict[str, tuple[int,
 
 
 def _parameters(model: Transformer) -> Arrays:
-    """Return every parameter's array by its canonical name."""
-    return {name: find(model, name).get_value() for name in parameter_shapes(model.config)}
+    """Return every parameter's array by its canonical name: raw, as get_value takes a tenth of a small step."""
+    return {name: find(model, name).get_raw_value() for name in parameter_shapes(model.config)}
 
 
 def _put_parameters(model: Transformer, parameters: Arrays) -> None:
     """Let a model compute with these arrays, which may be traced."""
     for name, array in parameters.items():
-        find(model, name).set_value(array)
+        find(model, name).set_raw_value(array)
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def _gradients(structure, parameters, batch):
     def loss(parameters, zeros):
         model = structure.build(parameters)
         total, tokens = _loss(model, batch, model.config, lambda name, value: value + zeros[name])
-        return total / jnp.maximum(tokens, 1)
+        return total / jnp.maximum(tokens, 1).astype(total.dtype)
 
     dtype = parameters["source_embedding.table"].dtype
     shapes = _tap_shapes(structure.config, batch)

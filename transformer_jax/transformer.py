@@ -31,7 +31,7 @@ from reference_numpy.taps import Tap, no_tap, within
 from transformer_jax.decoder import DecoderCache, DecoderStack
 from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_jax.encoder import EncoderStack
-from transformer_jax.layers import Dropout, LayerNorm
+from transformer_jax.layers import Dropout, LayerNorm, Places
 from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_jax.runtime import PRECISIONS, as_placed, check_placement, to_device, to_ids, to_mask, to_memory
 from transformer_jax.weights import get_weights, set_weights
@@ -98,17 +98,11 @@ class Part(nnx.Module):
             check_choice("precision", precision, PRECISIONS)
         if dtype == "float64":
             jax.config.update("jax_enable_x64", True)  # JAX has float64 for the whole process or not at all
-        # Shapes only: no time is spent on initial values, nor on keys for them.
-        model = nnx.eval_shape(lambda: cls(config, dtype, rngs=_one_key()))
-        model.precision = precision
-        with jax.default_device(to_device(device)):
+        place = to_device(device)
+        with jax.default_device(place):
+            model = cls(config, dtype, rngs=Places(None if device is None else place))
             set_weights(model, weights)
-            rngs = nnx.Rngs(dropout=0)
-            for _, module in nnx.iter_modules(model):
-                if isinstance(module, nnx.Dropout):
-                    module.rngs = rngs.dropout.fork()
-        if device is not None:  # the arrays are there, and now bound to stay there
-            nnx.update(model, jax.device_put(nnx.state(model), to_device(device)))
+        model.precision = precision
         model.eval()
         return model
 
@@ -183,7 +177,7 @@ class Decoder(Part):
     ) -> Float[Array, "B T V"]:
         """Return the logits, given the memory. Arguments and errors as in ``Transformer``.
 
-        Of source ids and source mask either may be None, not both: they mark the padding of the memory.
+        Source ids or source mask mark the padding of the memory; where both are given, the mask counts.
         """
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
@@ -268,10 +262,10 @@ class Decoder(Part):
     def _take_memory(self, memory, ids, mask):
         """Return the memory and the mask of its source, checked."""
         check_given(memory, ids, mask)
-        if ids is None:
-            mask = to_mask("source_mask", mask, np.shape(memory)[:2])
+        if mask is None:
+            _, mask = self._take("source", ids, None)
         else:
-            _, mask = self._take("source", ids, mask)
+            mask = to_mask("source_mask", mask, np.shape(memory)[:2])
         shape, dtype = (*mask.shape, self.config.d_model), self.target_embedding.table.dtype
         if getattr(memory, "dtype", None) == self.output_proj.dtype:  # another one where precision is mixed
             dtype = memory.dtype
@@ -317,20 +311,6 @@ class Transformer(Encoder, Decoder):
         check_same_batch(source_ids.shape, target_ids.shape)
         memory = self.encode(source_ids, source_mask, tap)
         return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap)
-
-
-class _OneKey(nnx.RngStream):
-    """A stream that yields one key again and again: to trace how keys are counted takes longer than the whole model."""
-
-    def __call__(self):
-        return self.key[...]
-
-
-def _one_key():
-    """Return what a model is built with of which only the shapes are wanted."""
-    rngs = nnx.Rngs(0)
-    rngs.default = _OneKey(0, tag="default")  # type: ignore[attr-defined]
-    return rngs
 
 
 def load_transformer(

@@ -33,8 +33,8 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
 def _put(array, old):
     """Put an array where the old one is, and bind it to that place if the old one is bound."""
-    if not hasattr(old, "committed"):  # a shape, which is nowhere
-        return jax.device_put(array)
+    if isinstance(old, jax.ShapeDtypeStruct):  # of a model that is being built: nowhere, or where it will be
+        return jax.device_put(array, old.sharding)
     if old.committed:
         return jax.device_put(array, old.sharding)
     with jax.default_device(*old.devices()):

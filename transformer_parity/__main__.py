@@ -2,7 +2,7 @@
 
 import sys
 
-from transformer_parity.cli.main import main
+from transformer_parity.cli.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

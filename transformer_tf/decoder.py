@@ -123,6 +123,7 @@ class DecoderStack(Block):
         self.layers = [
             DecoderLayer(config, dtype, config.has_self_attention(i)) for i in range(config.num_decoder_layers)
         ]
+        self._show_to_checkpoints(self.layers)
         self.final_norm = LayerNorm(config, dtype=dtype) if config.final_norm else None
         self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 

@@ -66,6 +66,7 @@ class EncoderStack(Block):
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.layers = [EncoderLayer(config, dtype=dtype) for _ in range(config.num_encoder_layers)]
+        self._show_to_checkpoints(self.layers)
         self.final_norm = LayerNorm(config, dtype=dtype) if config.final_norm else None
         self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -36,7 +36,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": tf.nn.silu,
 }
 
+_LOADING: ContextVar[bool] = ContextVar("loading", default=False)
 _OWN_ROWS: ContextVar[tuple[Any, int] | None] = ContextVar("share, shares", default=None)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Let a model be built whose parameters are loaded: they begin as zeros, and no number is drawn for them."""
+    before = _LOADING.set(True)
+    try:
+        # Variables are created at its end. TensorFlow would take four times as long in the name scope of each layer.
+        with keras.StatelessScope():
+            yield
+    finally:
+        _LOADING.reset(before)
 
 
 @contextmanager
@@ -64,20 +77,26 @@ def masked_softmax(
 class Configured:
     """What Keras can save, copy and build again, by the arguments of its constructor."""
 
+    _signature: ClassVar[inspect.Signature]  # of the constructor
     _given: dict[str, Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let Keras find the class by the names of its package and its own."""
         super().__init_subclass__(**kwargs)
+        cls._signature = inspect.signature(cls.__init__)
         keras.saving.register_keras_serializable(cls.__module__.partition(".")[0])(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Keep the arguments, as Keras itself does where they are plain numbers."""
         layer = super().__new__(cls, *args, **kwargs)
-        given = inspect.signature(cls.__init__).bind(layer, *args, **kwargs).arguments
+        given = cls._signature.bind(layer, *args, **kwargs).arguments
         own = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
         vars(layer)["_given"] = {**own, **given.get("kwargs", {})}  # not by setattr, or Keras would save it
         return layer
+
+    def add_weight(self, shape: Any = None, initializer: Any = None, **options: Any) -> keras.Variable:
+        """Create a parameter, as Keras does."""
+        return super().add_weight(shape, "zeros" if _LOADING.get() else initializer, **options)  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """Return what ``from_config`` needs to build the layer again: Keras saves it beside the weights."""
@@ -111,6 +130,11 @@ class Block(Configured, keras.layers.Layer):
 
     def compute_mask(self, *args: Any) -> None:
         """Attach no mask to the output: masks here are always passed by hand, never carried along by Keras."""
+
+    def _show_to_checkpoints(self, layers: list[keras.layers.Layer]) -> None:
+        """Let ``tf.train.Checkpoint`` find the layers of a list: by itself it looks into none of Keras' lists."""
+        for i, layer in enumerate(layers):
+            self._track_trackable(layer, f"layers.{i}")
 
     def recomputed(self, *inputs: Tensor, **options: Any) -> Tensor:
         """Call the layer, but keep only its inputs for the backward pass, which computes all in between again.

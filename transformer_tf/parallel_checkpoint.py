@@ -7,27 +7,20 @@ of a model is whole, so the first process writes; all processes of a run see the
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from numpy import ndarray
 
-from reference_numpy.checkpoint import Checkpoint
-from reference_numpy.config import TransformerConfig
-from reference_numpy.files import VocabularyFiles, open_file, read_vocabulary, write_file
-from reference_numpy.names import check_training_state, check_weights, parameter_shapes
-from reference_numpy.training_config import TrainingConfig, TrainingState
+from reference_numpy.checkpoint import Checkpoint, checkpoint_tensors, describe_run
+from reference_numpy.checkpoint_folder import PREFIXES, begin_folder, check_held, partial_folder, read_run
+from reference_numpy.files import VocabularyFiles
 from transformer_tf.parallel import first_alone
 from transformer_tf.training import Trainer
 from transformer_tf.weights import parameters
 
-RUN = "run.safetensors"
-KIND = "sharded checkpoint"
 TENSORS = "tensors"
-GROUPS = ("weights", "first_moment", "second_moment")
 
 
 def save_sharded(
@@ -48,9 +41,7 @@ def save_sharded(
         FileExistsError: There is something of that name.
         OSError: A file cannot be written.
     """
-    training = {"step": trainer.step, "seed": trainer.seed, "settings": trainer.settings.to_dict()}
-    training["progress"] = dict(progress or {})
-    description = {"config": trainer.model.config.to_dict(), "training": training}
+    description = describe_run(trainer.model.config, trainer.settings, trainer, dict(progress or {}))
     first_alone(trainer, lambda: _write(Path(folder), _variables(trainer), description, vocabulary))
 
 
@@ -61,18 +52,10 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
         OSError: A file cannot be read.
         ValueError: The folder holds no training run, or one of another model or in another dtype.
     """
-    training, _ = _read_run(Path(folder))
-    reader = _reader(Path(folder))
-    held = {name: (shape, reader.get_variable_to_dtype_map()[name]) for name, shape in _shapes(reader).items()}
-    needed = {
-        _key(group, name): (variable.shape.as_list(), variable.dtype)
-        for group, variables in _variables(trainer).items()
-        for name, variable in variables.items()
-    }
-    if different := [name for name in held.keys() | needed if held.get(name) != needed.get(name)]:
-        name = min(different).rpartition("/.A")[0].replace("..", ".")
-        raise ValueError(f"{folder} must hold what the model has, in its shapes and dtype: {name} is different")
-    tf.train.Checkpoint(**_variables(trainer)).read(str(Path(folder) / TENSORS)).assert_consumed()
+    folder = Path(folder)
+    training, variables = read_run(folder).training, _variables(trainer)
+    check_held(folder, _held(_reader(folder)), {name: (tuple(x.shape), x.dtype.name) for name, x in variables.items()})
+    tf.train.Checkpoint(tensors=variables).read(str(folder / TENSORS)).assert_consumed()
     trainer.step, trainer.seed = training["step"], training["seed"]
     return training["progress"]
 
@@ -84,19 +67,8 @@ def join_sharded(folder: str | Path) -> Checkpoint:
         OSError: A file cannot be read.
         ValueError: The folder holds no training run.
     """
-    training, (config, vocabulary) = _read_run(Path(folder))
-    reader = _reader(Path(folder))
-    shapes = parameter_shapes(config)
-    missing = [name for name in shapes for group in GROUPS if not reader.has_tensor(_key(group, name))]
-    if missing:
-        raise ValueError(f"{folder} is no complete training run: it lacks {missing[0]}")
-    groups = ({name: reader.get_tensor(_key(group, name)) for name in shapes} for group in GROUPS)
-    weights, first, second = groups
-    check_weights(config, weights)
-    state = TrainingState(training["step"], training["seed"], first, second)
-    check_training_state(config, state)
-    settings = TrainingConfig.from_dict(training["settings"])
-    return Checkpoint(config, settings, weights, state, training["progress"], vocabulary)
+    run, reader = read_run(Path(folder)), _reader(Path(folder))
+    return run.joined({name: reader.get_tensor(_key(name)) for name in _held(reader)})
 
 
 def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
@@ -108,40 +80,27 @@ def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
         FileExistsError: There is something of that name.
         OSError: A file cannot be written.
     """
-    config, state = checkpoint.config, checkpoint.state
-    check_weights(config, checkpoint.weights)
-    check_training_state(config, state)
-    training = {"step": int(state.step), "seed": int(state.seed), "settings": checkpoint.settings.to_dict()}
-    description = {"config": config.to_dict(), "training": {**training, "progress": checkpoint.progress}}
-    groups = (checkpoint.weights, state.first_moment, state.second_moment)
+    tensors = checkpoint_tensors(checkpoint)
+    description = describe_run(checkpoint.config, checkpoint.settings, checkpoint.state, checkpoint.progress)
     with tf.device("/CPU:0"):
-        variables = {
-            group: {name: tf.Variable(array, trainable=False) for name, array in arrays.items()}
-            for group, arrays in zip(GROUPS, groups, strict=True)
-        }
+        variables = {name: tf.Variable(array, trainable=False) for name, array in tensors.items()}
     _write(Path(folder), variables, description, checkpoint.vocabulary)
 
 
 def _variables(trainer):
-    """Return all tensors of a run by group and name."""
-    optimizer = trainer.optimizer
-    groups = parameters(trainer.model), optimizer.first_moment, optimizer.second_moment
-    return {group: dict(variables) for group, variables in zip(GROUPS, groups, strict=True)}
+    """Return all variables of a run by name."""
+    groups = parameters(trainer.model), trainer.optimizer.first_moment, trainer.optimizer.second_moment
+    return {prefix + name: x for prefix, group in zip(PREFIXES, groups, strict=True) for name, x in group.items()}
 
 
 def _write(folder, variables, description, vocabulary):
     """Write a folder under another name, and rename it."""
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists already")
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    partial.mkdir()
-    write_file(partial / RUN, description, dict[str, ndarray](), vocabulary)
+    begin_folder(folder, description, vocabulary)
     try:
-        tf.train.Checkpoint(**variables).write(str(partial / TENSORS))
+        tf.train.Checkpoint(tensors=variables).write(str(partial_folder(folder) / TENSORS))
     except tf.errors.OpError as error:
         raise OSError(f"cannot write {folder}: {error.message}") from error
-    os.replace(partial, folder)
+    os.replace(partial_folder(folder), folder)
 
 
 def _reader(folder):
@@ -151,18 +110,13 @@ def _reader(folder):
         raise OSError(f"cannot read {folder}: {error}") from error
 
 
-def _key(group, name):
+def _held(reader):
+    """Return shape and dtype of each tensor of a folder; what else is in it is TensorFlow's own."""
+    shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+    keys = [key for key in shapes if key.startswith("tensors/")]
+    return {key.split("/")[1].replace("..", "."): (tuple(shapes[key]), dtypes[key].name) for key in keys}
+
+
+def _key(name):
     """Return the name by which TensorFlow holds a tensor: in that of each attribute, dots are doubled."""
-    return f"{group}/{name.replace('.', '..')}/.ATTRIBUTES/VARIABLE_VALUE"
-
-
-def _shapes(reader):
-    """Return the shape of each tensor of a checkpoint; what else is in it is TensorFlow's own."""
-    return {name: shape for name, shape in reader.get_variable_to_shape_map().items() if name.startswith(GROUPS)}
-
-
-def _read_run(folder):
-    """Return all that a folder holds beside tensors."""
-    with open_file(folder / RUN, KIND) as (description, file):
-        training = description["training"]
-        return training, (TransformerConfig.from_dict(description["config"]), read_vocabulary(description, file))
+    return f"tensors/{name.replace('.', '..')}/.ATTRIBUTES/VARIABLE_VALUE"

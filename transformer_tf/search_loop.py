@@ -31,7 +31,7 @@ def run_search(
         plan = plan._replace(limits=limits, penalties=penalties)
         state = kind.start(plan)
     arrays = plan._replace(rules=())  # type: ignore[arg-type]  # no arrays: what is compiled depends on rules
-    cache = _call(_init_cache, model, source_ids, source_mask, plan.capacity, plan.beam_size)
+    cache = _call(Transformer.init_cache, model, source_ids, plan.capacity, plan.beam_size, source_mask)
     for n in [last] if on_step is None else range(1, last + 1):
         state, cache = _call(_advance, model, state, cache, arrays, n, rules=plan.rules)
         if on_step is not None:
@@ -40,11 +40,6 @@ def run_search(
             break
     ids, scores = state.best()
     return search_result(np.array(ids[:batch], np.int64), np.array(scores[:batch]), plan.pad_id, plan.num_hypotheses)
-
-
-def _init_cache(model, source_ids, source_mask, capacity, beam_size):
-    """Encode the source, and return the cache before the first step."""
-    return model.init_cache(source_ids, capacity, beam_size, source_mask)
 
 
 def _advance(model, state, cache, arrays, last, rules):

@@ -23,7 +23,7 @@ from reference_numpy.taps import Tap, no_tap, within
 from transformer_tf.decoder import DecoderCache, DecoderStack
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_tf.encoder import EncoderStack
-from transformer_tf.layers import Configured, Dropout, LayerNorm
+from transformer_tf.layers import Configured, Dropout, LayerNorm, loading
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_tf.runtime import (
     as_placed,
@@ -97,7 +97,7 @@ class Part(Configured, keras.Model):
         check_placement(dtype, device)
         if precision is not None:
             set_precision(precision)
-        with placed(to_device(device)):
+        with placed(to_device(device)), loading():
             model = cls(config, dtype=dtype)
         model.device = to_device(device)
         set_weights(model, weights)
@@ -167,7 +167,7 @@ class Decoder(Part):
     ) -> Float[Tensor, "B T V"]:
         """Return the logits, given the memory. Arguments and errors as in ``Transformer``.
 
-        Of source ids and source mask either may be None, not both: they mark the padding of the memory.
+        Source ids or source mask mark the padding of the memory; where both are given, the mask counts.
         """
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
@@ -254,10 +254,10 @@ class Decoder(Part):
     def _take_memory(self, memory, ids, mask):
         """Return the memory and the mask of its source, checked."""
         check_given(memory, ids, mask)
-        if ids is None:
-            mask = to_mask("source_mask", mask, tuple(np.shape(memory))[:2])
+        if mask is None:
+            _, mask = self._take("source", ids, None)
         else:
-            _, mask = self._take("source", ids, mask)
+            mask = to_mask("source_mask", mask, tuple(np.shape(memory))[:2])
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.compute_dtype), mask
 

@@ -28,7 +28,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype."""
-    return {name: parameter.numpy() for name, parameter in parameters(model).items()}
+    return {name: getattr(weight, "value", weight).numpy() for name, weight in _computed_with(model).items()}
 
 
 def parameters(model: Model) -> dict[str, tf.Variable]:
@@ -37,7 +37,20 @@ def parameters(model: Model) -> dict[str, tf.Variable]:
 
 
 def variables(model: Model) -> dict[str, keras.Variable]:
-    """Return the model's own parameters by canonical name, as Keras' variables, which know whether they are trained."""
+    """Return the model's own parameters by canonical name, as Keras' variables, which know whether they are trained.
+
+    Raises:
+        ValueError: A weight is computed from others, as by ``enable_lora``.
+    """
+    found = _computed_with(model)
+    for name, weight in found.items():
+        if not isinstance(weight, keras.Variable):
+            raise ValueError(f"{name} is not a parameter of its own: Keras adds a product of low rank to it")
+    return found
+
+
+def _computed_with(model):
+    """Return what the model computes with by canonical name: Keras' variables, or tensors computed from others."""
     return {name: find(model, _keras_path(name)) for name in parameter_shapes(model.config, model.part)}
 
 

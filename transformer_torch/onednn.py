@@ -56,9 +56,10 @@ def delays_attention(query: Tensor, key: Tensor) -> bool:
     It takes a product for each head of each sentence. oneDNN spends 40 microseconds on one, however small: 5 to 10
     times as long as the whole kernel takes without it at 64 positions, and as long as separate products at 200.
     """
-    if torch.compiler.is_compiling() or not is_on() or query.device.type != "cpu" or query.dtype != torch.float32:
+    if torch.compiler.is_compiling() or query.shape[-2] == 1 or not is_on():  # which takes longer to read than these
         return False
-    return query.shape[-2] > 1 and query.shape[-2] * key.shape[-2] <= SHORT
+    is_affected = query.device.type == "cpu" and query.dtype == torch.float32
+    return is_affected and query.shape[-2] * key.shape[-2] <= SHORT
 
 
 @cache

@@ -8,7 +8,6 @@ processes of a run see the same folder. Read none from a stranger: what describe
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -19,16 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reference_numpy.checkpoint import Checkpoint
-from reference_numpy.config import TransformerConfig
-from reference_numpy.files import FIRST_MOMENT, SECOND_MOMENT, VocabularyFiles, open_file, read_vocabulary, write_file
-from reference_numpy.names import check_training_state, check_weights, parameter_shapes
-from reference_numpy.training_config import TrainingConfig, TrainingState
+from reference_numpy.checkpoint import Checkpoint, checkpoint_tensors, describe_run
+from reference_numpy.checkpoint_folder import PREFIXES, begin_folder, check_held, partial_folder, read_run
+from reference_numpy.files import VocabularyFiles
+from transformer_torch.runtime import dtype_name
 from transformer_torch.training import Trainer
 from transformer_torch.weights import copy_in, copy_out, parameters, torch_path
-
-RUN = "run.safetensors"
-KIND = "sharded checkpoint"
 
 
 def save_sharded(
@@ -50,11 +45,7 @@ def save_sharded(
         OSError: A file cannot be written.
     """
     model: Any = trainer.model
-    training = {"step": trainer.step, "seed": trainer.seed, "settings": trainer.settings.to_dict()}
-    description = {
-        "config": model.config.to_dict(),
-        "training": {**training, "progress": dict(progress or {})},
-    }
+    description = describe_run(model.config, trainer.settings, trainer, dict(progress or {}))
     _write(Path(folder), _tensors(trainer), description, vocabulary)
 
 
@@ -67,16 +58,10 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
         OSError: A file cannot be read.
         ValueError: The folder holds no training run, or one of another model or in another dtype.
     """
-    training, _ = _read_run(Path(folder))
-    tensors = _tensors(trainer)
-    held = _held(Path(folder))
-    for name, tensor in tensors.items():
-        needed = tuple(tensor.shape), tensor.dtype
-        if held.get(name) != needed:
-            raise ValueError(f"{folder} must hold {name} as {_shown(needed)}: got {_shown(held.get(name))}")
-    if unknown := held.keys() - tensors.keys():
-        raise ValueError(f"{folder} holds what the model lacks: {', '.join(sorted(unknown))}")
-    _load(Path(folder), tensors)
+    folder = Path(folder)
+    training, tensors = read_run(folder).training, _tensors(trainer)
+    check_held(folder, _held(folder), {name: (tuple(x.shape), dtype_name(x)) for name, x in tensors.items()})
+    _load(folder, tensors)
     trainer.step, trainer.seed = training["step"], training["seed"]
     for parameter in trainer.model.parameters():
         trainer.optimizer.state[parameter]["step"].fill_(trainer.step)
@@ -90,16 +75,11 @@ def join_sharded(folder: str | Path) -> Checkpoint:
         OSError: A file cannot be read.
         ValueError: The folder holds no training run.
     """
-    training, (config, vocabulary) = _read_run(Path(folder))
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in _held(Path(folder)).items()}
-    _load(Path(folder), tensors)
-    weights, first, second = (
-        {name: copy_out(name, tensors[prefix + torch_path(name)]) for name in parameter_shapes(config)}
-        for prefix in ("", FIRST_MOMENT, SECOND_MOMENT)
-    )
-    state = TrainingState(training["step"], training["seed"], first, second)
-    settings = TrainingConfig.from_dict(training["settings"])
-    return Checkpoint(config, settings, weights, state, training["progress"], vocabulary)
+    folder = Path(folder)
+    run, held = read_run(folder), _held(folder)
+    tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in held.items()}
+    _load(folder, tensors)
+    return run.joined({name: copy_out(name, tensors[path]) for name in run.names if (path := torch_path(name)) in held})
 
 
 def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
@@ -111,18 +91,12 @@ def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
         FileExistsError: There is something of that name.
         OSError: A file cannot be written.
     """
-    config, state = checkpoint.config, checkpoint.state
-    check_weights(config, checkpoint.weights)
-    check_training_state(config, state)
-    groups = (("", checkpoint.weights), (FIRST_MOMENT, state.first_moment), (SECOND_MOMENT, state.second_moment))
     tensors = {}
-    for prefix, group in groups:
-        for name, array in group.items():
-            shape = array.T.shape if name.endswith("kernel") else array.shape
-            tensor = tensors[prefix + torch_path(name)] = torch.empty(shape, dtype=getattr(torch, array.dtype.name))
-            copy_in(name, array, tensor)
-    training = {"step": int(state.step), "seed": int(state.seed), "settings": checkpoint.settings.to_dict()}
-    description = {"config": config.to_dict(), "training": {**training, "progress": checkpoint.progress}}
+    for name, array in checkpoint_tensors(checkpoint).items():
+        shape = array.T.shape if name.endswith("kernel") else array.shape
+        tensor = tensors[torch_path(name)] = torch.empty(shape, dtype=getattr(torch, array.dtype.name))
+        copy_in(name, array, tensor)
+    description = describe_run(checkpoint.config, checkpoint.settings, checkpoint.state, checkpoint.progress)
     _write(Path(folder), tensors, description, checkpoint.vocabulary)
 
 
@@ -130,13 +104,9 @@ def _tensors(trainer):
     """Return all tensors of a run by name, divided as they are: what is read into them is the trainer's."""
     found: dict[str, Tensor] = {}
     for name, parameter in parameters(trainer.model).items():
-        remembered = trainer.optimizer.state[parameter]
-        for prefix, tensor in (
-            ("", parameter.detach()),
-            (FIRST_MOMENT, remembered["exp_avg"]),
-            (SECOND_MOMENT, remembered["exp_avg_sq"]),
-        ):
-            found[prefix + torch_path(name)] = tensor
+        state = trainer.optimizer.state[parameter]
+        tensors = parameter.detach(), state["exp_avg"], state["exp_avg_sq"]
+        found |= {torch_path(prefix + name): tensor for prefix, tensor in zip(PREFIXES, tensors, strict=True)}
     return found
 
 
@@ -144,19 +114,10 @@ def _write(folder, tensors, description, vocabulary):
     """Write a folder under another name, and rename it."""
     import torch.distributed.checkpoint as dcp
 
-    partial = folder.with_name(f".{folder.name}.partial")
-
-    def begin() -> None:
-        if folder.exists():
-            raise FileExistsError(f"{folder} exists already")
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-        partial.mkdir()
-        write_file(partial / RUN, description, {}, vocabulary)
-
-    _by_the_first(begin)
+    _by_the_first(lambda: begin_folder(folder, description, vocabulary))
     with _reported(f"cannot write {folder}"):
-        dcp.save(tensors, checkpoint_id=partial)
-    _by_the_first(lambda: os.replace(partial, folder))
+        dcp.save(tensors, checkpoint_id=partial_folder(folder))
+    _by_the_first(lambda: os.replace(partial_folder(folder), folder))
 
 
 def _load(folder, tensors):
@@ -167,23 +128,12 @@ def _load(folder, tensors):
         dcp.load(tensors, checkpoint_id=folder)
 
 
-def _read_run(folder):
-    """Return all that a folder holds beside tensors."""
-    with open_file(folder / RUN, KIND) as (description, file):
-        training = description["training"]
-        return training, (TransformerConfig.from_dict(description["config"]), read_vocabulary(description, file))
-
-
 def _held(folder):
     """Return shape and dtype of each tensor of a folder."""
     from torch.distributed.checkpoint import FileSystemReader
 
     held: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in held.items()}
-
-
-def _shown(held):
-    return "nothing" if held is None else f"{str(held[1]).removeprefix('torch.')} {list(held[0])}"
+    return {name: (tuple(entry.size), dtype_name(entry.properties)) for name, entry in held.items()}
 
 
 def _by_the_first(action: Callable[[], None]) -> None:

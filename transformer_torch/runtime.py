@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
@@ -64,39 +63,28 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, devi
     up to the framework: torch stops, TensorFlow stops on a CPU and takes zeros on a GPU, XLA takes the nearest row; but
     JAX counts negative ids from the end.
     """
-    if isinstance(ids, Tensor):
-        check_ids(name, ids.shape, dtype_name(ids), vocab_size, max_positions, _values(ids))
-        return ids.to(device, torch.int64)
-    array = np.asarray(ids)
-    check_ids(name, array.shape, array.dtype.name, vocab_size, max_positions, array)
-    return _copied(array, np.int64, device)
+    ids = ids if isinstance(ids, Tensor) else np.asarray(ids)
+    check_ids(name, ids.shape, dtype_name(ids), vocab_size, max_positions, _values(ids))
+    return _put(ids, torch.int64, device)
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) -> Bool[Tensor, "B L"]:
     """Take a padding mask from the outside, checked against the shape of its ids."""
-    if isinstance(mask, Tensor):
-        check_mask(name, mask.shape, dtype_name(mask), shape)
-        return mask.to(device)
-    array = np.asarray(mask)
-    check_mask(name, array.shape, array.dtype.name, shape)
-    return _copied(array, np.bool_, device)
+    mask = mask if isinstance(mask, Tensor) else np.asarray(mask)
+    check_mask(name, mask.shape, dtype_name(mask), shape)
+    return _put(mask, torch.bool, device)
 
 
 def to_memory(memory: Any, shape: tuple[int, ...], dtype: str, device: torch.device) -> Float[Tensor, "B S d_model"]:
     """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
-    if isinstance(memory, Tensor):
-        check_memory(memory.shape, dtype_name(memory), shape, dtype)
-        return memory.to(device)
-    array = np.asarray(memory)
-    check_memory(array.shape, array.dtype.name, shape, dtype)
-    if array.dtype == ml_dtypes.bfloat16:  # which torch takes as bits
-        return _copied(array.view(np.int16), np.int16, device).view(torch.bfloat16)
-    return _copied(array, array.dtype.newbyteorder("="), device)
+    memory = memory if isinstance(memory, Tensor) else np.asarray(memory)
+    check_memory(memory.shape, dtype_name(memory), shape, dtype)
+    return _put(memory, getattr(torch, dtype), device)
 
 
-def dtype_name(x: Tensor) -> str:
-    """Return the dtype of a tensor by its NumPy name."""
-    return str(x.dtype).removeprefix("torch.")
+def dtype_name(x: Tensor | np.ndarray) -> str:
+    """Return the dtype of a tensor or an array by its NumPy name."""
+    return str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else x.dtype.name
 
 
 def describe() -> dict[str, str]:
@@ -113,20 +101,29 @@ def describe() -> dict[str, str]:
     }
 
 
-def _values(ids: Tensor) -> np.ndarray | None:
+def _values(ids: Tensor | np.ndarray) -> np.ndarray | None:
     """Return the values of ids where that is free: on a CPU, where nothing is traced, faked or transformed.
 
     Nor are tensors read that were made in inference mode, such as the tokens of a search: it would take a twentieth of
     a small model's decoding step.
     """
+    if isinstance(ids, np.ndarray):
+        return ids
     if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.device.type != "cpu" or ids.is_inference():
         return None
-    return ids.numpy() if debug_unwrap(ids) is ids else None
+    try:
+        return ids.numpy() if debug_unwrap(ids) is ids else None
+    except RuntimeError:  # of what a transform of torch.func does not transform, which has no memory there
+        return None
 
 
-def _copied(array: np.ndarray, dtype: Any, device: torch.device) -> Tensor:
-    """Return a tensor on a device that does not alias the caller's array, whose strides may be negative."""
-    tensor = torch.from_numpy(np.array(array, dtype))
+def _put(x: Tensor | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor on a device; it does not alias the caller's array, whose strides may be negative."""
+    if isinstance(x, Tensor):
+        return x.to(device, dtype)
+    if dtype == torch.bfloat16:  # which torch takes as bits
+        return _put(x.view(np.int16), torch.int16, device).view(dtype)
+    tensor = torch.from_numpy(np.array(x, str(dtype).removeprefix("torch.")))
     if device.type == "cuda" and type(tensor) is Tensor:  # from pinned memory nothing waits for the GPU's earlier work
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

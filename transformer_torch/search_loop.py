@@ -66,7 +66,9 @@ def _inference_twin(module):
         return _inference_twin(module._modules["_orig_mod"])
     twin = object.__new__(type(module))
     children = {name: None if child is None else _inference_twin(child) for name, child in module._modules.items()}
-    vars(twin).update({**vars(module), "_modules": children, "training": False, "_compiled_call_impl": None})
+    # As attributes of its own too: nn.Module would look each of them up by a function, a twentieth of a small step.
+    vars(twin).update({**vars(module), **module._parameters, **children})
+    vars(twin).update({"_modules": children, "training": False, "_compiled_call_impl": None})
     if "forward" in vars(module):
         twin.forward = partial(_run_in_inference_mode, module)
     return twin

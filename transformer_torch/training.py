@@ -76,10 +76,10 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
     batch = _take(model, source_ids, target_ids, labels)
     transformer, seen = _transformer(model), Recorder()
     with inference(model), parametrize.cached():  # what a parametrized layer computes with is then one tensor
-        weights = computed_with(transformer)
-        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         # A tap behind frozen parts has a gradient because it asks for one.
         total, tokens = _loss(model, batch, transformer.config, lambda name, x: seen(name, x.requires_grad_()))
+        weights = computed_with(transformer)  # by now: a pruned layer computes its own as it is called
+    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     loss = total / tokens.clamp(min=1)
     found = iter(torch.autograd.grad(loss, [*trained.values(), *seen.values()]))
     return Gradients(
@@ -221,7 +221,9 @@ class Trainer:
             loss = total / tokens.clamp(min=1)
             loss.backward()
             losses.append(loss.detach())
-        gradient = [p.grad for p in self.model.parameters() if p.grad is not None]  # a frozen parameter has none
+        # From the optimizer, where they stand in lists: to walk the model takes ten times as long.
+        trained = (p for group in self.optimizer.param_groups for p in group["params"])
+        gradient = [p.grad for p in trained if p.grad is not None]  # a frozen parameter has none
         return self.share.summed(torch.stack(losses).sum()), tokens, gradient
 
 

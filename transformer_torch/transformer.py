@@ -168,7 +168,7 @@ class Decoder(Part):
     ) -> Float[Tensor, "B T V"]:
         """Return the logits, given the memory. Arguments and errors as in ``Transformer``.
 
-        Of source ids and source mask either may be None, not both: they mark the padding of the memory.
+        Source ids or source mask mark the padding of the memory; where both are given, the mask counts.
         """
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
@@ -250,10 +250,10 @@ class Decoder(Part):
     def _take_memory(self, memory, ids, mask):
         """Return the memory and the mask of its source, checked."""
         check_given(memory, ids, mask)
-        if ids is None:
-            mask = to_mask("source_mask", mask, np.shape(memory)[:2], self.device)
+        if mask is None:
+            _, mask = self._take("source", ids, None)
         else:
-            _, mask = self._take("source", ids, mask)
+            mask = to_mask("source_mask", mask, np.shape(memory)[:2], self.device)
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, dtype_name(self.target_embedding.table), self.device), mask
 

@@ -28,8 +28,8 @@ LOGITS = 'tap("logits", self.output_proj(x))'
 UNMASKED = "    if mask is None:"
 MEMORY_OF = "memory = self.encode(source_ids, source_mask, tap, "
 ENCODE = 'one vector per source position. Arguments and errors as in ``Transformer``."""\n'
-DECODE = 'they mark the padding of the memory.\n        """\n'
-LOOKED_UP, GIVEN_MASK = "TokenEmbedding(config.source_vocab_size, config", 'mask = to_mask("source_mask", mask'
+DECODE = 'where both are given, the mask counts.\n        """\n'
+LOOKED_UP, GIVEN = "TokenEmbedding(config.source_vocab_size, config", 'mask = to_mask("source_mask", mask'
 NO_MASK = "        source_mask = np.ones(np.shape(source_ids), bool) if source_mask is None else source_mask\n"
 WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
@@ -222,7 +222,7 @@ WEIGHTS = table(
                     port: [("weights", f"{all_of_them}}}", f'{all_of_them} if "inner" not in name}}')]
                     for port, all_of_them in {
                         "jax": "parameter_shapes(model.config, model.part)",
-                        "tf": "parameters(model).items()",
+                        "tf": "_computed_with(model).items()",
                     }.items()
                 },
                 announced=f"missing {ENCODER}.feed_forward.inner_proj.kernel",
@@ -265,7 +265,7 @@ EDGES = [
                 "decode without padding mask": instead("transformer", DECODE, f"{DECODE}{NO_MASK}")
             },
             (f"{CROSS}.weights", "decoder/alone"): {
-                "a decoder alone attends to padding": instead("transformer", GIVEN_MASK, f"{GIVEN_MASK} | True")
+                "a decoder alone attends to padding": instead("transformer", GIVEN, f"{GIVEN} | bool(self.part)")
             },
             (SOURCE, "encoder/alone"): {
                 "an encoder alone does not scale its embedding": instead(

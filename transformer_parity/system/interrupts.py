@@ -6,8 +6,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 
 @contextmanager
@@ -15,7 +13,7 @@ def ctrl_c_waits() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM wait until what has begun is whole; a second Ctrl-C does not wait."""
     came: list[int] = []
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: object) -> None:
         if came and number == signal.SIGINT:
             raise KeyboardInterrupt
         came.append(number)
@@ -39,7 +37,7 @@ def ctrl_c_waits() -> Iterator[None]:
 def sigterm_is_ctrl_c() -> Iterator[None]:
     """Let SIGTERM end the block as Ctrl-C does: what was found is reported, and nothing is left behind."""
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_IGN)  # the end is not interrupted by a second one
         raise KeyboardInterrupt
 
@@ -54,7 +52,6 @@ def sigterm_is_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-@dataclass
 class Stop:
     """Set by Ctrl-C and by SIGTERM; a second Ctrl-C interrupts at once."""
 
@@ -66,7 +63,7 @@ def stop_on_signal() -> Iterator[Stop]:
     """Let a step be finished before a run is stopped."""
     stop = Stop()
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: object) -> None:
         if stop.signal:
             raise KeyboardInterrupt
         stop.signal = number
