@@ -16,7 +16,7 @@ RESULTS = ROOT / "docs" / "results"
 TOLERANCES = ROOT / "transformer_parity" / "compare" / "tolerances.toml"
 MIB = 2**20
 PORTS = ("torch", "jax", "tf")
-ON_FOUR = tuple(f"| `{plan}`" for plan in ("data=4", "fsdp=4", "tensor=4", "fsdp=2,tensor=2"))  # of the README
+ON_FOUR = tuple(f"| `{plan}`" for plan in ("data=4", "fsdp=4", "fsdp=2,tensor=2"))  # of the README
 PARTICIPANTS = {  # as docs/speed.md calls them
     "numpy": "**reference_numpy**",
     **{port: f"**transformer_{port}**" for port in PORTS},
@@ -165,10 +165,13 @@ def closest() -> Iterator[str]:
 
 def devices() -> Iterator[str]:
     """Yield a Markdown table of the last check of training on several devices, in float64, from devices.json."""
-    summary = [row for row in read(RESULTS / "devices.json")["summary"] if row["dtype"] == "float64"]
+    report = read(RESULTS / "devices.json")
+    summary = [row for row in report["summary"] if row["dtype"] == "float64"]
     rows = {(row["component"], row["backend"]): row for row in summary}
     yield f"| plan | {' | '.join(TITLES[port] for port in PORTS)} |"
     yield "|---|" + "---|" * len(PORTS)
     for plan in dict.fromkeys(plan for plan, _ in rows):
         cells = [shown_error(rows[plan, port]) if (plan, port) in rows else "refused" for port in PORTS]
         yield f"| `{plan}` | {' | '.join(cells)} |".replace("\u00a0", " ")
+    yield ""
+    yield stamp(report, report["versions"])

@@ -1,10 +1,9 @@
 """How far training carries rounding: a run on several devices, and one of which the first weights were moved.
 
-    python docs/examples/rounding.py                             the table of docs/how-to/several-devices.md, by NumPy
-    python docs/examples/rounding.py --backend jax               by another backend
-    python docs/examples/rounding.py --backend jax --warmup 400  the model of `parity train`, and any option of that
+    python docs/examples/rounding.py --backend torch                 a column of docs/how-to/several-devices.md
+    python docs/examples/rounding.py --backend torch --warmup 400    the model of `parity train`; or any option of that
 
-All train on the dates in float64. Each weight of the second run is moved, after its first step, to the next number that
+All train on the dates in float64. Each weight of the last run is moved, after its first step, to the next number that
 float64 has: as far as one rounding does.
 """
 
