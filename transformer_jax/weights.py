@@ -33,9 +33,7 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
 def _put(array, old):
     """Put an array where the old one is, and bind it to that place if the old one is bound."""
-    if isinstance(old, jax.ShapeDtypeStruct):  # of a model that is being built: nowhere, or where it will be
-        return jax.device_put(array, old.sharding)
-    if old.committed:
+    if isinstance(old, jax.ShapeDtypeStruct) or old.committed:  # a shape may be bound to a place too
         return jax.device_put(array, old.sharding)
     with jax.default_device(*old.devices()):
         return jax.device_put(array)

@@ -48,12 +48,14 @@ def cross_entropy(
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
     check_labels(labels.shape, logits.shape[:2])
-    log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # [B, T, V]
+    logits, labels = logits.flatten(0, 1), labels.flatten()
+    log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # [B*T, V]
+    # The sum first, and all axes flat: then the backward pass adds its gradient into that of nll_loss, which is as wide
+    # as the vocabulary, instead of allocating another.
+    spread = log_probabilities.sum(-1)  # [B*T]
     # What gather would pick; the backward pass of nll_loss is twice as fast.
-    flat = log_probabilities.flatten(0, 1), labels.flatten()
-    right = -F.nll_loss(*flat, ignore_index=config.pad_id, reduction="none").view_as(labels)  # [B, T]
+    right = -F.nll_loss(log_probabilities, labels, ignore_index=config.pad_id, reduction="none")  # [B*T]
     smoothing = config.label_smoothing
-    spread = log_probabilities.sum(-1)  # [B, T]
     classes = config.target_vocab_size
     if config.label_smoothing_kind != "uniform":
         spread = spread - right
@@ -61,7 +63,7 @@ def cross_entropy(
     if config.label_smoothing_kind == "off_target_and_pad":
         spread = spread - log_probabilities[..., config.pad_id]
         classes -= 1
-    losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
+    losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B*T]
     counted = labels != config.pad_id
     return losses.masked_fill(~counted, 0.0).sum(), counted.sum()
 

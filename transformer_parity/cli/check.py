@@ -31,7 +31,6 @@ from transformer_parity.compare.tolerances import EPS
 from transformer_parity.distributed.stage import Check
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.report.diagnoses import print_audit, print_failure_report, print_undiagnosed
-from transformer_parity.report.html import write_html
 from transformer_parity.report.junit import write_junit
 from transformer_parity.report.result import Run, build
 from transformer_parity.report.tables import (
@@ -197,6 +196,8 @@ def run(options: argparse.Namespace) -> int:
         print_audit(console, name, fates)
     _print(console, result, options.profile)
     if options.json or options.junit or options.html:
+        from transformer_parity.report.html import write_html  # which a check without a page need not wait for
+
         files = ((options.json, write_json), (options.junit, write_junit), (options.html, write_html))
         write_results(build(result), *files)
     return result.verdict.exit_code
@@ -257,6 +258,8 @@ def _listen(messages: Iterator[Message], jobs: Sequence[Job], outcome: Outcome) 
     by_name = {job.backend: job for job in jobs}
     done: set[str] = set()
     with Progress(by_name) as progress:
+        titles = ", ".join(job.title for job in jobs)
+        progress.log(f"comparing {titles} with the reference in {', '.join(jobs[0].setting.dtypes)}")
         try:
             for message in messages:
                 job = by_name[message.backend]

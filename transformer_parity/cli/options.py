@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from reference_numpy.parallel_plan import Plan
 from reference_numpy.search_plan import SEARCH_PRESETS
@@ -14,7 +15,9 @@ from transformer_parity.ports.protocol import MissingFrameworkError, SearchOptio
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.errors import UsageError
 from transformer_parity.system.machine import DISTRIBUTION
-from transformer_parity.translate.trained import Trained
+
+if TYPE_CHECKING:  # it reads checkpoints of every program, of which most commands need none
+    from transformer_parity.translate.trained import Trained
 
 
 def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from numpy import ndarray
@@ -65,6 +64,8 @@ class LoadedJax(LoadedPackage):
         return _compile(self.package, tapped, tapped or self.dtype != COMPILED_IN_FULL)
 
     def search(self, source_ids: ndarray, options: SearchOptions, on_step: OnStep | None = None) -> SearchResult:
+        from unittest.mock import patch  # which imports asyncio
+
         quick = {} if self.dtype == COMPILED_IN_FULL else _compile_search(self.package)
         with ExitStack() as stack:
             for name, function in quick.items():

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 from numpy import ndarray
 
@@ -93,6 +92,8 @@ class LoadedTf(LoadedPackage):
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Let TensorFlow run one operation after another, also where a graph, and XLA, were asked for."""
+    from unittest.mock import patch  # which imports asyncio
+
     import tensorflow as tf
 
     with patch.object(tf, "function", lambda function, *signature, **options: function):
