@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,38 +17,30 @@ from conftest import assert_same_bits  # noqa: F401  for programs
 import reference_numpy as ref
 from reference_numpy import Plan
 from transformer_parity.distributed.cases import probes  # noqa: F401  likewise
+from transformer_parity.distributed.environments import environments
 
 GRADIENTS, STEPS = 1e-11, 1e-10  # budgets in float64
-
-
-def environment(devices: int, process: int = 0, processes: int = 1, port: int = 0) -> dict[str, str]:
-    """Return what a process is told: of its own devices, and of the other processes."""
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    found = {**os.environ, "PYTHONPATH": paths, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_ENABLE_X64": "1"}
-    if processes > 1:
-        found["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
-        found |= {"JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(process)}
-    return found
 
 
 @contextmanager
 def started(program: str, processes: int, devices: int):
     """Start processes that run one program together, and end those that are still running at the end."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", f"from parallel_jax import *\n{program}"]
     running = []
-    try:
-        for process in range(processes):
-            said = tempfile.TemporaryFile("w+")  # noqa: SIM115  read after the process has ended
-            told = environment(devices, process, processes, port)
-            running.append((subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=told), said))
-        yield running
-    finally:
-        for process, said in running:
-            process.kill()
-            process.wait()
-            said.close()
+    with environments("jax", processes * devices, processes) as environment:
+        try:
+            for told in environment:
+                said = tempfile.TemporaryFile("w+")  # noqa: SIM115  read after the process has ended
+                variables = {**os.environ, "PYTHONPATH": paths, "JAX_ENABLE_X64": "1", **told}
+                process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=variables)
+                running.append((process, said))
+            yield running
+        finally:
+            for process, said in running:
+                process.kill()
+                process.wait()
+                said.close()
 
 
 def run(program: str, processes: int = 1, devices: int = 8, timeout: float = 300.0) -> list[str]:

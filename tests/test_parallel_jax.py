@@ -173,7 +173,7 @@ def test_a_process_that_ends_ends_the_others(end):
     with started(DEATH.format(end=end), 2, 2) as ((leader, _), (other, said)):
         assert other.wait(300) != 0
         said.seek(0)
-        assert "ends" in said.read()
+        assert "ends" in (printed := said.read()), printed
         began = time.monotonic()
         assert leader.wait(60) != 0
         assert time.monotonic() - began < 60
