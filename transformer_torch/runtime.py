@@ -84,7 +84,7 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str, device: torch.dev
 
 def dtype_name(x: Tensor | np.ndarray) -> str:
     """Return the dtype of a tensor or an array by its NumPy name."""
-    return str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else x.dtype.name
+    return str(x.dtype).removeprefix("torch.") if isinstance(x.dtype, torch.dtype) else x.dtype.name
 
 
 def describe() -> dict[str, str]:
