@@ -198,7 +198,7 @@ def tf_sends():
     many = test_parallel_tf.trainer(transformer_tf, replace(PROBE, steps=1), mesh)
     many.train_step(*PROBE.batch(0))
     (step,) = many._traced.values()
-    sums = [op for op in step.graph.get_operations() if "Collective" in op.type]
+    sums = [op for op in step.get_concrete_function().graph.get_operations() if "Collective" in op.type]
     assert [op.type for op in sums] == ["CollectiveReduceV2"] * 2  # of two devices
     sizes = Counter([1, *map(math.prod, SHAPES.values())])  # of the loss, and of the gradient of each parameter
     assert sizes.total() == 1 + len(SHAPES)

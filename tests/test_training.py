@@ -712,7 +712,7 @@ def test_tf_computes_again(port, trainers):
         trainer = trainers(port, kind)
         trainer.train_step(*BATCH)
         (step,) = trainer._traced.values()
-        graph = step.graph.as_graph_def()
+        graph = step.get_concrete_function().graph.as_graph_def()
         nodes = [node for function in graph.library.function for node in function.node_def]
         return sum("MatMul" in node.op for node in [*graph.node, *nodes])
 

@@ -219,7 +219,7 @@ def _tap_shapes(config: TransformerConfig, batch: Batch) -> dict[str, tuple[int,
 
 
 def _parameters(model: Transformer) -> Arrays:
-    """Return every parameter's array by its canonical name: raw, as get_value takes a tenth of a small step."""
+    """Return every parameter's array by its canonical name: raw, as get_value takes an eighth of a small step."""
     return {name: find(model, name).get_raw_value() for name in parameter_shapes(model.config)}
 
 

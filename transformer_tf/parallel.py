@@ -141,8 +141,7 @@ def traced(trainer: Any, function: Callable[..., Any], arguments: Sequence[Any])
 
     # Without jit_compile: XLA compiles anew for each shape, which takes as long as dozens of steps, and on a CPU its
     # steps are no faster.
-    polymorphic = tf.function(whole if mesh is None else on_mesh, signature, autograph=False)
-    return polymorphic.get_concrete_function()  # of one signature: to look it up would take a tenth of a small step
+    return tf.function(whole if mesh is None else on_mesh, signature, autograph=False)
 
 
 def summed(trainer: Any, values: Any) -> Any:

@@ -83,8 +83,8 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str, device: torch.dev
 
 
 def dtype_name(x: Tensor | np.ndarray) -> str:
-    """Return the dtype of an array, or of anything of torch's, by its NumPy name."""
-    return x.dtype.name if isinstance(x, np.ndarray) else str(x.dtype).removeprefix("torch.")
+    """Return the dtype of a tensor or an array by its NumPy name."""
+    return str(x.dtype).removeprefix("torch.") if isinstance(x.dtype, torch.dtype) else x.dtype.name
 
 
 def describe() -> dict[str, str]:

@@ -48,22 +48,23 @@ def cross_entropy(
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
     check_labels(labels.shape, logits.shape[:2])
-    logits, labels = logits.flatten(0, 1), labels.flatten()
+    logits = logits.flatten(0, 1)
     log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # [B*T, V]
-    # The sum first, and all axes flat: then the backward pass adds its gradient into that of nll_loss, which is as wide
+    # The sum first, and of flat axes: then the backward pass adds its gradient into that of nll_loss, which is as wide
     # as the vocabulary, instead of allocating another.
-    spread = log_probabilities.sum(-1)  # [B*T]
+    spread = log_probabilities.sum(-1).view_as(labels)  # [B, T]
     # What gather would pick; the backward pass of nll_loss is twice as fast.
-    right = -F.nll_loss(log_probabilities, labels, ignore_index=config.pad_id, reduction="none")  # [B*T]
+    chosen = F.nll_loss(log_probabilities, labels.flatten(), ignore_index=config.pad_id, reduction="none")
+    right = -chosen.view_as(labels)  # [B, T]
     smoothing = config.label_smoothing
     classes = config.target_vocab_size
     if config.label_smoothing_kind != "uniform":
         spread = spread - right
         classes -= 1
     if config.label_smoothing_kind == "off_target_and_pad":
-        spread = spread - log_probabilities[..., config.pad_id]
+        spread = spread - log_probabilities[:, config.pad_id].view_as(labels)
         classes -= 1
-    losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B*T]
+    losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
     return losses.masked_fill(~counted, 0.0).sum(), counted.sum()
 
