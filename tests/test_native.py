@@ -500,6 +500,7 @@ NEEDED_BY = {"jax": {"rich"}, "tf": {"rich"}}  # libraries that a framework itse
 FRAMEWORKS = {"numpy": [], "torch": ["torch"], "jax": ["jax", "flax", "optax"], "tf": ["tensorflow", "keras"]}
 
 
+@pytest.mark.extended("backends", "jax", "tf")
 def test_package_needs_no_other_framework(backend):
     """Nor a library of the command line: it works where they are missing, and never asks for them.
 

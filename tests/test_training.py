@@ -350,6 +350,7 @@ def test_a_state_is_a_copy(backend, trainers):
     assert_same_bits(everything(trainer), now)
 
 
+@pytest.mark.extended("backends", "tf")
 def test_a_run_goes_on_bit_for_bit(backend, trainers, tmp_path):
     """Cut anywhere, with dropout, through a file, in a model and a trainer that never saw the first part."""
     trainer, batches = trainers(backend, "dropout"), [make_batch(seed) for seed in range(4)]
