@@ -374,6 +374,11 @@ with jax.transfer_guard_device_to_device("disallow"):
 np.testing.assert_array_equal(logits, free(SOURCE, TARGET))
 found = port.greedy_search(bound, SOURCE, max_length=3)
 np.testing.assert_array_equal(found.ids, port.greedy_search(free, SOURCE, max_length=3).ids)
+with jax.transfer_guard_device_to_device("disallow"):
+    trainer.train_step(SOURCE, TARGET, TARGET)
+    trainer.load_state(trainer.export_state())
+for x in jax.tree.leaves((nnx.state(bound, nnx.Param), trainer.optimizer)):
+    assert x.devices() == {second}, x
 
 halves = jax.sharding.NamedSharding(jax.make_mesh((2,), ("model",)), jax.sharding.PartitionSpec(None, "model"))
 kernel = free.encoder.layers[0].feed_forward.inner_proj.kernel
