@@ -396,7 +396,8 @@ def test_float64_that_is_off_is_an_error():
 
 @pytest.mark.extended("places")
 def test_everything_is_where_the_model_is():
-    run_alone(TWO_DEVICES, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    run_alone(TWO_DEVICES, XLA_FLAGS=flags)
 
 
 def test_a_memory_is_copied(port):
