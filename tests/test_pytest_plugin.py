@@ -75,29 +75,24 @@ def write(pytester):
 def plugins(monkeypatch):
     """Return the options of an inner pytest that say which plugins there are."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # to import those of others takes as long as the rest
+    monkeypatch.setenv("COLUMNS", "200")
     return ("-p", "transformer-parity", "-p", "xdist", "-p", "no:cacheprovider")
 
 
 @pytest.fixture
-def run(pytester, plugins, monkeypatch):
+def run(pytester, plugins):
     """Return a function that runs an inner pytest in this process: another one would import everything anew."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*options, port="mine:MyPort"):
-        return pytester.runpytest_inprocess(f"--parity-port={port}", *plugins, *options)
-
-    return run
+    return lambda *options, port="mine:MyPort": pytester.runpytest_inprocess(
+        f"--parity-port={port}", *plugins, *options
+    )
 
 
 @pytest.fixture
-def start(pytester, plugins, monkeypatch):
+def start(pytester, plugins):
     """Return a function that runs an inner pytest as a process of its own, which a port may spoil."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def start(*options, port="mine:MyPort"):
-        return pytester.runpytest_subprocess(f"--parity-port={port}", *plugins, *options)
-
-    return start
+    return lambda *options, port="mine:MyPort": pytester.runpytest_subprocess(
+        f"--parity-port={port}", *plugins, *options
+    )
 
 
 def outcomes(result) -> dict[str, int]:
