@@ -19,6 +19,7 @@ from transformer_parity.cli.main import COMMANDS, main, make_parser
 from transformer_parity.cli.options import NUMPY_ALONE
 from transformer_parity.ports.protocol import SearchOptions
 from transformer_parity.ports.registry import PORTS
+from transformer_parity.system import machine
 from transformer_parity.text.dates import SHIPPED
 
 DATE = "Freitag, 3. Mai 2024"
@@ -231,3 +232,17 @@ def test_what_is_no_weight_file_is_refused(capsys, tmp_path):
         assert err.count("\n") == 1
     said = "parity info: error: FILE is described as it is: leave out --vocab and --names\n"
     assert parity(capsys, "info", SHIPPED, "--vocab", "9", "--names")[2] == said
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    {
+        "model name\t: A Processor\nflags\t: fpu avx2 avx512f amx_tile\n": "A Processor (AVX2, AVX-512, AMX)",
+        "model name\t: A Processor\nflags\t: fpu sse2\n": "A Processor",
+        "Features : asimd\n": "an ARM",
+    }.items(),
+)
+def test_a_processor_is_named_with_what_decides_its_speed(text, name, monkeypatch):
+    monkeypatch.setattr(machine.platform, "processor", lambda: "an ARM")
+    monkeypatch.setattr(machine.Path, "read_text", lambda *given: text)
+    assert machine.processor() == name

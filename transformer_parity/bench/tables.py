@@ -30,7 +30,7 @@ from transformer_parity.bench.workload import Work
 from transformer_parity.compare.verdict import WORDS
 from transformer_parity.distributed.costs import HELD, Batch, held, sent
 from transformer_parity.report.tables import STYLES, print_line
-from transformer_parity.system.machine import describe_machine, processor
+from transformer_parity.system.machine import describe_machine
 
 BUSY = 0.5  # processes: a higher load average before anything is started is worth a word
 SPARE = 0.1  # of a core: more than this beyond the threads asked for is worth a word
@@ -229,7 +229,6 @@ def describe(threads: int) -> dict[str, Any]:
     """Return the description of the machine."""
     return {
         **describe_machine(),
-        "processor": processor(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # processes that are ready to run
         "threads": threads,
     }

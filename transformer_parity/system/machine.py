@@ -15,6 +15,8 @@ from transformer_parity.system.errors import UsageError
 DISTRIBUTION = "transformer-parity"
 LIBRARIES = ("jinja2", "matplotlib", "psutil", "rich", "sacrebleu", "sentencepiece")  # the modules of [cli]
 
+INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AMX": "amx_tile"}  # as /proc/cpuinfo names them
+
 
 def needs() -> str:
     """Return what the command line needs that is not installed, and how to install it; empty if nothing is missing."""
@@ -23,12 +25,15 @@ def needs() -> str:
 
 
 def processor() -> str:
-    """Return the name of the processor."""
+    """Return the name of the processor, and which of the instructions it has that decide how fast products are."""
+    name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        text = Path("/proc/cpuinfo").read_text("utf-8", "replace")
+        entries = {key.strip(): value.split() for key, _, value in (line.partition(":") for line in text.splitlines())}
+        name = " ".join(entries.get("model name", [name]))
+        units = [unit for unit, flag in INSTRUCTIONS.items() if flag in entries.get("flags", [])]
+        name += f" ({', '.join(units)})" * bool(units)
+    return name
 
 
 def processors() -> int:
@@ -52,6 +57,7 @@ def describe_machine() -> dict[str, Any]:
         DISTRIBUTION: release(),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "processor": processor(),
         "cpus": os.cpu_count(),
     }
 
