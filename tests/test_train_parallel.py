@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Barrier
 
 import numpy as np
 import pytest
 from test_train import SMALL, losses, resume, saved_weights, train
 
+from reference_numpy import Plan, TrainingConfig
 from transformer_parity.cli.main import main
+from transformer_parity.ports.package import LoadedPackage
+from transformer_parity.ports.protocol import Placement
+from transformer_parity.text.dates import SHIPPED
 from transformer_parity.train import corpora, group
 from transformer_parity.train.group import Group
+from transformer_parity.train.learner import Learner, Where
+from transformer_parity.translate.trained import read_trained
 
 EXACT = ("--dtype", "float64", "--heads", 4)
 IN_PROCESSES = [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "jax", "tf")]
@@ -93,6 +102,69 @@ def test_every_plan_ends_with_the_weights_of_one_device(name, plan, processes, a
     processes = [] if processes is None else ["--processes", processes]
     assert train(tmp_path / "run", *options, "--parallel", plan, *processes) == 0
     agree(final(tmp_path / "run"), final(alone))
+
+
+# --- What is translated ---
+
+LINES = ("3 May 2024", "Freitag, 3. Mai 2024", "", "1. März 1999", "12/31/1987", "Jan 2, 2003")
+
+
+@dataclass
+class Summed:
+    """Sums the numbers of processes that are threads."""
+
+    count: int
+    told: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.barrier = Barrier(self.count, timeout=60)
+
+    def by(self, rank):
+        def summed(mesh, numbers):
+            self.told[rank] = np.asarray(numbers)
+            self.barrier.wait()
+            found = sum(self.told.values())
+            self.barrier.wait()
+            return found
+
+        return summed
+
+
+def learner(rank=0, count=1):
+    trained, plan = read_trained(SHIPPED), Plan(data=count) if count > 1 else None
+    where = Where(Placement("float32"), plan, Group(rank, count))
+    return trained.vocabulary, Learner("numpy", trained.config, trained.weights, TrainingConfig(), 0, where)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_each_process_translates_a_share_and_has_all(count, monkeypatch):
+    vocabulary, alone = learner()
+    expected = alone.translate(LINES, vocabulary, 20)
+    assert expected == ["2024-05-03", "2024-05-03", "", "1999-03-01", "1987-12-31", "2003-01-02"]
+    together, searched, search = Summed(count), [], LoadedPackage.search
+    monkeypatch.setattr(LoadedPackage, "search", lambda self, ids, how: searched.extend(ids) or search(self, ids, how))
+
+    def translate(rank):
+        _, one = learner(rank, count)
+        one.loaded.summed = together.by(rank)
+        return one.translate(LINES, vocabulary, 20)
+
+    with ThreadPoolExecutor(count) as threads:
+        assert [*threads.map(translate, range(count))] == [expected] * count
+    assert len(searched) == 5  # each line that is not empty, once
+
+
+def test_texts_of_any_language_come_together():
+    texts = ["", "März", "三月三日", "mars", "🎉"]
+    together = Summed(2)
+
+    def gather(rank):
+        _, one = learner(rank, 2)
+        one.loaded.summed = together.by(rank)
+        return one._gathered(texts[rank::2], len(texts))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(gather, range(2))] == [texts] * 2
 
 
 # A run of few dates, in a process that takes signals as a command does.

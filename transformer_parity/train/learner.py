@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from numpy import ndarray
 
 from reference_numpy.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ class Where:
 class Learner:
     """A model of one backend, being trained.
 
-    On several devices, all processes call each method but ``translate`` in the same order.
+    On several devices, all processes call each method in the same order.
     """
 
     def __init__(
@@ -76,7 +77,10 @@ class Learner:
     def translate(
         self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int, search: SearchOptions = GREEDY
     ) -> list[str]:
-        """Translate lines, in order; one that is longer than the model's positions is left empty."""
+        """Translate lines, in order; one that is longer than the model's positions is left empty.
+
+        Each of several processes translates its share, and has them all in the end.
+        """
         config, loaded = self.model.config, self.loaded
         if self.where.plan is not None:  # a search needs the whole model on one device
             weights, placement = self.model.export_weights(), self.where.placement
@@ -84,10 +88,25 @@ class Learner:
             loaded = type(loaded)(self.package, whole, placement)
         most = search.max_length or max_length
         search = replace(search, max_length=min(most, config.max_positions or most))
-        translator = Translator(config, vocabulary, search, window=len(lines))
-        return [translation.text for translation in translator.translate(loaded, lines)]
+        own = lines[self.where.group.rank :: self.where.group.size]
+        translator = Translator(config, vocabulary, search, window=len(own))
+        return self._gathered([translation.text for translation in translator.translate(loaded, own)], len(lines))
 
-    def summed(self, *numbers: float) -> list[float]:
+    def _gathered(self, own: Sequence[str], count: int) -> list[str]:
+        """Return the texts of all processes, of which each has every so-manieth; their bytes are summed."""
+        group, sent = self.where.group, [text.encode() for text in own]
+        if group.size == 1:
+            return list(own)
+        own_lengths = np.zeros(count)
+        own_lengths[group.rank :: group.size] = [len(text) for text in sent]
+        lengths = [int(length) for length in self.summed(own_lengths.tolist())]
+        found = np.zeros((count, max([1, *lengths])))
+        for row, text in zip(range(group.rank, count, group.size), sent, strict=True):
+            found[row, : len(text)] = [*text]
+        rows = np.array(self.summed(found.ravel().tolist()), np.uint8).reshape(found.shape)
+        return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def summed(self, numbers: Sequence[float]) -> list[float]:
         """Return the sum of each number over all processes."""
         if self.where.group.size == 1:
             return list(numbers)

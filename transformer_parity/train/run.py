@@ -186,7 +186,7 @@ class Run:
         """Whether to stop here; several processes do so at the same step, and ask one another only now and then."""
         if self.group.size > 1 and self.step >= self._ask_at:
             own = stop.signal or 0
-            signals, steps = self.learners[0].summed(own, 1 + int(PATIENCE / max(self._step_seconds, 1e-9)))
+            signals, steps = self.learners[0].summed([own, 1 + int(PATIENCE / max(self._step_seconds, 1e-9))])
             self._ask_at = self.step + min(MOST_STEPS, int(steps) // self.group.size)
             self._stopping = signals > 0
             stop.signal = own or (signal.SIGTERM if self._stopping else None)
