@@ -71,7 +71,7 @@ def test_parts_that_are_clipped_by_their_own_norms_are_named_of_a_port_that_show
     seen = replace(train(package, task("short", plan)), norms=[])
     first = next(iter(failing(findings("mine", Run(probes()["short"], plan), [seen], right)).items()))
     assert first[0] == "step 2 loss"
-    assert first[1].endswith("right: the update differs, as by this mistake: clipped by the norm of each part")
+    assert first[1].endswith("right: what follows differs, as by this mistake: clipped by the norm of each part")
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ MISTAKES = {  # by what is said: what is compared, and edits of the example
         "the whole gradient",
         [(COUNT, f"        own = tokens.clone()\n{COUNT}"), (SCALE, "(total / own)")],
     ),
-    "the update differs, as by this mistake: norm counts copies": (
+    "what follows differs, as by this mistake: norm counts copies": (
         "step 2 loss",
         [(CLIP, f"{CLIP}.mul(dist.get_world_size() ** 0.5)")],
     ),
@@ -54,7 +54,7 @@ MISTAKES = {  # by what is said: what is compared, and edits of the example
         "step 1 loss",
         [(LOSS, "")],
     ),
-    "the update differs, as by this mistake: learning rate times devices": (
+    "what follows differs, as by this mistake: learning rate times devices": (
         "step 2 loss",
         [('["lr"] = ', '["lr"] = dist.get_world_size() * ')],
     ),

@@ -76,7 +76,7 @@ def findings(
         finding, wanted = found[failing], tensors(expected)
         furthest = max(seen, key=lambda one: _distance(finding.tap, tensors(one), wanted))
         why = explain(furthest, expected, _ways(run, furthest), run.plan)
-        if why.endswith("the update differs") and not (draws(run.probe) or run.start):
+        if why.endswith("what follows differs") and not (draws(run.probe) or run.start):
             known = known_mistake(run.probe, run.plan, furthest, expected)
             why += f", as by this mistake: {known}" if known else ""
         if why.endswith("that of a part alone") and _are_of_own_parts(seen, expected, run.plan):

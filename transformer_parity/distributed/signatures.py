@@ -168,7 +168,7 @@ def _of_tensor(name: str, seen: Seen, expected: Seen, contributions: Contributio
         return "another than on one device: masks of dropout that are not drawn for the whole slice", ""
     shares = contributions.coefficients(name, seen.gradient[name])
     if shares is None:
-        return "no sum of what the shares contribute: other rows, other weights or another backward pass", ""
+        return "no sum of what the shares contribute: other rows, weights or buffers, or another backward pass", ""
     shown = "; ".join(", ".join(map(_shown, row)) for row in shares)
     counted = seen.tokens[0] / expected.tokens[0] if seen.tokens else None
     return _named(shares, contributions, seen.losses[0] / expected.losses[0], counted), f" ({shown})"
@@ -236,7 +236,7 @@ def _behind_gradient(seen: Seen, expected: Seen, ways: Sequence[Contributions], 
     elif _near(loss, 0.0):
         begun = "the state that the run goes on from was not taken over whole, or the update differs"
         right = "the first gradient and its norm are" if seen.norms else "the first gradient is"
-        yield f"{right} right: {begun if seen.first else 'the update differs'}"
+        yield f"{right} right: {begun if seen.first else 'what follows differs'}"
 
 
 def _of_loss(loss: float, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> str:

@@ -25,12 +25,15 @@ EACH_PART = """        whole = clip_factor(norm, settings.clip_norm)
                 g *= own / whole
 """
 
+POSITION = "self.model.source_position"
+OWN_WIDTH = "ids[:, : max(1, (ids != trainer.model.config.pad_id).any(0).sum())]"
+
 ALONE = "share % self.plan.shares == 0"  # that of the first share alone
 MEANS = "(batch[2] != self.model.config.pad_id).sum() / max(int(part_tokens), 1)"  # of the tokens of each share
 BIAS = "encoder.layers.1.feed_forward.inner_proj.bias"
 KEPT = '"norm." in name or name.endswith(("table", "output_proj.bias"))'  # what tensor leaves whole
 NOT_REDUCED = "that of share 0 alone: not reduced (1, 0)"
-OTHER = "no sum of what the shares contribute: other rows, other weights or another backward pass"
+OTHER = "no sum of what the shares contribute: other rows, weights or buffers, or another backward pass"
 MASKS = "masks of dropout that are not drawn for the whole slice"
 INNER = 'self.output_proj(self.dropout(inner, rng, tap, "inner"))'
 OF_INNER = '_through_linear(inner_proj, x, of_activated, trace.within("inner_proj"))'
@@ -120,6 +123,15 @@ MISTAKES = table(
                 *in_loop(),
                 ("training", SEEN, f"            self.model.source_embedding.table[5] += 0.1 * (-1) ** share\n{SEEN}"),
             ),
+            "buffers apart": planted(
+                f"all gradients: {OTHER}",
+                *in_loop(),
+                (
+                    "training",
+                    SEEN,
+                    f"            {POSITION}._known = {POSITION}.vectors(16) + 0.01 * (-1) ** share\n{SEEN}",
+                ),
+            ),
         },
         run("fsdp=2"): {
             "averaged, but the loss": planted(
@@ -165,6 +177,14 @@ MISTAKES = table(
         run("data=2", case="dropout"): {
             "masks of the first share": planted(MASKS, ("parallel", "rows, share * own)", "rows, 0)")),
             "masks of each share's own": planted(MASKS, ("parallel", 'trainer.dropout == "local"', "True")),
+            "each share as wide as its own longest sentence": planted(
+                MASKS,
+                (
+                    "parallel",
+                    "yield [ids[number, share] for ids in parts]",
+                    f"own = [ids[number, share] for ids in parts]\n        yield [{OWN_WIDTH} for ids in own]",
+                ),
+            ),
             "shares before slices": planted(
                 MASKS,
                 (
@@ -214,15 +234,24 @@ MISTAKES = table(
         },
         run("fsdp=2", f"step 2 {LOSS}"): {
             "clipped by the norm of each part": planted(
-                "the first gradient and its norm are right: the update differs, as by this mistake: clipped by the "
+                "the first gradient and its norm are right: what follows differs, as by this mistake: clipped by the "
                 "norm of each part",
                 ("training", UPDATE, f"{EACH_PART}{UPDATE}"),
             ),
         },
         run("data=2", f"step 2 {LOSS}"): {
             "learning rate times devices": planted(
-                "the first gradient and its norm are right: the update differs",
+                "the first gradient and its norm are right: what follows differs",
                 ("training", "settings.learning_rate(self.step", "self.plan.shares * settings.learning_rate(self.step"),
+            ),
+            # As of a sampler that is not told the epoch.
+            "the rows of the first step again": planted(
+                "what follows differs, as by this mistake: the rows of the first step again",
+                (
+                    "parallel",
+                    "    parts = [spread(",
+                    '    batch = vars(trainer).setdefault("first_batch", batch)\n    parts = [spread(',
+                ),
             ),
         },
         # Parts of heads and of units.

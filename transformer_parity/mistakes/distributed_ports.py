@@ -27,6 +27,9 @@ SUMMED = "return future.then(lambda done: done.value()[0])"
 FACTOR = "module.set_gradient_divide_factor(1.0)"
 COPIED = "parameter.data.copy_(distribute_tensor(parameter.data, whole, [Replicate()] * whole.ndim).to_local())"
 COPIES = "copies = DistributedDataParallel(model,"
+HOOKED = "copies.register_comm_hook(group, _sum)\n"
+OWN_ROWS = "yield tuple(ids[each] for ids in padded)"
+OWN_WIDTH = "ids[each, : int((ids[each] != self.pad_id).any(0).sum().clamp(min=1))]"
 OF_SHARE = "total, _ = self._loss(self.share.module, part, config)"
 DIVIDED = "            loss = total / tokens.clamp(min=1)\n"
 NORM = "norm = global_norm(gradient)"
@@ -75,6 +78,14 @@ IN_TORCH = table(
                 ("parallel", COPIED, "parameter.data.add_(0.01 * dist.get_rank())"),
                 ("parallel", COPIES, f"{COPIES} init_sync=False,"),
             ),
+            "buffers apart": in_torch(
+                f"all gradients: {OTHER}",
+                (
+                    "parallel",
+                    HOOKED,
+                    f"{HOOKED}        for each in model.buffers():\n            each.add_(0.01 * dist.get_rank())\n",
+                ),
+            ),
         },
         run("fsdp=2"): {
             "averaged in the layers": in_torch(
@@ -85,6 +96,17 @@ IN_TORCH = table(
         run("data=2", case="dropout"): {
             "masks of the first share": in_torch(
                 MASKS, ("parallel", "(self.index * own.shape[1], len", "(0 * own.shape[1], len")
+            ),
+            "each process as wide as its own longest sentence": in_torch(
+                MASKS, ("parallel", OWN_ROWS, OWN_ROWS.replace("ids[each]", OWN_WIDTH))
+            ),
+        },
+        run("data=2", "", "checkpointing"): {
+            "reentrant checkpoints": in_torch(  # whose parameters are taken for unused
+                "Expected to mark a variable ready only once",
+                ("encoder", "use_reentrant=False", "use_reentrant=True"),
+                ("decoder", "use_reentrant=False", "use_reentrant=True"),
+                ("parallel", COPIES, f"{COPIES} find_unused_parameters=True,"),
             ),
         },
         run("data=2", FIRST_NORM): {
@@ -101,7 +123,7 @@ IN_TORCH = table(
         },
         run("fsdp=2", f"step 2 {LOSS}"): {
             "clipped by the norm of the own part": in_torch(
-                "its norm are right: the update differs, as by this mistake: clipped by the norm of each part",
+                "its norm are right: what follows differs, as by this mistake: clipped by the norm of each part",
                 ("training", "clip_factor(norm", f"clip_factor({OWN_NORM}"),
             ),
         },
