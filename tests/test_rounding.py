@@ -15,7 +15,7 @@ rounding = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "doc
 
 def test_runs_are_compared_at_their_checkpoints(monkeypatch, tmp_path, capfd):
     make_few(monkeypatch)
-    found = rounding.compare("numpy", "data=4", 4, 2, tmp_path, SMALL)
+    found = rounding.compare("numpy", ["--parallel", "data=4"], 4, 2, tmp_path, SMALL)
     assert [step for step, _, _ in found] == [2, 4]
     assert "on 4 devices, data=4, of 1 process" in capfd.readouterr().err
     for _, several, moved in found:
@@ -27,6 +27,6 @@ def test_runs_are_compared_at_their_checkpoints(monkeypatch, tmp_path, capfd):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "jax", "tf")])
 def test_the_dates_on_four_devices_are_those_on_one(name, tmp_path):
     """To 1e-10; and so is a run that was moved by as much as a rounding."""
-    for _, several, moved in rounding.compare(name, "data=4", 200, 100, tmp_path, rounding.SMALL):
+    for _, several, moved in rounding.compare(name, ["--parallel", "data=4"], 200, 100, tmp_path, rounding.SMALL):
         assert several < 1e-10
         assert moved < 1e-10

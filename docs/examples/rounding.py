@@ -1,8 +1,9 @@
 """How far training carries rounding: a run on several devices, and one of which the first weights were moved.
 
-    python docs/examples/rounding.py --backend torch                 a column of docs/how-to/several-devices.md
-    python docs/examples/rounding.py --backend torch --warmup 400    the model of `parity train`; or any option of that
+    python docs/examples/rounding.py --backend torch            a column of docs/how-to/several-devices.md
+    python docs/examples/rounding.py --backend torch --whole    the same for the model of `parity train`
 
+Any other option is one of `parity train`. With `--steps 2400`, the runs end, and print what they translate right.
 All train on the dates in float64. Each weight of the last run is moved, after its first step, to the next number that
 float64 has: as far as one rounding does.
 """
@@ -58,12 +59,14 @@ def distances(run: Path, other: Path) -> Iterator[tuple[int, float]]:
         yield step_of(path), max(apart)
 
 
-def compare(backend: str, plan: str, steps: int, every: int, folder: Path, size: Sequence[str]) -> list[tuple]:
+def compare(
+    backend: str, devices: Sequence[str], steps: int, every: int, folder: Path, options: Sequence[str]
+) -> list[tuple]:
     """Return steps, and at each how far the weights on several devices and the moved ones are from those of one."""
     go_on = ["--backend", backend, "--save-every", str(every), "--stop-at", str(steps), *UNSEEN]
-    begin = ["--task", "dates", "--dtype", "float64", *size]
+    begin = ["--task", "dates", "--dtype", "float64", *options]
     train(folder / "one", *begin, *go_on)
-    train(folder / "several", *begin, *go_on, "--parallel", plan)
+    train(folder / "several", *begin, *go_on, *devices)
     train_moved(folder / "moved", folder / "first", [*begin, *go_on[:4]], go_on)
     found = [dict(distances(folder / "one", folder / other)) for other in ("several", "moved")]
     return [(step, *(each[step] for each in found)) for step in found[0]]
@@ -74,12 +77,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=PORTS, default="numpy")
     parser.add_argument("--parallel", default="data=4", metavar="PLAN")
+    parser.add_argument("--processes", metavar="N", help="that the devices of the plan are in")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--every", type=int, default=100, metavar="N")
+    parser.add_argument("--whole", action="store_true", help="train the model of `parity train`")
     options, others = parser.parse_known_args()
-    size = others or SMALL
+    devices = ["--parallel", options.parallel]
+    devices += ["--processes", options.processes] if options.processes else []
+    others = others if options.whole else [*SMALL, *others]
     with TemporaryDirectory() as folder:
-        found = compare(options.backend, options.parallel, options.steps, options.every, Path(folder), size)
+        found = compare(options.backend, devices, options.steps, options.every, Path(folder), others)
     print(f"| step | {options.parallel} | moved |\n|---:|---:|---:|")
     for step, several, moved in found:
         print(f"| {step:,} | {several:.0e} | {moved:.0e} |")
