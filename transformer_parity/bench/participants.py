@@ -74,7 +74,8 @@ class ForwardCompiled(ForwardPackage):
     def ready(self, model: Any, work: ForwardWork) -> Callable[[], Any]:
         import torch
 
-        return super().ready(torch.compile(model), work)
+        ids = map(torch.from_numpy, (work.source_ids, work.target_ids))  # to compile for inference takes tensors
+        return partial(compiled(self.backend, torch.compile(model)), *ids)
 
 
 class TrainPackage(Package):
