@@ -154,6 +154,27 @@ def test_a_near_tie_is_no_mistake():
     assert near_ties.startswith("1 near-tie; sentence 1, token 3: 7 where the reference has 5, margin 0.0e+00")
 
 
+@pytest.mark.parametrize("beam_size", [None, 3])
+def test_bfloat16_has_near_ties_of_its_own_size(beam_size):
+    """A search in bfloat16 agrees; one of other weights does not, nor does one in bfloat16 as float32 is judged."""
+    import transformer_torch
+
+    work = DecodeWork("tiny", dtype="bfloat16", target=24, beam_size=beam_size)
+    weights, kernel = work.weights(), "decoder.layers.0.feed_forward.inner_proj.kernel"
+    reference = DecodeVerifier(work, weights)
+
+    def found(changed):
+        model = transformer_torch.Transformer.from_weights(work.config, {**weights, **changed}, "bfloat16")
+        return lambda on_step=None: work.search.search(transformer_torch, model, work.source_ids, on_step)
+
+    right, wrong = found({}), found({kernel: weights[kernel] * 1.3})
+    assert "near-tie" in reference.verify(right(), lambda: Decoded.by(right))
+    with pytest.raises(DisagreementError, match="rounding noise"):
+        reference.verify(wrong(), lambda: Decoded.by(wrong))
+    with pytest.raises(DisagreementError):
+        DecodeVerifier(replace(work, dtype="float32"), weights).verify(right(), lambda: Decoded.by(right))
+
+
 def test_a_beam_is_followed_by_its_steps():
     work = replace(SMALL, beam_size=3)
     reference, search = DecodeVerifier(work, work.weights()), searched(work)

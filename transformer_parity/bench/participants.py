@@ -139,7 +139,7 @@ class DecodePackage(Package):
         return Decoded.by(self._run)
 
 
-def compiled(name: str, model: Any) -> Callable[[ndarray, ndarray], Any]:
+def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
     """Return the model as its users call it again and again: the logits are computed when it returns."""
     if name == "torch":
         import torch
