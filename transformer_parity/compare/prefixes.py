@@ -95,7 +95,7 @@ class Continuations:
             rows = sorted({row for row, _ in at})
             is_allowed = np.isfinite(self.exact[rows])
             errors = self.rounded[rows][is_allowed] - self.exact[rows][is_allowed]
-            return POLICY["decode"]["bfloat16"]["ratio"] * float(np.sqrt(np.square(errors).mean()))
+            return POLICY["bench"]["decision_bfloat16"] * float(np.sqrt(np.square(errors).mean()))
         rule = POLICY["decode"]["float32"]
         rounded = np.array([self.rounded[place] for place in at if self.exact[place] > -math.inf])
         error = np.abs(rounded - exact).max(initial=0.0)
