@@ -208,6 +208,7 @@ def transformer_backward(
     of_logits: Float[ndarray, "B T V"],
     seen: Mapping[str, ndarray],
     found: Recorder | None = None,
+    room: Mapping[str, ndarray] | None = None,
 ) -> tuple[dict[str, ndarray], dict[str, ndarray]]:
     """Return the gradient at every parameter and at every tap, in the order of their names.
 
@@ -223,6 +224,7 @@ def transformer_backward(
             ``Activations`` or ``LayerInputs``.
         found: Receives each named gradient and returns the one to go on with. What it does not keep of the gradients
             at taps is left out of what is returned. None keeps everything, and goes on with what was computed.
+        room: Gradients at parameters that nobody needs any more, in whose place new ones go: fresh memory takes time.
 
     Raises:
         ValueError: A tap is missing.
@@ -232,7 +234,7 @@ def transformer_backward(
     if missing := [name for name in taps if name not in seen and not _is_left_out(seen, name)]:
         raise ValueError(f"seen must hold every tap: {len(missing)} are missing, the first is {missing[0]}")
     found = Recorder() if found is None else found
-    trace = Trace(seen, found)
+    trace = Trace(seen, found, room=room or {})
     rate = model.dropout.rate
     source, target = (
         trace.dropout(name, seen[name], rate) for name in ("source_embedding.output", "target_embedding.output")
@@ -306,7 +308,7 @@ def _through_residual(layer, name, sublayer_backward, x, of_y, trace):
 
 def _through_linear(linear: Linear, x: ndarray, of_y: ndarray, trace: Trace) -> ndarray:
     """Return the gradient of what a linear layer read; note those of its parameters."""
-    of_x, of_kernel, of_bias = linear_backward(x, linear.kernel, of_y)
+    of_x, of_kernel, of_bias = linear_backward(x, linear.kernel, of_y, trace.room.get(f"{trace.path}kernel"))
     trace.note("kernel", of_kernel)
     if linear.bias is not None:
         trace.note("bias", of_bias)

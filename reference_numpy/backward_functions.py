@@ -21,12 +21,20 @@ from reference_numpy.taps import Tap, no_tap
 
 
 def linear_backward(
-    x: Float[ndarray, "*axes d_in"], kernel: Float[ndarray, "d_in d_out"], of_y: Float[ndarray, "*axes d_out"]
+    x: Float[ndarray, "*axes d_in"],
+    kernel: Float[ndarray, "d_in d_out"],
+    of_y: Float[ndarray, "*axes d_out"],
+    out: Float[ndarray, "d_in d_out"] | None = None,
 ) -> tuple[Float[ndarray, "*axes d_in"], Float[ndarray, "d_in d_out"], Float[ndarray, " d_out"]]:
-    """Return the gradients of ``x``, ``W`` and ``b``: ``dy W^T``, ``x^T dy`` and the sum of ``dy`` over all rows."""
+    """Return the gradients of ``x``, ``W`` and ``b``: ``dy W^T``, ``x^T dy`` and the sum of ``dy`` over all rows.
+
+    That of ``W`` goes to ``out``; None is a new array.
+    """
     rows, of_rows = _rows(x), _rows(of_y)
-    # The gradient of a transposed table lies in memory as the table does.
-    of_kernel = rows.T @ of_rows if kernel.flags.c_contiguous else (of_rows.T @ rows).T
+    if kernel.flags.c_contiguous:
+        of_kernel = np.matmul(rows.T, of_rows, out=out)
+    else:  # the gradient of a transposed table lies in memory as the table does
+        of_kernel = np.matmul(of_rows.T, rows, out=None if out is None else out.T).T
     return (of_rows @ kernel.T).reshape(x.shape), of_kernel, _sum_rows(of_rows)
 
 

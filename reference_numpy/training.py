@@ -136,6 +136,7 @@ class Trainer:
         self.seed = seed
         self.step = 0  # steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
+        self._room: dict[str, ndarray] = {}  # the gradient of the last step, which the next one overwrites
         self.optimizer = Adam({name: find(model, name) for name in parameter_shapes(model.config)}, settings)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
@@ -159,6 +160,7 @@ class Trainer:
         scale = clip_factor(norm, settings.clip_norm) / count
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
+        self._room = gradient
         self.step += 1
         return StepResult(total / count, tokens, norm)
 
@@ -207,7 +209,8 @@ class Trainer:
         for part, rng in divide(self, batch):
             seen = self._tap(part, rng)
             found = Recorder("**.kernel", "**.bias", "**.scale", "**.table")
-            part_total, part_tokens, of_parameters, _ = _backward(self.model, part, seen, found, rng)
+            room, self._room = self._room, {}
+            part_total, part_tokens, of_parameters, _ = _backward(self.model, part, seen, found, rng, room)
             total, tokens = total + part_total, tokens + part_tokens
             for name, array in gradient.items():
                 of_parameters[name] += array
@@ -236,7 +239,7 @@ def _take(model, source_ids, target_ids, labels):
     return source_ids, target_ids, labels
 
 
-def _backward(model, batch, seen, found, rng=None):
+def _backward(model, batch, seen, found, rng=None, room=None):
     """Return the summed loss, the number of tokens, and the gradient of the sum at every parameter and tap found."""
     source_ids, target_ids, labels = batch
     logits = model(source_ids, target_ids, tap=seen, rng=rng)
@@ -248,4 +251,4 @@ def _backward(model, batch, seen, found, rng=None):
         losses[i], counted = cross_entropy(logits[sentence], labels[sentence], config)
         tokens = tokens + counted
         logits[sentence] = cross_entropy_backward(logits[sentence], labels[sentence], config)  # in the same place
-    return losses.sum(), tokens, *transformer_backward(model, source_ids, target_ids, logits, seen, found)
+    return losses.sum(), tokens, *transformer_backward(model, source_ids, target_ids, logits, seen, found, room)

@@ -104,6 +104,12 @@ def test_linear():
     x, kernel, bias, of_y = random(2, 3, 5), random(5, 7), random(7), random(2, 3, 7, seed=1)
     gradients = backward_functions.linear_backward(x, kernel, of_y)
     check_arguments(functional.linear, (x, kernel, bias), of_y, gradients)
+    for stored in (kernel, np.asfortranarray(kernel)):  # as it is, and as the transpose of a table
+        room = np.full_like(stored, np.nan)
+        again = backward_functions.linear_backward(x, stored, of_y, room)
+        assert np.shares_memory(again[1], room)
+        for ours, expected in zip(again, gradients, strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-13)
 
 
 def test_masked_softmax():
@@ -421,6 +427,20 @@ def test_accumulation_is_invisible(slices):
     weights = several.model.export_weights()
     for name, array in one.model.export_weights().items():
         np.testing.assert_allclose(weights[name], array, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_writes_its_gradient_over_the_last_one():
+    trainer, _ = trained(ref.TrainingConfig(), 1, dropout=NO_DROPOUT)
+    batch = tiny_batch(trainer.model.config, seed=1)
+    addresses = lambda: {name: g.ctypes.data for name, g in trainer._room.items() if name.endswith(".kernel")}  # noqa: E731
+    before = addresses()
+    trainer.train_step(*batch)
+    assert addresses() == before != {}
+    kept = trainer.gradient(*batch).parameters
+    copies = {name: array.copy() for name, array in kept.items()}
+    trainer.train_step(*batch)
+    trainer.train_step(*batch)
+    assert_same_bits(kept, copies)
 
 
 def test_clipping():

@@ -25,10 +25,16 @@ from transformer_parity.bench import imports, rounds
 from transformer_parity.bench.limit import Library, LibraryEntry, Limit, libraries, limit_of, multiplied
 from transformer_parity.bench.matrix_products import Products
 from transformer_parity.bench.measurements import Entry, Spread, exponent, exponents, fastest, ratio, verdict
-from transformer_parity.bench.participants import OURS, DecodePackage, ForwardPackage, TrainPackage, others
-from transformer_parity.bench.plots import draw_growth
-from transformer_parity.bench.run import grown, work_title
-from transformer_parity.bench.verify import DecodeVerifier, DisagreementError, ForwardVerifier, TrainVerifier
+from transformer_parity.bench.participants import FORMS, OURS, DecodePackage, ForwardPackage, TrainPackage, others
+from transformer_parity.bench.plots import draw_growth, draw_times
+from transformer_parity.bench.run import Setting, grown, work_title
+from transformer_parity.bench.verify import (
+    DecodeVerifier,
+    DisagreementError,
+    ForwardVerifier,
+    TrainVerifier,
+    verifier_of,
+)
 from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork
 from transformer_parity.cli.main import main
 from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
@@ -146,6 +152,27 @@ def test_a_near_tie_is_no_mistake():
     found.nbest_ids[1, 0, 2] = 7
     near_ties = DecodeVerifier(SMALL, weights).verify(found, no_steps)
     assert near_ties.startswith("1 near-tie; sentence 1, token 3: 7 where the reference has 5, margin 0.0e+00")
+
+
+@pytest.mark.parametrize("beam_size", [None, 3])
+def test_bfloat16_has_near_ties_of_its_own_size(beam_size):
+    """A search in bfloat16 agrees; one of other weights does not, nor does one in bfloat16 as float32 is judged."""
+    import transformer_torch
+
+    work = DecodeWork("tiny", dtype="bfloat16", target=24, beam_size=beam_size)
+    weights, kernel = work.weights(), "decoder.layers.0.feed_forward.inner_proj.kernel"
+    reference = DecodeVerifier(work, weights)
+
+    def found(changed):
+        model = transformer_torch.Transformer.from_weights(work.config, {**weights, **changed}, "bfloat16")
+        return lambda on_step=None: work.search.search(transformer_torch, model, work.source_ids, on_step)
+
+    right, wrong = found({}), found({kernel: weights[kernel] * 1.3})
+    assert "near-tie" in reference.verify(right(), lambda: Decoded.by(right))
+    with pytest.raises(DisagreementError, match="rounding noise"):
+        reference.verify(wrong(), lambda: Decoded.by(wrong))
+    with pytest.raises(DisagreementError):
+        DecodeVerifier(replace(work, dtype="float32"), weights).verify(right(), lambda: Decoded.by(right))
 
 
 def test_a_beam_is_followed_by_its_steps():
@@ -804,6 +831,46 @@ def test_only_marian_has_a_beam():
     assert [other.name for other in others(TRAIN)] == [
         *("torch.nn", "torch.nn compiled", "marian", "flax nnx", "keras hub", "keras hub XLA")
     ]
+
+
+@pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=lambda work: work.task)
+def test_our_compiled_form_takes_part_beside_the_peers(work):
+    names = lambda **how: [one.name for one in Setting(["numpy", "torch"], **how).participants(work)]  # noqa: E731
+    ours = ["numpy", "torch"] if work.task == "decode" else ["numpy", "torch", "torch compiled"]
+    assert names(peers=True)[: len(ours) + 1] == [*ours, others(work)[0].name]
+    assert names() == ["numpy", "torch"]
+    assert "torch compiled" not in [one.name for one in Setting(["numpy"], peers=True).participants(work)]
+
+
+@pytest.mark.parametrize("work", [FORWARD, TRAIN], ids=lambda work: work.task)
+def test_our_compiled_form_is_compiled(work, tmp_path, monkeypatch):
+    import torch
+
+    compiled = []
+
+    def compile_eagerly(what):
+        compiled.append(what)
+        return compile_it(what, backend="eager")
+
+    compile_it = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    weights = work.weights()
+    ref.save_weights(tmp_path / "model.safetensors", work.config, weights)
+    form = FORMS[work.task]["torch"]
+    form.prepare()
+    form.load(work, tmp_path / "model.safetensors")
+    verifier = verifier_of(work, weights)
+    for _ in range(2):
+        verifier.verify(form.result(form.run()), no_steps)
+    assert len(compiled) == 1
+    torch.compiler.reset()
+
+
+def test_a_bar_of_ours_is_known_by_the_first_word_of_its_name():
+    entries = [Entry(name, seconds=[1.0]) for name in ("torch compiled", "torch data=2", "torch.nn compiled")]
+    (axes,) = draw_times("title", "details", entries, None, "machine").axes
+    colours = [bar.get_facecolor() for bar in axes.patches]
+    assert colours[0] == colours[1] != colours[2]
 
 
 @pytest.mark.extended("timed steps")

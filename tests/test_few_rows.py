@@ -72,10 +72,17 @@ def test_nothing_is_set_on_the_model(weights, seen):
     assert [*during, state()] == [before] * (len(during) + 1)
 
 
-def test_what_blas_lays_out_itself_is_left_alone(weights, seen):
+@pytest.mark.parametrize("takes", [True, False])
+def test_bfloat16_is_laid_out_where_onednn_multiplies_it(weights, takes, seen, monkeypatch):
     model = transformer_torch.Transformer.from_weights(WORK.config, weights, "bfloat16")
-    transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
-    assert seen == []
+    expected = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
+    supported = search_loop._takes_bfloat16()
+    assert [weight.is_mkldnn for weight in seen] == [True] * (8 * WORK.config.num_decoder_layers + 1) * supported
+    seen.clear()
+    monkeypatch.setattr(search_loop, "_takes_bfloat16", lambda: takes and supported)
+    found = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
+    assert bool(seen) == (takes and supported)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=2e-2)
 
 
 def test_autocast_and_many_rows_keep_the_usual_layout(weights, seen, monkeypatch):

@@ -198,14 +198,30 @@ def test_a_share_is_the_time_at_the_limit():
 def test_the_goal_beside_a_peer_depends_on_how_close_to_the_limit_it_is(monkeypatch):
     slow = aims_of(monkeypatch, torch=1.7, **{"torch.nn": 2.0, "marian": 9.0})
     aim = slow["torch / best PyTorch peer, forward (the peer is at 50 %)"]
-    assert aim == ("torch / best PyTorch peer, forward (the peer is at 50 %)", "0.60", "0.85 (0.85 to 0.85)", False)
+    assert aim[1:] == (
+        "0.60",
+        "0.85 (0.85 to 0.85), torch / torch.nn",
+        False,
+    )
     assert slow["torch / best PyTorch peer, train (the peer is at 50 %)"].is_met
     fast = aims_of(monkeypatch, torch=0.9, **{"torch.nn": 1.0, "marian": 0.99})
     assert fast["torch / best PyTorch peer, forward (the peer is at 101 %)"][1:] == (
         "0.97",
-        "0.91 (0.91 to 0.91)",
+        "0.91 (0.91 to 0.91), torch / marian",
         True,
     )
+
+
+def test_the_best_form_of_ours_is_held_against_the_best_of_theirs(monkeypatch):
+    times = {"torch": 1.7, "torch compiled": 1.2, "torch.nn": 2.0, "torch.nn compiled": 1.5, "jax": 1.3, "tf": 1.6}
+    aim = aims_of(monkeypatch, **times)["torch / best PyTorch peer, train (the peer is at 67 %)"]
+    assert aim[1:] == ("0.92", "0.80 (0.80 to 0.80), torch compiled / torch.nn compiled", True)
+    found = timed(**times)
+    assert speeds.best_form(found, "torch") == "torch compiled"
+    assert speeds.against_fastest(found)["torch"] is None
+    assert speeds.against_fastest(found)["jax"]["median"] == pytest.approx(1.3 / 1.2)
+    assert speeds.against_fastest(timed(torch=1.7, jax=1.3, tf=1.6))["torch"]["median"] == pytest.approx(1.7 / 1.3)
+    assert speeds.said(speeds.against_peer(timed(jax=1.0, **{"flax nnx": 2.0}), "jax"), "jax") == "0.50 (0.50 to 0.50)"
 
 
 def test_every_port_has_a_share_to_reach_and_the_best_another(monkeypatch):

@@ -84,10 +84,11 @@ def _lay_out_for_few_rows(model, rows):
 
     A decoding step takes one row a hypothesis. Then the time goes into reading weights, and BLAS reads a transposed one
     badly: on a Xeon, a vocabulary of 37,000 takes half as long from oneDNN's own layout, and small matrices from
-    [in, out] take two thirds. Copies that are made for one search cannot be out of date.
+    [in, out] take two thirds. In bfloat16, oneDNN takes the products anyway, and would lay out the weights in each of
+    them. Copies that are made for one search cannot be out of date.
     """
     weight = model.output_proj.weight
-    if weight.device.type != "cpu" or weight.dtype == torch.bfloat16:  # for which BLAS has good layouts of its own
+    if weight.device.type != "cpu" or (weight.dtype == torch.bfloat16 and not _takes_bfloat16()):
         return
     if rows > FEW_ROWS or torch.is_autocast_enabled("cpu"):  # which does not know oneDNN's layout
         return
@@ -100,11 +101,16 @@ def _lay_out_for_few_rows(model, rows):
             module.forward = partial(_multiply, _relaid(module.weight, rows), module.bias)
 
 
+def _takes_bfloat16():
+    """Return whether oneDNN multiplies bfloat16 on this processor."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def _relaid(weight, rows):
     """Return a weight [out, in] in the layout that is quickest for few rows."""
-    has_layout = weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    has_layout = weight.dtype != torch.float64 and torch.backends.mkldnn.is_available()
     # Where oneDNN takes the product anyway, its own layout pays for small weights too.
-    if has_layout and (weight.numel() >= LARGE_WEIGHT or onednn.is_on()):
+    if has_layout and (weight.numel() >= LARGE_WEIGHT or weight.dtype == torch.bfloat16 or onednn.is_on()):
         return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return weight.t().contiguous().t()
 

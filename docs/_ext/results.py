@@ -20,6 +20,7 @@ ON_FOUR = tuple(f"| `{plan}`" for plan in ("data=4", "fsdp=4", "fsdp=2,tensor=2"
 PARTICIPANTS = {  # as docs/speed.md calls them
     "numpy": "**reference_numpy**",
     **{port: f"**transformer_{port}**" for port in PORTS},
+    "torch compiled": "**transformer_torch**, compiled",
     "torch.nn": "torch.nn.Transformer",
     "torch.nn compiled": "torch.nn.Transformer, compiled",
     "marian": "MarianMTModel",

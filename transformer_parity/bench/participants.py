@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy import ndarray
@@ -32,11 +32,12 @@ from transformer_parity.system.environment import prepare_environment
 class Package(Participant):
     """One of our four packages, used the way its users use it."""
 
+    form: ClassVar[str] = ""  # beside the usual one, as tables call it
     backend: str
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return self.backend
+        return f"{self.backend} {self.form}".rstrip()
 
     def check_installed(self) -> None:
         PORTS[self.backend].check_installed()
@@ -65,15 +66,35 @@ class ForwardPackage(Package):
         return np.asarray(found.float().cpu() if self.backend == "torch" else found, np.float32)
 
 
+class ForwardCompiled(ForwardPackage):
+    """Computes logits in PyTorch by what torch.compile makes of the model."""
+
+    form = "compiled"
+
+    def ready(self, model: Any, work: ForwardWork) -> Callable[[], Any]:
+        import torch
+
+        ids = map(torch.from_numpy, (work.source_ids, work.target_ids))  # to compile for inference takes tensors
+        return partial(compiled(self.backend, torch.compile(model)), *ids)
+
+
 class TrainPackage(Package):
     """Takes one step after another on the same batch."""
 
     mesh: Any = None  # of several devices
+    options: ClassVar[Mapping[str, Any]] = {}  # of this form's trainer
 
     def ready(self, model: Any, work: TrainWork) -> Callable[[], Any]:
-        trainer = self.package.Trainer(model, work.settings, SEED, mesh=self.mesh)
+        trainer = self.package.Trainer(model, work.settings, SEED, mesh=self.mesh, **self.options)
         batch = work.source_ids, work.target_ids, work.labels
         return lambda: (trainer.step + 1, float(trainer.train_step(*batch).loss))
+
+
+class TrainCompiled(TrainPackage):
+    """Takes the same steps in PyTorch, forward and backward pass under torch.compile."""
+
+    form = "compiled"
+    options: ClassVar[Mapping[str, Any]] = {"compile": True}
 
 
 @dataclass
@@ -118,7 +139,7 @@ class DecodePackage(Package):
         return Decoded.by(self._run)
 
 
-def compiled(name: str, model: Any) -> Callable[[ndarray, ndarray], Any]:
+def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
     """Return the model as its users call it again and again: the logits are computed when it returns."""
     if name == "torch":
         import torch
@@ -266,6 +287,12 @@ OURS: dict[str, dict[str, Participant]] = {
     "forward": {name: ForwardPackage(name) for name in PORTS},
     "train": {name: TrainPackage(name) for name in PORTS},
     "decode": {name: DecodePackage(name) for name in PORTS},
+}
+# Other forms of ours, beside other forms of others. A search has none: torch.compile would compile each length anew.
+FORMS: dict[str, dict[str, Participant]] = {
+    "forward": {"torch": ForwardCompiled("torch")},
+    "train": {"torch": TrainCompiled("torch")},
+    "decode": {},
 }
 OTHERS: dict[str, dict[str, Participant]] = {
     "forward": {name: ForwardOther(peer) for name, peer in PEERS.items()},

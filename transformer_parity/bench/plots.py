@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEBI = 2**20
-OURS = {*PORTS, *(port.package for port in PORTS.values())}
+OURS = {*PORTS, *(port.package for port in PORTS.values())}  # the first word of a name
 
 
 def place_of(machine: Mapping[str, Any]) -> str:
@@ -46,7 +46,7 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entr
     axes = figure.subplots()
     for place, entry in enumerate(ordered):
         times = Spread.of([1e3 * seconds for seconds in entry.seconds])
-        colour = GREY if not entry.has_result else GOOD if entry.name in OURS else OTHERS
+        colour = GREY if not entry.has_result else GOOD if entry.name.split()[0] in OURS else OTHERS
         axes.barh(place, times.median, color=colour, height=0.65)
         axes.plot([times.low, times.high], [place, place], color="black", linewidth=1)
         text = f"  {times.median:,.0f} ms"
@@ -63,7 +63,7 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entr
         details, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=8, color=GREY, annotation_clip=False
     )
     note = machine
-    if any(entry.has_result and entry.name not in OURS for entry in ordered):
+    if any(entry.has_result and entry.name.split()[0] not in OURS for entry in ordered):
         note += ". Light: other implementations."
     if any(not entry.has_result for entry in ordered):
         note += ". Grey: without a result."

@@ -12,7 +12,7 @@ from reference_numpy.parallel_plan import Plan
 from transformer_parity.bench.limit import LibraryEntry, Limit, libraries, limit_of
 from transformer_parity.bench.matrix_products import Products
 from transformer_parity.bench.measurements import Entry, verdict
-from transformer_parity.bench.participants import OURS, TrainOnDevices, others
+from transformer_parity.bench.participants import FORMS, OURS, TrainOnDevices, others
 from transformer_parity.bench.rounds import Participant, Tell, run_rounds, started
 from transformer_parity.bench.tables import costs_for_machines, describe, times_for_machines
 from transformer_parity.bench.verify import verifier_of
@@ -31,7 +31,7 @@ class Setting:
 
     Attributes:
         backends: Our packages, by name.
-        peers: Whether other implementations take part too.
+        peers: Whether other implementations take part too, and other forms of ours.
         threads: Of each participant.
         rounds: Calls of each participant that are timed; 0 is only what plans cost.
         against: The participant whose time is the unit; None is the fastest.
@@ -50,6 +50,8 @@ class Setting:
         ours: list[Participant] = []
         for name in self.backends:
             ours += [OURS[work.task][name], *(TrainOnDevices(name, plan, work.device) for plan in self.plans)]
+            if self.peers and name in FORMS[work.task]:
+                ours.append(FORMS[work.task][name])
         return [*ours, *others(work), Products()] if self.peers else ours
 
     def check(self, work: Work) -> None:

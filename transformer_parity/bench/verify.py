@@ -14,7 +14,7 @@ from reference_numpy.search_plan import SearchResult
 from transformer_parity.bench.measurements import DisagreementError
 from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.compare.near_ties import differing, explain, score_tolerance, summary
-from transformer_parity.compare.prefixes import score
+from transformer_parity.compare.prefixes import InBfloat16, rounded_to_bfloat16, score
 from transformer_parity.compare.tolerances import POLICY, relative_error, tolerance
 from transformer_parity.ports.protocol import Decoded
 
@@ -98,7 +98,7 @@ class TrainVerifier:
 
 
 class DecodeVerifier:
-    """The truth is the reference's search in float64.
+    """The truth is the reference's search in float64; in bfloat16, with weights that were rounded beforehand.
 
     Another result agrees if its tokens are the same, or differ by near-ties only, and if the scores are those of its
     tokens, within the tolerance of ``parity check --stage decode``.
@@ -106,8 +106,11 @@ class DecodeVerifier:
 
     def __init__(self, work: DecodeWork, weights: Mapping[str, ndarray]) -> None:
         self.work = work
+        in_dtype = ref.Transformer
+        if work.dtype == "bfloat16":
+            weights, in_dtype = {name: rounded_to_bfloat16(array) for name, array in weights.items()}, InBfloat16
         self._truth = ref.Transformer.from_weights(work.config, weights, "float64")
-        self._rounded = ref.Transformer.from_weights(work.config, weights, "float32")
+        self._rounded = in_dtype.from_weights(work.config, weights, "float32")
         self._expected = work.search.search(ref, self._truth, work.source_ids).nbest_ids
         self._known: dict[bytes, tuple[str, ndarray, float]] = {}  # by tokens: near-ties, scores and their tolerance
 

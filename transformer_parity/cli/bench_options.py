@@ -101,6 +101,7 @@ EXAMPLES = {
                                                         the matrix products alone: a lower bound for NumPy
   parity bench decode --beam 4 --against torch          beam search; how many times as long as torch
   parity bench decode --config base --json decode.json  the paper's size, every number into a file
+  parity bench decode --dtype bfloat16 --backends torch  weights of half the size, sums in float32
   parity bench decode --scale vocabulary --batch 1      vocabularies of 1,000 up to 256,000
 """,
     "compile": """\
@@ -228,7 +229,7 @@ def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
             metavar="PLAN",
             help="also on several devices, such as data=2,fsdp=2, and what each sends and holds; may be repeated",
         )
-    if task in ("forward", "train"):
+    if task in OURS:
         parser.add_argument(
             "--dtype",
             choices=("float32", "bfloat16"),

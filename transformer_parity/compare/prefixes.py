@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from numpy import ndarray
 
@@ -13,11 +15,39 @@ from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import log_softmax
 from reference_numpy.search_plan import SearchPlan
 from reference_numpy.search_rules import apply_rules
+from reference_numpy.taps import Tap, no_tap
 from reference_numpy.transformer import Transformer
 from transformer_parity.compare.tolerances import EPS, POLICY
 from transformer_parity.ports.protocol import SearchOptions
 
 Tokens = tuple[int, ...]  # a hypothesis or its beginning, without start symbol and padding
+
+
+class InBfloat16(Transformer):
+    """The reference in float32, with every named value rounded to bfloat16: the noise that it shows in that dtype."""
+
+    def encode(self, source_ids: Any, source_mask: Any = None, tap: Tap = no_tap, rng: Any = None) -> ndarray:
+        """Return the memory, as the reference does."""
+        return super().encode(source_ids, source_mask, lambda name, x: tap(name, rounded_to_bfloat16(x)), rng)
+
+    def decode(
+        self,
+        target_ids: Any,
+        memory: ndarray,
+        source_ids: Any = None,
+        target_mask: Any = None,
+        source_mask: Any = None,
+        tap: Tap = no_tap,
+        rng: Any = None,
+    ) -> ndarray:
+        """Return the logits, as the reference does."""
+        rounding = lambda name, x: tap(name, rounded_to_bfloat16(x))  # noqa: E731
+        return super().decode(target_ids, memory, source_ids, target_mask, source_mask, rounding, rng)
+
+
+def rounded_to_bfloat16(x: ndarray) -> ndarray:
+    """Return values as bfloat16 has them."""
+    return x.astype("bfloat16").astype(x.dtype)
 
 
 class Continuations:
@@ -61,6 +91,11 @@ class Continuations:
         largest = np.abs(exact).max(initial=0.0)
         if self.dtype == "float64":
             return POLICY["decode"]["float64"]["tie"] * largest
+        if self.dtype == "bfloat16":  # so coarse that a few may be exact by chance
+            rows = sorted({row for row, _ in at})
+            is_allowed = np.isfinite(self.exact[rows])
+            errors = self.rounded[rows][is_allowed] - self.exact[rows][is_allowed]
+            return POLICY["bench"]["decision_bfloat16"] * float(np.sqrt(np.square(errors).mean()))
         rule = POLICY["decode"]["float32"]
         rounded = np.array([self.rounded[place] for place in at if self.exact[place] > -math.inf])
         error = np.abs(rounded - exact).max(initial=0.0)
@@ -86,7 +121,8 @@ class PrefixScorer:
         """Return every way in which some prefixes of one length can go on in a search."""
         exact = self._totals(self.truth, prefixes, plan)
         rounded = exact if self.rounded is None else self._totals(self.rounded, prefixes, plan)
-        return Continuations(prefixes, exact, rounded, "float64" if self.rounded is None else "float32")
+        dtype = "bfloat16" if isinstance(self.rounded, InBfloat16) else "float32"
+        return Continuations(prefixes, exact, rounded, "float64" if self.rounded is None else dtype)
 
     def _totals(self, model: Transformer, prefixes: Sequence[Tokens], plan: SearchPlan) -> ndarray:
         if id(model) not in self._memory:

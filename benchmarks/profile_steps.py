@@ -1,0 +1,143 @@
+"""Where the time of a forward pass, a training step or a search goes: the share of each kind of work.
+
+Usage: ``python benchmarks/profile_steps.py train torch --config base``. The work is that of ``parity bench``, after two
+calls that are not counted. NumPy is profiled by Python's ``cProfile``, by processor time: a function is of one kind
+(``linear``, ``layer_norm``), and what it calls is its own, unless that has a kind too. PyTorch is profiled by
+``torch.profiler``, operation by operation; what no operation takes is Python's. ``--form compiled`` is the form that
+``parity bench --peers`` times beside the usual one, and ``--largest 20`` also prints names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # read as NumPy is imported
+REST = "residual sums, masks and Python"
+WARM = 2  # calls before those that count: the first compiles
+Names = Mapping[str, float]  # the seconds of each function or operation
+
+KINDS = {  # by what is found in a name, the first that fits
+    "numpy": {
+        r"^linear": "linear layers",
+        r"scaled_dot_product|KeyValueCache|^append|^reorder": "attention",
+        r"^(relu|gelu|gelu_tanh|swish)": "activations",
+        r"^layer_norm": "normalization",
+        r"^cross_entropy": "loss",
+        r"^update|^global_norm": "optimizer",
+        r"^lookup|^token_embedding|^embed": "embedding",
+        r"^_next_log_probabilities|^step": "choice of tokens",
+    },
+    "torch": {
+        r"reorder_linear_weight": "weights laid out for few rows",
+        r"scaled_dot_product|^aten::bmm|^aten::baddbmm": "attention",
+        r"log_softmax|nll_loss|cross_entropy": "loss, or choice of tokens",
+        r"addmm|::mm$|linear|mkl": "linear layers",
+        r"^aten::(max|argmax|sort|topk|amax)$": "loss, or choice of tokens",
+        r"layer_norm": "normalization",
+        r"silu|relu|gelu|sigmoid": "activations",
+        r"adam|vector_norm|foreach": "optimizer",
+        r"embedding|index_put": "embedding",
+        r"copy_|clone|::cat$|::fill_$|zero_": "copies and zeros",
+    },
+}
+
+
+def numpy_names(run: Callable[[], Any], calls: int) -> Names:
+    """Return the processor time of each function that has a kind; what it calls counts as its own."""
+    profile = cProfile.Profile(time.process_time)
+    for _ in range(calls):
+        profile.runcall(run)
+    found: Counter[str] = Counter()
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+
+    def give(function: tuple[str, int, str], seconds: float, above: frozenset[Any]) -> None:
+        """Add seconds to a function, or to its callers, by the part of its time that each of them caused."""
+        callers = {caller: of[2] for caller, of in stats[function][4].items() if caller not in above}
+        whole = sum(callers.values())
+        if kind_of("numpy", function[2]) != REST or not whole:
+            found[function[2]] += seconds
+            return
+        for caller, part in callers.items():
+            give(caller, seconds * part / whole, above | {function})
+
+    for function, (_, _, own, _, _) in stats.items():
+        if own:
+            give(function, own, frozenset())
+    return found
+
+
+def torch_names(run: Callable[[], Any], calls: int) -> Names:
+    """Return the time of each operation, without those it calls; the rest of the time is Python's."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        whole = time.perf_counter() - start
+    names = {event.key: event.self_cpu_time_total / 1e6 for event in found.key_averages()}
+    return {**names, "Python": max(0.0, whole - sum(names.values()))}
+
+
+PROFILERS: dict[str, Callable[[Callable[[], Any], int], Names]] = {"numpy": numpy_names, "torch": torch_names}
+
+
+def kind_of(backend: str, name: str) -> str:
+    """Return the kind of work that a function or operation does."""
+    return next((kind for pattern, kind in KINDS[backend].items() if re.search(pattern, name)), REST)
+
+
+def runner(options: argparse.Namespace) -> Callable[[], Any]:
+    """Return what does the work once."""
+    import reference_numpy as ref
+    from transformer_parity.bench.participants import FORMS, OURS
+    from transformer_parity.bench.workload import DecodeWork, ForwardWork, TrainWork
+
+    work = {"forward": ForwardWork, "train": TrainWork, "decode": DecodeWork}[options.task](options.config)
+    participant = (FORMS if options.form else OURS)[options.task][options.backend]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        ref.save_weights(file, work.config, work.weights())
+        participant.prepare()
+        participant.load(work, file)
+    return participant.run
+
+
+def main() -> None:
+    """Print the share of each kind of work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=("forward", "train", "decode"))
+    parser.add_argument("backend", choices=PROFILERS)
+    parser.add_argument("--config", default="base", help="size of the model (default: %(default)s)")
+    parser.add_argument("--form", choices=("compiled",), help="another form of the package (default: the usual one)")
+    parser.add_argument("--calls", type=int, default=3, help="that are profiled (default: %(default)s)")
+    parser.add_argument("--largest", type=int, default=0, metavar="N", help="also print so many names")
+    options = parser.parse_args()
+    os.environ.update(dict.fromkeys(THREADS, "1"))
+    run = runner(options)
+    for _ in range(WARM):
+        run()
+    names = PROFILERS[options.backend](run, options.calls)
+    whole = sum(names.values())
+    kinds: Counter[str] = Counter()
+    for name, seconds in names.items():
+        kinds[kind_of(options.backend, name)] += seconds
+    print(f"{1e3 * whole / options.calls:,.0f} ms a call, one thread")
+    for kind, seconds in kinds.most_common():
+        print(f"{seconds / whole:6.1%}  {kind}")
+    for name, seconds in Counter(names).most_common(options.largest):
+        print(f"{seconds / whole:6.1%}  {name}: {kind_of(options.backend, name)}")
+
+
+if __name__ == "__main__":
+    main()
