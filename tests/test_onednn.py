@@ -28,6 +28,11 @@ def as_before():
         switch.fp32_precision = value
 
 
+def tolerance(exact):
+    """Return what is allowed of oneDNN's products: with AMX, the switch lets them round to bfloat16."""
+    return exact if onednn.measured().error < onednn.ERROR else 2e-2
+
+
 def measures(monkeypatch, gain, error):
     monkeypatch.setattr(onednn, "measured", lambda: Measured(gain, error))
 
@@ -132,7 +137,7 @@ def test_attention_over_short_inputs_avoids_the_fused_kernel(length, monkeypatch
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     found = attention.scaled_dot_product_attention(query, key, value, mask)
     assert bool(calls) == (length == 200)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found, expected, rtol=tolerance(1e-5), atol=tolerance(2e-6))
     for other in (query.double(), query[:, :, :1]):  # another dtype, a step of decoding
         calls.clear()
         attention.scaled_dot_product_attention(other, key.to(other.dtype), value.to(other.dtype))
@@ -141,6 +146,7 @@ def test_attention_over_short_inputs_avoids_the_fused_kernel(length, monkeypatch
 
 @pytest.mark.parametrize("beam_size", first_alone([None, 3], "searches"))
 def test_a_search_takes_the_products_that_were_chosen(beam_size, monkeypatch):
+    allowed = tolerance(2e-6)
     measures(monkeypatch, FAST, EXACT)
     seen = []
     inner = search_loop._relaid
@@ -153,4 +159,4 @@ def test_a_search_takes_the_products_that_were_chosen(beam_size, monkeypatch):
     assert all(weight.is_mkldnn for weight in seen)
     expected = work.search.search(ref, ref.Transformer.from_weights(work.config, weights, "float64"), work.source_ids)
     assert np.array_equal(found.ids, expected.ids)
-    np.testing.assert_allclose(found.scores, expected.scores, rtol=2e-6)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=allowed)

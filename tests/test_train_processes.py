@@ -187,8 +187,11 @@ UNEVEN = "the plan data=3 needs 3 devices: got 2"
 
 @pytest.mark.extended("signals")
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_processes_that_do_not_fit_the_plan_all_say_so(name, tmp_path):
-    """Started by something else: each finds the other in its environment."""
+def test_processes_that_do_not_fit_the_plan_all_end_with_an_error(name, tmp_path):
+    """Started by something else: each finds the other in its environment.
+
+    One that has said what does not fit ends; JAX's other one may lose it before it has counted the devices.
+    """
     with environments.environments(name, 2, 2) as told:
         command = [sys.executable, "-c", PROGRAM, "train", "--task", "dates", "--out", str(tmp_path / "run"), *SMALL]
         command += ["--backend", name, "--parallel", "data=3"]
@@ -197,10 +200,11 @@ def test_processes_that_do_not_fit_the_plan_all_say_so(name, tmp_path):
             for variables in told
         ]
         try:
-            for process in started:
-                said = process.communicate(timeout=200)[1]
-                assert process.returncode == 3
-                assert UNEVEN in said.splitlines()[-1]
+            said = [process.communicate(timeout=200)[1].splitlines()[-1] for process in started]
+            assert [process.returncode for process in started] == [3, 3]
+            reasons = (UNEVEN, "Connection reset by peer") if name == "jax" else (UNEVEN,)
+            assert all(any(reason in line for reason in reasons) for line in said)
+            assert any(UNEVEN in line for line in said)
         finally:
             for process in started:
                 process.kill()

@@ -187,7 +187,7 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
 class Dropout(Configured, keras.layers.Dropout):
     """Set elements to zero at random and scale the rest, in training only (section 5.4)."""
 
-    def call(self, x: Float[Tensor, "*axes"], training: bool = False) -> Float[Tensor, "*axes"]:
+    def call(self, x: Float[Tensor, "*axes"], training: bool | None = False) -> Float[Tensor, "*axes"]:
         """Return ``x``, or in training a thinned-out copy of it; within ``own_rows`` that of a larger batch."""
         found = _OWN_ROWS.get()
         if found is None or not (training and self.rate):

@@ -121,7 +121,7 @@ class Share:
         """What dropout is drawn from, beside the seed and the step."""
         return (self.index,) if self.mesh is not None and self.local else ()
 
-    def slices(self, batch: Sequence[Int[Tensor, "B L"]], count: int) -> Iterator[tuple[Int[Tensor, "R L"], ...]]:
+    def slices(self, batch: Sequence[Int[Tensor, "B _"]], count: int) -> Iterator[tuple[Int[Tensor, "R _"], ...]]:
         """Yield the rows of each slice that are this process's, padded where they do not fall into equal parts.
 
         Raises:
