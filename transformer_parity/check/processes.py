@@ -76,6 +76,9 @@ SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # to compile, on all cases
 SILENCE = 600.0  # seconds, of a process' own, without a message, after which it is ended
 LONGEST_INTERVAL = 5.0  # seconds between two looks at the processor time: a busy machine gives every process some
 
+# Of glibc, which by default gives memory back to Linux and asks for it again: an eighth of JAX's time for compiling.
+MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+
 
 def run_all(
     jobs: Sequence[Job], *, interpreters: Mapping[str, str] | None = None, timeout: float | None = SILENCE
@@ -101,7 +104,7 @@ def run_all(
     reference = Reference(ports=sum(job.cases is not None for job in jobs) or 1)
     # Read by the frameworks when a process imports them.
     # The threads of small models mostly wait for one another: asleep, not by counting, which takes a processor each.
-    defaults = {**threads, "OMP_WAIT_POLICY": "passive", **keep_programs(os.environ)}
+    defaults = {**threads, "OMP_WAIT_POLICY": "passive", **MEMORY, **keep_programs(os.environ)}
     with Children({**defaults, **os.environ}) as children:
         while waiting or running:
             while waiting and len(running) < at_once:

@@ -82,7 +82,7 @@ class Child:
 
     def send(self, message: Any) -> None:
         """Send a message; one to a process that has ended is lost."""
-        self._to_send.put(messages.encoded(message))
+        self._to_send.put(b"".join(messages.parts(message)))
 
     @property
     def has_news(self) -> bool:

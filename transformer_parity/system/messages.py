@@ -1,4 +1,7 @@
-"""Messages between a process and its child processes: pickled objects over two pipes, each behind its length.
+"""Messages between a process and its child processes: pickled objects over two pipes.
+
+A message is the number of its parts, their lengths, and the parts: first what is pickled, then each array as it lies in
+memory. Pickled with the rest, the values of a base-sized model would be copied five times.
 
 This module is imported by every child, also by one of another interpreter that has no packages.
 """
@@ -10,13 +13,15 @@ import pickle
 import struct
 from typing import IO, Any
 
-LENGTH = struct.Struct("!Q")  # of the pickled object, in bytes
+LENGTH = struct.Struct("!Q")  # in bytes, and the number of parts
 
 
-def encoded(message: Any) -> bytes:
-    """Return the bytes that stand for a message."""
-    content = pickle.dumps(message)
-    return LENGTH.pack(len(content)) + content
+def parts(message: Any) -> list[Any]:
+    """Return what stands for a message, one after another: bytes, and memory of its arrays."""
+    buffers: list[pickle.PickleBuffer] = []
+    content = [pickle.dumps(message, 5, buffer_callback=buffers.append), *(buffer.raw() for buffer in buffers)]
+    lengths = (len(content), *map(len, content))
+    return [b"".join(map(LENGTH.pack, lengths)), *content]
 
 
 def receive(stream: IO[bytes]) -> Any:
@@ -25,14 +30,19 @@ def receive(stream: IO[bytes]) -> Any:
     Raises:
         EOFError: The stream has ended, possibly within a message.
     """
-    (length,) = LENGTH.unpack(_exactly(LENGTH.size, stream))
-    return pickle.loads(_exactly(length, stream))
+    (number,) = LENGTH.unpack(_exactly(LENGTH.size, stream))
+    lengths = struct.unpack(f"!{number}Q", _exactly(number * LENGTH.size, stream))
+    content, *buffers = [_exactly(length, stream) for length in lengths]
+    return pickle.loads(content, buffers=buffers)
 
 
-def _exactly(size: int, stream: IO[bytes]) -> bytes:
-    content = stream.read(size)
-    if len(content) < size:
-        raise EOFError(f"a message has ended after {len(content)} of {size} bytes")
+def _exactly(size: int, stream: IO[bytes]) -> bytearray:
+    content = bytearray(size)  # arrays in it can be written to
+    view, found = memoryview(content), 0
+    while count := stream.readinto(view[found:]):  # type: ignore[attr-defined]
+        found += count
+    if found < size:
+        raise EOFError(f"a message has ended after {found} of {size} bytes")
     return content
 
 
@@ -67,7 +77,8 @@ class Parent:
             OSError: The parent process has ended.
         """
         self._leave_if_forked()
-        self._replies.write(encoded(message))
+        for part in parts(message):
+            self._replies.write(part)
         self._replies.flush()
 
     def _leave_if_forked(self) -> None:
