@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -9,11 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import psutil
 import pytest
 from conftest import child_processes, still_running
 
-from transformer_parity.system import orphans
+from transformer_parity.system import messages, orphans
 from transformer_parity.system.child import ChildEndedError, Children
 from transformer_parity.system.silence import Silence
 
@@ -102,6 +105,30 @@ def test_what_is_larger_than_a_pipe_and_sent_before_it_is_read(start):
     for child in children:
         child.send(message)
     assert [child.receive() for child in children] == [message[::-1]] * 2
+
+
+def test_every_kind_of_array_arrives_as_it_was():
+    numbers = np.arange(24.0).reshape(2, 3, 4)
+    arrays = [
+        numbers,
+        numbers[:, ::2],
+        numbers.T,
+        numbers[:0],
+        np.float32(3),
+        np.array("text"),
+        np.array([None, {1: 2}]),
+    ]
+    arrays += [np.array([None, {1: 2}]), numbers.astype(ml_dtypes.bfloat16)]
+    parts = messages.parts(arrays)
+    assert sum(isinstance(part, memoryview) for part in parts) > 1  # not copied into what is pickled
+    sent = b"".join(parts)
+    for array, found in zip(arrays, messages.receive(io.BytesIO(sent)), strict=True):
+        assert found.dtype == array.dtype
+        np.testing.assert_array_equal(found, array)
+        assert found.ndim == 0 or found.flags.writeable
+    for short in (sent[:4], sent[:20], sent[:-1]):
+        with pytest.raises(EOFError, match="a message has ended after"):
+            messages.receive(io.BytesIO(short))
 
 
 def test_messages_that_are_not_read_wait_in_the_pipe(start):

@@ -234,7 +234,7 @@ def test_tolerances():
         "decode": {"float64": {"score": 1e-12, "tie": 1e-12}, "float32": {"ratio": 4.0, "floor_in_eps": 4.0}},
         "steps": {"float64": {"loss": 1e-10, "tensor": 1e-10}, "float32": {"loss": 1e-5, "tensor": 1e-3}},
         "distributed": {"mixed_bfloat16": {"ratio": 4.0, "floor_in_eps": 4.0}},
-        "bench": {"loss": 1e-4, "loss_bfloat16": 6e-2, "loss_with_dropout": 1e-1},
+        "bench": {"loss": 1e-4, "loss_bfloat16": 6e-2, "decision_bfloat16": 4.0, "loss_with_dropout": 1e-1},
     }
     assert [EPS[dtype] for dtype in ("float64", "float32", "bfloat16")] == [2.0**-52, 2.0**-23, 2.0**-7]
     assert tolerance("encoder.output", "float64", baseline=1.0) == 1e-12

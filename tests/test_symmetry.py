@@ -114,6 +114,7 @@ ALLOWED = [
     ("tf", "runtime", "adds definition placed", "a trainer and a search place what is not the model's"),
     ("torch", "runtime", "adds definition dtype_name", "a torch dtype has no name"),
     ("tf", "runtime.to_m*", "parameter shape: *", TRACED),
+    ("tf", "embedding.*", "parameter length: *", TRACED),
     ("tf", "transformer.*.init_cache", "parameter capacity: *", TRACED),
     ("tf", "*.init_cache", "parameter beam_size: *", TRACED),
     ("torch jax tf", "layers", "lacks definition Dropout.*", SHIPPED),

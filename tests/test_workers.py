@@ -16,7 +16,7 @@ from transformer_parity.cases.case import ACTIVATIONS, STAGES, tiny
 from transformer_parity.cases.for_ports import port_cases
 from transformer_parity.cases.standard import standard_cases
 from transformer_parity.check.one_port import Job
-from transformer_parity.check.processes import run_all
+from transformer_parity.check.processes import MEMORY, run_all
 from transformer_parity.compare.findings import AGREES, FAILED, SKIPPED, Finding, Setting
 from transformer_parity.system import child, start
 
@@ -245,15 +245,17 @@ def test_standard_input_is_at_its_end(write):
     assert problem == "EOFError: EOF when reading a line (mine.py, line 13, in forward)"
 
 
-def test_threads_are_shared_out(write, monkeypatch):
+def test_threads_are_shared_out_and_memory_is_kept(write, monkeypatch):
     for switch in child.THREAD_SWITCHES:
         monkeypatch.delenv(switch, raising=False)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for switch in ("OMP_WAIT_POLICY", "MALLOC_MMAP_MAX_"):
+        monkeypatch.delenv(switch, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    switches = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC", "OMP_WAIT_POLICY")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "9")
+    switches = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC", "OMP_WAIT_POLICY", *MEMORY)
     findings = compare(write(f"raise ValueError([os.environ[name] for name in {switches}])"))
     (problem, *_) = [found.detail for found in findings if found.verdict == FAILED]
-    said = f"ValueError: {['7', str(os.cpu_count()), str(os.cpu_count()), 'passive']}"
+    said = f"ValueError: {['7', str(os.cpu_count()), str(os.cpu_count()), 'passive', '0', '9']}"
     assert problem == f"{said} (mine.py, line 13, in forward)"
     assert "PJRT_NPROC" not in os.environ
 

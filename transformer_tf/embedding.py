@@ -19,7 +19,7 @@ from transformer_tf.layers import Block
 
 
 def sinusoidal_encoding(
-    length: int, d_model: int, layout: str = "interleaved", timescale: str = "m", offset: int = 0
+    length: int | Int[Tensor, ""], d_model: int, layout: str = "interleaved", timescale: str = "m", offset: int = 0
 ) -> Float[Tensor, "L d_model"]:
     """Return one row of sines and cosines of the position per position, in float64.
 
@@ -60,7 +60,7 @@ class SinusoidalPosition(Block):
         encoding = self.vectors(keras.ops.shape(x)[1])
         return x + tf.cast(encoding, x.dtype)
 
-    def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
+    def vectors(self, length: int | Int[Tensor, ""]) -> Float[Tensor, "L d_model"]:
         """Return what is added at each of the first positions."""
         config = self.config
         return sinusoidal_encoding(
@@ -80,7 +80,7 @@ class LearnedPosition(Block):
         """Return ``x`` with its positions."""
         return x + self.vectors(keras.ops.shape(x)[1])
 
-    def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
+    def vectors(self, length: int | Int[Tensor, ""]) -> Float[Tensor, "L d_model"]:
         """Return what is added at each of the first positions."""
         return self.table[self.offset : self.offset + length]
 

@@ -161,7 +161,7 @@ class Share:
         if different := [rank for rank, each in enumerate(found) if each != found[0]]:
             raise ValueError(f"all processes must have the same {what}: got another one in process {different[0]}")
 
-    def summed(self, x: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    def summed(self, x: Float[Tensor, ""] | Int[Tensor, ""]) -> Float[Tensor, ""] | Int[Tensor, ""]:
         """Return the sum of a number over all shares."""
         if self.mesh is not None:
             for axis in ("data", "fsdp"):
