@@ -97,6 +97,10 @@ def run(backend, build, record):
     floats = [array(np.ones(shape, np.float32)) for shape in ((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 7, 13))]
     package.scaled_dot_product_attention(*floats)
     package.scaled_dot_product_attention(*floats, array(np.ones((1, 1, 5, 1), bool)), tap=record())
+    if backend.name == "torch":  # only a share of a plan has it
+        dropout = package.layers.OwnDropout(0.5, axis=1, parts=2, part=1)
+        dropout.rows = 3
+        dropout(floats[0])
     if backend.name == "numpy":  # what no other component of it calls
         plan = package.search_plan.plan_search(model.config, source != 0, None, 9, 1, None)
         package.search_plan.pad_search(source, source != 0, plan, None, lambda length: 16)
