@@ -37,6 +37,7 @@ LARGE_FOLDERS = {
 }
 LONG_SIGNATURES = {
     "bench/peers/keras_hub.py: step": "the tensors of one decoding step, as tf.while_loop passes them",
+    "compare/prefixes.py: decode": "what it overrides, the reference's, takes as many",
     "golden/writer.py: write": "the parts of a manifest",
 }
 
