@@ -119,6 +119,7 @@ def test_info_describes_what_is_installed(capsys, monkeypatch, backends):
         products = {row: found[backend.name].pop(row) for row in (info.RATE, "products on a CPU")}
         assert products[info.RATE] > 0.1
         assert re.match("scipy-openblas|MKL; measured|XLA|oneDNN", products["products on a CPU"])
+        assert found[backend.name].pop(info.BY_ONEDNN, 1.0) > 0.1  # where it is much faster
         described = {row: said for row, said in expected[backend.name].items() if row not in products}
         assert found[backend.name] == {**described, **known}
 

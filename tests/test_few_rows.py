@@ -9,7 +9,8 @@ import torch
 import reference_numpy as ref
 import transformer_torch
 from transformer_parity.bench.workload import DecodeWork
-from transformer_torch import search_loop
+from transformer_torch import onednn, search_loop
+from transformer_torch.onednn import Measured
 
 WORK = DecodeWork("tiny", batch=3, source=7, target=6)
 
@@ -23,11 +24,11 @@ def weights():
 def seen(monkeypatch):
     """The layouts that steps multiply by."""
     found = []
-    monkeypatch.setattr(search_loop, "_relaid", lambda *arguments: found.append(inner(*arguments)) or found[-1])
+    monkeypatch.setattr(onednn, "lay_out", lambda *arguments: found.append(inner(*arguments)) or found[-1])
     return found
 
 
-inner = search_loop._relaid
+inner = onednn.lay_out
 
 
 @pytest.mark.parametrize("beam_size", [None, 3])
@@ -37,7 +38,8 @@ inner = search_loop._relaid
     ids=["oneDNN's layout", "[in, out]", "float64"],
 )
 def test_the_result_is_the_references(weights, beam_size, dtype, large, packed, seen, monkeypatch):
-    monkeypatch.setattr(search_loop, "LARGE_WEIGHT", large)
+    monkeypatch.setattr(onednn, "LARGE_WEIGHT", large)
+    monkeypatch.setattr(onednn, "measured", lambda: Measured(1.0, 0.0))  # else it lays out small weights too
     work = DecodeWork("tiny", batch=3, source=7, target=6, beam_size=beam_size)
     model = transformer_torch.Transformer.from_weights(work.config, weights, dtype)
     found = work.search.search(transformer_torch, model, work.source_ids)
@@ -76,10 +78,10 @@ def test_nothing_is_set_on_the_model(weights, seen):
 def test_bfloat16_is_laid_out_where_onednn_multiplies_it(weights, takes, seen, monkeypatch):
     model = transformer_torch.Transformer.from_weights(WORK.config, weights, "bfloat16")
     expected = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
-    supported = search_loop._takes_bfloat16()
+    supported = onednn.takes_bfloat16()
     assert [weight.is_mkldnn for weight in seen] == [True] * (8 * WORK.config.num_decoder_layers + 1) * supported
     seen.clear()
-    monkeypatch.setattr(search_loop, "_takes_bfloat16", lambda: takes and supported)
+    monkeypatch.setattr(onednn, "takes_bfloat16", lambda: takes and supported)
     found = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     assert bool(seen) == (takes and supported)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=2e-2)

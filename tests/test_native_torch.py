@@ -362,15 +362,28 @@ def test_any_optimizer_with_parameter_groups(port, name):
     wide = [p for p in model.parameters() if p.ndim > 1]
     narrow = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": wide, "weight_decay": 0.01}, {"params": narrow, "lr": 0.001, "weight_decay": 0.0}]
-    optimizer, found = getattr(torch.optim, name)(groups, lr=0.005), []
+    optimizer = getattr(torch.optim, name)(groups, lr=0.005)
     source, target, labels = map(torch.tensor, BATCH)
-    for _ in range(10):
+
+    def loss():
         total, tokens = port.package.cross_entropy(model(source, target), labels, model.config)
+        return total / tokens
+
+    before = loss_without_dropout(model, loss)
+    for _ in range(10):
         optimizer.zero_grad()
-        (total / tokens).backward()
+        loss().backward()
         optimizer.step()
-        found.append(total.item())
-    assert found[-1] < 0.9 * found[0]
+    assert loss_without_dropout(model, loss) < 0.9 * before
+
+
+def loss_without_dropout(model, loss):
+    """Return a loss that no random mask moves."""
+    model.eval()
+    with torch.no_grad():
+        found = loss().item()
+    model.train()
+    return found
 
 
 def test_a_parametrized_layer(port):
@@ -593,7 +606,8 @@ def test_arrays_with_any_strides(port):
         found = model(turned(SOURCE), turned(TARGET), turned(mask))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         memory = turned(model.encode(SOURCE, mask).detach().numpy())
-        torch.testing.assert_close(model.decode(TARGET, memory, SOURCE, None, mask), expected, rtol=0, atol=0)
+        found = model.decode(TARGET, memory, SOURCE, None, mask)  # at another address, MKL may sum in another order
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     narrow = model(SOURCE.astype(np.uint16)[:, ::-1][:, ::-1], TARGET.astype(">i4"), mask)
     torch.testing.assert_close(narrow, expected, rtol=0, atol=0)
 

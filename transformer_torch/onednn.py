@@ -4,6 +4,9 @@ PyTorch takes them from its BLAS, usually MKL, which reaches half of an AMD proc
 hands them to oneDNN is ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"``: oneDNN then *may* round to bfloat16.
 It does where the processor multiplies bfloat16 faster (Intel's AMX), and computes in float32 elsewhere. No name of a
 processor says which, so both speed and accuracy are measured, once in a process.
+
+For few rows, as in a step of a search, weights pay in oneDNN's own layout. PyTorch has no public name for what lays
+them out and multiplies by them; nothing else calls its operators.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ ROWS, INNER, COLUMNS = 128, 512, 2048  # of the product that is timed
 ROUNDS = 9  # of 2 ms a product
 GAIN = 1.5  # times as fast: less is lost again in small products, and noise does not reach it
 SHORT = 2**14  # scores of a head: up to here, separate products are quicker
+LARGE_WEIGHT = 2**20  # weights: from here on, its own layout pays for few rows
 ERROR = 2.0**-20  # eight epsilons of float32; products rounded to bfloat16 are off by 2**-9
 
 
@@ -60,6 +64,27 @@ def delays_attention(query: Tensor, key: Tensor) -> bool:
         return False
     is_affected = query.device.type == "cpu" and query.dtype == torch.float32
     return is_affected and query.shape[-2] * key.shape[-2] <= SHORT
+
+
+def takes_bfloat16() -> bool:
+    """Return whether oneDNN multiplies bfloat16 on this processor."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def lay_out(weight: Tensor, rows: int) -> Tensor:
+    """Return a copy of a weight [out, in] in the layout that is quickest for few rows, to be used by ``multiply``."""
+    has_layout = weight.dtype != torch.float64 and torch.backends.mkldnn.is_available()
+    # Where oneDNN takes the product anyway, its own layout pays for small weights too.
+    if has_layout and (weight.numel() >= LARGE_WEIGHT or weight.dtype == torch.bfloat16 or is_on()):
+        return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return weight.t().contiguous().t()
+
+
+def multiply(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """Multiply by a weight in any layout and add a bias."""
+    if weight.is_mkldnn:  # what F.linear refuses; torch.compile calls the same operators for frozen weights
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
 
 
 @cache

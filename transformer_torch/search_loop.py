@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the usual name
 
 from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
 from transformer_torch import onednn
@@ -16,7 +15,6 @@ from transformer_torch.training import inference
 from transformer_torch.transformer import Transformer
 from transformer_torch.weights import is_divided
 
-LARGE_WEIGHT = 2**20  # weights: from here on, oneDNN's own layout pays
 FEW_ROWS = 64  # rows: up to here, another layout does
 # What multiplies the memory, once for a search.
 MEMORY_PROJECTIONS = ("cross_attention.key_proj", "cross_attention.value_proj")
@@ -88,7 +86,7 @@ def _lay_out_for_few_rows(model, rows):
     them. Copies that are made for one search cannot be out of date.
     """
     weight = model.output_proj.weight
-    if weight.device.type != "cpu" or (weight.dtype == torch.bfloat16 and not _takes_bfloat16()):
+    if weight.device.type != "cpu" or (weight.dtype == torch.bfloat16 and not onednn.takes_bfloat16()):
         return
     if rows > FEW_ROWS or torch.is_autocast_enabled("cpu"):  # which does not know oneDNN's layout
         return
@@ -98,25 +96,4 @@ def _lay_out_for_few_rows(model, rows):
             and "forward" not in vars(module)
             and not name.endswith(MEMORY_PROJECTIONS)
         ):
-            module.forward = partial(_multiply, _relaid(module.weight, rows), module.bias)
-
-
-def _takes_bfloat16():
-    """Return whether oneDNN multiplies bfloat16 on this processor."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def _relaid(weight, rows):
-    """Return a weight [out, in] in the layout that is quickest for few rows."""
-    has_layout = weight.dtype != torch.float64 and torch.backends.mkldnn.is_available()
-    # Where oneDNN takes the product anyway, its own layout pays for small weights too.
-    if has_layout and (weight.numel() >= LARGE_WEIGHT or weight.dtype == torch.bfloat16 or onednn.is_on()):
-        return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return weight.t().contiguous().t()
-
-
-def _multiply(weight, bias, x):
-    """Multiply by a matrix in any layout and add a bias."""
-    if weight.is_mkldnn:  # what F.linear refuses; torch.compile calls the same function for frozen weights
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+            module.forward = partial(onednn.multiply, onednn.lay_out(module.weight, rows), module.bias)
