@@ -3,8 +3,9 @@
 Usage: ``python benchmarks/profile_steps.py train torch --config base``. The work is that of ``parity bench``, after two
 calls that are not counted. NumPy is profiled by Python's ``cProfile``, by processor time: a function is of one kind
 (``linear``, ``layer_norm``), and what it calls is its own, unless that has a kind too. PyTorch is profiled by
-``torch.profiler``, operation by operation; what no operation takes is Python's. ``--form compiled`` is the form that
-``parity bench --peers`` times beside the usual one, and ``--largest 20`` also prints names.
+``torch.profiler``, operation by operation, and JAX by ``jax.profiler``, by what XLA has made of the program, in which
+attention's products are products like others; the rest is Python's. ``--form compiled`` is the form that ``parity bench
+--peers`` times beside the usual one, and ``--largest 20`` also prints names.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # read as NumPy is imported
 REST = "residual sums, masks and Python"
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"  # of XLA
 WARM = 2  # calls before those that count: the first compiles
 Names = Mapping[str, float]  # the seconds of each function or operation
 
@@ -48,6 +50,12 @@ KINDS = {  # by what is found in a name, the first that fits
         r"adam|vector_norm|foreach": "optimizer",
         r"embedding|index_put": "embedding",
         r"copy_|clone|::cat$|::fill_$|zero_": "copies and zeros",
+    },
+    "jax": {
+        r"^(ynn_|xnn_|dot|\w*dot_general)": "products",
+        r"gather|scatter|dynamic|concatenate": "indexing",
+        r"^(\w*_)?(copy|transpose)(_bitcast)?_fusion|^copy|^transpose": "copies and transposes",
+        r"_fusion$|^wrapped_|reduce|broadcast": "other loops: sums, normalization, softmax, activations, optimizer",
     },
 }
 
@@ -89,7 +97,30 @@ def torch_names(run: Callable[[], Any], calls: int) -> Names:
     return {**names, "Python": max(0.0, whole - sum(names.values()))}
 
 
-PROFILERS: dict[str, Callable[[Callable[[], Any], int], Names]] = {"numpy": numpy_names, "torch": torch_names}
+def jax_names(run: Callable[[], Any], calls: int) -> Names:
+    """Return the time of each instruction of XLA's program by its name without a number; the rest is Python's."""
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            whole = time.perf_counter() - start
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        found = jax.profiler.ProfileData.from_file(str(file))
+    names: Counter[str] = Counter()
+    for event in (event for plane in found.planes for line in plane.lines for event in line.events):
+        if "hlo_op" in dict(event.stats) and not re.match(r"while|call|conditional", event.name):  # whose parts count
+            names[re.sub(r"\.\d+$", "", event.name)] += event.duration_ns / 1e9
+    return {**names, "Python": max(0.0, whole - sum(names.values()))}
+
+
+PROFILERS: dict[str, Callable[[Callable[[], Any], int], Names]] = {
+    "numpy": numpy_names,
+    "torch": torch_names,
+    "jax": jax_names,
+}
 
 
 def kind_of(backend: str, name: str) -> str:
@@ -123,7 +154,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=3, help="that are profiled (default: %(default)s)")
     parser.add_argument("--largest", type=int, default=0, metavar="N", help="also print so many names")
     options = parser.parse_args()
-    os.environ.update(dict.fromkeys(THREADS, "1"))
+    os.environ.update(dict.fromkeys(THREADS, "1"), XLA_FLAGS=ONE_THREAD)
     run = runner(options)
     for _ in range(WARM):
         run()

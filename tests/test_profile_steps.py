@@ -17,6 +17,7 @@ PROFILE = Path(__file__).parents[1] / "benchmarks" / "profile_steps.py"
     [
         ("train", "numpy", ["linear layers", "optimizer", "loss", "attention", "normalization", "activations"]),
         ("train", "torch", ["linear layers", "optimizer", "loss, or choice of tokens", "attention", "normalization"]),
+        ("train", "jax", ["products", "indexing", "copies and transposes", "other loops: sums, normalization"]),
         ("decode", "numpy", ["linear layers", "attention", "choice of tokens", "normalization", "activations"]),
     ],
 )
@@ -29,4 +30,4 @@ def test_a_profile_divides_the_time_among_kinds(task, package, kinds):
     assert re.fullmatch(r"[\d,]+ ms a call, one thread", head)
     shares = {row.split("  ")[-1]: float(row.split("%")[0]) for row in rows[:-1]}
     assert sum(shares.values()) == pytest.approx(100.0, abs=1.0)
-    assert all(shares[kind] > 0.0 for kind in kinds)
+    assert all(any(shares[found] > 0.0 for found in shares if found.startswith(kind)) for kind in kinds)

@@ -165,7 +165,7 @@ def test_facts_that_are_gone_fail_the_build():
         catalogue.chosen("attention, nothing")
     with pytest.raises(ExtensionError, match="nothing in mask matches 'gone'"):
         catalogue.chosen("mask", "gone")
-    with pytest.raises(ExtensionError, match=r"there is no benchmarks/nothing-small.json"):
+    with pytest.raises(ExtensionError, match=r"there is no benchmarks/intel/nothing-small.json"):
         list(results.speed("nothing"))
     assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "one two") == "one two"
     assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "thr") == "three"

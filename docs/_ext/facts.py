@@ -14,7 +14,7 @@ from typing import Any
 from docutils import nodes
 from panes import PACKAGES, ROOT, TITLES
 from results import conformance, devices, selftest, speed, tolerances, verdict
-from speeds import compared, goals, shares
+from speeds import compared, goals, kept, shares
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
@@ -217,6 +217,7 @@ TABLES = {
     "tolerances": tolerances,
     "shares": shares,
     "goals": goals,
+    "kept": kept,
 }
 
 

@@ -16,6 +16,7 @@ RESULTS = ROOT / "docs" / "results"
 TOLERANCES = ROOT / "transformer_parity" / "compare" / "tolerances.toml"
 MIB = 2**20
 PORTS = ("torch", "jax", "tf")
+MACHINES = {"intel": "Intel Xeon", "amd": "AMD EPYC"}  # by folder of benchmarks
 ON_FOUR = tuple(f"| `{plan}`" for plan in ("data=4", "fsdp=4", "fsdp=2,tensor=2"))  # of the README
 PARTICIPANTS = {  # as docs/speed.md calls them
     "numpy": "**reference_numpy**",
@@ -36,7 +37,8 @@ def stamp(report: dict[str, Any], versions: dict[str, str]) -> str:
     machine = report["machine"]
     commit = f", commit `{report['commit'][:10]}`" if "commit" in report else ""
     named = ", ".join(f"{TITLES.get(name, name)} {version}" for name, version in versions.items())
-    where = f"{machine['platform']}, {machine['cpus']} CPUs, Python {machine['python']}"
+    processor = f"{machine['processor']}, " if "processor" in machine else ""
+    where = f"{processor}{machine['platform']}, {machine['cpus']} CPUs, Python {machine['python']}"
     when = f"Measured on {report['date'][:10]}{commit}, transformer-parity {machine['transformer-parity']}"
     return f"{when}; {named}; {where}."
 
@@ -53,21 +55,24 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def speed(task: str) -> Iterator[str]:
-    """Yield a Markdown table of one task at both sizes, from benchmarks/*.json."""
-    reports = {size: read(ROOT / "benchmarks" / f"{task}-{size}.json") for size in ("small", "base")}
-    columns = {size: {one["name"]: one for one in r["races"][0]["participants"]} for size, r in reports.items()}
-    header = "".join(f" {size}, ms | lowest to highest | MiB |" for size in reports)
-    yield f"| |{header}"
-    yield "|---|" + "---:|---:|---:|" * len(reports)
-    for name in sorted(columns["base"], key=lambda name: columns["base"][name].get("median_seconds") or 1e9):
-        cells = "".join(f" {timed(columns[size].get(name))} |" for size in reports)
-        yield f"| {PARTICIPANTS[name]} |{cells}"
-    versions = {one["name"]: one["environment"]["version"] for one in columns["base"].values() if one["name"] in TITLES}
-    yield ""
-    for size, report in reports.items():
-        rounds = f"{report['rounds']} rounds, {report['machine']['threads']} threads"
-        yield f"{size.capitalize()}: {rounds}. {stamp(report, versions)}"
+    """Yield Markdown tables of one task at both sizes, one for each processor, from benchmarks/*/*.json."""
+    for machine, title in MACHINES.items():
+        sizes = ("small", "base")
+        reports = {size: read(ROOT / "benchmarks" / machine / f"{task}-{size}.json") for size in sizes}
+        columns = {size: {one["name"]: one for one in r["races"][0]["participants"]} for size, r in reports.items()}
+        header = "".join(f" {size}, ms | lowest to highest | MiB |" for size in reports)
+        yield f"| {title} |{header}"
+        yield "|---|" + "---:|---:|---:|" * len(reports)
+        base = columns["base"]
+        for name in sorted(base, key=lambda name: base[name].get("median_seconds") or 1e9):
+            cells = "".join(f" {timed(columns[size].get(name))} |" for size in reports)
+            yield f"| {PARTICIPANTS[name]} |{cells}"
+        versions = {one["name"]: one["environment"]["version"] for one in base.values() if one["name"] in TITLES}
         yield ""
+        for size, report in reports.items():
+            rounds = f"{report['rounds']} rounds, {report['machine']['threads']} threads"
+            yield f"{size.capitalize()}: {rounds}. {stamp(report, versions)}"
+            yield ""
 
 
 def timed(one: dict[str, Any] | None) -> str:

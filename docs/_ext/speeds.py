@@ -1,4 +1,4 @@
-"""Tables of docs/speed.md that are made from benchmarks/*.json: shares of the limit, ratios, and what is aimed at."""
+"""Tables of docs/speed.md that are made from benchmarks/*/*.json: shares of the limit, ratios, what is aimed at."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from panes import ROOT
-from results import PARTICIPANTS, PORTS, RESULTS, read
+from results import MACHINES, PARTICIPANTS, PORTS, RESULTS, read
 
 TASKS = ("forward", "train", "decode")
 SIZES = ("small", "base")
@@ -37,9 +37,9 @@ class Aim(NamedTuple):
     is_met: bool | None  # None where it was not measured
 
 
-def race(name: str) -> dict[str, Any]:
-    """Return what was measured of one work, with the participants by name."""
-    (found,) = read(ROOT / "benchmarks" / f"{name}.json")["races"]
+def race(name: str, machine: str) -> dict[str, Any]:
+    """Return what was measured of one work on a machine of ``MACHINES``, with the participants by name."""
+    (found,) = read(ROOT / "benchmarks" / machine / f"{name}.json")["races"]
     return {**found, "participants": {one["name"]: one for one in found["participants"]}}
 
 
@@ -51,17 +51,20 @@ def share(found: dict[str, Any], name: str) -> float | None:
 
 
 def shares() -> Iterator[str]:
-    """Yield a Markdown table of the share of the limit, of each task and size."""
-    columns = {f"{task}, {size}": race(f"{task}-{size}") for task in TASKS for size in SIZES}
-    yield f"| | {' | '.join(columns)} |"
-    yield "|---|" + "---:|" * len(columns)
-    for name, title in PARTICIPANTS.items():
-        yield f"| {title} | {' | '.join(percent(share(found, name)) for found in columns.values())} |"
-    limits = [found.get("limit") for found in columns.values()]
-    cells = [
-        f"{limit['rate'] / 1e9:,.0f} GFLOP/s, {limit['bandwidth'] / 1e9:,.0f} GB/s" if limit else "" for limit in limits
-    ]
-    yield f"| the limit | {' | '.join(cells)} |"
+    """Yield Markdown tables of the share of the limit, of each task and size, one for each processor."""
+    for machine, title in MACHINES.items():
+        columns = {f"{task}, {size}": race(f"{task}-{size}", machine) for task in TASKS for size in SIZES}
+        yield f"| {title} | {' | '.join(columns)} |"
+        yield "|---|" + "---:|" * len(columns)
+        for name, called in PARTICIPANTS.items():
+            yield f"| {called} | {' | '.join(percent(share(found, name)) for found in columns.values())} |"
+        limits = [found.get("limit") for found in columns.values()]
+        cells = [
+            f"{limit['rate'] / 1e9:,.0f} GFLOP/s, {limit['bandwidth'] / 1e9:,.0f} GB/s" if limit else ""
+            for limit in limits
+        ]
+        yield f"| the limit | {' | '.join(cells)} |"
+        yield ""
 
 
 def percent(part: float | None) -> str:
@@ -95,18 +98,20 @@ def against_fastest(found: dict[str, Any]) -> dict[str, dict[str, float] | None]
 
 
 def compared(task: str) -> Iterator[str]:
-    """Yield a Markdown table of ratios: each package beside its peers, and each port beside the fastest."""
-    races = [race(f"{task}-{size}") for size in SIZES]
-    yield f"| {task} | {' | '.join(SIZES)} |"
-    yield "|---|" + "---|" * len(SIZES)
-    for name, (title, _) in PEERS.items():
-        package = "reference_numpy" if name == "numpy" else f"transformer_{name}"
-        cells = [said(against_peer(found, name), name) for found in races]
-        yield f"| {package} / {title} | {' | '.join(cells)} |"
-    columns = [against_fastest(found) for found in races]
-    for port in PORTS:
-        cells = [spread(column[port], "the fastest") for column in columns]
-        yield f"| transformer_{port} / the fastest of the three | {' | '.join(cells)} |"
+    """Yield Markdown tables of ratios: each package beside its peers, and each port beside the fastest."""
+    for machine, title in MACHINES.items():
+        races = [race(f"{task}-{size}", machine) for size in SIZES]
+        yield f"| {task}, {title} | {' | '.join(SIZES)} |"
+        yield "|---|" + "---|" * len(SIZES)
+        for name, (peer, _) in PEERS.items():
+            package = "reference_numpy" if name == "numpy" else f"transformer_{name}"
+            cells = [said(against_peer(found, name), name) for found in races]
+            yield f"| {package} / {peer} | {' | '.join(cells)} |"
+        columns = [against_fastest(found) for found in races]
+        for port in PORTS:
+            cells = [spread(column[port], "the fastest") for column in columns]
+            yield f"| transformer_{port} / the fastest of the three | {' | '.join(cells)} |"
+        yield ""
 
 
 def spread(ratio: dict[str, float] | None, without: str) -> str:
@@ -122,9 +127,9 @@ def said(versus: Versus | None, name: str) -> str:
     return f"{spread(versus.ratio, '')}{names}"
 
 
-def aims() -> Iterator[Aim]:
-    """Yield everything that is aimed at, at base size where nothing else is said."""
-    races = {task: race(f"{task}-base") for task in TASKS}
+def aims(machine: str) -> Iterator[Aim]:
+    """Yield everything that is aimed at on a machine, at base size where nothing else is said."""
+    races = {task: race(f"{task}-base", machine) for task in TASKS}
     below, above = dict(zip(TASKS, (0.60, 0.85, 0.40), strict=True)), dict(zip(TASKS, (0.97, 0.92, 0.60), strict=True))
     for task, found in races.items():
         versus = against_peer(found, "torch")
@@ -145,13 +150,22 @@ def aims() -> Iterator[Aim]:
         whole = f"every port {percent(every)}, the best {percent(best)}"
         is_met = min(known) >= every and max(known) >= best if len(known) == len(PORTS) else None
         yield Aim(f"share of the limit, {task}", whole, listed, is_met)
-    alone = race(ALONE) if (ROOT / "benchmarks" / f"{ALONE}.json").is_file() else None
+    alone = race(ALONE, machine)
     for port in PORTS:
         what = f"{port} / {PEERS[port][0]}, forward, size tiny, one sentence of 8 tokens"
-        yield at_most(what, 1.0, against_peer(alone, port) if alone else None, port)
-    seconds = read(RESULTS / "conformance.json").get("time", {}).get("seconds")
-    found = f"{seconds:.0f} s" if seconds else ""
-    yield Aim("`parity check`", "120 s; 60 s when it has compiled before", found, seconds and seconds <= 120)
+        yield at_most(what, 1.0, against_peer(alone, port), port)
+
+
+def kept() -> Iterator[str]:
+    """Yield a Markdown table of median times as usual, and where glibc keeps the memory that is freed."""
+    races = [race(f"{task}-base{kind}", "amd") for task in ("forward", "train") for kind in ("", "-kept")]
+    yield f"| {MACHINES['amd']}, base, ms | forward | with memory kept | training step | with memory kept |"
+    yield "|---|" + "---:|" * len(races)
+    for name, title in PARTICIPANTS.items():
+        times = [found["participants"].get(name, {}).get("median_seconds") for found in races]
+        yield f"| {title} | {' | '.join(f'{1000 * seconds:,.0f}' if seconds else '' for seconds in times)} |"
+    rates = [f"{found['limit']['rate'] / 1e9:,.0f} GFLOP/s" for found in races]
+    yield f"| the limit: products | {' | '.join(rates)} |"
 
 
 def at_most(what: str, goal: float, versus: Versus | None, name: str) -> Aim:
@@ -161,12 +175,19 @@ def at_most(what: str, goal: float, versus: Versus | None, name: str) -> Aim:
 
 
 def goals() -> Iterator[str]:
-    """Yield a Markdown table of what is aimed at, and whether it was met on the processor at hand."""
-    machine = read(ROOT / "benchmarks" / "forward-base.json")["machine"]
-    yield f"| on {machine['processor']}, threads: {machine['threads']} | goal | measured | met |"
-    yield "|---|---|---|---|"
+    """Yield Markdown tables of what is aimed at, and whether it was met, one for each processor."""
     words = {True: "yes", False: "no", None: "not measured"}
-    yield from (f"| {aim.what} | {aim.goal} | {aim.found} | {words[aim.is_met]} |" for aim in aims())
+    for machine in MACHINES:
+        found = read(ROOT / "benchmarks" / machine / "forward-base.json")["machine"]
+        yield f"| on {found['processor']}, threads: {found['threads']} | goal | measured | met |"
+        yield "|---|---|---|---|"
+        yield from (f"| {aim.what} | {aim.goal} | {aim.found} | {words[aim.is_met]} |" for aim in aims(machine))
+        yield ""
+    report = read(RESULTS / "conformance.json")
+    seconds = report["time"]["seconds"]
+    yield "| `parity check` | goal | measured | met |"
+    yield "|---|---|---|---|"
+    yield f"| for the first time | 120 s | {seconds:.0f} s | {words[seconds <= 120]} |"
 
 
 if __name__ == "__main__":

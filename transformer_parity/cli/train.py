@@ -22,7 +22,7 @@ from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.cli.train_options import add_options
 from transformer_parity.distributed.environments import number_of_processes
 from transformer_parity.ports.protocol import Placement
-from transformer_parity.system.environment import quiet_frameworks
+from transformer_parity.system.environment import keep_freed_memory, quiet_frameworks
 from transformer_parity.system.errors import UsageError, refusals
 from transformer_parity.system.interrupts import stop_on_signal
 from transformer_parity.train import corpora, curves
@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     check_installed(options.backends)
     _check_options(options)
     folder = _folder(options)
+    keep_freed_memory()
     with refusals(ValueError):
         group = of_this_process(options.backends[0])
     if group is not None and group.size > 1 and options.parallel is None:

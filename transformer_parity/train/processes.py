@@ -15,6 +15,7 @@ from typing import Any
 from transformer_parity.distributed.environments import environments
 from transformer_parity.ports.registry import PORTS
 from transformer_parity.system.child import THREAD_SWITCHES, Child, ChildEndedError, Children
+from transformer_parity.system.environment import keep_freed_memory
 from transformer_parity.system.errors import UsageError, refusals
 from transformer_parity.system.interrupts import Stop, stop_on_signal
 from transformer_parity.system.messages import Parent
@@ -94,6 +95,7 @@ def work(parent: Parent) -> None:
     """Train the part of one process."""
     job, environment = parent.receive()
     os.environ.update(environment)  # before the framework is imported
+    keep_freed_memory()
     send = parent.send if job.where.group.rank == 0 else lambda message: None
     try:
         PORTS[job.backend].import_package()

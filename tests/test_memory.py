@@ -1,0 +1,73 @@
+"""What `parity train` does with the memory that it frees: it keeps it for the next step."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from transformer_parity.cli import train
+from transformer_parity.cli.main import main
+
+PAGES = """
+import mmap, resource, sys
+import numpy as np
+from transformer_parity.system.environment import keep_freed_memory
+
+def take_and_free():
+    \"\"\"Return how many pages Linux provided for an array of 64 MiB.\"\"\"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.empty(2**26, np.uint8)[:: mmap.PAGESIZE] = 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = take_and_free(), take_and_free()
+keep_freed_memory()
+take_and_free()
+print(*before, take_and_free(), take_and_free())
+"""
+
+
+def pages(**environment):
+    """Return the pages of two arrays as usual, and of two once memory is kept."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    run = subprocess.run(
+        [sys.executable, "-c", PAGES],
+        **{"check": True, "capture_output": True, "text": True, "env": {**inherited, **environment}},
+    )
+    return [int(number) for number in run.stdout.split()]
+
+
+@pytest.mark.parametrize("environment", [{}, {"MALLOC_MMAP_MAX_": "65536"}, {"GLIBC_TUNABLES": "glibc.malloc.check=0"}])
+def test_memory_is_kept_unless_the_environment_says_something_about_it(environment):
+    *usual, first, second = pages(**environment)
+    if platform.libc_ver()[0] == "glibc" and not environment:
+        assert min(usual) > 10 * max(first, second)
+    else:  # elsewhere the C library does as it always does
+        assert max(first, second) < 2 * max(usual)
+
+
+def test_training_keeps_it(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(train, "keep_freed_memory", lambda: calls.append("kept"))
+    assert (
+        main(
+            [
+                "train",
+                "--task",
+                "dates",
+                "--backend",
+                "numpy",
+                "--steps",
+                "1",
+                "--stop-at",
+                "2",
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 3
+    )
+    assert calls == ["kept"]
