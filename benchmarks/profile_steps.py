@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # read as NumPy is imported
+# Read as NumPy or XLA is imported.
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PJRT_NPROC", "NPROC")
 REST = "residual sums, masks and Python"
-ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"  # of XLA
 WARM = 2  # calls before those that count: the first compiles
 Names = Mapping[str, float]  # the seconds of each function or operation
 
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=3, help="that are profiled (default: %(default)s)")
     parser.add_argument("--largest", type=int, default=0, metavar="N", help="also print so many names")
     options = parser.parse_args()
-    os.environ.update(dict.fromkeys(THREADS, "1"), XLA_FLAGS=ONE_THREAD)
+    os.environ.update(dict.fromkeys(THREADS, "1"))
     run = runner(options)
     for _ in range(WARM):
         run()

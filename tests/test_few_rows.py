@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812  the usual name
 
 import reference_numpy as ref
 import transformer_torch
@@ -22,13 +23,13 @@ def weights():
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The layouts that steps multiply by."""
+    """What steps multiply by."""
     found = []
-    monkeypatch.setattr(onednn, "lay_out", lambda *arguments: found.append(inner(*arguments)) or found[-1])
+    monkeypatch.setattr(onednn, "for_few_rows", lambda *arguments: found.append(inner(*arguments)) or found[-1])
     return found
 
 
-inner = onednn.lay_out
+inner = onednn.for_few_rows
 
 
 @pytest.mark.parametrize("beam_size", [None, 3])
@@ -39,13 +40,13 @@ inner = onednn.lay_out
 )
 def test_the_result_is_the_references(weights, beam_size, dtype, large, packed, seen, monkeypatch):
     monkeypatch.setattr(onednn, "LARGE_WEIGHT", large)
-    monkeypatch.setattr(onednn, "measured", lambda: Measured(1.0, 0.0))  # else it lays out small weights too
+    monkeypatch.setattr(onednn, "measured", lambda: Measured(1.0, 0.0))  # else it may take small products too
     work = DecodeWork("tiny", batch=3, source=7, target=6, beam_size=beam_size)
-    model = transformer_torch.Transformer.from_weights(work.config, weights, dtype)
+    model = transformer_torch.Transformer.from_weights(work.config, weights, dtype, precision="highest")
     found = work.search.search(transformer_torch, model, work.source_ids)
     assert len(seen) == 8 * work.config.num_decoder_layers + 1
-    assert [weight.is_mkldnn for weight in seen] == [packed] * len(seen)
-    assert packed or not any(weight.is_contiguous() for weight in seen)
+    assert {multiply.func for multiply in seen} == {onednn._by_onednn if packed else F.linear}
+    assert packed or not any(multiply.keywords["weight"].is_contiguous() for multiply in seen)
     expected = work.search.search(ref, ref.Transformer.from_weights(work.config, weights, "float64"), work.source_ids)
     assert np.array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=2e-6 if dtype == "float32" else 1e-13)
@@ -79,7 +80,9 @@ def test_bfloat16_is_laid_out_where_onednn_multiplies_it(weights, takes, seen, m
     model = transformer_torch.Transformer.from_weights(WORK.config, weights, "bfloat16")
     expected = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     supported = onednn.takes_bfloat16()
-    assert [weight.is_mkldnn for weight in seen] == [True] * (8 * WORK.config.num_decoder_layers + 1) * supported
+    assert [multiply.func for multiply in seen] == [onednn._by_onednn] * (
+        8 * WORK.config.num_decoder_layers + 1
+    ) * supported
     seen.clear()
     monkeypatch.setattr(onednn, "takes_bfloat16", lambda: takes and supported)
     found = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)

@@ -149,37 +149,22 @@ def test_a_search_takes_the_products_that_were_chosen(beam_size, monkeypatch):
     allowed = tolerance(2e-6)
     measures(monkeypatch, FAST, EXACT)
     seen = []
-    inner = onednn.lay_out
-    monkeypatch.setattr(onednn, "lay_out", lambda *arguments: seen.append(inner(*arguments)) or seen[-1])
+    inner = onednn.for_few_rows
+
+    def spy(weight, *others):
+        seen.append((weight.numel(), inner(weight, *others)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(onednn, "for_few_rows", spy)
     monkeypatch.setattr(onednn, "LARGE_PRODUCT", 3 * (beam_size or 1) * 128 * 512)
     work = DecodeWork("tiny", batch=3, source=7, target=6, beam_size=beam_size)
     weights = work.weights()
     model = transformer_torch.Transformer.from_weights(work.config, weights, precision="highest")
     found = work.search.search(transformer_torch, model, work.source_ids)
-    assert {(weight.numel() >= 128 * 512, weight.is_mkldnn) for weight in seen} == {(True, True), (False, False)}
+    assert {(size >= 128 * 512, multiply.func) for size, multiply in seen} == {
+        (True, onednn._by_onednn),
+        (False, onednn._by_mkl),
+    }
     expected = work.search.search(ref, ref.Transformer.from_weights(work.config, weights, "float64"), work.source_ids)
     assert np.array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=allowed)
-
-
-@pytest.mark.parametrize(("error", "during"), [(EXACT, False), (ROUNDED, True)])
-def test_in_a_search_onednn_takes_what_was_laid_out_for_it_alone(error, during, monkeypatch):
-    """Small products begin later there; where they round to bfloat16, as was asked for, they are all its own."""
-    measures(monkeypatch, FAST, error)
-    work = DecodeWork("tiny", batch=1, source=7, target=6)
-    model = transformer_torch.Transformer.from_weights(work.config, work.weights(), precision="fast")
-    between, within = [], []
-    model.decoder.layers[0].register_forward_hook(lambda *_: within.append(onednn.is_on()))
-    transformer_torch.greedy_search(
-        model, work.source_ids, max_length=6, on_step=lambda _: between.append(onednn.is_on())
-    )
-    assert set(within) == {during}
-    assert {*between, onednn.is_on()} == {True}
-
-    def stop(*_):
-        raise ZeroDivisionError
-
-    model.decoder.layers[0].register_forward_hook(stop)
-    with pytest.raises(ZeroDivisionError):
-        transformer_torch.greedy_search(model, work.source_ids, max_length=6)
-    assert onednn.is_on()

@@ -5,8 +5,8 @@ hands them to oneDNN is ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"``
 It does where the processor multiplies bfloat16 faster (Intel's AMX), and computes in float32 elsewhere. No name of a
 processor says which, so both speed and accuracy are measured, once in a process.
 
-For few rows, as in a step of a search, weights pay in oneDNN's own layout. PyTorch has no public name for what lays
-them out and multiplies by them; nothing else calls its operators.
+For few rows, as in a step of a search, other layouts of the weights pay. PyTorch has no public name for what lays them
+out and multiplies by them: torch.compile calls the same operators for frozen weights, and no other module here does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ ROUNDS = 9  # of 2 ms a product
 GAIN = 1.5  # times as fast: less is lost again in small products, and noise does not reach it
 SHORT = 2**14  # scores of a head: up to here, separate products are quicker
 LARGE_WEIGHT = 2**20  # weights: from here on, its own layout pays for few rows
-LARGE_PRODUCT = 2**19  # multiplications: likewise, where its products are faster
+LARGE_PRODUCT = 2**19  # multiplications: likewise, where the switch is on
 ERROR = 2.0**-20  # eight epsilons of float32; products rounded to bfloat16 are off by 2**-9
 
 
@@ -72,35 +72,27 @@ def takes_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def lay_out(weight: Tensor, rows: int) -> Tensor:
-    """Return a copy of a weight [out, in] in the layout that is quickest for few rows, to be used by ``multiply``."""
-    pays = weight.numel() >= LARGE_WEIGHT or (is_on() and rows * weight.numel() >= LARGE_PRODUCT)
-    has_layout = weight.dtype != torch.float64 and torch.backends.mkldnn.is_available()
-    if has_layout and (pays or weight.dtype == torch.bfloat16):
-        return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return weight.t().contiguous().t()
+def for_few_rows(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
+    """Return what ``F.linear`` does for so many rows, by a copy of the weight in the layout that is quickest for them.
 
-
-@contextmanager
-def only_as_laid_out() -> Iterator[None]:
-    """Leave to oneDNN, in a block, only the products by weights that were laid out for it.
-
-    It needs 15 microseconds to begin a product, three times as long as the BLAS takes for one of 8 rows by 128 x 128
-    weights. With the switch on, it also takes one row by its own layout in twice the time. Where it rounds to bfloat16,
-    as ``fast`` permits, it keeps all products.
+    oneDNN needs 15 microseconds to begin a product, three times as long as MKL takes for one of 8 rows by 128 x 128
+    weights. Such products are left to MKL.
     """
-    if is_on() and measured().error <= ERROR:
-        with _switched("ieee"):
-            yield
-    else:
-        yield
+    is_float32, switched = weight.dtype == torch.float32, is_on()
+    if is_float32 and switched and torch.backends.mkl.is_available() and rows * weight.numel() < LARGE_PRODUCT:
+        return partial(_by_mkl, torch.ops.mkl._mkl_reorder_linear_weight(weight, rows), weight, bias, rows)
+    has_layout = torch.backends.mkldnn.is_available() and weight.dtype != torch.float64
+    if has_layout and (not is_float32 or switched or weight.numel() >= LARGE_WEIGHT):
+        return partial(_by_onednn, torch.ops.mkldnn._reorder_linear_weight(weight, rows), bias)
+    return partial(F.linear, weight=weight.t().contiguous().t(), bias=bias)
 
 
-def multiply(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """Multiply by a weight in any layout and add a bias."""
-    if weight.is_mkldnn:  # what F.linear refuses; torch.compile calls the same operators for frozen weights
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+def _by_mkl(packed: Tensor, weight: Tensor, bias: Tensor | None, rows: int, x: Tensor) -> Tensor:
+    return torch.ops.mkl._mkl_linear(x, packed, weight, bias, rows)
+
+
+def _by_onednn(reordered: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, reordered, bias, "none", [], "")
 
 
 @cache

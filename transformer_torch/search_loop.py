@@ -40,7 +40,7 @@ def run_search(
         cache = decoder.init_cache(source_ids, plan.capacity, plan.beam_size, source_mask)
         state, rows = kind.start(plan), None
     for n in range(1, plan.capacity + 1):
-        with torch.inference_mode(), onednn.only_as_laid_out():  # not around ``on_step``, which may take gradients
+        with torch.inference_mode():  # not around ``on_step``, which may take gradients
             if rows is not None:
                 cache.reorder(rows)
             logits, cache = decoder.decode_step(state.tokens.reshape(-1), cache)
@@ -96,4 +96,4 @@ def _lay_out_for_few_rows(model, rows):
             and "forward" not in vars(module)
             and not name.endswith(MEMORY_PROJECTIONS)
         ):
-            module.forward = partial(onednn.multiply, onednn.lay_out(module.weight, rows), module.bias)
+            module.forward = onednn.for_few_rows(module.weight, module.bias, rows)

@@ -184,10 +184,11 @@ def goals() -> Iterator[str]:
         yield from (f"| {aim.what} | {aim.goal} | {aim.found} | {words[aim.is_met]} |" for aim in aims(machine))
         yield ""
     report = read(RESULTS / "conformance.json")
-    seconds = report["time"]["seconds"]
-    yield "| `parity check` | goal | measured | met |"
+    seconds, where = report["time"]["seconds"], report["machine"].get("processor", "")
+    yield f"| `parity check`{f', on {where}' * bool(where)} | goal | measured | met |"
     yield "|---|---|---|---|"
-    yield f"| for the first time | 120 s | {seconds:.0f} s | {words[seconds <= 120]} |"
+    goal = "120 s; 60 s with what was compiled before"
+    yield f"| the last that is [shown](results/conformance.md) | {goal} | {seconds:.0f} s | {words[seconds <= 120]} |"
 
 
 if __name__ == "__main__":

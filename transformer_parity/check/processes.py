@@ -77,6 +77,7 @@ SILENCE = 600.0  # seconds, of a process' own, without a message, after which it
 LONGEST_INTERVAL = 5.0  # seconds between two looks at the processor time: a busy machine gives every process some
 
 # Of glibc, which by default gives memory back to Linux and asks for it again: an eighth of JAX's time for compiling.
+# As ``system.environment.keep_freed_memory``, of processes that are yet to start.
 MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 

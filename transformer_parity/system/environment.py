@@ -27,12 +27,12 @@ def prepare_environment() -> None:
 def keep_freed_memory() -> None:
     """Let glibc keep what is freed for what is allocated next, unless the environment says something about it.
 
-    By default it gives each large array back to Linux, which provides the next one page by page: up to a quarter of the
-    time of a training step (docs/speed.md). Other C libraries are left as they are.
+    By default it gives each large array back to Linux, which provides the next one page by page: a quarter of the time
+    of a training step at base size, and half at smaller ones (docs/how-to/train.md). Other C libraries stay as they are.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
-    with suppress(OSError, AttributeError, TypeError):
+    with suppress(OSError, AttributeError):  # no glibc, or one without
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
