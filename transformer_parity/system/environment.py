@@ -28,7 +28,7 @@ def keep_freed_memory() -> None:
     """Let glibc keep what is freed for what is allocated next, unless the environment says something about it.
 
     By default it gives each large array back to Linux, which provides the next one page by page: a quarter of the time
-    of a training step at base size, and half at smaller ones (docs/how-to/train.md). Other C libraries stay as they are.
+    of a training step at base size, and half at smaller ones (docs/how-to/train.md). Other C libraries do as ever.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
