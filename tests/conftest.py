@@ -30,9 +30,8 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 os.environ["PARITY_CACHE"] = ""  # the user's own is left alone
-os.environ["MALLOC_ARENA_TEST"] = (
-    "8"  # as by default; said, so that `parity train` does not keep what this process frees
-)
+# As by default: where a variable of glibc is set, `parity train` does not keep what a process of the tests frees.
+os.environ["MALLOC_ARENA_TEST"] = "8"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in models this small, threads mostly wait for each other
 
 import gc

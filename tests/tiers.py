@@ -160,8 +160,6 @@ def forget():
     """Free what the frameworks keep of the models of a finished file: gigabytes, after all of them."""
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()
     if "keras" in sys.modules:
         sys.modules["keras"].backend.clear_session()  # which collects garbage too
     else:
