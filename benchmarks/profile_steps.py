@@ -22,8 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Read as NumPy or XLA is imported.
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PJRT_NPROC", "NPROC")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PJRT_NPROC")  # read at the first import
 REST = "residual sums, masks and Python"
 WARM = 2  # calls before those that count: the first compiles
 Names = Mapping[str, float]  # the seconds of each function or operation
@@ -52,7 +51,7 @@ KINDS = {  # by what is found in a name, the first that fits
         r"copy_|clone|::cat$|::fill_$|zero_": "copies and zeros",
     },
     "jax": {
-        r"^(ynn_|xnn_|dot|\w*dot_general)": "products",
+        r"^(ynn_|dot|\w*dot_general)": "products",
         r"gather|scatter|dynamic|concatenate": "indexing",
         r"^(\w*_)?(copy|transpose)(_bitcast)?_fusion|^copy|^transpose": "copies and transposes",
         r"_fusion$|^wrapped_|reduce|broadcast": "other loops: sums, normalization, softmax, activations, optimizer",

@@ -168,3 +168,12 @@ def test_a_search_takes_the_products_that_were_chosen(beam_size, monkeypatch):
     expected = work.search.search(ref, ref.Transformer.from_weights(work.config, weights, "float64"), work.source_ids)
     assert np.array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=allowed)
+
+
+def test_without_mkl_onednn_takes_small_products_too(monkeypatch):
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    weight = torch.ones(4, 3)
+    assert onednn.for_few_rows(weight, None, 2).func is onednn._by_mkl
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert onednn.for_few_rows(weight, None, 2).func is onednn._by_onednn
+    assert onednn.for_few_rows(weight.double(), None, 2).func is onednn.F.linear
