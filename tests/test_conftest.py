@@ -172,10 +172,10 @@ def test_what_tests_share_has_one_process(run):
 
 
 def test_a_process_that_had_tensorflow_does_nothing_else(run):
-    """Of three: where there are fewer, none is spared."""
+    """Of four: where there are fewer, none is spared."""
     names = [*(f"tf-{i}" for i in range(4)), *(f"torch-{i}" for i in range(40))]
     test = f"@pytest.mark.parametrize('name', {names})\ndef test(name): pass"
-    for processes, alone in (("1", False), ("3", True)):
+    for processes, alone in (("1", False), ("4", True)):
         code, output = run(test, "--backends", "numpy", "-v", "-n", processes)
         assert (code, output.count("PASSED")) == (0, len(names))
         ran = [line.split() for line in output.splitlines() if "PASSED" in line]
@@ -191,7 +191,10 @@ def test_a_process_that_had_tensorflow_does_nothing_else(run):
         ("test_clock.py::test_jax_compiles", "jax"),
         ("test_peers.py::test_logits[keras hub XLA]", "tf"),
         ("test_peers.py::test_float64[flax nnx-1e-06]", "jax"),
-        ("test_selftest.py::test_mistake[tf-loss-summed-steps]", "tf"),
+        ("test_selftest.py::test_mistake[tf-loss-summed-steps]", "tf_training"),
+        ("test_training.py::test_mixed_precision[tf]", "tf_training"),
+        ("test_train.py::test_a_run_goes_on_in_another_framework", "tf_training"),
+        ("test_edited_package.py::test_tensorflow_compiles_each_copy_of_a_model[float32]", "tf"),
         ("test_selftest.py::test_mistake[torch-loss-no - and no-full/padded]", "full/padded"),
         ("test_golden.py::test_another_package_agrees[torch]", "golden"),
         ("test_import_hf.py::test_logits_are_those_of_transformers[marian-numpy]", "import"),

@@ -21,8 +21,13 @@ import pytest
 from reference_numpy import PRESETS, TransformerConfig
 from transformer_parity.check.kept_programs import kept_in, processor_features
 
-# In the name of a test, what it shares with others; these run one after another in one process.
+# In the name of a test, what it shares with others; these run one after another in one process. What TensorFlow has
+# compiled, a process keeps until it ends: its tests are two parts, and each has a process that does nothing else.
 SHARED = (
+    re.compile(r"test_(selftest|train\w*)\.py::.*[\[-](?P<tf_training>tf)[]-]"),
+    re.compile(r"::test_(?P<tf_training>.*another_framework|attention_of_every_backend|info_describes_what)"),
+    re.compile(r"::test_(?P<tf_training>backends_agree|the_code_runs_in_order)"),
+    re.compile(r"::test_.*(?P<tf>tensorflow|keras_hub|copy_is_saved)"),
     re.compile(r"[\[-](jax|tf)[]-]"),  # a framework that compiles
     re.compile(r"_(jax|tf)\.py::"),  # likewise, in a file that is about one
     re.compile(r"::test_(jax|tf)_"),  # likewise, in a test that is about one
@@ -68,8 +73,8 @@ def scheduler(config, log):
             return group(nodeid)
 
         def _reschedule(self, node) -> None:
-            if "tf" in self.assigned_work[node] and self.numnodes > 2:
-                node.shutdown()  # after its tests: what TensorFlow has compiled, a process keeps until it ends
+            if self.numnodes > 3 and {"tf", "tf_training"} & self.assigned_work[node].keys():
+                node.shutdown()  # after its tests
             super()._reschedule(node)
 
     return ByWhatIsShared(config, log)
