@@ -3,9 +3,10 @@
 Usage: ``python benchmarks/profile_steps.py train torch --config base``. The work is that of ``parity bench``, after two
 calls that are not counted. NumPy is profiled by Python's ``cProfile``, by processor time: a function is of one kind
 (``linear``, ``layer_norm``), and what it calls is its own, unless that has a kind too. PyTorch is profiled by
-``torch.profiler``, operation by operation, and JAX by ``jax.profiler``, by what XLA has made of the program, in which
-attention's products are products like others; the rest is Python's. ``--form compiled`` is the form that ``parity bench
---peers`` times beside the usual one, and ``--largest 20`` also prints names.
+``torch.profiler``, operation by operation. JAX and TensorFlow are profiled by their own profilers, by what XLA has made
+of the program, and TensorFlow's training step by the operations of its graph: in both, attention's products are
+products like others. The rest is Python's. ``--form compiled`` is the form that ``parity bench --peers`` times beside
+the usual one, and ``--largest 20`` also prints names.
 """
 
 from __future__ import annotations
@@ -19,14 +20,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PJRT_NPROC")  # read at the first import
+THREADS = (  # read at the first import
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PJRT_NPROC"),
+    *("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"),
+)
 REST = "residual sums, masks and Python"
+LOOPS = "other loops: sums, normalization, softmax, activations, optimizer"
 WARM = 2  # calls before those that count: the first compiles
 Names = Mapping[str, float]  # the seconds of each function or operation
 
+XLA = {
+    r"^(ynn_|dot|\w*dot_general|[Mm]at[Mm]ul)": "products",
+    r"gather|scatter|dynamic|concatenate": "indexing",
+    r"^(\w*_)?(copy|transpose)(_bitcast)?_fusion|^copy|^transpose": "copies and transposes",
+    r"_fusion$|^wrapped_|reduce|broadcast": LOOPS,
+}
 KINDS = {  # by what is found in a name, the first that fits
     "numpy": {
         r"^linear": "linear layers",
@@ -50,12 +62,16 @@ KINDS = {  # by what is found in a name, the first that fits
         r"embedding|index_put": "embedding",
         r"copy_|clone|::cat$|::fill_$|zero_": "copies and zeros",
     },
-    "jax": {
-        r"^(ynn_|dot|\w*dot_general)": "products",
-        r"gather|scatter|dynamic|concatenate": "indexing",
-        r"^(\w*_)?(copy|transpose)(_bitcast)?_fusion|^copy|^transpose": "copies and transposes",
-        r"_fusion$|^wrapped_|reduce|broadcast": "other loops: sums, normalization, softmax, activations, optimizer",
+    "tf": {
+        r"MatMul": "products",
+        r"LogSoftmax|CrossEntropy": "loss",
+        r"ResourceApply|^L2Loss|^AssignSub|^Assign": "optimizer",
+        r"Gather|Segment|Scatter|Concat|Slice|^Pad": "indexing",
+        r"^(_Mkl)?(Transpose|BroadcastTo|Tile|ZerosLike|Fill|Cast)$": "copies and transposes",
+        **XLA,
+        r"^(?!Python)(_Mkl)?[A-Z]": LOOPS,
     },
+    "jax": XLA,
 }
 
 
@@ -100,18 +116,38 @@ def jax_names(run: Callable[[], Any], calls: int) -> Names:
     """Return the time of each instruction of XLA's program by its name without a number; the rest is Python's."""
     import jax
 
+    return traced(jax.profiler.trace, run, calls)
+
+
+def tf_names(run: Callable[[], Any], calls: int) -> Names:
+    """Return the time of each instruction of XLA's programs, and of each type of operation elsewhere."""
+    import tensorflow as tf
+
+    return traced(tf.profiler.experimental.Profile, run, calls)
+
+
+def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[], Any], calls: int) -> Names:
+    """Return the times in a trace; both frameworks write theirs in one format, which JAX reads."""
+    from jax.profiler import ProfileData
+
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with trace(folder):
             start = time.perf_counter()
             for _ in range(calls):
                 run()
             whole = time.perf_counter() - start
         (file,) = Path(folder).rglob("*.xplane.pb")
-        found = jax.profiler.ProfileData.from_file(str(file))
+        found = ProfileData.from_file(str(file))
     names: Counter[str] = Counter()
     for event in (event for plane in found.planes for line in plane.lines for event in line.events):
-        if "hlo_op" in dict(event.stats) and not re.match(r"while|call|conditional", event.name):  # whose parts count
-            names[re.sub(r"\.\d+$", "", event.name)] += event.duration_ns / 1e9
+        operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # of TensorFlow, after its place in the graph
+        if "hlo_op" in dict(event.stats):
+            if not re.match(r"while|call|conditional", event.name):  # whose parts count
+                names[re.sub(r"\.\d+$", "", event.name)] += event.duration_ns / 1e9
+        elif operation and not re.search(r"PartitionedCall|Xla|(While|If|Case)$|inference", operation[1]):
+            names[operation[1]] += event.duration_ns / 1e9
+    if sum(names.values()) > 1.02 * whole:
+        raise ValueError(f"{sum(names.values()):.2f} s of parts in {whole:.2f} s: some count twice")
     return {**names, "Python": max(0.0, whole - sum(names.values()))}
 
 
@@ -119,6 +155,7 @@ PROFILERS: dict[str, Callable[[Callable[[], Any], int], Names]] = {
     "numpy": numpy_names,
     "torch": torch_names,
     "jax": jax_names,
+    "tf": tf_names,
 }
 
 

@@ -19,6 +19,8 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,14 @@ from numpy import ndarray
 import reference_numpy as ref
 from transformer_parity.bench.workload import SIZES, DecodeWork
 from transformer_parity.system.environment import prepare_environment
+from transformer_parity.system.machine import describe_machine
 
 Translate = Callable[[list[list[int]]], list[list[int]]]
 PACKAGES = {"numpy": "reference_numpy", **{name: f"transformer_{name}" for name in ("torch", "jax", "tf")}}
 TRANSLATORS = (*PACKAGES, "marian", "ctranslate2", "ctranslate2 int8")
+DISTRIBUTIONS = {"marian": "transformers", "ctranslate2": "ctranslate2"}  # of those that are not ours
 BATCH = 64  # sentences
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "PJRT_NPROC")
 
 
 def read(options: argparse.Namespace) -> list[list[int]]:
@@ -64,7 +68,7 @@ def in_batches(lines: Sequence[list[int]], pad_id: int, search: Callable[[ndarra
 def of_package(name: str, model: Path, work: DecodeWork) -> Translate:
     """Return what translates by one of our packages."""
     package = __import__(PACKAGES[name])
-    loaded = package.load_transformer(model)
+    loaded = package.load_transformer(model, precision="highest")  # as `parity translate` does
 
     def search(ids: ndarray) -> ndarray:
         return work.search.search(package, loaded, ids).ids
@@ -150,6 +154,22 @@ def write(options: argparse.Namespace, model: Path) -> None:
         export_checkpoint(load(model), "ctranslate2", model.parent / "ctranslate2")
 
 
+def write_json(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write the figures; those of other translators stay, where the file has some of the same machine and work."""
+    asked = {name: getattr(options, name) for name in ("config", "lines", "tokens", "beam", "threads")}
+    report: dict[str, Any] = {"machine": describe_machine(), **asked}
+    words = [len(line) - 1 for line in read(options)]
+    report["words"] = sum(words) / len(words)
+    by_name: dict[str, dict[str, Any]] = {}
+    with suppress(OSError, ValueError):
+        before = json.loads(options.json.read_text("utf-8"))
+        if before | {"translators": None} == report | {"translators": None}:
+            by_name = {row["name"]: row for row in before["translators"]}
+    by_name |= {row["name"]: row for row in rows}
+    report["translators"] = [by_name[name] for name in TRANSLATORS if name in by_name]
+    options.json.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+
+
 def main() -> None:
     """Measure each translator in a process of its own, and print what it takes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,13 +186,14 @@ def main() -> None:
         metavar="A,B",
         help=f"some of {', '.join(TRANSLATORS)} (default: all)",
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures and the machine there")
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # in the process of one translator
     options = parser.parse_args()
     if options.model:
         (name,) = options.translators
         print(json.dumps(measure(options, name, options.model)))
         return
-    first = None
+    first, rows = None, []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model.safetensors"
         write(options, model)
@@ -187,8 +208,19 @@ def main() -> None:
             found = answer["found"]
             first = first or found
             same = sum(a == b for a, b in zip(found, first, strict=True))
-            each = 1e3 * answer["processor_seconds"] / len(found)
-            print(f"{name:18} {len(found) / answer['seconds']:11,.1f} {each:18,.1f}  {same:,} of {len(found):,}")
+            rate, each = len(found) / answer["seconds"], 1e3 * answer["processor_seconds"] / len(found)
+            print(f"{name:18} {rate:11,.1f} {each:18,.1f}  {same:,} of {len(found):,}", flush=True)
+            rows.append(
+                {
+                    "name": name,
+                    "version": version(DISTRIBUTIONS.get(name.split()[0], "transformer-parity")),
+                    "sentences_per_second": rate,
+                    "processor_ms_each": each,
+                    "same_tokens": same,
+                }
+            )
+    if options.json:
+        write_json(options, rows)
 
 
 if __name__ == "__main__":

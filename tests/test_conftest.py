@@ -173,14 +173,15 @@ def test_what_tests_share_has_one_process(run):
 
 def test_a_process_that_had_tensorflow_does_nothing_else(run):
     """Of four: where there are fewer, none is spared."""
-    names = [*(f"tf-{i}" for i in range(4)), *(f"torch-{i}" for i in range(40))]
-    test = f"@pytest.mark.parametrize('name', {names})\ndef test(name): pass"
+    names = [*(f"tf-{i}" for i in range(4)), *(f"torch-{i}" for i in range(40)), *(f"a-jax-{i}" for i in range(5))]
+    test = f"@pytest.mark.parametrize('name', {names})\ndef test(name): pass\ndef test_info_describes_it(): pass"
     for processes, alone in (("1", False), ("4", True)):
         code, output = run(test, "--backends", "numpy", "-v", "-n", processes)
-        assert (code, output.count("PASSED")) == (0, len(names))
+        assert (code, output.count("PASSED")) == (0, len(names) + 1)
         ran = [line.split() for line in output.splitlines() if "PASSED" in line]
-        (worker,) = {words[0] for words in ran if "[tf-" in words[-1]}
-        assert all("[tf-" in words[-1] for words in ran if words[0] == worker) == alone, output
+        for mine in ("[tf-", "::test_info"):
+            (worker,) = {words[0] for words in ran if mine in words[-1]}
+            assert all(mine in words[-1] for words in ran if words[0] == worker) == alone, output
 
 
 @pytest.mark.parametrize(
@@ -194,6 +195,8 @@ def test_a_process_that_had_tensorflow_does_nothing_else(run):
         ("test_selftest.py::test_mistake[tf-loss-summed-steps]", "tf_training"),
         ("test_training.py::test_mixed_precision[tf]", "tf_training"),
         ("test_train.py::test_a_run_goes_on_in_another_framework", "tf_training"),
+        ("test_search.py::test_cached_equals_uncached[jax-keras_hub]", "jax"),
+        ("test_others.py::test_no_alarm[torch-keras_hub]", "test_others.py::test_no_alarm[torch-keras_hub]"),
         ("test_edited_package.py::test_tensorflow_compiles_each_copy_of_a_model[float32]", "tf"),
         ("test_selftest.py::test_mistake[torch-loss-no - and no-full/padded]", "full/padded"),
         ("test_golden.py::test_another_package_agrees[torch]", "golden"),

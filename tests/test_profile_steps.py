@@ -18,6 +18,8 @@ PROFILE = Path(__file__).parents[1] / "benchmarks" / "profile_steps.py"
         ("train", "numpy", ["linear layers", "optimizer", "loss", "attention", "normalization", "activations"]),
         ("train", "torch", ["linear layers", "optimizer", "loss, or choice of tokens", "attention", "normalization"]),
         ("train", "jax", ["products", "indexing", "copies and transposes", "other loops: sums, normalization"]),
+        ("train", "tf", ["products", "optimizer", "loss", "indexing", "copies and transposes", "other loops: sums"]),
+        ("decode", "tf", ["products", "indexing", "other loops: sums, normalization"]),
         ("decode", "numpy", ["linear layers", "attention", "choice of tokens", "normalization", "activations"]),
     ],
 )

@@ -22,12 +22,12 @@ from reference_numpy import PRESETS, TransformerConfig
 from transformer_parity.check.kept_programs import kept_in, processor_features
 
 # In the name of a test, what it shares with others; these run one after another in one process. What TensorFlow has
-# compiled, a process keeps until it ends: its tests are two parts, and each has a process that does nothing else.
+# compiled, a process keeps until it ends: its tests are two parts, and of four processes, two are for these.
 SHARED = (
     re.compile(r"test_(selftest|train\w*)\.py::.*[\[-](?P<tf_training>tf)[]-]"),
-    re.compile(r"::test_(?P<tf_training>.*another_framework|attention_of_every_backend|info_describes_what)"),
-    re.compile(r"::test_(?P<tf_training>backends_agree|the_code_runs_in_order)"),
-    re.compile(r"::test_.*(?P<tf>tensorflow|keras_hub|copy_is_saved)"),
+    re.compile(r"::test_(?P<tf_training>a_run_goes_on_in_another_framework|attention_of_every_backend|lockstep_shows)"),
+    re.compile(r"::test_(?P<tf_training>.*backends_(agree|translate)|code_of_the_guides|info_describes|the_code_runs)"),
+    re.compile(r"::test_[^\[]*(?P<tf>tensorflow|keras_hub|copy_is_saved)"),
     re.compile(r"[\[-](jax|tf)[]-]"),  # a framework that compiles
     re.compile(r"_(jax|tf)\.py::"),  # likewise, in a file that is about one
     re.compile(r"::test_(jax|tf)_"),  # likewise, in a test that is about one
@@ -37,6 +37,7 @@ SHARED = (
     re.compile(r"test_(import)_(?!messages|alone)"),  # models of transformers, whose import takes seconds
 )
 
+ALONE = {"tf", "tf_training"}
 GROWTH = 400 * 2**20  # bytes, between two tests of which what they compiled is forgotten
 GROWTH_OF_A_FILE = 100 * 2**20  # likewise between two files
 _size = 0  # in bytes, of this process, when it last forgot
@@ -72,8 +73,13 @@ def scheduler(config, log):
         def _split_scope(self, nodeid: str) -> str:
             return group(nodeid)
 
+        def _assign_work_unit(self, node) -> None:
+            for name in ALONE & self.workqueue.keys():  # in a process that has done nothing else before either
+                self.workqueue.move_to_end(name, last=False)
+            super()._assign_work_unit(node)
+
         def _reschedule(self, node) -> None:
-            if self.numnodes > 3 and {"tf", "tf_training"} & self.assigned_work[node].keys():
+            if self.numnodes > 3 and ALONE & self.assigned_work[node].keys():
                 node.shutdown()  # after its tests
             super()._reschedule(node)
 

@@ -182,7 +182,9 @@ def _top(values, count):
         return best[:, :count], index[:, :count]
     # Sorting all is slow, and topk takes equal ones in any order. But what is looked for lies in few blocks: those with
     # the largest maxima, of equal ones the first.
-    blocks = F.pad(values, (0, -values.shape[1] % BLOCK), value=-inf).unflatten(1, (-1, BLOCK))
+    short = -values.shape[1] % BLOCK
+    padded = F.pad(values, (0, short), value=-inf) if short else values  # by none, F.pad copies them all
+    blocks = padded.unflatten(1, (-1, BLOCK))
     _, block = _top(blocks.amax(-1), count)
     block = block.sort().values  # in their old order, so that the first of equal values stays the first
     best, at = _top(blocks.take_along_dim(block[:, :, None], 1).flatten(1), count)

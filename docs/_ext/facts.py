@@ -14,7 +14,7 @@ from typing import Any
 from docutils import nodes
 from panes import PACKAGES, ROOT, TITLES
 from results import conformance, devices, selftest, speed, tolerances, verdict
-from speeds import compared, goals, kept, shares
+from speeds import compared, goals, kept, shares, translated
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
@@ -218,6 +218,7 @@ TABLES = {
     "shares": shares,
     "goals": goals,
     "kept": kept,
+    "translated": translated,
 }
 
 

@@ -168,6 +168,18 @@ def kept() -> Iterator[str]:
     yield f"| the limit: products | {' | '.join(rates)} |"
 
 
+def translated() -> Iterator[str]:
+    """Yield a Markdown table of the lines of a text that each translator takes in a second."""
+    searches = {"greedy": "translate-base-greedy", "beams of 4": "translate-base-beam4"}
+    reports = {search: read(ROOT / "benchmarks" / "amd" / f"{name}.json") for search, name in searches.items()}
+    rates = [{one["name"]: one["sentences_per_second"] for one in found["translators"]} for found in reports.values()]
+    yield f"| {MACHINES['amd']}, base, sentences/s | {' | '.join(searches)} |"
+    yield "|---|" + "---:|" * len(searches)
+    for name in rates[0]:
+        cells = (f"{rate[name]:,.1f}" if name in rate else "" for rate in rates)
+        yield f"| {PARTICIPANTS.get(name, name.replace('ctranslate2', 'CTranslate2'))} | {' | '.join(cells)} |"
+
+
 def at_most(what: str, goal: float, versus: Versus | None, name: str) -> Aim:
     """Return an aim that the ratio of a package to its best peer stays below."""
     is_met = versus.ratio["median"] <= goal if versus else None

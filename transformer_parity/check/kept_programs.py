@@ -41,7 +41,7 @@ def kept_in(folder: Path) -> dict[str, str]:
         JAX_SWITCH: str(folder),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # where each operation comes from: kept and read with a program
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # or else places in the source are kept, and read, with each program
     }
 
 

@@ -33,6 +33,8 @@ from transformer_parity.ports.registry import PORTS
 from transformer_parity.ports.user import PluginPort
 from transformer_parity.system.messages import Parent
 
+THRESHOLD = 10_000  # new objects before garbage is looked for, not 700: what is traced stays while it is traced
+
 
 @dataclass(frozen=True)
 class Job:
@@ -135,10 +137,8 @@ class _Process:
 
     def _run(self, port: Any, facts: Facts) -> None:
         self.spend("importing")
-        # What is imported stays, and what is traced is seldom garbage: to look through both again and again takes
-        # TensorFlow a quarter of its time.
-        gc.freeze()
-        gc.set_threshold(100_000, 20, 50)
+        gc.freeze()  # what is imported stays: to look through it again and again takes TensorFlow a fifth of its time
+        gc.set_threshold(THRESHOLD)
         self.send(facts=facts)
         cases = cases_of(self.job, facts)
         main = next((case for case in cases if case.stage == ACTIVATIONS and not case.block), None)
