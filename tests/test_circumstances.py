@@ -215,7 +215,7 @@ def whole(path: Path) -> None:
 def server():
     temporary = Path(tempfile.gettempdir()).resolve()
     is_open = all(folder.stat().st_mode & 0o001 for folder in (temporary, *temporary.parents))
-    with tempfile.TemporaryDirectory(dir=None if is_open else "/tmp") as folder:  # noqa: S108  a folder for every user
+    with tempfile.TemporaryDirectory(dir=None if is_open else "/tmp") as folder:
         Path(folder).chmod(0o755)  # pytest's own folders let no other user through
         server = Server(Path(folder))
         yield server

@@ -19,7 +19,10 @@ PROFILE = Path(__file__).parents[1] / "benchmarks" / "profile_steps.py"
         ("train", "torch", ["linear layers", "optimizer", "loss, or choice of tokens", "attention", "normalization"]),
         ("train", "jax", ["products", "indexing", "copies and transposes", "other loops: sums, normalization"]),
         ("train", "tf", ["products", "optimizer", "loss", "indexing", "copies and transposes", "other loops: sums"]),
-        ("decode", "tf", ["products", "indexing", "other loops: sums, normalization"]),
+        pytest.param(
+            *("decode", "tf", ["products", "indexing", "other loops: sums, normalization"]),
+            marks=pytest.mark.extended("profiles"),
+        ),
         ("decode", "numpy", ["linear layers", "attention", "choice of tokens", "normalization", "activations"]),
     ],
 )
