@@ -19,7 +19,6 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -155,18 +154,10 @@ def write(options: argparse.Namespace, model: Path) -> None:
 
 
 def write_json(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Write the figures; those of other translators stay, where the file has some of the same machine and work."""
+    """Write the figures, and what they are of."""
     asked = {name: getattr(options, name) for name in ("config", "lines", "tokens", "beam", "threads")}
-    report: dict[str, Any] = {"machine": describe_machine(), **asked}
     words = [len(line) - 1 for line in read(options)]
-    report["words"] = sum(words) / len(words)
-    by_name: dict[str, dict[str, Any]] = {}
-    with suppress(OSError, ValueError):
-        before = json.loads(options.json.read_text("utf-8"))
-        if before | {"translators": None} == report | {"translators": None}:
-            by_name = {row["name"]: row for row in before["translators"]}
-    by_name |= {row["name"]: row for row in rows}
-    report["translators"] = [by_name[name] for name in TRANSLATORS if name in by_name]
+    report = {"machine": describe_machine(), **asked, "words": sum(words) / len(words), "translators": rows}
     options.json.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
 
 
