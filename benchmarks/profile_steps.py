@@ -5,8 +5,9 @@ calls that are not counted. NumPy is profiled by Python's ``cProfile``, by proce
 (``linear``, ``layer_norm``), and what it calls is its own, unless that has a kind too. PyTorch is profiled by
 ``torch.profiler``, operation by operation. JAX and TensorFlow are profiled by their own profilers, by what XLA has made
 of the program, and TensorFlow's training step by the operations of its graph: in both, attention's products are
-products like others. The rest is Python's. ``--form compiled`` is the form that ``parity bench --peers`` times beside
-the usual one, and ``--largest 20`` also prints names.
+products like others. XLA leaves sums as well as products to its library YNN; those without a product are named
+``sum_fusion``. The rest is Python's. ``--form compiled`` is the form that ``parity bench --peers`` times beside the
+usual one, and ``--largest 20`` also prints names.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ THREADS = (  # read at the first import
 REST = "residual sums, masks and Python"
 LOOPS = "other loops: sums, normalization, softmax, activations, optimizer"
 WARM = 2  # calls before those that count: the first compiles
+PROGRAMS = tempfile.TemporaryDirectory()  # where XLA writes what it has compiled
 Names = Mapping[str, float]  # the seconds of each function or operation
 
 XLA = {
@@ -139,16 +141,33 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
         (file,) = Path(folder).rglob("*.xplane.pb")
         found = ProfileData.from_file(str(file))
     names: Counter[str] = Counter()
+    without_product = sums(Path(PROGRAMS.name))
     for event in (event for plane in found.planes for line in plane.lines for event in line.events):
         operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # of TensorFlow, after its place in the graph
-        if "hlo_op" in dict(event.stats):
+        stats = dict(event.stats)
+        if "hlo_op" in stats:
             if not re.match(r"while|call|conditional", event.name):  # whose parts count
-                names[re.sub(r"\.\d+$", "", event.name)] += event.duration_ns / 1e9
+                is_sum = (stats["hlo_module"], event.name) in without_product
+                name = "sum_fusion" if is_sum else re.sub(r"\.\d+$", "", event.name)
+                names[name] += event.duration_ns / 1e9
         elif operation and not re.search(r"PartitionedCall|Xla|(While|If|Case)$|inference", operation[1]):
             names[operation[1]] += event.duration_ns / 1e9
     if sum(names.values()) > 1.02 * whole:
         raise ValueError(f"{sum(names.values()):.2f} s of parts in {whole:.2f} s: some count twice")
     return {**names, "Python": max(0.0, whole - sum(names.values()))}
+
+
+def sums(programs: Path) -> set[tuple[str, str]]:
+    """Return the instructions that XLA leaves to YNN although they have no product, each behind its program's name."""
+    found = set()
+    for file in programs.glob("*cpu_after_optimizations.txt"):
+        text = file.read_text()
+        (program,) = re.findall(r"^HloModule ([\w.\-]+)", text)
+        bodies = dict(re.findall(r"^%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
+        for name, body in re.findall(r"%?(ynn_fusion[\w.\-]*) = .* fusion\(.*calls=%?([\w.\-]+)", text):
+            if " dot(" not in bodies[body]:
+                found.add((program, name))
+    return found
 
 
 PROFILERS: dict[str, Callable[[Callable[[], Any], int], Names]] = {
@@ -191,6 +210,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=0, metavar="N", help="also print so many names")
     options = parser.parse_args()
     os.environ.update(dict.fromkeys(THREADS, "1"))
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={PROGRAMS.name} --xla_dump_hlo_as_text"
     run = runner(options)
     for _ in range(WARM):
         run()

@@ -844,7 +844,7 @@ def test_our_compiled_form_takes_part_beside_the_peers(work):
 
 
 @pytest.mark.parametrize("work", [FORWARD, TRAIN], ids=lambda work: work.task)
-def test_our_compiled_form_is_compiled(work, tmp_path, monkeypatch):
+def test_our_compiled_form_in_torch_is_compiled(work, tmp_path, monkeypatch):
     import torch
 
     compiled = []
@@ -865,6 +865,25 @@ def test_our_compiled_form_is_compiled(work, tmp_path, monkeypatch):
         verifier.verify(form.result(form.run()), no_steps)
     assert len(compiled) == 1
     torch.compiler.reset()
+
+
+@pytest.mark.extended("timed steps")
+def test_our_compiled_form_in_tensorflow_is_compiled(tmp_path, monkeypatch):
+    import tensorflow as tf
+
+    by_xla = []
+    trace = tf.function
+    monkeypatch.setattr(
+        tf, "function", lambda *of, **options: by_xla.append(options["jit_compile"]) or trace(*of, **options)
+    )
+    weights = TRAIN.weights()
+    ref.save_weights(tmp_path / "model.safetensors", TRAIN.config, weights)
+    verifier = verifier_of(TRAIN, weights)
+    for form, expected in ((FORMS["train"]["tf"], True), (OURS["train"]["tf"], False)):
+        form.prepare()
+        form.load(TRAIN, tmp_path / "model.safetensors")
+        verifier.verify(form.result(form.run()), no_steps)
+        assert by_xla.pop() is expected
 
 
 def test_a_bar_of_ours_is_known_by_the_first_word_of_its_name():

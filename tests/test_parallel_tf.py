@@ -212,3 +212,10 @@ def test_what_is_no_mesh_of_this_framework(port):
             port.package.Trainer(model, ref.TrainingConfig(), mesh=mesh)
     with pytest.raises(ValueError, match=r"^dropout must be .*global.*local.*: got 'none'"):
         port.package.Trainer(model, ref.TrainingConfig(), dropout="none")
+
+
+def test_xla_compiles_no_step_on_a_mesh(port):
+    model = port.package.Transformer.from_weights(probes()["plain"].config, probes()["plain"].weights())
+    mesh = port.package.make_mesh(Plan(), "cpu")
+    with pytest.raises(ValueError, match=r"^compile takes one device: got a mesh"):
+        port.package.Trainer(model, ref.TrainingConfig(), mesh=mesh, compile=True)

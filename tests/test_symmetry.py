@@ -30,7 +30,7 @@ SHIPPED = "this framework ships it"
 DERIVED = "this framework differentiates by itself"
 KERAS = "Keras' protocol"
 DEVICE = "torch puts a new tensor where it is told to"
-COMPILED = "the others always compile a step"
+COMPILED = "JAX always compiles a step, and NumPy never"
 SCALARS = "numbers of a step are scalars of the framework"
 TRACED = "a size is not known while tracing"
 LOADED = "a model that is loaded draws no initial values; torch has its meta device for that"
@@ -131,8 +131,8 @@ ALLOWED = [
     ("tf", "layers", "adds definition exports.Configured", KERAS),
     ("tf", "layers", "adds definition Block*", KERAS),
     ("tf", "layers", "adds definition exports.Block", KERAS),
-    ("torch", "training.Trainer", "docstring", COMPILED),
-    ("torch", "training.Trainer.__init__", "adds parameter compile", COMPILED),
+    ("torch tf", "training.Trainer", "docstring", COMPILED),
+    ("torch tf", "training.Trainer.__init__", "adds parameter compile", COMPILED),
     ("jax tf", "attention", "lacks definition KeyValueCache.__init__", "a dataclass, which both can take apart"),
     ("tf", "attention", "adds definition Nested*", "how TensorFlow takes a dataclass apart"),
     ("jax tf", "decoder.DecoderCache.length", "result: *", "in a compiled loop it is an array"),

@@ -778,6 +778,27 @@ def test_torch_compile(port, trainers, monkeypatch):
     torch.compiler.reset()
 
 
+def compiled_by_xla(port, kind):
+    model = port.package.Transformer.from_weights(CONFIG.replace(dropout=TRAINERS[kind][1]), WEIGHTS, dtype="float64")
+    return port.package.Trainer(model, ref.TrainingConfig(**SCHEDULE, **TRAINERS[kind][2]), compile=True)
+
+
+@pytest.mark.only("tf")
+@pytest.mark.parametrize("kind", ["plain", "four slices, clipped"])
+def test_xla(port, trainers, kind):
+    trainer = compiled_by_xla(port, kind)
+    assert_near(losses_of(trainer, BATCHES[:3]), losses_of(trainers(port, kind), BATCHES[:3]), 1e-12)
+    (step,) = trainer._traced.values()
+    assert step.function_spec.jit_compile
+
+
+@pytest.mark.only("tf")
+@pytest.mark.extended("training")
+def test_dropout_of_xla_draws_the_same_for_layers_that_are_computed_again(port):
+    kept, again = (losses_of(compiled_by_xla(port, kind), BATCHES[:2]) for kind in ("everything kept", "checkpointed"))
+    assert_near(kept, again, 1e-12)
+
+
 # --- Learning ---
 
 

@@ -139,9 +139,8 @@ def traced(trainer: Any, function: Callable[..., Any], arguments: Sequence[Any])
     def on_mesh(*arguments):
         return mesh.experimental_local_results(mesh.run(on_device, arguments))[0]
 
-    # Without jit_compile: XLA compiles anew for each shape, which takes as long as dozens of steps, and on a CPU its
-    # steps are no faster.
-    return tf.function(whole if mesh is None else on_mesh, signature, autograph=False)
+    # By default without XLA, which compiles anew for each shape.
+    return tf.function(whole if mesh is None else on_mesh, signature, autograph=False, jit_compile=trainer.compile)
 
 
 def summed(trainer: Any, values: Any) -> Any:

@@ -98,6 +98,10 @@ class Trainer:
     """Trains a model in place, one batch a step; between two steps the model is in inference mode.
 
     Arguments, result and errors as in ``reference_numpy.Trainer``.
+
+    Args:
+        compile: Hand each step to XLA, which compiles it anew for each shape of a batch, as long as dozens of steps
+            take; not on a mesh. Dropout draws other elements than without.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Trainer:
         *,
         mesh: tf.distribute.Strategy | None = None,
         dropout: str = "global",
+        compile: bool = False,  # noqa: A002
     ) -> None:
         check_trainable(model.variable_dtype, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
@@ -117,6 +122,9 @@ class Trainer:
         self.seed = seed
         self.step = 0  # steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
+        if compile and mesh is not None:
+            raise ValueError("compile takes one device: got a mesh, whose sums XLA does not compile")
+        self.compile = compile
         layers = model._flatten_layers()  # Keras' public ``layers`` are only the outermost
         self._seeds = [layer.seed_generator.state for layer in layers if isinstance(layer, Dropout) and layer.rate]
         self._variables = variables(model)

@@ -91,7 +91,7 @@ class TrainPackage(Package):
 
 
 class TrainCompiled(TrainPackage):
-    """Takes the same steps in PyTorch, forward and backward pass under torch.compile."""
+    """Takes the same steps, in PyTorch forward and backward pass under torch.compile, in TensorFlow all under XLA."""
 
     form = "compiled"
     options: ClassVar[Mapping[str, Any]] = {"compile": True}
@@ -291,7 +291,7 @@ OURS: dict[str, dict[str, Participant]] = {
 # Other forms of ours, beside other forms of others. A search has none: torch.compile would compile each length anew.
 FORMS: dict[str, dict[str, Participant]] = {
     "forward": {"torch": ForwardCompiled("torch")},
-    "train": {"torch": TrainCompiled("torch")},
+    "train": {name: TrainCompiled(name) for name in ("torch", "tf")},
     "decode": {},
 }
 OTHERS: dict[str, dict[str, Participant]] = {
