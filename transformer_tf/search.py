@@ -18,6 +18,8 @@ from transformer_tf.search_loop import run_search
 from transformer_tf.search_rules import apply_rules, within_pool
 from transformer_tf.transformer import Transformer
 
+BLOCK = 32  # so many values are told by their largest whether to look at them
+
 
 def greedy_search(
     model: Transformer,
@@ -129,7 +131,7 @@ class Beam(NamedTuple):
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])  # [B, K, V]
-        best, index = tf.math.top_k(tf.reshape(totals, [batch, -1]), 2 * beam_size)  # [B, 2K]
+        best, index = _top(tf.reshape(totals, [batch, beam_size * vocabulary]), 2 * beam_size)  # [B, 2K]
         if plan.rules.beam_shrinks:
             best = within_pool(best, self.finished)
         parent, token = index // vocabulary, index % vocabulary
@@ -172,3 +174,18 @@ def _next_log_probabilities(logits, ids, n, plan):
     token = tf.range(logits.shape[1])
     forbidden = (token == plan.pad_id) | ((n < plan.min_length) & (token == plan.eos_id))
     return apply_rules(tf.where(~forbidden, log_probabilities, -inf), ids, n, plan)
+
+
+def _top(values, count):
+    """Return the largest values of each row and where they are; of equal ones, the first come first."""
+    # On a CPU, top_k of them all takes seven times as long as the largest of each block. What is looked for lies in few
+    # blocks: those with the largest maxima, of equal ones the first; or in what is left behind the last block.
+    rows, size = keras.ops.shape(values)
+    blocks, left = size // BLOCK, size % BLOCK
+    maxima = tf.reduce_max(tf.reshape(values[:, : size - left], [rows, blocks, BLOCK]), -1)
+    _, block = tf.math.top_k(maxima, tf.minimum(count, blocks))
+    # In their old order, so that the first of equal values stays the first.
+    place = tf.reshape(tf.sort(block)[:, :, None] * BLOCK + tf.range(BLOCK), [rows, -1])
+    place = tf.concat([place, tf.tile(tf.range(size - left, size)[None], [rows, 1])], 1)
+    best, at = tf.math.top_k(tf.gather(values, place, batch_dims=1), count)
+    return best, tf.gather(place, at, batch_dims=1)
