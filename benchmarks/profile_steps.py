@@ -31,8 +31,8 @@ THREADS = (  # read at the first import
 )
 REST = "residual sums, masks and Python"
 LOOPS = "other loops: sums, normalization, softmax, activations, optimizer"
+PROGRAMS = "PROFILED_PROGRAMS"  # names the folder that XLA writes what it compiles to
 WARM = 2  # calls before those that count: the first compiles
-PROGRAMS = tempfile.TemporaryDirectory()  # where XLA writes what it has compiled
 Names = Mapping[str, float]  # the seconds of each function or operation
 
 XLA = {
@@ -129,7 +129,11 @@ def tf_names(run: Callable[[], Any], calls: int) -> Names:
 
 
 def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[], Any], calls: int) -> Names:
-    """Return the times in a trace; both frameworks write theirs in one format, which JAX reads."""
+    """Return the times in a trace; both frameworks write theirs in one format, which JAX reads.
+
+    Raises:
+        ValueError: XLA has not written what it compiled, or some times count twice.
+    """
     from jax.profiler import ProfileData
 
     with tempfile.TemporaryDirectory() as folder:
@@ -141,15 +145,17 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
         (file,) = Path(folder).rglob("*.xplane.pb")
         found = ProfileData.from_file(str(file))
     names: Counter[str] = Counter()
-    without_product = sums(Path(PROGRAMS.name))
+    has_product = products(Path(os.environ[PROGRAMS]))
     for event in (event for plane in found.planes for line in plane.lines for event in line.events):
         operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # of TensorFlow, after its place in the graph
         stats = dict(event.stats)
         if "hlo_op" in stats:
             if not re.match(r"while|call|conditional", event.name):  # whose parts count
-                is_sum = (stats["hlo_module"], event.name) in without_product
-                name = "sum_fusion" if is_sum else re.sub(r"\.\d+$", "", event.name)
-                names[name] += event.duration_ns / 1e9
+                key = stats["hlo_module"], event.name
+                if event.name.startswith("ynn_") and key not in has_product:
+                    raise ValueError(f"XLA has not written what {event.name} of {stats['hlo_module']} is")
+                name = re.sub(r"\.\d+$", "", event.name)
+                names[name if has_product.get(key, True) else "sum_fusion"] += event.duration_ns / 1e9
         elif operation and not re.search(r"PartitionedCall|Xla|(While|If|Case)$|inference", operation[1]):
             names[operation[1]] += event.duration_ns / 1e9
     if sum(names.values()) > 1.02 * whole:
@@ -157,16 +163,16 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
     return {**names, "Python": max(0.0, whole - sum(names.values()))}
 
 
-def sums(programs: Path) -> set[tuple[str, str]]:
-    """Return the instructions that XLA leaves to YNN although they have no product, each behind its program's name."""
-    found = set()
+def products(programs: Path) -> dict[tuple[str, str], bool]:
+    """Return whether there is a product in what XLA leaves to YNN, by the program's name and the instruction's."""
+    found: dict[tuple[str, str], bool] = {}
     for file in programs.glob("*cpu_after_optimizations.txt"):
         text = file.read_text()
         (program,) = re.findall(r"^HloModule ([\w.\-]+)", text)
         bodies = dict(re.findall(r"^%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
         for name, body in re.findall(r"%?(ynn_fusion[\w.\-]*) = .* fusion\(.*calls=%?([\w.\-]+)", text):
-            if " dot(" not in bodies[body]:
-                found.add((program, name))
+            key = program, name  # of two programs of one name, where either has a product
+            found[key] = found.get(key, False) or " dot(" in bodies[body]
     return found
 
 
@@ -210,11 +216,14 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=0, metavar="N", help="also print so many names")
     options = parser.parse_args()
     os.environ.update(dict.fromkeys(THREADS, "1"))
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={PROGRAMS.name} --xla_dump_hlo_as_text"
-    run = runner(options)
-    for _ in range(WARM):
-        run()
-    names = PROFILERS[options.backend](run, options.calls)
+    with tempfile.TemporaryDirectory() as programs:
+        flags = f"--xla_dump_to={programs} --xla_dump_hlo_as_text"
+        os.environ.update(XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}", JAX_ENABLE_COMPILATION_CACHE="false")
+        os.environ[PROGRAMS] = programs
+        run = runner(options)
+        for _ in range(WARM):
+            run()
+        names = PROFILERS[options.backend](run, options.calls)
     whole = sum(names.values())
     kinds: Counter[str] = Counter()
     for name, seconds in names.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,34 @@ def test_a_profile_divides_the_time_among_kinds(task, package, kinds):
     shares = {row.split("  ")[-1]: float(row.split("%")[0]) for row in rows[:-1]}
     assert sum(shares.values()) == pytest.approx(100.0, abs=1.0)
     assert all(any(shares[found] > 0.0 for found in shares if found.startswith(kind)) for kind in kinds)
+
+
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+%fused.1 (a: f32[2,3], b: f32[3,4]) -> f32[2,4] {
+  %a = f32[2,3]{1,0} parameter(0)
+  %b = f32[3,4]{1,0} parameter(1)
+  ROOT %dot.7 = f32[2,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%fused.2 (c: f32[2,4]) -> f32[4] {
+  %c = f32[2,4]{1,0} parameter(0)
+  ROOT %reduce.8 = f32[4]{0} reduce(%c), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (a: f32[2,3], b: f32[3,4]) -> f32[4] {
+  %ynn_fusion = f32[2,4]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused.1, metadata={op_name="jit(step)/dot"}
+  ROOT %ynn_fusion.1 = f32[4]{0} fusion(%ynn_fusion), kind=kCustom, calls=%fused.2, metadata={op_name="sum"}
+}
+"""
+
+
+def test_what_has_a_product_is_told_from_sums(tmp_path):
+    products = runpy.run_path(str(PROFILE))["products"]
+    (tmp_path / "module_1.jit_step.cpu_after_optimizations.txt").write_text(PROGRAM)
+    assert products(tmp_path) == {("jit_step", "ynn_fusion"): True, ("jit_step", "ynn_fusion.1"): False}
+    swapped = (
+        PROGRAM.replace("calls=%fused.1", "calls=%fused").replace("fused.2,", "fused.1,").replace("fused,", "fused.2,")
+    )
+    (tmp_path / "module_2.jit_step.cpu_after_optimizations.txt").write_text(swapped)
+    assert set(products(tmp_path).values()) == {True}

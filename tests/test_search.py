@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
+from importlib import import_module
 from unittest.mock import patch
 
 import numpy as np
@@ -532,6 +533,38 @@ def test_ties_go_to_the_lower_id_in_a_large_vocabulary(backend, dtype):
     weights["output_proj.bias"][config.eos_id] = 0.0
     best = backend.package.greedy_search(load(backend, config, weights, dtype), sources(config), 1)
     assert (best.ids == 5).all()  # the first of three
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_the_largest_of_many(port, count):
+    """The same as the reference finds, whatever the number of blocks, of ties and of NaN."""
+    ours, theirs = (import_module(f"{name}.search")._top for name in (port.package.__name__, "reference_numpy"))
+    for size in (8, 31, 32, 33, 64, 65, 300, 2049, 9000):
+        values = np.random.default_rng(size).integers(3, size=(6, size)) / 2.0
+        values[1] = values[2, 1:] = -np.inf
+        values[3, :: max(2, size // 5)] = 2.0
+        values[4, size // 2] = values[5, -1] = np.nan
+        for array in (values, values.astype(np.float32)):
+            best, index = (port.to_numpy(found) for found in largest(port.name, ours, array, count))
+            expected, places = theirs(array, count)
+            np.testing.assert_array_equal(index, places)
+            np.testing.assert_array_equal(np.where(np.isnan(best), np.inf, best), expected)
+
+
+def largest(name, top, values, count):
+    """Call a port's function as its search does."""
+    if name == "torch":
+        import torch
+
+        return top(torch.from_numpy(values), count)
+    if name == "jax":
+        import jax
+
+        return jax.jit(top, static_argnums=1)(values, count)
+    import tensorflow as tf
+
+    sizes = [tf.TensorSpec([None, None], values.dtype), tf.TensorSpec([], tf.int32)]
+    return tf.function(top, sizes, jit_compile=True)(values, count)
 
 
 @REPEATED

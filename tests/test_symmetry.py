@@ -124,6 +124,12 @@ ALLOWED = [
     ("torch jax tf", "layers", "adds definition masked_softmax", "the reference has it in functional"),
     ("torch", "layers", "adds definition Linear.reset_parameters", "torch draws initial values there"),
     ("jax", "layers", "adds definition Places*", LOADED),
+    (
+        "jax",
+        "layers",
+        "adds definition add_bias",
+        "XLA is slow to sum up rows; the others add a bias as they do anywhere",
+    ),
     ("jax", "layers", "adds definition initial", LOADED),
     ("tf", "layers", "adds definition loading", LOADED),
     ("tf", "layers", "adds definition gelu*", "TensorFlow's own is not exact in float64"),

@@ -790,6 +790,14 @@ def test_xla(port, trainers, kind):
     assert_near(losses_of(trainer, BATCHES[:3]), losses_of(trainers(port, kind), BATCHES[:3]), 1e-12)
     (step,) = trainer._traced.values()
     assert step.function_spec.jit_compile
+    found, expected = trainer.gradient(*BATCH), trainers(port, kind)
+    port.package.set_weights(expected.model, trainer.model.export_weights())
+    expected = expected.gradient(*BATCH)
+    assert_near(found.loss, expected.loss, 1e-12)
+    trainer.evaluate(*BATCH)
+    _, gradient, evaluation = trainer._traced.values()
+    assert gradient.function_spec.jit_compile
+    assert not evaluation.function_spec.jit_compile  # of any number of shapes
 
 
 @pytest.mark.only("tf")

@@ -69,6 +69,15 @@ def masked_softmax(
     return jnp.where(mask, weights, 0.0).astype(scores.dtype)
 
 
+def add_bias(x: Float[Array, "*axes width"], bias: Float[Array, " width"]) -> Float[Array, "*axes width"]:
+    """Add a bias to a wide array.
+
+    As a product with ones, which under ``jax.jit`` is an addition again, so that the bias' gradient is a product too:
+    to sum up 512 rows of 37,000 takes XLA on a CPU 40 times as long.
+    """
+    return x + jnp.matmul(jnp.ones((*x.shape[:-1], 1), x.dtype), bias[None], precision="highest")
+
+
 class Linear(nnx.Linear):
     """Multiply by a matrix and add a bias: ``x W + b``."""
 

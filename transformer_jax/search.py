@@ -176,6 +176,7 @@ def _next_log_probabilities(logits, ids, n, plan):
 def _top(values, count):
     """Return the largest values of each row and where they are; of equal ones, the first come first."""
     rows, size = values.shape
+    values = jnp.where(jnp.isnan(values), inf, values)  # NaN comes first: a model that computes it is found out
     if size <= BLOCK * count:
         return jax.lax.top_k(values, count)
     # On a CPU, top_k of them all takes ten times as long as the largest of each block. What is looked for lies in few

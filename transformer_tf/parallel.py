@@ -119,11 +119,13 @@ def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shares slices sites 
     return np.stack([draw([*entropy, share] if trainer.dropout == "local" else entropy) for share in shares])
 
 
-def traced(trainer: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
+def traced(
+    trainer: Any, function: Callable[..., Any], arguments: Sequence[Any], by_xla: bool = False
+) -> Callable[..., Any]:
     """Return a function, traced once for all lengths; on a mesh, each device calls it for its share.
 
     The first argument holds those of the function that a mesh divides, with the shares in front; the others are the
-    same on all devices, and so is the result.
+    same on all devices, and so is the result. XLA compiles anew for each shape.
     """
     signature = [tf.nest.map_structure(_any_length, argument) for argument in arguments]
     mesh = trainer.mesh
@@ -139,8 +141,7 @@ def traced(trainer: Any, function: Callable[..., Any], arguments: Sequence[Any])
     def on_mesh(*arguments):
         return mesh.experimental_local_results(mesh.run(on_device, arguments))[0]
 
-    # By default without XLA, which compiles anew for each shape.
-    return tf.function(whole if mesh is None else on_mesh, signature, autograph=False, jit_compile=trainer.compile)
+    return tf.function(whole if mesh is None else on_mesh, signature, autograph=False, jit_compile=by_xla or None)
 
 
 def summed(trainer: Any, values: Any) -> Any:

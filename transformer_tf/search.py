@@ -179,8 +179,10 @@ def _next_log_probabilities(logits, ids, n, plan):
 def _top(values, count):
     """Return the largest values of each row and where they are; of equal ones, the first come first."""
     # On a CPU, top_k of them all takes seven times as long as the largest of each block. What is looked for lies in few
-    # blocks: those with the largest maxima, of equal ones the first; or in what is left behind the last block.
+    # blocks: those with the largest maxima, of equal ones the first; or in what is left behind the last block. Sizes
+    # are not known while tracing: of few blocks, all are looked at.
     rows, size = keras.ops.shape(values)
+    values = tf.where(tf.math.is_nan(values), inf, values)  # NaN comes first: a model that computes it is found out
     blocks, left = size // BLOCK, size % BLOCK
     maxima = tf.reduce_max(tf.reshape(values[:, : size - left], [rows, blocks, BLOCK]), -1)
     _, block = tf.math.top_k(maxima, tf.minimum(count, blocks))

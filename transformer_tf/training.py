@@ -100,8 +100,8 @@ class Trainer:
     Arguments, result and errors as in ``reference_numpy.Trainer``.
 
     Args:
-        compile: Hand each step to XLA, which compiles it anew for each shape of a batch, as long as dozens of steps
-            take; not on a mesh. Dropout draws other elements than without.
+        compile: Hand each step to XLA, which compiles it anew for each shape of a batch, for as long as dozens of
+            steps take; not on a mesh. Dropout draws other elements than without, also in a run that goes on.
     """
 
     def __init__(
@@ -208,7 +208,8 @@ class Trainer:
         """Call a function, traced once for all lengths and scalars, and again where other parameters are frozen."""
         key = function.__name__, *_trained(self._variables)
         if key not in self._traced:
-            self._traced[key] = traced(self, function, (part, *numbers))
+            by_xla = self.compile and function != self._evaluation  # batches of any shape are evaluated once
+            self._traced[key] = traced(self, function, (part, *numbers), by_xla)
         return self._traced[key](part, *numbers)
 
     def _step(self, batch, random_bits, numbers):

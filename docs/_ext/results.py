@@ -22,6 +22,7 @@ PARTICIPANTS = {  # as docs/speed.md calls them
     "numpy": "**reference_numpy**",
     **{port: f"**transformer_{port}**" for port in PORTS},
     "torch compiled": "**transformer_torch**, compiled",
+    "tf compiled": "**transformer_tf**, compiled",
     "torch.nn": "torch.nn.Transformer",
     "torch.nn compiled": "torch.nn.Transformer, compiled",
     "marian": "MarianMTModel",

@@ -288,7 +288,8 @@ OURS: dict[str, dict[str, Participant]] = {
     "train": {name: TrainPackage(name) for name in PORTS},
     "decode": {name: DecodePackage(name) for name in PORTS},
 }
-# Other forms of ours, beside other forms of others. A search has none: torch.compile would compile each length anew.
+# Other forms of ours, beside other forms of others. TensorFlow's forward pass is compiled by XLA as it is. A search has
+# none: torch.compile would compile each length anew.
 FORMS: dict[str, dict[str, Participant]] = {
     "forward": {"torch": ForwardCompiled("torch")},
     "train": {name: TrainCompiled(name) for name in ("torch", "tf")},

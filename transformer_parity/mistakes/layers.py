@@ -183,6 +183,7 @@ ENTRIES: dict[str, Table] = {
             "output bias missing": changed(
                 "embedding",
                 ("logits + self.bias", "logits"),
+                jax=("add_bias(logits, self.bias.astype(self.dtype))", "logits"),
                 numpy=("linear(x, kernel, self.bias)", "linear(x, kernel)"),
                 torch=("F.linear(x, self.weight, self.bias)", "F.linear(x, self.weight)"),
             )
