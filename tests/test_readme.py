@@ -225,6 +225,15 @@ def test_the_best_form_of_ours_is_held_against_the_best_of_theirs(monkeypatch):
     assert speeds.said(speeds.against_peer(timed(jax=1.0, **{"flax nnx": 2.0}), "jax"), "jax") == "0.50 (0.50 to 0.50)"
 
 
+def test_a_package_is_held_against_its_peers_in_the_race_of_both_its_forms(monkeypatch):
+    races = {"train-base": timed(tf=2.0, **{"keras hub": 1.0})}
+    races["train-base-tf"] = timed(**{"tf": 9.0, "tf compiled": 8.0, "keras hub": 4.0})
+    monkeypatch.setattr(speeds, "race", lambda name, machine: races.get(name, timed()))
+    aims = {machine: {aim.what: aim.found for aim in speeds.aims(machine)} for machine in ("amd", "intel")}
+    assert aims["amd"]["tf / best Keras hub form, train"] == "2.00 (2.00 to 2.00), tf compiled / keras hub"
+    assert aims["intel"]["tf / best Keras hub form, train"] == "2.00 (2.00 to 2.00), tf / keras hub"  # no such race
+
+
 def test_every_port_has_a_share_to_reach_and_the_best_another(monkeypatch):
     for torch, jax, tf, is_met in ((1.0, 1.1, 1.1, True), (1.1, 1.1, 1.1, False), (1.0, 1.1, 1.3, False)):
         found = aims_of(monkeypatch, torch=torch, jax=jax, tf=tf)
