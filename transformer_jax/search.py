@@ -176,8 +176,9 @@ def _next_log_probabilities(logits, ids, n, plan):
 def _top(values, count):
     """Return the largest values of each row and where they are; of equal ones, the first come first."""
     rows, size = values.shape
+    values = jnp.where(jnp.isnan(values), inf, values)  # NaN comes first: a model that computes it is found out
     if size <= BLOCK * count:
-        return jax.lax.top_k(jnp.where(jnp.isnan(values), inf, values), count)  # NaN shows that a model computes it
+        return jax.lax.top_k(values, count)
     # On a CPU, top_k of them all takes ten times as long as the largest of each block. What is looked for lies in few
     # blocks: those with the largest maxima, of equal ones the first.
     past_the_end = (0, 0), (0, -size % BLOCK)
@@ -185,5 +186,5 @@ def _top(values, count):
     _, block = _top(maxima, count)
     # In their old order, so that the first of equal values stays the first.
     place = (jnp.sort(block)[:, :, None] * BLOCK + jnp.arange(BLOCK, dtype=block.dtype)).reshape(rows, -1)
-    best, at = _top(jnp.take_along_axis(values, place, 1, mode="fill", fill_value=-inf), count)
+    best, at = jax.lax.top_k(jnp.take_along_axis(values, place, 1, mode="fill", fill_value=-inf), count)
     return best, jnp.take_along_axis(place, at, 1)

@@ -63,7 +63,9 @@ def shares() -> Iterator[str]:
         yield f"| {title} | {' | '.join(columns)} |"
         yield "|---|" + "---:|" * len(columns)
         for name, called in PARTICIPANTS.items():
-            yield f"| {called} | {' | '.join(percent(share(found, name)) for found in columns.values())} |"
+            cells = [percent(share(found, name)) for found in columns.values()]
+            if any(cells):
+                yield f"| {called} | {' | '.join(cells)} |"
         limits = [found.get("limit") for found in columns.values()]
         cells = [
             f"{limit['rate'] / 1e9:,.0f} GFLOP/s, {limit['bandwidth'] / 1e9:,.0f} GB/s" if limit else ""
@@ -171,7 +173,8 @@ def kept() -> Iterator[str]:
     yield "|---|" + "---:|" * len(races)
     for name, title in PARTICIPANTS.items():
         times = [found["participants"].get(name, {}).get("median_seconds") for found in races]
-        yield f"| {title} | {' | '.join(f'{1000 * seconds:,.0f}' if seconds else '' for seconds in times)} |"
+        if any(times):
+            yield f"| {title} | {' | '.join(f'{1000 * seconds:,.0f}' if seconds else '' for seconds in times)} |"
     rates = [f"{found['limit']['rate'] / 1e9:,.0f} GFLOP/s" for found in races]
     yield f"| the limit: products | {' | '.join(rates)} |"
 
