@@ -194,4 +194,4 @@ def _top(values, count):
 
 def _first(values):
     """Let NaN come first: a model that computes it is found out."""
-    return tf.where(tf.math.is_nan(values), inf, values)
+    return tf.where(~tf.math.is_nan(values), values, inf)
