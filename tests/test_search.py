@@ -29,6 +29,7 @@ COMPILED = (  # what takes many steps; as users have it compiled
     "test_a_sentence_does_not_depend_on_its_batch",
     "test_the_maximum_length_follows_each_source",
     "test_each_step_is_shown",
+    "test_the_largest_of_many",
 )
 
 

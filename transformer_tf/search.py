@@ -182,16 +182,12 @@ def _top(values, count):
     # blocks: those with the largest maxima, of equal ones the first; or in what is left behind the last block. Sizes
     # are not known while tracing: of few blocks, all are looked at.
     rows, size = keras.ops.shape(values)
+    values = tf.where(~tf.math.is_nan(values), values, inf)  # NaN comes first: a model that computes it is found out
     blocks, left = size // BLOCK, size % BLOCK
     maxima = tf.reduce_max(tf.reshape(values[:, : size - left], [rows, blocks, BLOCK]), -1)
-    _, block = tf.math.top_k(_first(maxima), tf.minimum(count, blocks))
+    _, block = tf.math.top_k(maxima, tf.minimum(count, blocks))
     # In their old order, so that the first of equal values stays the first.
     place = tf.reshape(tf.sort(block)[:, :, None] * BLOCK + tf.range(BLOCK), [rows, -1])
     place = tf.concat([place, tf.tile(tf.range(size - left, size)[None], [rows, 1])], 1)
-    best, at = tf.math.top_k(_first(tf.gather(values, place, batch_dims=1)), count)
+    best, at = tf.math.top_k(tf.gather(values, place, batch_dims=1), count)
     return best, tf.gather(place, at, batch_dims=1)
-
-
-def _first(values):
-    """Let NaN come first: a model that computes it is found out."""
-    return tf.where(~tf.math.is_nan(values), values, inf)
