@@ -124,7 +124,7 @@ class Trainer:
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         if compile and mesh is not None:
             raise ValueError("compile takes one device: got a mesh, whose sums XLA does not compile")
-        self.compile = compile
+        self._compile = compile
         layers = model._flatten_layers()  # Keras' public ``layers`` are only the outermost
         self._seeds = [layer.seed_generator.state for layer in layers if isinstance(layer, Dropout) and layer.rate]
         self._variables = variables(model)
@@ -208,7 +208,7 @@ class Trainer:
         """Call a function, traced once for all lengths and scalars, and again where other parameters are frozen."""
         key = function.__name__, *_trained(self._variables)
         if key not in self._traced:
-            by_xla = self.compile and function != self._evaluation  # batches of any shape are evaluated once
+            by_xla = self._compile and function != self._evaluation  # batches of any shape are evaluated once
             self._traced[key] = traced(self, function, (part, *numbers), by_xla)
         return self._traced[key](part, *numbers)
 
