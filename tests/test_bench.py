@@ -1,4 +1,4 @@
-"""`parity bench`: what gets no time, the arithmetic of rounds, processes that die, interruption, what is printed."""
+"""`parity bench`: what gets no time, processes that die, interruption, what is printed."""
 
 from __future__ import annotations
 
@@ -13,37 +13,25 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import tiers
 from conftest import child_processes, still_running
+from test_bench_verify import FORWARD, SMALL, TRAIN, another_token, no_steps
 
 import reference_numpy as ref
-from reference_numpy.search_plan import SearchResult
 from transformer_parity.bench import imports, rounds
-from transformer_parity.bench.limit import Library, LibraryEntry, Limit, libraries, limit_of, multiplied
-from transformer_parity.bench.matrix_products import Products
-from transformer_parity.bench.measurements import Entry, Spread, exponent, exponents, fastest, ratio, verdict
+from transformer_parity.bench.limit import Library, libraries
+from transformer_parity.bench.measurements import Entry
 from transformer_parity.bench.participants import FORMS, OURS, DecodePackage, ForwardPackage, TrainPackage, others
 from transformer_parity.bench.plots import draw_growth, draw_times
-from transformer_parity.bench.run import Setting, grown, work_title
-from transformer_parity.bench.verify import (
-    DecodeVerifier,
-    DisagreementError,
-    ForwardVerifier,
-    TrainVerifier,
-    verifier_of,
-)
-from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork
+from transformer_parity.bench.run import Setting
+from transformer_parity.bench.verify import verifier_of
+from transformer_parity.bench.workload import DecodeWork
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
-from transformer_parity.ports.protocol import Decoded
+from transformer_parity.compare.findings import AGREES, FAILED
 from transformer_parity.system.machine import processors
 
-SMALL = DecodeWork("tiny", batch=3, source=6, target=5)
-FORWARD = ForwardWork("tiny", batch=3, source=6, target=5)
-TRAIN = TrainWork("tiny", batch=3, source=6, target=5)
 QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 
 
@@ -63,276 +51,6 @@ def parity(capsys, *arguments, task="decode"):
     except SystemExit as leaving:  # argparse's way out
         code = leaving.code
     return code, *capsys.readouterr()
-
-
-# --- What is timed has to be right. ---
-
-
-def searched(work=SMALL, weights=None, dtype="float32"):
-    model = ref.Transformer.from_weights(work.config, weights or work.weights(), dtype)
-    return lambda on_step=None: work.search.search(ref, model, work.source_ids, on_step)
-
-
-def no_steps():
-    raise AssertionError("nobody asked for the steps")
-
-
-@pytest.mark.parametrize("beam_size", [None, 3])
-def test_the_reference_agrees_with_itself(beam_size):
-    work = replace(SMALL, beam_size=beam_size)
-    found = searched(work)()
-    assert found.ids.shape == (3, 5)
-    assert not np.isin(found.ids, [work.config.pad_id, work.config.eos_id]).any()
-    assert DecodeVerifier(work, work.weights()).verify(found, no_steps) == ""
-
-
-def test_sentences_vary():
-    work = DecodeWork("tiny")
-    ids = searched(work)().ids
-    assert ids.shape == (8, 64)
-    assert len(np.unique(ids)) > 20
-    assert all(len(np.unique(row)) > 3 for row in ids)
-    assert len(np.unique(ids, axis=0)) == 8
-    first = ref.Transformer.from_weights(work.config, work.weights())(
-        work.source_ids, np.full((8, 1), work.config.bos_id)
-    )
-    assert first[..., [work.config.pad_id, work.config.eos_id]].max() < -1000  # nobody has to be kept from saying them
-    assert (work.source_ids != work.config.pad_id).sum(1).tolist() == [32, 30, 27, 25, 23, 21, 18, 16]
-
-
-def another_token(found):
-    ids = found.nbest_ids.copy()
-    ids[1, 0, 2] += 1
-    return SearchResult(ids, found.nbest_scores)
-
-
-WRONG = {
-    "another token": (another_token, "sentence 1, token 3: "),
-    "sentences in another order": (
-        lambda found: SearchResult(found.nbest_ids[::-1], found.nbest_scores[::-1]),
-        "where the reference has",
-    ),
-    "scores off by a hundred eps": (
-        lambda found: SearchResult(found.nbest_ids, found.nbest_scores * np.float32(1 + 100 * 2**-23)),
-        "the scores are off by 1.2e-05",
-    ),
-    "a score that is not a number": (
-        lambda found: SearchResult(found.nbest_ids, found.nbest_scores * np.float32("nan")),
-        "scores must be finite",
-    ),
-    "a token less": (
-        lambda found: SearchResult(found.nbest_ids[:, :, :4], found.nbest_scores),
-        "ids and scores must be [3, 1, 5] and [3, 1]: got [3, 1, 4] and [3, 1]",
-    ),
-    "a sentence less": (
-        lambda found: SearchResult(found.nbest_ids[:2], found.nbest_scores[:2]),
-        "got [2, 1, 5] and [2, 1]",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", WRONG)
-def test_a_wrong_result_is_refused(mistake):
-    change, reason = WRONG[mistake]
-    reference = DecodeVerifier(SMALL, SMALL.weights())
-    right = searched()()
-    for _ in range(2):  # known by now or not
-        with pytest.raises(DisagreementError) as caught:
-            reference.verify(change(right), no_steps)
-        assert reason in str(caught.value)
-        assert reference.verify(right, no_steps) == ""
-
-
-def test_a_near_tie_is_no_mistake():
-    weights = SMALL.weights()
-    weights["source_embedding.table"][[5, 7]] = 0.0  # two tokens whose logits are their biases, exactly
-    weights["output_proj.bias"][[5, 7]] = 9.0
-    found = searched(weights=weights)()
-    assert (found.ids == 5).all()
-    found.nbest_ids[1, 0, 2] = 7
-    near_ties = DecodeVerifier(SMALL, weights).verify(found, no_steps)
-    assert near_ties.startswith("1 near-tie; sentence 1, token 3: 7 where the reference has 5, margin 0.0e+00")
-
-
-@pytest.mark.parametrize("beam_size", [None, 3])
-def test_bfloat16_has_near_ties_of_its_own_size(beam_size):
-    """A search in bfloat16 agrees; one of other weights does not, nor does one in bfloat16 as float32 is judged."""
-    import transformer_torch
-
-    work = DecodeWork("tiny", dtype="bfloat16", target=24, beam_size=beam_size)
-    weights, kernel = work.weights(), "decoder.layers.0.feed_forward.inner_proj.kernel"
-    reference = DecodeVerifier(work, weights)
-
-    def found(changed):
-        model = transformer_torch.Transformer.from_weights(work.config, {**weights, **changed}, "bfloat16")
-        return lambda on_step=None: work.search.search(transformer_torch, model, work.source_ids, on_step)
-
-    right, wrong = found({}), found({kernel: weights[kernel] * 1.3})
-    assert "near-tie" in reference.verify(right(), lambda: Decoded.by(right))
-    with pytest.raises(DisagreementError, match="rounding noise"):
-        reference.verify(wrong(), lambda: Decoded.by(wrong))
-    with pytest.raises(DisagreementError):
-        DecodeVerifier(replace(work, dtype="float32"), weights).verify(right(), lambda: Decoded.by(right))
-
-
-def test_a_beam_is_followed_by_its_steps():
-    work = replace(SMALL, beam_size=3)
-    reference, search = DecodeVerifier(work, work.weights()), searched(work)
-    wrong = another_token(search())
-    with pytest.raises(DisagreementError, match="it finds something else when its steps are looked at"):
-        reference.verify(wrong, lambda: Decoded.by(search))
-    with pytest.raises(DisagreementError, match="is returned, and never was in the beam"):
-        reference.verify(wrong, lambda: replace(Decoded.by(search), result=wrong))
-
-
-# --- Arithmetic. ---
-
-
-def test_ratios_are_taken_within_a_round():
-    quick, slow = Entry("quick", seconds=[1.0, 10.0, 2.0]), Entry("slow", seconds=[3.0, 20.0, 5.0, 99.0])
-    assert ratio(slow, quick) == Spread(2.0, 2.5, 3.0)  # and not 12.5 / 2, the medians' ratio
-    assert ratio(quick, slow) == Spread(1 / 3, 0.4, 0.5)
-    assert Spread.of([4.0, 1.0, 2.0, 9.0]) == Spread(1.0, 3.0, 9.0)
-    baseline = Entry("baseline", has_result=False, seconds=[0.1])
-    wrong = Entry("wrong", verdict=DIVERGES, seconds=[0.5])
-    assert fastest([slow, wrong, baseline, quick, Entry("none")]) is quick
-    assert fastest([wrong, baseline]) is None
-
-
-def test_no_time_without_agreement():
-    times = {"first_seconds": 1.0, "seconds": [2.0, 4.0], "cores": [1.0, 1.0], "loaded_bytes": 3, "peak_bytes": 5}
-    right = Entry("right", **times).to_dict()
-    assert {name: right[name] for name in times} == times
-    assert right["median_seconds"] == 3.0
-    wrong = Entry("wrong", verdict=DIVERGES, problem="why", **times).to_dict()
-    assert [wrong[name] for name in (*times, "median_seconds")] == [None] * 6
-    assert wrong["problem"] == "why"
-
-
-def test_the_worst_verdict_counts():
-    entries = {word: Entry(word, verdict=word) for word in (AGREES, FAILED, DIVERGES)}
-    assert verdict([entries[AGREES]]) == AGREES
-    assert verdict([entries[AGREES], entries[FAILED]]) == FAILED
-    assert verdict(list(entries.values())) == DIVERGES
-
-
-@pytest.mark.parametrize("beam_size", [None, 3])
-def test_operations_are_those_of_the_formula(beam_size):
-    work = DecodeWork("small", 2, 5, 4, beam_size=beam_size)
-    batch, source, tokens, rows = 2, 5, 4, 2 * (beam_size or 1)
-    d_model, d_ff, layers, vocabulary = 256, 1024, 3, 8000
-    multiply_adds = layers * batch * source * (4 * d_model**2 + 2 * source * d_model + 2 * d_model * d_ff)  # encoder
-    multiply_adds += layers * batch * source * 2 * d_model**2  # keys and values of the memory
-    multiply_adds += layers * rows * tokens * (6 * d_model**2 + 2 * source * d_model + 2 * d_model * d_ff)
-    multiply_adds += layers * rows * 2 * d_model * tokens * (tokens + 1) // 2  # self-attention
-    multiply_adds += rows * tokens * d_model * vocabulary
-    assert work.operations == 2 * multiply_adds
-
-
-def test_operations_of_a_step_are_three_times_those_of_the_forward_pass():
-    forward, train = (kind("small", 2, 5, 4) for kind in (ForwardWork, TrainWork))
-    d_model, d_ff, layers, vocabulary = 256, 1024, 3, 8000
-    multiply_adds = layers * 2 * 5 * (4 * d_model**2 + 2 * 5 * d_model + 2 * d_model * d_ff)  # encoder
-    multiply_adds += layers * 2 * 4 * (6 * d_model**2 + 2 * (4 + 5) * d_model + 2 * d_model * d_ff)  # decoder
-    multiply_adds += layers * 2 * 5 * 2 * d_model**2  # keys and values of the memory
-    multiply_adds += 2 * 4 * d_model * vocabulary
-    assert forward.operations == 2 * multiply_adds
-    assert train.operations == 3 * forward.operations
-
-
-@pytest.mark.parametrize("work", [FORWARD, SMALL], ids=["forward", "decode"])
-def test_products_have_the_sizes_of_each_stack(work):
-    work = replace(work)
-    sizes = {"decoder_num_heads": 2, "decoder_d_k": 5, "decoder_d_v": 3, "decoder_d_ff": 7}
-    config = work.config.replace(d_k=6, d_v=9, skip_first_self_attention=True, **sizes)
-    vars(work)["config"] = config
-    shapes = ref.parameter_shapes(config)
-    found = {product.operand: product.right for product in work.products() if product.operand.endswith("kernel")}
-    assert found == {name: shape for name, shape in shapes.items() if name.endswith("kernel")}
-    heads = {"encoder": (config.num_heads, 6, 9), "decoder": (2, 5, 3)}
-    for product in work.products():
-        (stack, *_), kind = product.operand.split("."), product.operand.rpartition(".")[2]
-        if kind in ("key", "value"):
-            _, number, *matrix = product.right
-            assert (number, matrix[kind == "value"]) == (heads[stack][0], heads[stack][1 + (kind == "value")])
-
-
-@pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=["forward", "train", "decode"])
-def test_all_products_can_be_taken(work):
-    products = Products()
-    products.load(work, Path())
-    products.run()
-    for (left, right), product in zip(products._pairs, work.products(), strict=True):
-        taken = (left.shape, right.shape), (right.shape[::-1], left.shape[::-1])  # as it stands, or both transposed
-        assert (product.left, product.right) in taken
-
-
-def test_products_lie_where_those_of_the_search_lie():
-    products = Products()
-    products.load(SMALL, Path())
-    products.run()
-    caches = {id(right.base) for _, right in products._pairs if right.shape[-1] != right.shape[-2] and right.ndim == 4}
-    assert len(products._pairs) == len(list(SMALL.products()))
-    assert len(caches) == 12  # keys and values, of 2 encoder and 2 decoder layers, these twice
-
-
-# --- The limit of the machine. ---
-
-
-def products_of(work):
-    return sum(2 * np.prod(product.left) * product.right[-1] for product in work.products())
-
-
-def test_the_limit_is_operations_or_reading_whichever_takes_longer():
-    fast, slow = 1e30, 1e-30
-    for work in (FORWARD, TRAIN, SMALL):
-        assert Limit({"a": 2.0, "b": 1.0}, {"a": fast}).seconds(work) == pytest.approx(products_of(work) / 2.0)
-    read = 4 * sum(np.prod(product.right) for product in FORWARD.products())
-    assert Limit({"a": fast}, {"a": slow, "b": 5.0}).seconds(FORWARD) == pytest.approx(read / 5.0)
-    assert Limit({"a": fast}, {"a": 5.0}).seconds(replace(FORWARD, dtype="bfloat16")) == pytest.approx(read / 10.0)
-    first = replace(SMALL, target=1)
-    once = 4 * sum(
-        np.prod(shape) for name, shape in ref.parameter_shapes(SMALL.config).items() if name.endswith("kernel")
-    )
-    table = 4 * 128 * 1000
-    caches = 4 * 2 * 3 * (6 + 6 + 1) * 128 * 2  # two layers, keys and values: of 6 words twice, and of one token
-    assert Limit({"a": fast}, {"a": 1.0}).seconds(first) == pytest.approx(once + table + caches)
-
-
-def test_an_update_reads_and_writes_every_weight():
-    without = Limit({"a": 1e30}, {"a": 1.0})
-    weights = sum(array.size for array in TRAIN.weights().values())
-    read = 4 * sum(np.prod(product.right) for product in TRAIN.products())
-    assert without.seconds(TRAIN) == pytest.approx(read + 7 * 4 * weights)
-
-
-def test_the_limit_is_that_of_the_best_library():
-    entries = [
-        LibraryEntry("a", seconds=[1.0] * 3, found=[(1.0, 9.0), (5.0, 8.0), (2.0, 1.0)], environment={}),
-        LibraryEntry("b", seconds=[1.0], found=[(3.0, 4.0)], environment={"products on a CPU": "MKL"}),
-        LibraryEntry("c", verdict=FAILED),
-    ]
-    found = limit_of(["jax", "torch", "numpy"], entries)
-    assert found == Limit({"jax": 2.0, "torch": 3.0}, {"jax": 8.0, "torch": 4.0}, {"jax": "XLA", "torch": "MKL"})
-    assert (found.rate, found.bandwidth) == (3.0, 8.0)
-    assert limit_of(["numpy"], entries[2:]) is None
-
-
-def test_libraries_are_those_that_take_part():
-    names = lambda *given, **options: [library.backend for library in libraries(*given, **options)]  # noqa: E731
-    assert names(["numpy"], FORWARD) == ["numpy"]
-    assert names(["tf"], FORWARD) == ["numpy", "tf"]
-    assert names(["torch", "tf", "jax"], FORWARD) == ["numpy", "torch", "jax"]  # JAX's XLA is TensorFlow's
-    assert names(["numpy"], FORWARD, peers=True) == ["numpy", "torch", "jax"]
-    assert names(["torch"], replace(FORWARD, dtype="bfloat16")) == names(["torch"], replace(FORWARD, device="gpu"))
-    assert names(["torch"], replace(FORWARD, device="gpu")) == ["torch"]
-
-
-@pytest.mark.parametrize("name", tiers.first_alone(["torch", "jax", "tf"], "libraries"))
-@pytest.mark.parametrize("dtype", tiers.first_alone(["float32", "bfloat16"], "libraries"))
-def test_each_library_multiplies(name, dtype):
-    for sizes in ((8, 16, 8), (8, 16, 1)):
-        multiplied(name, sizes, dtype, "cpu")()
 
 
 # --- The rounds. ---
@@ -623,66 +341,6 @@ def test_help_teaches(capsys):
 # --- Forward passes and training steps. ---
 
 
-def logits(work=FORWARD, dtype="float32"):
-    model = ref.Transformer.from_weights(work.config, work.weights(), dtype)
-    return model(work.source_ids, work.target_ids).astype(np.float32)
-
-
-def test_logits_are_verified():
-    verifier, right = ForwardVerifier(FORWARD, FORWARD.weights()), logits()
-    for _ in range(2):
-        assert verifier.verify(right, no_steps) == ""
-        assert verifier.verify(logits(dtype="float64"), no_steps) == ""
-    pads = FORWARD.target_ids == FORWARD.config.pad_id
-    pads[:, 0] = False
-    assert pads.any()
-    at_pads = np.where(pads[..., None], np.float32(7), right)
-    assert verifier.verify(at_pads, no_steps) == ""  # nobody's business
-    for wrong, reason in (
-        (right * np.float32(1 + 1e-4), "the logits are off by 1.0e-04, and may be by"),
-        (right[::-1], "the logits are off by"),
-        (right[:, :4], "logits must be [3, 5, 1000]: got [3, 4, 1000]"),
-        (right * np.float32("nan"), "logits must be finite"),
-    ):
-        with pytest.raises(DisagreementError) as caught:
-            verifier.verify(wrong, no_steps)
-        assert reason in str(caught.value)
-
-
-def test_losses_are_verified_step_by_step():
-    model = ref.Transformer.from_weights(TRAIN.config, TRAIN.weights())
-    trainer = ref.Trainer(model, TRAIN.settings, SEED)
-    losses = [float(trainer.train_step(TRAIN.source_ids, TRAIN.target_ids, TRAIN.labels).loss) for _ in range(6)]
-    assert losses[-1] < 0.9 * losses[0]  # it learns: a step that changes nothing would show
-    verifier = TrainVerifier(TRAIN, TRAIN.weights())
-    for step, loss in reversed(list(enumerate(losses, 1))):
-        assert verifier.verify((step, loss), no_steps) == ""
-    for wrong in ((2, losses[0]), (1, losses[0] * 1.001), (3, float("nan"))):
-        with pytest.raises(DisagreementError, match=f"the loss of step {wrong[0]} is"):
-            verifier.verify(wrong, no_steps)
-
-
-def test_labels_are_the_next_tokens():
-    config = TRAIN.config
-    for ids, labels in zip(TRAIN.target_ids, TRAIN.labels, strict=True):
-        length = 1 + (ids[1:] != config.pad_id).sum()
-        assert ids[0] == config.bos_id
-        assert labels[: length - 1].tolist() == ids[1:length].tolist()
-        assert labels[length - 1] == config.eos_id
-        assert (labels[length:] == config.pad_id).all()
-
-
-def test_dropout_is_the_papers():
-    work = replace(TRAIN, dropout=0.3)
-    rates = work.config.dropout
-    assert (rates.embedding, rates.residual, rates.attention, rates.feed_forward) == (0.3, 0.3, 0.0, 0.0)
-    verifier = TrainVerifier(work, work.weights())
-    expected = TrainVerifier(work, work.weights())
-    with pytest.raises(DisagreementError, match="off by"):
-        verifier.verify((1, 1.0), no_steps)
-    expected.verify((1, verifier._losses[0] * 1.05), no_steps)
-
-
 @pytest.mark.extended("timed steps")
 @pytest.mark.parametrize("task", ["forward", "train"])
 def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
@@ -751,49 +409,6 @@ def test_growth_is_measured_and_drawn(capsys, tmp_path):
     assert found["scale"] == "source"
     assert {"numpy", "torch"} <= {*found["exponents"]}
     assert [entry["work"]["source"] for entry in found["races"]] == [8, 32]
-
-
-def test_the_title_leaves_out_what_grows():
-    assert work_title(FORWARD, "source") == "forward, tiny: batch 3, target 5"
-    assert work_title(FORWARD, "length") == "forward, tiny: batch 3"
-    assert work_title(TRAIN, "depth") == "train, tiny: batch 3, source 6, target 5"
-
-
-def test_exponents_are_fitted_to_the_largest_sizes():
-    assert exponent([1, 2, 4, 8], [90.0, 6.0, 24.0, 96.0]) == pytest.approx(2.0)
-    assert exponent([1, 2, 4], [1.0, 4.0, 4.0]) == pytest.approx(1.0)  # a line through all three, not the last two
-    assert exponent([64, 512, 4096], [1.0, 2.0, None]) == pytest.approx(1 / 3)
-    assert exponent([1, 2], [None, 3.0]) is None
-
-
-def test_exponents_of_time_and_memory():
-    def entry(name, size):
-        return Entry(name, seconds=[2.0 * size**2] * 3, loaded_bytes=100, peak_bytes=100 + 5 * size)
-
-    races = [[entry("numpy", size), entry("torch", size)] for size in (2, 4, 8)]
-    races[-1][1].verdict = "DIVERGE"
-    found = exponents((2, 4, 8), races)
-    assert found["numpy"] == {"seconds": pytest.approx(2.0), "work_bytes": pytest.approx(1.0)}
-    races[0][1].seconds = races[1][1].seconds = []
-    assert exponents((2, 4, 8), races)["torch"] == {"seconds": None, "work_bytes": None}
-
-
-@pytest.mark.parametrize("axis", ["source", "target", "length", "batch", "depth", "vocabulary"])
-@pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=lambda work: work.task)
-def test_each_size_grows_alone(work, axis):
-    large = grown(work, axis, 40)
-    config = large.config
-    sizes = {
-        "source": large.source_ids.shape[1],
-        "target": large.target_ids.shape[1],
-        "batch": len(large.source_ids),
-        "depth": config.num_decoder_layers,
-        "vocabulary": config.target_vocab_size,
-    }
-    grew = {"source", "target"} if axis == "length" else {axis}
-    assert {name for name, size in sizes.items() if size == 40} == grew
-    assert large.operations > work.operations or axis == "vocabulary"
-    assert f"vocabulary {config.target_vocab_size:,}" in large.details
 
 
 def test_first_calls_of_all_tasks(capsys, tmp_path):
@@ -916,11 +531,6 @@ def test_growth_is_drawn_where_memory_is_unknown(memory, tmp_path):
     figure = draw_growth("title", "details", "batch", (1, 2), races, "machine")
     figure.savefig(tmp_path / "a.png")
     assert len(figure.axes) == (1 if memory is None else 2)
-
-
-def test_with_dropout_losses_are_said_to_be_of_the_right_size():
-    assert TRAIN.agreement == "agree with the float64 reference"
-    assert replace(TRAIN, dropout=0.1).agreement == "are within 10% of the reference's, which drops other elements"
 
 
 @pytest.mark.only("torch")

@@ -1,0 +1,206 @@
+"""`parity bench`: the arithmetic of ratios, operations and growth, and the limit of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiers
+from test_bench_verify import FORWARD, SMALL, TRAIN
+
+import reference_numpy as ref
+from transformer_parity.bench.limit import LibraryEntry, Limit, libraries, limit_of, multiplied
+from transformer_parity.bench.matrix_products import Products
+from transformer_parity.bench.measurements import Entry, Spread, exponent, exponents, fastest, ratio, verdict
+from transformer_parity.bench.run import grown, work_title
+from transformer_parity.bench.workload import DecodeWork, ForwardWork, TrainWork
+from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
+
+
+def test_ratios_are_taken_within_a_round():
+    quick, slow = Entry("quick", seconds=[1.0, 10.0, 2.0]), Entry("slow", seconds=[3.0, 20.0, 5.0, 99.0])
+    assert ratio(slow, quick) == Spread(2.0, 2.5, 3.0)  # and not 12.5 / 2, the medians' ratio
+    assert ratio(quick, slow) == Spread(1 / 3, 0.4, 0.5)
+    assert Spread.of([4.0, 1.0, 2.0, 9.0]) == Spread(1.0, 3.0, 9.0)
+    baseline = Entry("baseline", has_result=False, seconds=[0.1])
+    wrong = Entry("wrong", verdict=DIVERGES, seconds=[0.5])
+    assert fastest([slow, wrong, baseline, quick, Entry("none")]) is quick
+    assert fastest([wrong, baseline]) is None
+
+
+def test_no_time_without_agreement():
+    times = {"first_seconds": 1.0, "seconds": [2.0, 4.0], "cores": [1.0, 1.0], "loaded_bytes": 3, "peak_bytes": 5}
+    right = Entry("right", **times).to_dict()
+    assert {name: right[name] for name in times} == times
+    assert right["median_seconds"] == 3.0
+    wrong = Entry("wrong", verdict=DIVERGES, problem="why", **times).to_dict()
+    assert [wrong[name] for name in (*times, "median_seconds")] == [None] * 6
+    assert wrong["problem"] == "why"
+
+
+def test_the_worst_verdict_counts():
+    entries = {word: Entry(word, verdict=word) for word in (AGREES, FAILED, DIVERGES)}
+    assert verdict([entries[AGREES]]) == AGREES
+    assert verdict([entries[AGREES], entries[FAILED]]) == FAILED
+    assert verdict(list(entries.values())) == DIVERGES
+
+
+@pytest.mark.parametrize("beam_size", [None, 3])
+def test_operations_are_those_of_the_formula(beam_size):
+    work = DecodeWork("small", 2, 5, 4, beam_size=beam_size)
+    batch, source, tokens, rows = 2, 5, 4, 2 * (beam_size or 1)
+    d_model, d_ff, layers, vocabulary = 256, 1024, 3, 8000
+    multiply_adds = layers * batch * source * (4 * d_model**2 + 2 * source * d_model + 2 * d_model * d_ff)  # encoder
+    multiply_adds += layers * batch * source * 2 * d_model**2  # keys and values of the memory
+    multiply_adds += layers * rows * tokens * (6 * d_model**2 + 2 * source * d_model + 2 * d_model * d_ff)
+    multiply_adds += layers * rows * 2 * d_model * tokens * (tokens + 1) // 2  # self-attention
+    multiply_adds += rows * tokens * d_model * vocabulary
+    assert work.operations == 2 * multiply_adds
+
+
+def test_operations_of_a_step_are_three_times_those_of_the_forward_pass():
+    forward, train = (kind("small", 2, 5, 4) for kind in (ForwardWork, TrainWork))
+    d_model, d_ff, layers, vocabulary = 256, 1024, 3, 8000
+    multiply_adds = layers * 2 * 5 * (4 * d_model**2 + 2 * 5 * d_model + 2 * d_model * d_ff)  # encoder
+    multiply_adds += layers * 2 * 4 * (6 * d_model**2 + 2 * (4 + 5) * d_model + 2 * d_model * d_ff)  # decoder
+    multiply_adds += layers * 2 * 5 * 2 * d_model**2  # keys and values of the memory
+    multiply_adds += 2 * 4 * d_model * vocabulary
+    assert forward.operations == 2 * multiply_adds
+    assert train.operations == 3 * forward.operations
+
+
+@pytest.mark.parametrize("work", [FORWARD, SMALL], ids=["forward", "decode"])
+def test_products_have_the_sizes_of_each_stack(work):
+    work = replace(work)
+    sizes = {"decoder_num_heads": 2, "decoder_d_k": 5, "decoder_d_v": 3, "decoder_d_ff": 7}
+    config = work.config.replace(d_k=6, d_v=9, skip_first_self_attention=True, **sizes)
+    vars(work)["config"] = config
+    shapes = ref.parameter_shapes(config)
+    found = {product.operand: product.right for product in work.products() if product.operand.endswith("kernel")}
+    assert found == {name: shape for name, shape in shapes.items() if name.endswith("kernel")}
+    heads = {"encoder": (config.num_heads, 6, 9), "decoder": (2, 5, 3)}
+    for product in work.products():
+        (stack, *_), kind = product.operand.split("."), product.operand.rpartition(".")[2]
+        if kind in ("key", "value"):
+            _, number, *matrix = product.right
+            assert (number, matrix[kind == "value"]) == (heads[stack][0], heads[stack][1 + (kind == "value")])
+
+
+@pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=["forward", "train", "decode"])
+def test_all_products_can_be_taken(work):
+    products = Products()
+    products.load(work, Path())
+    products.run()
+    for (left, right), product in zip(products._pairs, work.products(), strict=True):
+        taken = (left.shape, right.shape), (right.shape[::-1], left.shape[::-1])  # as it stands, or both transposed
+        assert (product.left, product.right) in taken
+
+
+def test_products_lie_where_those_of_the_search_lie():
+    products = Products()
+    products.load(SMALL, Path())
+    products.run()
+    caches = {id(right.base) for _, right in products._pairs if right.shape[-1] != right.shape[-2] and right.ndim == 4}
+    assert len(products._pairs) == len(list(SMALL.products()))
+    assert len(caches) == 12  # keys and values, of 2 encoder and 2 decoder layers, these twice
+
+
+def products_of(work):
+    return sum(2 * np.prod(product.left) * product.right[-1] for product in work.products())
+
+
+def test_the_limit_is_operations_or_reading_whichever_takes_longer():
+    fast, slow = 1e30, 1e-30
+    for work in (FORWARD, TRAIN, SMALL):
+        assert Limit({"a": 2.0, "b": 1.0}, {"a": fast}).seconds(work) == pytest.approx(products_of(work) / 2.0)
+    read = 4 * sum(np.prod(product.right) for product in FORWARD.products())
+    assert Limit({"a": fast}, {"a": slow, "b": 5.0}).seconds(FORWARD) == pytest.approx(read / 5.0)
+    assert Limit({"a": fast}, {"a": 5.0}).seconds(replace(FORWARD, dtype="bfloat16")) == pytest.approx(read / 10.0)
+    first = replace(SMALL, target=1)
+    once = 4 * sum(
+        np.prod(shape) for name, shape in ref.parameter_shapes(SMALL.config).items() if name.endswith("kernel")
+    )
+    table = 4 * 128 * 1000
+    caches = 4 * 2 * 3 * (6 + 6 + 1) * 128 * 2  # two layers, keys and values: of 6 words twice, and of one token
+    assert Limit({"a": fast}, {"a": 1.0}).seconds(first) == pytest.approx(once + table + caches)
+
+
+def test_an_update_reads_and_writes_every_weight():
+    without = Limit({"a": 1e30}, {"a": 1.0})
+    weights = sum(array.size for array in TRAIN.weights().values())
+    read = 4 * sum(np.prod(product.right) for product in TRAIN.products())
+    assert without.seconds(TRAIN) == pytest.approx(read + 7 * 4 * weights)
+
+
+def test_the_limit_is_that_of_the_best_library():
+    entries = [
+        LibraryEntry("a", seconds=[1.0] * 3, found=[(1.0, 9.0), (5.0, 8.0), (2.0, 1.0)], environment={}),
+        LibraryEntry("b", seconds=[1.0], found=[(3.0, 4.0)], environment={"products on a CPU": "MKL"}),
+        LibraryEntry("c", verdict=FAILED),
+    ]
+    found = limit_of(["jax", "torch", "numpy"], entries)
+    assert found == Limit({"jax": 2.0, "torch": 3.0}, {"jax": 8.0, "torch": 4.0}, {"jax": "XLA", "torch": "MKL"})
+    assert (found.rate, found.bandwidth) == (3.0, 8.0)
+    assert limit_of(["numpy"], entries[2:]) is None
+
+
+def test_libraries_are_those_that_take_part():
+    names = lambda *given, **options: [library.backend for library in libraries(*given, **options)]  # noqa: E731
+    assert names(["numpy"], FORWARD) == ["numpy"]
+    assert names(["tf"], FORWARD) == ["numpy", "tf"]
+    assert names(["torch", "tf", "jax"], FORWARD) == ["numpy", "torch", "jax"]  # JAX's XLA is TensorFlow's
+    assert names(["numpy"], FORWARD, peers=True) == ["numpy", "torch", "jax"]
+    assert names(["torch"], replace(FORWARD, dtype="bfloat16")) == names(["torch"], replace(FORWARD, device="gpu"))
+    assert names(["torch"], replace(FORWARD, device="gpu")) == ["torch"]
+
+
+@pytest.mark.parametrize("name", tiers.first_alone(["torch", "jax", "tf"], "libraries"))
+@pytest.mark.parametrize("dtype", tiers.first_alone(["float32", "bfloat16"], "libraries"))
+def test_each_library_multiplies(name, dtype):
+    for sizes in ((8, 16, 8), (8, 16, 1)):
+        multiplied(name, sizes, dtype, "cpu")()
+
+
+def test_the_title_leaves_out_what_grows():
+    assert work_title(FORWARD, "source") == "forward, tiny: batch 3, target 5"
+    assert work_title(FORWARD, "length") == "forward, tiny: batch 3"
+    assert work_title(TRAIN, "depth") == "train, tiny: batch 3, source 6, target 5"
+
+
+def test_exponents_are_fitted_to_the_largest_sizes():
+    assert exponent([1, 2, 4, 8], [90.0, 6.0, 24.0, 96.0]) == pytest.approx(2.0)
+    assert exponent([1, 2, 4], [1.0, 4.0, 4.0]) == pytest.approx(1.0)  # a line through all three, not the last two
+    assert exponent([64, 512, 4096], [1.0, 2.0, None]) == pytest.approx(1 / 3)
+    assert exponent([1, 2], [None, 3.0]) is None
+
+
+def test_exponents_of_time_and_memory():
+    def entry(name, size):
+        return Entry(name, seconds=[2.0 * size**2] * 3, loaded_bytes=100, peak_bytes=100 + 5 * size)
+
+    races = [[entry("numpy", size), entry("torch", size)] for size in (2, 4, 8)]
+    races[-1][1].verdict = "DIVERGE"
+    found = exponents((2, 4, 8), races)
+    assert found["numpy"] == {"seconds": pytest.approx(2.0), "work_bytes": pytest.approx(1.0)}
+    races[0][1].seconds = races[1][1].seconds = []
+    assert exponents((2, 4, 8), races)["torch"] == {"seconds": None, "work_bytes": None}
+
+
+@pytest.mark.parametrize("axis", ["source", "target", "length", "batch", "depth", "vocabulary"])
+@pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=lambda work: work.task)
+def test_each_size_grows_alone(work, axis):
+    large = grown(work, axis, 40)
+    config = large.config
+    sizes = {
+        "source": large.source_ids.shape[1],
+        "target": large.target_ids.shape[1],
+        "batch": len(large.source_ids),
+        "depth": config.num_decoder_layers,
+        "vocabulary": config.target_vocab_size,
+    }
+    grew = {"source", "target"} if axis == "length" else {axis}
+    assert {name for name, size in sizes.items() if size == 40} == grew
+    assert large.operations > work.operations or axis == "vocabulary"
+    assert f"vocabulary {config.target_vocab_size:,}" in large.details

@@ -1,0 +1,200 @@
+"""`parity bench`: what is timed has to be right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import reference_numpy as ref
+from reference_numpy.search_plan import SearchResult
+from transformer_parity.bench.verify import DecodeVerifier, DisagreementError, ForwardVerifier, TrainVerifier
+from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork
+from transformer_parity.ports.protocol import Decoded
+
+SMALL = DecodeWork("tiny", batch=3, source=6, target=5)
+FORWARD = ForwardWork("tiny", batch=3, source=6, target=5)
+TRAIN = TrainWork("tiny", batch=3, source=6, target=5)
+
+
+def searched(work=SMALL, weights=None, dtype="float32"):
+    model = ref.Transformer.from_weights(work.config, weights or work.weights(), dtype)
+    return lambda on_step=None: work.search.search(ref, model, work.source_ids, on_step)
+
+
+def no_steps():
+    raise AssertionError("nobody asked for the steps")
+
+
+@pytest.mark.parametrize("beam_size", [None, 3])
+def test_the_reference_agrees_with_itself(beam_size):
+    work = replace(SMALL, beam_size=beam_size)
+    found = searched(work)()
+    assert found.ids.shape == (3, 5)
+    assert not np.isin(found.ids, [work.config.pad_id, work.config.eos_id]).any()
+    assert DecodeVerifier(work, work.weights()).verify(found, no_steps) == ""
+
+
+def test_sentences_vary():
+    work = DecodeWork("tiny")
+    ids = searched(work)().ids
+    assert ids.shape == (8, 64)
+    assert len(np.unique(ids)) > 20
+    assert all(len(np.unique(row)) > 3 for row in ids)
+    assert len(np.unique(ids, axis=0)) == 8
+    first = ref.Transformer.from_weights(work.config, work.weights())(
+        work.source_ids, np.full((8, 1), work.config.bos_id)
+    )
+    assert first[..., [work.config.pad_id, work.config.eos_id]].max() < -1000  # nobody has to be kept from saying them
+    assert (work.source_ids != work.config.pad_id).sum(1).tolist() == [32, 30, 27, 25, 23, 21, 18, 16]
+
+
+def another_token(found):
+    ids = found.nbest_ids.copy()
+    ids[1, 0, 2] += 1
+    return SearchResult(ids, found.nbest_scores)
+
+
+WRONG = {
+    "another token": (another_token, "sentence 1, token 3: "),
+    "sentences in another order": (
+        lambda found: SearchResult(found.nbest_ids[::-1], found.nbest_scores[::-1]),
+        "where the reference has",
+    ),
+    "scores off by a hundred eps": (
+        lambda found: SearchResult(found.nbest_ids, found.nbest_scores * np.float32(1 + 100 * 2**-23)),
+        "the scores are off by 1.2e-05",
+    ),
+    "a score that is not a number": (
+        lambda found: SearchResult(found.nbest_ids, found.nbest_scores * np.float32("nan")),
+        "scores must be finite",
+    ),
+    "a token less": (
+        lambda found: SearchResult(found.nbest_ids[:, :, :4], found.nbest_scores),
+        "ids and scores must be [3, 1, 5] and [3, 1]: got [3, 1, 4] and [3, 1]",
+    ),
+    "a sentence less": (
+        lambda found: SearchResult(found.nbest_ids[:2], found.nbest_scores[:2]),
+        "got [2, 1, 5] and [2, 1]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_result_is_refused(mistake):
+    change, reason = WRONG[mistake]
+    reference = DecodeVerifier(SMALL, SMALL.weights())
+    right = searched()()
+    for _ in range(2):  # known by now or not
+        with pytest.raises(DisagreementError) as caught:
+            reference.verify(change(right), no_steps)
+        assert reason in str(caught.value)
+        assert reference.verify(right, no_steps) == ""
+
+
+def test_a_near_tie_is_no_mistake():
+    weights = SMALL.weights()
+    weights["source_embedding.table"][[5, 7]] = 0.0  # two tokens whose logits are their biases, exactly
+    weights["output_proj.bias"][[5, 7]] = 9.0
+    found = searched(weights=weights)()
+    assert (found.ids == 5).all()
+    found.nbest_ids[1, 0, 2] = 7
+    near_ties = DecodeVerifier(SMALL, weights).verify(found, no_steps)
+    assert near_ties.startswith("1 near-tie; sentence 1, token 3: 7 where the reference has 5, margin 0.0e+00")
+
+
+@pytest.mark.parametrize("beam_size", [None, 3])
+def test_bfloat16_has_near_ties_of_its_own_size(beam_size):
+    """A search in bfloat16 agrees; one of other weights does not, nor does one in bfloat16 as float32 is judged."""
+    import transformer_torch
+
+    work = DecodeWork("tiny", dtype="bfloat16", target=24, beam_size=beam_size)
+    weights, kernel = work.weights(), "decoder.layers.0.feed_forward.inner_proj.kernel"
+    reference = DecodeVerifier(work, weights)
+
+    def found(changed):
+        model = transformer_torch.Transformer.from_weights(work.config, {**weights, **changed}, "bfloat16")
+        return lambda on_step=None: work.search.search(transformer_torch, model, work.source_ids, on_step)
+
+    right, wrong = found({}), found({kernel: weights[kernel] * 1.3})
+    assert "near-tie" in reference.verify(right(), lambda: Decoded.by(right))
+    with pytest.raises(DisagreementError, match="rounding noise"):
+        reference.verify(wrong(), lambda: Decoded.by(wrong))
+    with pytest.raises(DisagreementError):
+        DecodeVerifier(replace(work, dtype="float32"), weights).verify(right(), lambda: Decoded.by(right))
+
+
+def test_a_beam_is_followed_by_its_steps():
+    work = replace(SMALL, beam_size=3)
+    reference, search = DecodeVerifier(work, work.weights()), searched(work)
+    wrong = another_token(search())
+    with pytest.raises(DisagreementError, match="it finds something else when its steps are looked at"):
+        reference.verify(wrong, lambda: Decoded.by(search))
+    with pytest.raises(DisagreementError, match="is returned, and never was in the beam"):
+        reference.verify(wrong, lambda: replace(Decoded.by(search), result=wrong))
+
+
+def logits(work=FORWARD, dtype="float32"):
+    model = ref.Transformer.from_weights(work.config, work.weights(), dtype)
+    return model(work.source_ids, work.target_ids).astype(np.float32)
+
+
+def test_logits_are_verified():
+    verifier, right = ForwardVerifier(FORWARD, FORWARD.weights()), logits()
+    for _ in range(2):
+        assert verifier.verify(right, no_steps) == ""
+        assert verifier.verify(logits(dtype="float64"), no_steps) == ""
+    pads = FORWARD.target_ids == FORWARD.config.pad_id
+    pads[:, 0] = False
+    assert pads.any()
+    at_pads = np.where(pads[..., None], np.float32(7), right)
+    assert verifier.verify(at_pads, no_steps) == ""  # nobody's business
+    for wrong, reason in (
+        (right * np.float32(1 + 1e-4), "the logits are off by 1.0e-04, and may be by"),
+        (right[::-1], "the logits are off by"),
+        (right[:, :4], "logits must be [3, 5, 1000]: got [3, 4, 1000]"),
+        (right * np.float32("nan"), "logits must be finite"),
+    ):
+        with pytest.raises(DisagreementError) as caught:
+            verifier.verify(wrong, no_steps)
+        assert reason in str(caught.value)
+
+
+def test_losses_are_verified_step_by_step():
+    model = ref.Transformer.from_weights(TRAIN.config, TRAIN.weights())
+    trainer = ref.Trainer(model, TRAIN.settings, SEED)
+    losses = [float(trainer.train_step(TRAIN.source_ids, TRAIN.target_ids, TRAIN.labels).loss) for _ in range(6)]
+    assert losses[-1] < 0.9 * losses[0]  # it learns: a step that changes nothing would show
+    verifier = TrainVerifier(TRAIN, TRAIN.weights())
+    for step, loss in reversed(list(enumerate(losses, 1))):
+        assert verifier.verify((step, loss), no_steps) == ""
+    for wrong in ((2, losses[0]), (1, losses[0] * 1.001), (3, float("nan"))):
+        with pytest.raises(DisagreementError, match=f"the loss of step {wrong[0]} is"):
+            verifier.verify(wrong, no_steps)
+
+
+def test_labels_are_the_next_tokens():
+    config = TRAIN.config
+    for ids, labels in zip(TRAIN.target_ids, TRAIN.labels, strict=True):
+        length = 1 + (ids[1:] != config.pad_id).sum()
+        assert ids[0] == config.bos_id
+        assert labels[: length - 1].tolist() == ids[1:length].tolist()
+        assert labels[length - 1] == config.eos_id
+        assert (labels[length:] == config.pad_id).all()
+
+
+def test_dropout_is_the_papers():
+    work = replace(TRAIN, dropout=0.3)
+    rates = work.config.dropout
+    assert (rates.embedding, rates.residual, rates.attention, rates.feed_forward) == (0.3, 0.3, 0.0, 0.0)
+    verifier = TrainVerifier(work, work.weights())
+    expected = TrainVerifier(work, work.weights())
+    with pytest.raises(DisagreementError, match="off by"):
+        verifier.verify((1, 1.0), no_steps)
+    expected.verify((1, verifier._losses[0] * 1.05), no_steps)
+
+
+def test_with_dropout_losses_are_said_to_be_of_the_right_size():
+    assert TRAIN.agreement == "agree with the float64 reference"
+    assert replace(TRAIN, dropout=0.1).agreement == "are within 10% of the reference's, which drops other elements"
