@@ -19,6 +19,7 @@ LENGTH_PENALTIES = ("gnmt", "power")
 STOPS = ("attainable", "current", "first")
 POOLS = ("num_hypotheses", "beam", "first")
 LIMITS = ("cut", "forced", "scored")
+LONGEST = 2**31 - 1  # tokens: of so many, int32 has the numbers
 
 OnStep = Callable[[ndarray], None]  # is shown the unfinished hypotheses after each step, [B, K, n]
 
@@ -107,7 +108,8 @@ class SearchRules:
             object.__setattr__(self, name, tuple(check_integer(name, token, minimum=0) for token in ids))
         for name in ("no_repeat_ngram_size", "max_length_extra"):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=0))
-        check_number("max_length_factor", self.max_length_factor, "at least 0", lambda number: number >= 0.0)
+        factor = check_number("max_length_factor", self.max_length_factor, "at least 0", lambda number: number >= 0.0)
+        object.__setattr__(self, "max_length_factor", factor)
         if self.beam_shrinks and self.pool == "num_hypotheses":
             raise ValueError("a beam that shrinks needs a pool of its size: got pool 'num_hypotheses'")
 
@@ -126,7 +128,9 @@ class SearchRules:
 
     def max_lengths(self, source_lengths: Any) -> Any:
         """Return the most tokens of a hypothesis, ``eos_id`` included, where no maximum length is given."""
-        return np.maximum(np.asarray(self.max_length_factor * source_lengths, int) + self.max_length_extra, 1)
+        beyond = 2 * LONGEST  # a search refuses it
+        multiplied = np.minimum(float(self.max_length_factor) * np.asarray(source_lengths), beyond).astype(int)
+        return np.maximum(multiplied + min(self.max_length_extra, beyond), 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every rule as plain values that JSON can hold."""
@@ -242,6 +246,8 @@ def plan_search(
     else:
         max_length = check_positions("max_length", max_length, config.max_positions)
         limits = np.full(len(source_mask), max_length)
+    if limits.max() > LONGEST:
+        raise ValueError(f"max_length must be at most {LONGEST}: got {limits.max()}")
     min_length = check_integer("min_length", min_length, minimum=1)
     if min_length > limits.min():
         raise ValueError(f"min_length must be at most max_length: got {min_length} and {limits.min()}")

@@ -211,12 +211,15 @@ def test_tensorflows_own_checkpoint(port, tmp_path):
 def test_low_rank_adaptation(port):
     """Keras adds to a kernel what is trained; the weights that are exported have the sum."""
     model, plain = build(port), build(port)
+    port.package.greedy_search(model, SOURCE, 4)  # which traces the model as it is
     layer = model.encoder.layers[0].self_attention.query_proj
     layer.enable_lora(2)
     layer.lora_kernel_b.assign(np.ones([2, 24]))
     weights = model.export_weights()
     port.package.set_weights(plain, weights)
     close(port, plain(SOURCE, TARGET), model(SOURCE, TARGET), 1e-12)
+    found, expected = (port.package.greedy_search(x, SOURCE, 4) for x in (model, plain))
+    np.testing.assert_allclose(found.nbest_scores, expected.nbest_scores, rtol=1e-12)
     name = "encoder.layers.0.self_attention.query_proj.kernel"
     for refused in (
         lambda: port.package.set_weights(model, weights),

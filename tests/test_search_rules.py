@@ -321,6 +321,28 @@ def test_rules_that_do_not_fit_the_model_are_refused_with_the_same_words(backend
         assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [
+        ({"max_length": 10**30}, 10**30),
+        ({"rules": SearchRules(max_length_factor=1e30, max_length_extra=0)}, 2**32 - 2),
+        ({"rules": SearchRules(max_length_factor=10**30)}, 2**32 + 48),
+        ({"rules": SearchRules(max_length_extra=10**30)}, 2**32 + 1),
+    ],
+)
+def test_a_length_beyond_all_integers_is_refused(backend, options, longest):
+    config, weights, source_ids = lively_marian()
+    model = load(backend, config, weights)
+    with pytest.raises(ValueError, match=f"^max_length must be at most {2**31 - 1}: got {longest}$"):
+        backend.package.greedy_search(model, source_ids[:1, :3], **options)
+
+
+def test_numpys_numbers_in_rules_become_pythons():
+    rules = SearchRules(max_length_factor=np.float32(1.5), max_length_extra=np.int64(2), forced_ids=[np.int32(5)])
+    assert json.loads(json.dumps(rules.to_dict())) == rules.to_dict()
+    assert rules.max_lengths([3, 4]).tolist() == [6, 8]
+
+
 def test_rules_and_options_come_back_from_json():
     for name in ("paper", "hf", "fairseq", "marian"):
         for options in (SearchOptions.preset(name), SearchOptions.preset(name, beam_size=4, max_length=9, start_id=3)):

@@ -85,8 +85,8 @@ class Greedy(NamedTuple):
     def step(self, logits: Float[Array, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
         """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [B, V]
-        _, index = _top(log_probabilities, 1)  # on a CPU, argmax takes four times as long
-        best = jnp.take_along_axis(log_probabilities, index, 1)
+        _, index = _top(log_probabilities, 1)  # on a CPU, argmax takes longer
+        best = jnp.take_along_axis(log_probabilities, index, 1)  # NaN stays NaN, which is inf in _top
         tokens = jnp.where(self.unfinished, index[:, 0], plan.pad_id)
         ids = jax.lax.dynamic_update_index_in_dim(self.ids, tokens[:, None], n - 1, axis=2)
         scores = self.scores + jnp.where(self.unfinished[:, None], best, 0.0)

@@ -86,7 +86,7 @@ class Greedy(NamedTuple):
         """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [B, V]
         _, index = _top(log_probabilities, 1)  # on a CPU, argmax takes longer
-        best = tf.gather(log_probabilities, index, batch_dims=1)
+        best = tf.gather(log_probabilities, index, batch_dims=1)  # NaN stays NaN, which is inf in _top
         tokens = tf.where(self.unfinished, index[:, 0], plan.pad_id)
         ids = keras.ops.slice_update(self.ids, [0, 0, n - 1], tokens[:, None, None])
         scores = self.scores + tf.where(self.unfinished[:, None], best, 0.0)

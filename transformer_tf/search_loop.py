@@ -70,7 +70,8 @@ def _call(function, model, *args, **static):
     traced = _TRACED.setdefault(model, {})
     with placed(model.device):
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
-        key = function, *static.values(), *map(type, args)  # among the types is the kind of search
+        # Among the types is the kind of search. Variables change where Keras adds some, such as of LoRA.
+        key = function, *static.values(), *map(type, args), *map(id, model.variables)
         if key not in traced:
             of_model = partial(function, proxy(model), **static)  # a model would live as long as its functions
             signature = tf.nest.map_structure(lambda x: tf.TensorSpec([None] * x.shape.rank, x.dtype), args)

@@ -179,7 +179,8 @@ def _top(values, count):
     """Return the largest values of each row and where they are; of equal ones, the first come first."""
     if values.shape[1] <= BLOCK * count:
         best, index = values.sort(dim=-1, descending=True, stable=True)
-        return best[:, :count], index[:, :count]
+        # NaN has come first: a model that computes it is found out.
+        return best[:, :count].nan_to_num(inf, inf, -inf), index[:, :count]
     # Sorting all is slow, and topk takes equal ones in any order. But what is looked for lies in few blocks: those with
     # the largest maxima, of equal ones the first.
     short = -values.shape[1] % BLOCK
