@@ -183,9 +183,9 @@ REFUSED = {
     "type": "TypeError: mesh must be a DeviceMesh: got Plan",
     "dropout": "ValueError: dropout must be one of global, local: got 'none'",
     "seed": "ValueError: all processes must have the same seed, settings, dropout and model: "
-    "got another one in process 1",
+    "got others in process 1",
     "batch": "ValueError: all processes must have the same batch, of which each takes its rows: "
-    "got another one in process 1",
+    "got others in process 1",
 }
 
 

@@ -158,6 +158,30 @@ def test_two_processes_give_what_the_reference_gives(name):
     run_workers(f"import test_parallel_tf as t; t.as_a_worker({name!r})", 2)
 
 
+def as_a_worker_of_its_own(change):
+    """The second process is given something else, and both say so."""
+    import transformer_tf as package
+
+    probe = probes()["plain"]
+    given = {"seed": 0, "batch": probe.batch(0), "weights": probe.weights()}
+    mesh = package.make_mesh(Plan(data=2))
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+        doubled = {name: 2 * array for name, array in probe.weights().items()}
+        given[change] = {"seed": 1, "batch": probe.batch(1), "weights": doubled}[change]
+    with mesh.scope():
+        model = package.Transformer.from_weights(probe.config, given["weights"], "float64")
+        many = package.Trainer(model, probe.settings, given["seed"], mesh=mesh)
+    what = "weights" if change == "weights" else "seed, settings and batch"
+    with pytest.raises(ValueError, match=f"^all processes must have the same {what}: got others in process 1$"):
+        many.gradient(*given["batch"])
+
+
+@pytest.mark.extended("plans")
+@pytest.mark.parametrize("change", ["seed", "batch", "weights"])
+def test_processes_that_were_given_different_things(change):
+    run_workers(f"import test_parallel_tf as t; t.as_a_worker_of_its_own({change!r})", 2)
+
+
 def saved_and_loaded(folder):
     """Saved on two devices, continued on one; and refused where it does not fit."""
     import transformer_tf as package

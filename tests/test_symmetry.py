@@ -144,7 +144,7 @@ ALLOWED = [
     ("jax tf", "decoder.DecoderCache.length", "result: *", "in a compiled loop it is an array"),
     ("torch", "training.*", "parameter model: *", "torch.compile and DistributedDataParallel return wrappers"),
     ("torch jax tf", "parallel", "docstring", "each says which engine of its framework it stands on"),
-    ("jax", "parallel", "adds definition check_same", "several processes may be given different things"),
+    ("jax tf", "parallel", "adds definition check_same", "several processes may be given different things"),
     ("torch tf", "parallel", "lacks definition divide", "each process computes its own share; NumPy all of them"),
     ("jax", "parallel.divide", "*", "each process computes its own share; NumPy all of them"),
     *(

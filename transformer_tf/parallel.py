@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -97,12 +98,41 @@ def check_copies(trainer: Any) -> None:
 
 
 def spread_rows(trainer: Any, batch: Sequence[Any], slices: int) -> tuple[Any, ...]:
-    """Return a batch as ``traced`` functions take it: on a mesh, the rows of each share, [shares, rows, length]."""
+    """Return a batch as ``traced`` functions take it: on a mesh, the rows of each share, [shares, rows, length].
+
+    Raises:
+        ValueError: Each process has a batch of its own, or other settings or weights; the first batch tells.
+    """
     if trainer.mesh is None:
         return tuple(batch)
+    if not trainer.has_checked_batches:
+        given = trainer.step, trainer.seed, trainer.dropout, trainer.settings, trainer.model.config
+        check_same(trainer.mesh, "seed, settings and batch", *given, *(np.asarray(ids).tolist() for ids in batch))
+        check_same(trainer.mesh, "weights", *(x.numpy().tobytes() for x in parameters(trainer.model).values()))
+        trainer.has_checked_batches = True
     plan, pad_id = trainer.plan, trainer.model.config.pad_id
     parts = [spread(np.asarray(ids), slices, plan.shares, pad_id) for ids in batch]  # [slices, shares, R, L]
     return tuple(ids.swapaxes(0, 1).reshape(plan.shares, -1, ids.shape[-1]) for ids in parts)
+
+
+def check_same(mesh: tf.distribute.Strategy, what: str, *values: Any) -> None:
+    """Refuse a run whose processes were not given the same.
+
+    Raises:
+        ValueError: They were not.
+    """
+    if not isinstance(mesh, tf.distribute.MultiWorkerMirroredStrategy):
+        return
+    digest = sha256(b"".join(value if isinstance(value, bytes) else repr(value).encode() for value in values)).digest()
+
+    def on_device(digest):
+        return tf.distribute.get_replica_context().all_gather(digest, axis=0)
+
+    gathered = mesh.run(on_device, (tf.constant([[*digest]]),))
+    found, *others = (copy.numpy() for copy in mesh.experimental_local_results(gathered))  # [devices, 32]
+    if len(different := np.flatnonzero((found != found[0]).any(1))):
+        process = different[0] // (1 + len(others))
+        raise ValueError(f"all processes must have the same {what}: got others in process {process}")
 
 
 def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shares slices sites 2"]:
@@ -185,7 +215,7 @@ def first_alone(trainer: Any, action: Callable[[], None]) -> None:
     if failed is not None:
         raise failed
     if float(mesh.experimental_local_results(problems)[0]):
-        raise OSError("the first process has failed")
+        raise OSError("the first process cannot write the folder, and says why")
 
 
 def _joined():

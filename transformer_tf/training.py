@@ -124,6 +124,7 @@ class Trainer:
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         if compile and mesh is not None:
             raise ValueError("compile takes one device: got a mesh, whose sums XLA does not compile")
+        self.has_checked_batches = False
         self._compile = compile
         layers = model._flatten_layers()  # Keras' public ``layers`` are only the outermost
         self._seeds = [layer.seed_generator.state for layer in layers if isinstance(layer, Dropout) and layer.rate]

@@ -159,7 +159,7 @@ class Share:
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, sha256(repr(value).encode()).hexdigest())
         if different := [rank for rank, each in enumerate(found) if each != found[0]]:
-            raise ValueError(f"all processes must have the same {what}: got another one in process {different[0]}")
+            raise ValueError(f"all processes must have the same {what}: got others in process {different[0]}")
 
     def summed(self, x: Float[Tensor, ""] | Int[Tensor, ""]) -> Float[Tensor, ""] | Int[Tensor, ""]:
         """Return the sum of a number over all shares."""
