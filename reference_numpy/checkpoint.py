@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,13 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.checks import check_fields
+from reference_numpy.checks import check_fields, check_integer
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import (
     FIRST_MOMENT,
     SECOND_MOMENT,
     VocabularyFiles,
+    check_plain,
     load_weights,
     open_file,
     read_moments,
@@ -103,14 +103,10 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """
     with open_file(path, "checkpoint") as (description, file):
         config, weights = read_weights(description, file)
-        if "training" not in description:
-            raise ValueError("it holds weights but no training state")
-        training = description["training"]
-        _check_training(training)
+        training, settings = read_training(description)
         first, second = (read_moments(description, file, prefix) for prefix in (FIRST_MOMENT, SECOND_MOMENT))
         state = TrainingState(training["step"], training["seed"], first, second)
         check_training_state(config, state)
-        settings = TrainingConfig.from_dict(training["settings"])
         vocabulary = read_vocabulary(description, file)
         return Checkpoint(config, settings, weights, state, training["progress"], vocabulary)
 
@@ -125,7 +121,7 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
 
     Raises:
         OSError: A file cannot be read.
-        ValueError: No file, a file that is not usable, or files that differ in their config or dtypes.
+        ValueError: No file, a file that is not usable, or files that differ in their config, tensors or dtypes.
     """
     if not paths:
         raise ValueError("an average needs at least one file: got none")
@@ -137,6 +133,11 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
             fields, others = config.to_dict(), other_config.to_dict()
             different = ", ".join(name for name in fields if fields[name] != others[name])
             raise ValueError(f"{path} and {paths[0]} must have the same config: they differ in {different}")
+        problems = [f"missing {name}" for name in first if name not in weights]
+        problems += [f"unexpected {name}" for name in weights if name not in first]
+        if problems:  # parts of the model, or different ones
+            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+            raise ValueError(f"{path} must hold the same tensors as {paths[0]}: {shown}")
         for name, array in weights.items():
             if array.dtype != first[name].dtype:
                 found = f"got {array.dtype} and {first[name].dtype}"
@@ -145,24 +146,27 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
     return config, {name: rounded(name, total[name] / len(paths), first[name].dtype.name) for name in first}
 
 
-def _check_training(training: Any) -> None:
-    """Refuse what cannot be the metadata of a training run, down to its fields."""
+def read_training(description: Mapping[str, Any]) -> tuple[dict[str, Any], TrainingConfig]:
+    """Return the metadata of the training run in an open file, and its settings.
+
+    Raises:
+        TypeError: A part has the wrong type.
+        ValueError: There is none, or a part is missing, unknown or makes no sense.
+    """
+    if "training" not in description:
+        raise ValueError("it holds weights but no training state")
+    training = description["training"]
     if not isinstance(training, dict):
         raise TypeError(f"its training state must be an object with named fields: got {type(training).__name__}")
     check_fields("fields of the training state", training, TRAINING_FIELDS)
+    check_integer("step", training["step"], minimum=0)
+    check_integer("seed", training["seed"], minimum=0)
     _check_progress(training["progress"])
+    return training, TrainingConfig.from_dict(training["settings"])
 
 
 def _check_progress(progress: Any) -> None:
-    """Refuse what would not come back from JSON as it is: tuples, keys that are not text, NaN, NumPy's numbers."""
+    """Refuse what is no dict, or would not come back from JSON as it is."""
     if not isinstance(progress, dict):
         raise TypeError(f"progress must be a dict: got {type(progress).__name__}")
-    for key, value in progress.items():
-        try:
-            # Text tells 1 from 1.0, True and np.float64(1), which are equal.
-            returns = repr(json.loads(json.dumps({key: value}, allow_nan=False))) == repr({key: value})
-        except (TypeError, ValueError, RecursionError):
-            returns = False
-        if not returns:
-            needed = "dicts with text as keys, lists, text, finite numbers, True, False and None"
-            raise ValueError(f"progress[{key!r}] must be made of {needed}")
+    check_plain("progress", progress)

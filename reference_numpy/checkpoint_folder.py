@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from numpy import ndarray
 
-from reference_numpy.checkpoint import Checkpoint
+from reference_numpy.checkpoint import Checkpoint, read_training
 from reference_numpy.config import TransformerConfig
 from reference_numpy.files import FIRST_MOMENT, SECOND_MOMENT, VocabularyFiles, open_file, read_vocabulary, write_file
 from reference_numpy.names import check_training_state, check_weights, parameter_shapes
@@ -64,7 +64,8 @@ def read_run(folder: Path) -> Run:
     """
     with open_file(folder / RUN, KIND) as (description, file):
         config = TransformerConfig.from_dict(description["config"])
-        return Run(config, description["training"], read_vocabulary(description, file))
+        training, _ = read_training(description)
+        return Run(config, training, read_vocabulary(description, file))
 
 
 def partial_folder(folder: Path) -> Path:

@@ -71,7 +71,7 @@ def save_weights(
     Raises:
         TypeError: A weight is not of a floating-point dtype, the vocabulary is not bytes, or a note is no object.
         ValueError: The weights are not those of the config, or overflow the storage dtype; or a note has another name,
-            is too long, or is nothing that JSON can hold.
+            is too long, or JSON would alter it.
         OSError: The file cannot be written.
     """
     check_weights(config, weights, part=part)
@@ -176,10 +176,28 @@ def _checked_note(name: str, note: Any) -> dict[str, Any]:
     check_choice("note", name, NOTES)
     if not isinstance(note, Mapping):
         raise TypeError(f"{name} must be an object with named fields: got {type(note).__name__}")
+    check_plain(name, note)
     text = json.dumps(dict(note), allow_nan=False)
     if len(text) > MOST_NOTES:
         raise ValueError(f"{name} must be at most {MOST_NOTES:,} bytes of JSON: got {len(text):,}")
     return json.loads(text)
+
+
+def check_plain(name: str, values: Mapping[Any, Any]) -> None:
+    """Refuse what would not come back from JSON as it is: tuples, keys that are not text, NaN, NumPy's numbers.
+
+    Raises:
+        ValueError: A value would not; the message names it, as one of ``name``.
+    """
+    for key, value in values.items():
+        try:
+            # Text tells 1 from 1.0, True and np.float64(1), which are equal.
+            returns = repr(json.loads(json.dumps({key: value}, allow_nan=False))) == repr({key: value})
+        except (TypeError, ValueError, RecursionError):
+            returns = False
+        if not returns:
+            needed = "dicts with text as keys, lists, text, finite numbers, True, False and None"
+            raise ValueError(f"{name}[{key!r}] must be made of {needed}")
 
 
 def note_checksum(name: str, note: Mapping[str, Any]) -> str:
@@ -234,7 +252,9 @@ def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], saf
         ValueError: The file is truncated, corrupt or not ours, or what it holds is refused.
     """
     if Path(path).is_dir():
-        raise IsADirectoryError(f"{path} is a folder, and no {kind}: `parity import` makes one of a checkpoint folder")
+        held = sorted(file.name for file in Path(path).glob("*.safetensors"))
+        instead = f"it holds {', '.join(held)}" if held else "`parity import` makes one of a checkpoint folder"
+        raise IsADirectoryError(f"{path} is a folder, and no {kind}: {instead}")
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no {kind} {path}")
     open(path, "rb").close()  # safetensors calls a file absent that it may not read

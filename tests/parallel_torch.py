@@ -182,8 +182,7 @@ REFUSED = {
     "no names": "ValueError: the axes of a mesh must be some of data, fsdp, tensor: got (without a name)",
     "type": "TypeError: mesh must be a DeviceMesh: got Plan",
     "dropout": "ValueError: dropout must be one of global, local: got 'none'",
-    "seed": "ValueError: all processes must have the same seed, settings, dropout and model: "
-    "got others in process 1",
+    "seed": "ValueError: all processes must have the same seed, settings, dropout and model: got others in process 1",
     "batch": "ValueError: all processes must have the same batch, of which each takes its rows: "
     "got others in process 1",
 }

@@ -25,6 +25,7 @@ from test_files import flipped, header_size, tensor_at
 
 from reference_numpy import PRESETS, load_weights, save_weights
 from reference_numpy.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint
+from reference_numpy.checkpoint_folder import RUN, read_run
 from reference_numpy.files import load_vocabulary
 from reference_numpy.training_config import TrainingConfig, TrainingState
 
@@ -369,6 +370,34 @@ def test_what_is_in_the_file_is_checked(path, saved, case):
         load_checkpoint(path)
 
 
+OF_THE_RUN = [
+    *("no training", "training list", "no step", "no progress", "unknown field", "negative step", "float step"),
+    *("negative seed", "progress list", "progress NaN", "settings list", "no settings", "settings", "setting"),
+    "NaN setting",
+]
+
+
+@pytest.mark.parametrize("case", OF_THE_RUN)
+def test_what_a_folder_says_of_its_run_is_checked(tmp_path, case):
+    """As in the one file, and before anybody reads the folder's tensors."""
+    path = tmp_path / RUN
+    save_checkpoint(path, make())
+    rewrite(path)
+    assert read_run(tmp_path).training["progress"] == PROGRESS
+    change, reason = CORRUPTIONS[case]
+    rewrite(path, **change)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is not a usable sharded checkpoint: .*{reason}"):
+        read_run(tmp_path)
+
+
+def test_a_folder_without_a_run(tmp_path):
+    save_weights(tmp_path / RUN, small_config(), random_weights(small_config()))
+    with pytest.raises(
+        ValueError, match=r"is not a usable sharded checkpoint: it holds weights but no training state$"
+    ):
+        read_run(tmp_path)
+
+
 def test_truncated(path, saved):
     end = header_size(saved)
     for length in {*range(20), *range(0, len(saved), len(saved) // 150), end - 1, end, end + 1, len(saved) - 1}:
@@ -534,3 +563,21 @@ def test_average_of_different_models_is_refused(tmp_path):
     other.write_bytes(one.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"^{re.escape(str(other))} is not a usable weight file: "):
         average_weights([one, other])
+
+
+def test_average_of_different_parts_is_refused(tmp_path):
+    """Their config is the same. What a file lacks is not taken for zero."""
+    config = small_config()
+    paths = {part: tmp_path / f"{part}.safetensors" for part in (None, "encoder", "decoder")}
+    for part, path in paths.items():
+        save_weights(path, config, random_weights(config), part=part)
+    whole, encoder, decoder = paths.values()
+    assert_same_bits(average_weights([encoder, encoder])[1], load_weights(encoder)[1])
+    for one, other, reason in (
+        (whole, encoder, r"missing decoder\..*; and \d+ more"),
+        (encoder, whole, r"unexpected decoder\..*; and \d+ more"),
+        (encoder, decoder, r"missing encoder\..*; and \d+ more"),
+    ):
+        same = f"{re.escape(str(other))} must hold the same tensors as {re.escape(str(one))}"
+        with pytest.raises(ValueError, match=f"^{same}: {reason}$"):
+            average_weights([one, other])

@@ -188,6 +188,11 @@ def test_a_folder_is_no_weight_file(line, here, capsys):
     code, _, err = parity(capsys, *line.split())
     assert code == 3
     assert "folder is a folder, and no weight file: `parity import` makes one of a checkpoint folder\n" in err
+    for name in ("model.safetensors", "checkpoint-20.safetensors"):  # of a run of training
+        (here / "folder" / name).touch()
+    code, _, err = parity(capsys, *line.split())
+    assert code == 3
+    assert "folder is a folder, and no weight file: it holds checkpoint-20.safetensors, model.safetensors\n" in err
 
 
 def test_a_weight_file_without_vocabulary_says_how_to_get_one(here, capsys):

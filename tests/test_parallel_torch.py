@@ -17,6 +17,8 @@ from parallel_torch import REFUSED, ends, environment, observed, run, trainer_of
 import reference_numpy as ref
 import transformer_torch
 from reference_numpy import Checkpoint, Plan, save_checkpoint
+from reference_numpy.checkpoint_folder import RUN, read_run
+from reference_numpy.files import write_file
 from reference_numpy.parallel_plan import tensor_axis
 from transformer_parity.distributed.cases import probes
 from transformer_torch.parallel_checkpoint import join_sharded, load_sharded, save_sharded, split_sharded
@@ -270,11 +272,15 @@ def damaged(folder, way):
         (folder / ".metadata").unlink()
     elif way == "no parts":
         (folder / "__0_0.distcp").unlink()
+    elif way == "a negative step":
+        run = read_run(folder)
+        write_file(folder / RUN, {"config": run.config.to_dict(), "training": {**run.training, "step": -1}}, {}, None)
 
 
 REFUSALS = {
     "no run": (FileNotFoundError, "there is no sharded checkpoint"),
     "no metadata": (OSError, "metadata"),
+    "a negative step": (ValueError, "run.safetensors is not a usable .*: step must be at least 0: got -1"),
     "no parts": (OSError, "cannot read .*run: process 0: .*__0_0.distcp"),
     "another model": (ValueError, r"must hold source_embedding.table as float64 \[37, 32\]: got float64 \[40, 32\]"),
     "another dtype": (ValueError, r"must hold source_embedding.table as float32 \[40, 32\]: got float64 \[40, 32\]"),

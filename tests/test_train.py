@@ -20,10 +20,11 @@ import tiers
 import reference_numpy as ref
 from reference_numpy.files import open_file, write_file
 from transformer_parity.cli.main import main
+from transformer_parity.system.errors import UsageError
 from transformer_parity.train import batches, corpora, curves
 from transformer_parity.train.batches import Batches
 from transformer_parity.train.log import read_log
-from transformer_parity.train.run import LONGER, longest_translation
+from transformer_parity.train.run import LONGER, Run, longest_translation
 
 SMALL = ["--d-model", "16", "--heads", "2", "--d-ff", "24", "--layers", "1", "--warmup", "4", "--tokens", "256"]
 PAIRS = 60
@@ -264,6 +265,56 @@ def test_a_run_that_ended_before_its_final_weights_can_be_finished(finished, tmp
     assert (copy / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
 
 
+def test_a_checkpoint_of_another_name_is_never_deleted(finished, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    shutil.copy(copy / "checkpoint-0000008.safetensors", copy / "checkpoint-best.safetensors")
+    assert resume(copy, "--backend", "numpy", "--steps", 16) == 0
+    assert sorted(path.name for path in copy.glob("checkpoint-*")) == [
+        "checkpoint-0000012.safetensors",
+        "checkpoint-0000016.safetensors",
+        "checkpoint-best.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("stopped", [13, 16], ids=["in between", "at the end"])
+def test_a_run_that_goes_on_beyond_its_end_has_no_model_until_its_new_end(stopped, finished, tmp_path, monkeypatch):
+    """It can be stopped and resumed as any other, also when all steps are taken."""
+    copy, whole = tmp_path / "copy", tmp_path / "whole"
+    for folder in (copy, whole):
+        shutil.copytree(finished, folder)
+
+    def fail(self):
+        raise UsageError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "finish", fail)
+        code = 0 if stopped < 16 else 3
+        assert resume(copy, "--backend", "numpy", "--steps", 16, "--stop-at", stopped) == code
+    assert not (copy / "model.safetensors").exists()
+    for folder, options in ((copy, ()), (whole, ("--steps", 16))):
+        assert resume(folder, "--backend", "numpy", *options) == 0
+    assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert (copy / "model.safetensors").read_bytes() != (finished / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("when", ["fails", "is stopped"])
+def test_a_run_that_takes_no_step_beyond_its_end_keeps_its_model(when, finished, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+
+    def end(self, stop):
+        if when == "fails":
+            raise UsageError("failed")
+        stop.signal = signal.SIGTERM
+        return True
+
+    monkeypatch.setattr(Run, "_stops", end)
+    assert resume(copy, "--backend", "numpy", "--steps", 16) == (3 if when == "fails" else 128 + signal.SIGTERM)
+    assert {path.name for path in copy.iterdir()} == {path.name for path in finished.iterdir()}
+    assert (copy / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
+
+
 def test_it_can_be_finished_elsewhere(finished, tmp_path):
     """The last checkpoint is all there is to average there."""
     copy, elsewhere = tmp_path / "copy", tmp_path / "elsewhere"
@@ -324,6 +375,35 @@ def test_curves_of_several_runs_in_one_picture(finished, tmp_path, capfd):
     ):
         assert main(["curve", *arguments]) == 3
         assert message in capfd.readouterr().err
+
+
+START, STEP = {"event": "start", "step": 0, "task": "dates"}, {"event": "step", "step": 1, "loss": {"numpy": 1.0}}
+VALIDATION = {"event": "validation", "step": 1, "backend": "numpy", "averaged": 0, "loss": 1.0, "score": 0.0}
+LOGS = {
+    "empty": ([], "{log} must hold the start of a run and a step: got no start and no step"),
+    "no start": ([STEP], "{log} must hold the start of a run and a step: got no start"),
+    "no step": ([START, VALIDATION], "{log} must hold the start of a run and a step: got no step"),
+    "another object": ([START, {"level": 1}], 'line 2 of {log} must be an event of a run: got {{"level": 1}}'),
+    "no object": ([5], "line 1 of {log} must be an event of a run: got 5"),
+    "no number": ([{**START, "step": "one"}], "line 1 of {log} must be an event of a run: got "),
+    "a list for a kind": ([{"event": [], "step": 1}], "line 1 of {log} must be an event of a run: got "),
+    "no task": ([{"event": "start", "step": 0}], "line 1 of {log} must be an event of a run: got "),
+    "no loss": ([START, {"event": "step", "step": 1}], "line 2 of {log} must be an event of a run: got "),
+    "one loss": ([START, {**STEP, "loss": 1.0}], "line 2 of {log} must be an event of a run: got "),
+    "no score": ([START, STEP, {**VALIDATION, "score": None}], "line 3 of {log} must be an event of a run: got "),
+}
+
+
+@pytest.mark.parametrize("why", LOGS)
+def test_a_log_without_a_curve_is_refused(why, tmp_path, capfd):
+    events, message = LOGS[why]
+    log, picture = tmp_path / "log.jsonl", tmp_path / "c.svg"
+    log.write_text("".join(json.dumps(event) + "\n" for event in events), "utf-8")
+    assert main(["curve", str(tmp_path), "--out", str(picture)]) == 3
+    assert message.format(log=log) in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == [log]
+    log.write_text("".join(json.dumps(event) + "\n" for event in (START, STEP, VALIDATION)), "utf-8")
+    assert main(["curve", str(tmp_path), "--out", str(picture)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,11 @@ def run_curve(options: argparse.Namespace) -> int:
     check_writable(options.out)
     with refusals(OSError):
         logs = [read_log(folder) for folder in options.runs]
+        for folder, log in zip(options.runs, logs, strict=True):
+            kinds = {event["event"] for event in log}
+            if lacking := [f"no {kind}" for kind in ("start", "step") if kind not in kinds]:
+                got = " and ".join(lacking)
+                raise UsageError(f"{folder / LOG} must hold the start of a run and a step: got {got}")
         backends = [name for log in logs for name in curves.losses(log)[1]]
         if len(logs) > 1 and len(set(backends)) < len(backends):
             raise UsageError(f"one run a backend: got {', '.join(backends)}")

@@ -10,8 +10,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from transformer_parity.system.errors import UsageError
+
 LOG, MODEL, CURVE = "log.jsonl", "model.safetensors", "curve.png"
 LEFT = (".checkpoint-", f".{MODEL}.", f".{CURVE}.")  # how the name of a file begins that was never finished
+
+FIELDS: dict[str, dict[str, Any]] = {  # of events that a curve is drawn of, beside the step: their types
+    "start": {"task": str},
+    "step": {"loss": dict},
+    "validation": {"backend": str, "averaged": int, "loss": float | int, "score": float | int},
+}
+SHOWN = 60  # characters of a line that is refused
 
 
 @contextmanager
@@ -89,20 +98,44 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     """Return the step in a checkpoint's name; 0 if the file was renamed."""
-    number = checkpoint.stem.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else 0
+    return 0 if was_renamed(checkpoint) else int(_number(checkpoint))
+
+
+def was_renamed(checkpoint: Path) -> bool:
+    """Whether a checkpoint has no number in its name, which every run gives it."""
+    return not _number(checkpoint).isdecimal()
+
+
+def _number(checkpoint: Path) -> str:
+    return checkpoint.stem.removeprefix("checkpoint-")
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of a run; of a step that was taken twice, because a run was resumed, the later one."""
+    """Return the events of a run; of a step that was taken twice, because a run was resumed, the later one.
+
+    Raises:
+        OSError: The log cannot be read.
+        UsageError: A line is no event of a run.
+    """
     events: dict[Any, dict[str, Any]] = {}
-    for number, line in enumerate((folder / LOG).read_text("utf-8").splitlines()):
+    for number, line in enumerate((folder / LOG).read_text("utf-8").splitlines(), start=1):
         try:
             event = json.loads(line)
         except json.JSONDecodeError:  # the machine stopped in the middle of a line
             continue
+        if not _is_event(event):
+            shown = line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."
+            raise UsageError(f"line {number} of {folder / LOG} must be an event of a run: got {shown}")
         kind, step = event["event"], event["step"]
         if kind == "start":  # what had been logged beyond the checkpoint that it starts from is not part of the run
             events = {key: old for key, old in events.items() if old["step"] <= step}
         events[(kind, step, event.get("backend"), event.get("averaged"), number if kind == "start" else 0)] = event
     return sorted(events.values(), key=lambda event: event["step"])
+
+
+def _is_event(event: Any) -> bool:
+    """Whether what a line holds has all that is read of an event of its kind."""
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return False
+    needed = {"step": int, **FIELDS.get(event["event"], {})}
+    return all(isinstance(event.get(name), kind) for name, kind in needed.items())

@@ -23,7 +23,7 @@ from transformer_parity.text.vocabulary import LONGEST
 from transformer_parity.train.batches import Batches
 from transformer_parity.train.corpora import Corpus
 from transformer_parity.train.learner import Learner
-from transformer_parity.train.log import LOG, MODEL, Log, checkpoints, step_of
+from transformer_parity.train.log import LOG, MODEL, Log, checkpoints, step_of, was_renamed
 
 MOST_STEPS = 100  # between two times that processes ask one another whether to stop
 PATIENCE = 0.5  # seconds between two reads of losses from the device
@@ -106,6 +106,7 @@ class Run:
         self._pending: list[tuple[int, float, list[Any]]] = []
         self._read_at = time.perf_counter()
         self.seconds = seconds  # spent on steps, also before the run was resumed
+        self._began = self.step  # the step that the run goes on from
         self._saved: int | None = None  # the step of the last checkpoint that was written here
         self._step_seconds = PATIENCE  # that the steps took of late, each
         self._ask_at, self._stopping = 0, False  # the step at which processes ask one another next, and the answer
@@ -269,12 +270,14 @@ class Run:
         self._saved = self.step
         if self.group.rank != 0:
             return
+        if self.step > self._began:  # the final weights of an earlier end are not those of this run
+            (self.folder / MODEL).unlink(missing_ok=True)
         save_checkpoint(path, checkpoint)
         self.log.write("checkpoint", step=self.step, file=path.name)
         self.log.flush()
         kept = {path, *self._regular()[-self.plan.keep :]}
         for old in checkpoints(self.folder):
-            if old not in kept:
+            if old not in kept and not was_renamed(old):
                 old.unlink()
         self._read_at = time.perf_counter()
 
