@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 Tap = Callable[[str, Any], Any]
@@ -63,6 +64,12 @@ class Recorder(dict[str, Any]):
                 raise ValueError(f"tap {name} fired twice: use one Recorder for one call")
             self[name] = value
         return value
+
+    def __missing__(self, name: str) -> Any:
+        similar = get_close_matches(name, self, cutoff=0.8) or [*self][:3]
+        raise KeyError(
+            f"{name} is none of the {len(self)} values that were kept" + f": {', '.join(similar)}" * bool(self)
+        )
 
 
 def _as_regular_expression(pattern: str) -> str:

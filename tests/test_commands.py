@@ -208,6 +208,16 @@ def test_source_knows_where_the_packages_differ(capsys):
     assert lacking.endswith("\n# not in transformer_torch, transformer_jax, transformer_tf\n")
 
 
+def test_names_may_be_given_one_by_one(capsys):
+    alone, together = (
+        parity(capsys, "source", "Linear", *options)[1]
+        for options in (["--backends", "tf", "--backend", "jax,tf"], ["--backends", "jax,tf"])
+    )
+    assert alone == together
+    assert [*pieces(alone)] == [*pieces(together)]
+    assert len(pieces(alone)) == 2
+
+
 def test_source_imports_no_framework():
     unwanted = {*FRAMEWORKS, *PACKAGES[1:], "matplotlib"}
     script = "import sys; from transformer_parity.__main__ import main; main(['source', 'Linear']);"

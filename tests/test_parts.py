@@ -36,6 +36,8 @@ def test_parts_compute_what_the_whole_model_does(backend, convention):
     encoder, decoder = (alone(backend, part, config, weights) for part in PARTS)
     memory, logits = encoder(backend.from_numpy(SOURCE)), backend.to_numpy(whole(SOURCE, TARGET))
     assert np.array_equal(backend.to_numpy(memory), backend.to_numpy(whole.encode(SOURCE)))
+    lists = decoder(TARGET.tolist(), encoder(SOURCE.tolist()), SOURCE.tolist())
+    np.testing.assert_allclose(backend.to_numpy(lists), logits, rtol=0, atol=1e-12)
     target, mask = backend.from_numpy(TARGET), backend.from_numpy(MASK)
     for options in ({"source_ids": backend.from_numpy(SOURCE)}, {"source_mask": mask}):
         np.testing.assert_allclose(backend.to_numpy(decoder(target, memory, **options)), logits, rtol=0, atol=1e-12)

@@ -341,6 +341,8 @@ def test_numpys_numbers_in_rules_become_pythons():
     rules = SearchRules(max_length_factor=np.float32(1.5), max_length_extra=np.int64(2), forced_ids=[np.int32(5)])
     assert json.loads(json.dumps(rules.to_dict())) == rules.to_dict()
     assert rules.max_lengths([3, 4]).tolist() == [6, 8]
+    options = SearchOptions(beam_size=np.int32(3), length_penalty=np.float32(0.5), start_id=np.uint8(1))
+    assert json.loads(json.dumps(options.to_dict())) == options.to_dict()
 
 
 def test_rules_and_options_come_back_from_json():

@@ -91,6 +91,7 @@ ALLOWED = [
     ("jax", "*.__init__", "adds parameter rngs", "NNX draws initial values on construction"),
     ("tf", "*.__init__", "adds parameter **kwargs", KERAS),
     ("tf", "transformer.Transformer.__call__", "adds parameter training", MODES),
+    ("tf", "transformer", "adds definition Part.__call__", KERAS),
     ("tf", "transformer.*code", "adds parameter training", MODES),
     ("tf", "attention.MultiHeadAttention.__call__", "adds parameter training", MODES),
     ("tf", "encoder.EncoderStack.__call__", "adds parameter training", MODES),

@@ -47,6 +47,18 @@ def test_recording_changes_nothing(backend):
     assert len(some) == 2 + 3 * 2
 
 
+def test_what_was_not_kept_is_named_with_what_was():
+    seen = ref.Recorder("**.weights")
+    with pytest.raises(KeyError, match=r"^'layers.0.wieghts is none of the 0 values that were kept'$"):
+        seen["layers.0.wieghts"]
+    for name in ("layers.0.weights", "layers.1.weights", "layers.0.scores"):
+        seen(name, 1.0)
+    message = "layers.0.wieghts is none of the 2 values that were kept: layers.0.weights, layers.1.weights"
+    with pytest.raises(KeyError, match=f"^'{message}'$"):
+        seen["layers.0.wieghts"]
+    assert seen.get("layers.0.scores") is None
+
+
 def test_no_layer_binds_a_tap():
     """The name of a sub-module stands where it is called; a preamble of taps would say it twice."""
     root = Path(ref.__file__).parent.parent

@@ -103,6 +103,11 @@ class Part(Configured, keras.Model):
         set_weights(model, weights)
         return model
 
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Do what ``call`` does, with ids in lists too, which Keras refuses."""
+        args = tuple(np.asarray(x) if isinstance(x, list | tuple) and not _is_structure(x) else x for x in args)
+        return super().__call__(*args, **options)
+
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
         return get_weights(self)

@@ -89,17 +89,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="SECONDS",
         help="stop a port that reports nothing for so long, not counting waits for a processor (default: %(default)s)",
     )
-    parser.add_argument("--dtype", type=one_or_more(EPS), metavar=",".join(EPS), help="which dtypes (default: all)")
+    parser.add_argument("--dtype", action=one_or_more(EPS), metavar=",".join(EPS), help="which dtypes (default: all)")
     add_machine(parser)
     parser.add_argument(
         "--preset",
-        type=one_or_more(PRESETS),
+        action=one_or_more(PRESETS),
         metavar="NAME[,NAME]",
         help="compare only these presets; `parity info` lists them",
     )
     parser.add_argument(
         "--stage",
-        type=one_or_more((*STAGES, DISTRIBUTED)),
+        action=one_or_more((*STAGES, DISTRIBUTED)),
         metavar=",".join((*STAGES, DISTRIBUTED)),
         help="what to compare: every intermediate value; every gradient; weights and moments after 1, 5 and 20 steps; "
         "tokens and scores of greedy and beam search; training on several devices (default: all but the last)",

@@ -75,7 +75,7 @@ def add_parser(commands: Any) -> None:
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
         "--preset",
-        type=one_or_more(PRESETS),
+        action=one_or_more(PRESETS),
         metavar="NAME[,NAME]",
         help=f"whose conventions, at small sizes: {', '.join(PRESETS)} (default: paper_base)",
     )
@@ -86,14 +86,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--backend", choices=PORTS, help="which package computes (default: numpy)")
     parser.add_argument(
         "--dtype",
-        type=one_or_more(DTYPES),
+        action=one_or_more(DTYPES),
         default=list(DTYPES),
         metavar=",".join(DTYPES),
         help="which dtypes (default: both)",
     )
     parser.add_argument(
         "--stage",
-        type=one_or_more(STAGES),
+        action=one_or_more(STAGES),
         default=list(STAGES),
         metavar=",".join(STAGES),
         help="what to write (default: all)",
@@ -187,7 +187,7 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("candidate", type=Path, metavar="B", help="golden vectors of the same cases")
     parser.add_argument(
         "--stage",
-        type=one_or_more(STAGES),
+        action=one_or_more(STAGES),
         default=list(STAGES),
         metavar=",".join(STAGES),
         help="what to compare (default: all of A)",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from reference_numpy.parallel_plan import Plan
 from reference_numpy.search_plan import SEARCH_PRESETS
@@ -20,19 +21,30 @@ if TYPE_CHECKING:  # it reads checkpoints of every program, of which most comman
     from transformer_parity.translate.trained import Trained
 
 
-def one_or_more(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return an argparse type: known names with commas between them, in the order in which they are known."""
-    names = list(known)
+class OneOrMore(argparse.Action):
+    """Takes known names with commas between them, in the order in which they are known; given again, it adds some."""
 
-    def parse(text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(",") if name.strip()]
-        if unknown := [name for name in chosen if name not in names]:
-            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: choose from {', '.join(names)}")
+    def __init__(self, known: Iterable[str], **options: Any) -> None:
+        super().__init__(**options)
+        self.known = list(known)
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        """Add names to those of the same option before."""
+        chosen = [name.strip() for name in values.split(",") if name.strip()]
+        if unknown := [name for name in chosen if name not in self.known]:
+            raise argparse.ArgumentError(self, f"unknown {', '.join(unknown)}: choose from {', '.join(self.known)}")
         if not chosen:
-            raise argparse.ArgumentTypeError(f"choose at least one of {', '.join(names)}")
-        return [name for name in names if name in chosen]
+            raise argparse.ArgumentError(self, f"choose at least one of {', '.join(self.known)}")
+        if (before := getattr(namespace, self.dest)) is not self.default:
+            chosen += before
+        setattr(namespace, self.dest, [name for name in self.known if name in chosen])
 
-    return parse
+
+def one_or_more(known: Iterable[str]) -> Any:
+    """Return an argparse action: see ``OneOrMore``."""
+    return partial(OneOrMore, known)
 
 
 def parallel_plan(text: str) -> Plan:
@@ -50,7 +62,7 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, oth
         "--backend",
         "--backends",
         dest="backends",
-        type=one_or_more(PORTS),
+        action=one_or_more(PORTS),
         default=default,
         metavar="NAME[,NAME]",
         help=f"which packages, of {', '.join(PORTS)} (default: {usual})",

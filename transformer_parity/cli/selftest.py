@@ -22,6 +22,7 @@ from transformer_parity.compare.verdict import EXIT_CODES
 from transformer_parity.mistakes.catalogue import parts
 from transformer_parity.mistakes.mistake import ALL
 from transformer_parity.report.tables import print_line
+from transformer_parity.system.child import ChildEndedError
 from transformer_parity.system.files import check_writable, write_json, write_results
 
 NAMED = 0.9  # of those that have a name
@@ -58,14 +59,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--backend",
         "--backends",
         dest="backends",
-        type=one_or_more(ALL),
+        action=one_or_more(ALL),
         default=list(ALL),
         metavar="NAME[,NAME]",
         help=f"which ports, of {', '.join(ALL)} (default: all)",
     )
     names = [ATTACKS, *(name.replace(" ", "-") for name in parts())]
     parser.add_argument(
-        "--part", type=one_or_more(names), default=names, metavar="NAME[,NAME]", help=f"of {', '.join(names)}"
+        "--part", action=one_or_more(names), default=names, metavar="NAME[,NAME]", help=f"of {', '.join(names)}"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
     parser.set_defaults(run=run)
@@ -85,16 +86,18 @@ def run(options: argparse.Namespace) -> int:
     outcomes: list[Outcome] = []
     with Progress(["mistakes"] * bool(chosen) + [ATTACKS] * bool(attacks)) as progress:
         try:
-            for backend, part, batch in all_trials(options.backends, chosen) if chosen else ():
-                found += batch
-                progress.update("mistakes", f"{backend}: {part}", advance=len(batch), total=expected)
-                progress.log(f"{backend}: {part}")
+            for trial in all_trials(options.backends, chosen) if chosen else ():
+                found.append(trial)
+                progress.update("mistakes", f"{trial.backend}: {trial.part}", advance=1, total=expected)
+                progress.log(f"{trial.backend}: {trial.part}")
             for outcome in trials(attacks):
                 outcomes.append(outcome)
                 progress.update(ATTACKS, outcome.name, advance=1, total=len(attacks))
                 progress.log(f"attacks: {outcome.family}")
         except KeyboardInterrupt:
             console.print("interrupted before everything was tried")
+        except ChildEndedError as error:
+            console.print(f"not everything could be tried: {error}", soft_wrap=True)
     order = {(backend, part): i for i, (backend, part) in enumerate((b, p) for b in options.backends for p in chosen)}
     found.sort(key=lambda trial: order[trial.backend, trial.part])
     if chosen:

@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
     positions = pictures.add_parser("positions", help=say, description=f"Draw {say}, one preset below the other.")
     positions.add_argument(
         "--preset",
-        type=one_or_more(PRESETS),
+        action=one_or_more(PRESETS),
         default=["paper_base", "t2t_2017"],
         metavar="NAME[,NAME]",
         help="conventions of layout, timescale and offset (default: paper_base,t2t_2017); `parity info` lists them",

@@ -167,7 +167,8 @@ def show_additive(console: Console, costs: list[Cost], steps: list[Step]) -> Non
         "Mult-adds: multiply-adds, the same for both, 2 L d_model d_k + L^2 (d_k + d_v). Operations: additive "
         "attention's as a multiple, with its L^2 d_k additions and as many tanh. Times as long: the median round, and "
         "where the lowest and highest tenth begin. Memory: additive attention's at its peak, and as a multiple. Times "
-        "are the calling thread's processor time, so that other programs do not count.\n",
+        "are the calling thread's processor time. Where products take several threads, other programs still slow them "
+        "down: OMP_NUM_THREADS=1 leaves them one.\n",
         style="dim",
     )
     table = _table(
@@ -179,9 +180,7 @@ def show_additive(console: Console, costs: list[Cost], steps: list[Step]) -> Non
             step.name,
             step.used_by,
             f"{1e3 * step.seconds.median:.3g}",
-            f"{intensity(step):.2g}",
-            f"{rate(step):.2g}",
-            f"{step.bytes_moved / step.seconds.median / 1e9:.2g}",
+            *map(_digits, (intensity(step), rate(step), step.bytes_moved / step.seconds.median / 1e9)),
         )
     console.print(table)
     console.print("\n" + conclude_additive(costs, steps) + "\n")
@@ -235,4 +234,9 @@ def _pairs(entries: list[Any]) -> list[tuple[Any, Any]]:
 
 def _range(values: Iterable[float]) -> str:
     values = list(values)
-    return f"{min(values):.1g} to {max(values):.1g}"
+    return f"{_digits(min(values), 1)} to {_digits(max(values), 1)}"
+
+
+def _digits(value: float, digits: int = 2) -> str:
+    """Return so many digits, or all before the point, without an exponent."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

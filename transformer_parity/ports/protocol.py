@@ -61,10 +61,11 @@ class SearchOptions:
         """
         for name in ("beam_size", "max_length", "num_hypotheses", "min_length"):
             if getattr(self, name) is not None or name == "min_length":
-                check_integer(name, getattr(self, name), minimum=1)
+                object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=1))
         if self.start_id is not None:
-            check_integer("start_id", self.start_id, minimum=0)
-        check_number("length_penalty", self.length_penalty, "at least 0", lambda number: number >= 0.0)
+            object.__setattr__(self, "start_id", check_integer("start_id", self.start_id, minimum=0))
+        penalty = check_number("length_penalty", self.length_penalty, "at least 0", lambda number: number >= 0.0)
+        object.__setattr__(self, "length_penalty", penalty)
         check_choice("length_penalty_kind", self.length_penalty_kind, LENGTH_PENALTIES)
         if not isinstance(self.rules, SearchRules):
             raise TypeError(f"rules must be SearchRules: got {type(self.rules).__name__}")
