@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import time
+import warnings
 from collections import Counter
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -31,7 +35,7 @@ def _every_attack() -> list:
 
 @pytest.mark.parametrize("attack", _every_attack())
 def test_an_attack_comes_to_what_is_expected(attack):
-    outcome = table.run_attack(attack)
+    (outcome,) = table.trials([attack])
     assert outcome.is_as_expected, outcome
 
 
@@ -54,10 +58,35 @@ def test_trials_run_what_they_are_given():
     assert all(outcome.is_as_expected for outcome in outcomes)
 
 
+def test_attacks_at_once_leave_one_another_what_becomes_of_warnings(monkeypatch):
+    before, both, seen = list(warnings.filters), Barrier(2, timeout=20.0), []
+
+    def run_all(jobs, timeout):
+        if both.wait() > 0:  # the first ends first
+            time.sleep(0.2)
+        seen.append(warnings.filters[0])
+        return iter(())
+
+    monkeypatch.setattr(table, "run_all", run_all)
+    monkeypatch.setattr(table, "processors", lambda: 2)
+    list(table.trials([attack for attack in table.table() if attack.name in ("CallsExit", "Crashes")]))
+    assert seen == [("ignore", None, Warning, None, 0)] * 2
+    assert warnings.filters == before
+
+
+def test_as_many_at_a_time_as_there_are_processors_that_are_allowed(monkeypatch):
+    pool, sizes = table.ThreadPoolExecutor, []
+    monkeypatch.setattr(table, "ThreadPoolExecutor", lambda size: sizes.append(size) or pool(size))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5}, raising=False)
+    assert list(table.trials([])) == []
+    assert sizes == [3]
+
+
 def test_an_attack_that_comes_to_something_else_is_told():
     sound = next(attack for attack in table.table() if attack.name == "ReadOnly")
     wrong = Attack(sound.name, sound.what, FAILS, sound.family, sound.plant, stages=sound.stages)
-    outcome = table.run_attack(wrong)
+    (outcome,) = table.trials([wrong])
     assert (outcome.expected, outcome.got, outcome.is_as_expected) == (FAILS, TOLERATED, False)
 
 

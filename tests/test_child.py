@@ -23,7 +23,7 @@ from transformer_parity.system.silence import Silence
 posix = pytest.mark.needs(os.name != "nt", "signals")
 
 FUNCTIONS = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, time, types
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -51,6 +51,14 @@ def many(parent):
 
 def large(parent):
     parent.send(parent.receive()[::-1])
+
+def of_its_own(parent):
+    parent.send("here")
+    kind = type("Kind", (), {"__module__": "only_there"})
+    sys.modules["only_there"] = types.SimpleNamespace(Kind=kind)
+    print("the last line", flush=True)
+    parent.send(kind())
+    time.sleep(20)
 
 def forks_and_dies(parent):
     parent.send("here")
@@ -148,6 +156,17 @@ def test_garbage_on_standard_output_is_no_message(start, capfd):
     assert child.receive() == "written"
     assert Path("other").read_text() == "to another file"
     assert child.last_line().endswith("from a shell")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_message_that_cannot_be_read_ends_its_process_and_is_the_reason(start, capfd):
+    child = start("of_its_own")
+    assert child.receive() == "here"
+    with pytest.raises(ChildEndedError) as ended:
+        child.receive()
+    said = "it sent what cannot be read here: ModuleNotFoundError: No module named 'only_there'"
+    assert (ended.value.how, ended.value.last_line) == (said, "the last line")
+    assert child.process.poll() is not None
     assert capfd.readouterr() == ("", "")
 
 

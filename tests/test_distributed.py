@@ -219,6 +219,13 @@ def test_a_process_that_dies_ends_the_run():
             group.train(task("short", Plan(data=2)))
 
 
+def test_an_interpreter_that_cannot_be_started_is_said_once(capsys):
+    command = ["check", "--stage", "distributed", "--backends", "torch", "--isolate", "torch=/absent/python"]
+    assert main([*command, "--parallel", "data=2", "--parallel", "tensor=2"]) == 3
+    said = "the interpreter /absent/python cannot be started: No such file or directory"
+    assert " ".join(capsys.readouterr().out.split()).count(said) == 1
+
+
 def test_the_command(monkeypatch, capsys, tmp_path):
     as_numpy = partial(processes.group, "numpy")
     monkeypatch.setattr(

@@ -21,7 +21,9 @@ from transformer_parity.distributed.cases import port_probes
 from transformer_parity.distributed.compare import REPLICAS, Run, findings
 from transformer_parity.distributed.signatures import divisions
 from transformer_parity.distributed.stage import Check
-from transformer_parity.distributed.worker import Seen, Snapshot, Task, train
+from transformer_parity.distributed.worker import Seen, Snapshot, Task, train, train_port
+from transformer_parity.ports.templates.other_port import MyPort
+from transformer_parity.ports.user import PluginPort
 
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "ddp_port.py"
 
@@ -113,6 +115,44 @@ def test_a_mistake_in_the_example_is_named(compared, said):
     first = next(finding for finding in compared(tuple(edits)) if finding.verdict != AGREES)
     assert (first.case, first.tap) == ("distributed/data=2/plain", at)
     assert said in first.detail
+
+
+# --- A process of a port ---
+
+
+class Objects(MyPort):
+    """Holds arrays of objects in some place."""
+
+    place = "gradients"
+
+    def distribute(self, plan):
+        pass
+
+    def gradients(self, *batch):
+        found = super().gradients(*batch)
+        change = as_objects if self.place == "gradients" else dict
+        return replace(found, parameters=change(found.parameters))
+
+    def export_weights(self):
+        return as_objects(super().export_weights())
+
+
+class Weights(Objects):
+    """In its weights only."""
+
+    place = "weights"
+
+
+def as_objects(arrays):
+    return {name: array.astype(object) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("kind", [Objects, Weights])
+def test_arrays_of_objects_are_refused_where_they_are_made(kind, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    probe = replace(port_probes()[0], steps=2)
+    with pytest.raises(TypeError, match=r"^\S+ must hold numbers: got dtype object$"):
+        train_port(PluginPort(f"{__name__}:{kind.__name__}"), Task(probe, Plan(data=2)))
 
 
 # --- The command, with ports that need no framework ---

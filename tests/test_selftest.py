@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from transformer_parity.check import selftest
@@ -12,6 +15,7 @@ from transformer_parity.cli.main import main
 from transformer_parity.compare.findings import DIVERGES, Finding
 from transformer_parity.mistakes import catalogue
 from transformer_parity.mistakes.mistake import ALL, Mistake, instead
+from transformer_parity.system.child import ChildEndedError
 
 
 def every() -> list:
@@ -93,3 +97,55 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     assert "feed-forward" in printed
     assert "PASS  7 of 7 mistakes planted: 7 caught, 7 located, 7 of 7 named" in printed
     assert [trial["named"] for trial in json.loads(path.read_text())["trials"]] == [True] * 7
+
+
+WORKERS = """
+import os, time
+from transformer_parity.check.selftest import Trial
+
+def dies(parent):
+    parent.receive()
+    backend, part = parent.receive()
+    parent.send(Trial(backend, part, "the first", True, True, True, ""))
+    print("out of memory", flush=True)
+    os._exit(9)
+
+def sleeps(parent):
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """Return a function that lets the processes run one of the functions above."""
+    (tmp_path / "workers.py").write_text(WORKERS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return lambda name: monkeypatch.setattr(selftest, "WORK", f"workers:{name}")
+
+
+@pytest.mark.only("torch")
+def test_what_was_tried_before_a_process_died_is_kept(work, tmp_path, capsys):
+    work("dies")
+    path = tmp_path / "selftest.json"
+    assert main(["selftest", "--backends", "torch", "--part", "feed-forward", "--json", str(path)]) == 3
+    printed = capsys.readouterr().out
+    said = "the process ended with exit code 9 at torch: feed-forward: out of memory"
+    assert f"not everything could be tried: {said}\n" in printed
+    assert "INCOMPLETE  1 of 7 mistakes planted: 1 caught, 1 located, 1 of 1 named" in printed
+    written = json.loads(path.read_text())
+    assert written["exit_code"] == 3
+    assert [trial["mistake"] for trial in written["trials"]] == ["the first"]
+
+
+def test_a_process_that_is_silent_is_not_waited_for(work):
+    work("sleeps")
+    with pytest.raises(ChildEndedError, match=r"^no answer for 1 s at torch: feed-forward: it printed nothing$"):
+        list(selftest.all_trials(["torch"], ["feed-forward"], timeout=1.0))
+
+
+@pytest.mark.parametrize(("gibibytes", "jobs", "count"), [(100, 60, 3), (100, 2, 2), (6, 60, 2), (1, 60, 1)])
+def test_as_many_processes_as_processors_and_memory_allow(gibibytes, jobs, count, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5}, raising=False)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=gibibytes * 2**30))
+    assert selftest.number_of_processes(jobs) == count

@@ -116,6 +116,24 @@ def test_a_subclass_cannot_answer_for_its_values():
     assert {finding.verdict for finding in findings_of(found)} == {DIVERGES, SKIPPED}
 
 
+def test_arrays_of_objects_are_refused_where_they_are_made():
+    class Holding:
+        config = PADDED.config
+
+        def run(self, block, inputs, *, taps, given=None):
+            return Result(np.zeros((1, 2), object), {})
+
+        def shows(self, tap):
+            return False
+
+    found = Outputs(PADDED.name, "float64")
+    run_case(PADDED, Holding(), found)
+    assert found.paths == {}
+    (path, why), *_ = found.failures
+    assert path == TAPS
+    assert why.startswith("TypeError: output must hold numbers: got dtype object")
+
+
 # A reference that overflows
 
 

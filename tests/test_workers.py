@@ -19,6 +19,7 @@ from transformer_parity.check.one_port import Job
 from transformer_parity.check.processes import MEMORY, run_all
 from transformer_parity.compare.findings import AGREES, FAILED, SKIPPED, Finding, Setting
 from transformer_parity.system import child, start
+from transformer_parity.system.machine import processors
 
 FLOAT64 = Setting(("float64",))
 FORWARD = {case.name for case in port_cases(tiny(d_k=None, d_v=None), [ACTIVATIONS])}
@@ -156,6 +157,22 @@ def test_a_module_that_cannot_be_imported(head, problem, write):
     assert only_problem(compare(write(head=head))) == problem
 
 
+OBJECTS = """
+import numpy as np
+
+class Number:
+    pass
+"""
+
+
+def test_objects_of_a_port_do_not_come_into_this_process(write, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)  # from where it could be imported
+    findings = compare(write("return np.array([[[Number()]]])", head=OBJECTS))
+    said = {finding.detail.partition(" (")[0] for finding in findings if finding.verdict == FAILED}
+    assert said == {"TypeError: output must hold numbers: got dtype object"}
+    assert "mine" not in sys.modules
+
+
 def test_conventions_that_make_no_sense(write):
     name = write()
     with open("mine.py", "a") as file:
@@ -255,9 +272,17 @@ def test_threads_are_shared_out_and_memory_is_kept(write, monkeypatch):
     switches = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC", "OMP_WAIT_POLICY", *MEMORY)
     findings = compare(write(f"raise ValueError([os.environ[name] for name in {switches}])"))
     (problem, *_) = [found.detail for found in findings if found.verdict == FAILED]
-    said = f"ValueError: {['7', str(os.cpu_count()), str(os.cpu_count()), 'passive', '0', '9']}"
+    said = f"ValueError: {['7', str(processors()), str(processors()), 'passive', '0', '9']}"
     assert problem == f"{said} (mine.py, line 13, in forward)"
     assert "PJRT_NPROC" not in os.environ
+
+
+def test_processors_that_are_not_allowed_get_no_thread(write, monkeypatch):
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5}, raising=False)
+    findings = compare(write("raise ValueError(os.environ['MKL_NUM_THREADS'])"))
+    assert {found.detail.partition(" (")[0] for found in findings if found.verdict == FAILED} == {"ValueError: 3"}
 
 
 @pytest.fixture(scope="module")

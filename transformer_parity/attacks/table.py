@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from transformer_parity.compare.comparator import compare
 from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, failure
 from transformer_parity.compare.verdict import Verdict
 from transformer_parity.ports.user import PluginPort
+from transformer_parity.system.machine import processors
 
 VERDICTS = {0: TOLERATED, 1: FAILS, 2: FAILS, 3: INCOMPLETE}  # by exit code
 PARTS = [module.__name__ for module in (values, calls, offers, stages, processes)]
@@ -65,7 +65,8 @@ def possible() -> list[Attack]:
 def trials(attacks: Iterable[Attack] | None = None) -> Iterator[Outcome]:
     """Run some attacks, or all that are possible: those with processes of their own beside the others."""
     chosen = possible() if attacks is None else list(attacks)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(processors()) as pool:  # around all threads: they share filters
+        warnings.simplefilter("ignore")  # of overflows, which are planted
         futures = [pool.submit(run_attack, attack) for attack in chosen if attack.alone]
         try:
             yield from (run_attack(attack) for attack in chosen if not attack.alone)
@@ -86,21 +87,19 @@ def _run_port(attack: Attack) -> tuple[int, list[Finding]]:
     """Compare a port as `parity check --port` does, in a process of its own where it needs one."""
     selection = Selection((), (attack.plant,), stages=attack.stages if set(attack.stages) != set(STAGES) else None)
     found = Processes({})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of overflows, which are planted
-        try:
-            port = PluginPort(attack.plant)
-            cases = (attack.cases or partial(port_cases, stages=attack.stages))(port_config(port))
-            if attack.alone:
-                job = Job(attack.plant, selection.setting, tuple(cases), attack.stages)
-                for message in run_all([job], timeout=attack.timeout):
-                    found.keep(message, job)
-            else:
-                found.findings += compare(cases, port, selection.setting)
-            asked = [selection.asked(port.name, cases, port.kind.dtypes)]
-        except Exception as error:  # as the process of a port does
-            found.findings.append(failure(attack.name, f"{type(error).__name__}: {error}"))
-            asked = []
+    try:
+        port = PluginPort(attack.plant)
+        cases = (attack.cases or partial(port_cases, stages=attack.stages))(port_config(port))
+        if attack.alone:
+            job = Job(attack.plant, selection.setting, tuple(cases), attack.stages)
+            for message in run_all([job], timeout=attack.timeout):
+                found.keep(message, job)
+        else:
+            found.findings += compare(cases, port, selection.setting)
+        asked = [selection.asked(port.name, cases, port.kind.dtypes)]
+    except Exception as error:  # as the process of a port does
+        found.findings.append(failure(attack.name, f"{type(error).__name__}: {error}"))
+        asked = []
     return Verdict.of(found.findings, asked).exit_code, found.findings
 
 

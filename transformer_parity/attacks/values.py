@@ -176,7 +176,7 @@ logits("NoSentence", "The logits have the shape [0, T, V], so that none can diff
 logits("AlwaysFloat64", "The logits are of float64 in float32 too.", lambda x: x.astype(np.float64))
 logits("LongDoubles", "The logits are of extended precision.", lambda x: x.astype(np.longdouble))
 logits("ComplexNumbers", "The logits are complex numbers whose real parts are right.", lambda x: x + 7.0j)
-logits("Objects", "The logits are Python objects with the right values.", lambda x: x.astype(object))
+logits("Objects", "The logits are Python objects with the right values.", lambda x: x.astype(object), INCOMPLETE)
 logits("Strings", "The logits are strings with the right values.", lambda x: x.astype(str))
 logits(
     "Records",

@@ -21,7 +21,8 @@ from transformer_parity.compare.findings import Finding, Kept, Setting, failure
 from transformer_parity.diagnose.investigate import FailureReport
 from transformer_parity.diagnose.weight_audit import Fate
 from transformer_parity.ports.compile_clock import Spent
-from transformer_parity.system.child import PATIENCE, THREAD_SWITCHES, Child, ChildEndedError, Children
+from transformer_parity.system.child import PATIENCE, THREAD_SWITCHES, Child, ChildEndedError, Children, StartError
+from transformer_parity.system.machine import processors
 
 
 @dataclass
@@ -84,7 +85,7 @@ MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 def run_all(
     jobs: Sequence[Job], *, interpreters: Mapping[str, str] | None = None, timeout: float | None = SILENCE
 ) -> Iterator[Message]:
-    """Do all jobs, as many at a time as there are cores, and yield the messages of their processes.
+    """Do all jobs, as many at a time as processors are allowed, and yield the messages of their processes.
 
     The outputs of the ports are compared here, where no port runs, and the findings added to the messages. Closing the
     iterator ends the processes.
@@ -95,7 +96,7 @@ def run_all(
         timeout: Seconds of silence, without those of waiting for a processor, after which a process is ended; None
             waits for ever.
     """
-    cores = os.cpu_count() or 1
+    cores = processors()
     at_once = max(1, min(len(jobs), cores))
     threads = dict.fromkeys(THREAD_SWITCHES, str(max(1, cores // at_once)))
     patience = math.inf if timeout is None else timeout
@@ -113,9 +114,8 @@ def run_all(
                 python = (interpreters or {}).get(job.backend, sys.executable)
                 try:
                     running.append(_Running(job, children.start(WORK, python), reference))
-                except OSError as error:
-                    problem = f"the interpreter {python} cannot be started: {error.strerror}"
-                    yield Message(job.backend, findings=(failure(job.title, problem),), done=True)
+                except StartError as error:
+                    yield Message(job.backend, findings=(failure(job.title, str(error)),), done=True)
             news = children.wait([one.child for one in running], interval) if running else []
             for one in list(running):
                 message = one.receive() if one.child in news else one.silent(patience, interval)

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 from transformer_parity.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.check.planted_ports import planted
+from transformer_parity.check.processes import LONGEST_INTERVAL, SILENCE
 from transformer_parity.check.uncompiled import interpreted, interpreted_training
 from transformer_parity.compare import training_outputs
 from transformer_parity.compare.comparator import compare
@@ -28,7 +29,8 @@ from transformer_parity.mistakes.catalogue import TRAINING, cases, parts
 from transformer_parity.mistakes.mistake import Mistake
 from transformer_parity.ports.protocol import Placement
 from transformer_parity.ports.registry import PORTS
-from transformer_parity.system.child import Children
+from transformer_parity.system.child import Child, ChildEndedError, Children
+from transformer_parity.system.machine import free_bytes, processors
 from transformer_parity.system.messages import Parent
 
 
@@ -148,32 +150,62 @@ def _first(failures: list[Finding]) -> str:
 
 
 WORK = "transformer_parity.check.selftest:work"  # what a process runs
+EACH = 2.5 * 2**30  # bytes of memory for a process, which imports every framework
 
 
-def all_trials(backends: Sequence[str], chosen: Sequence[str]) -> Iterator[tuple[str, str, list[Trial]]]:
-    """Yield what becomes of each part of the catalogue in each backend, as it is done.
+def number_of_processes(jobs: int) -> int:
+    """Return how many processes share so many jobs: as many as there are processors and memory for."""
+    return max(1, min(jobs, processors(), int(free_bytes() / EACH)))
+
+
+def all_trials(backends: Sequence[str], chosen: Sequence[str], timeout: float = SILENCE) -> Iterator[Trial]:
+    """Yield what becomes of each mistake in each backend, as it is done.
+
+    Args:
+        backends: Names of the ports.
+        chosen: Parts of the catalogue.
+        timeout: As in ``processes.run_all``.
 
     Raises:
-        ChildEndedError: A process has ended in the middle of a part.
+        ChildEndedError: A process has ended in the middle of a part, or was silent for too long.
     """
+    interval = min(timeout / 10.0, LONGEST_INTERVAL)
     jobs = sorted(
         ((backend, part) for backend in backends for part in chosen),
         key=lambda job: (job[0] == "torch", -len(parts()[job[1]])),  # the longest first
     )
     with Children({"OMP_NUM_THREADS": "1", **os.environ}) as children:
         running = {}
-        for _ in range(min(os.cpu_count() or 1, len(jobs))):
+        for _ in range(number_of_processes(len(jobs))):
             child = children.start(WORK)
             child.send(tuple(backends))
             child.send(jobs[0])
             running[child] = jobs.pop(0)
         while running:
-            for child in children.wait(list(running)):
-                tried: list[Trial] = child.receive()
-                yield *running.pop(child), tried
-                if jobs:
-                    child.send(jobs[0])
-                    running[child] = jobs.pop(0)
+            news = children.wait(list(running), interval)
+            for child, job in list(running.items()):
+                trial = _next(child, job) if child in news else None
+                if trial is not None:
+                    yield trial
+                elif child in news:  # it has done its job
+                    del running[child]
+                    if jobs:
+                        child.send(jobs[0])
+                        running[child] = jobs.pop(0)
+                elif child.silence.count(interval) >= timeout:
+                    raise _ended(f"no answer for {timeout:g} s", job, child.last_line())
+
+
+def _next(child: Child, job: tuple[str, str]) -> Trial | None:
+    """Return the next result of a process; None if it has done its job."""
+    try:
+        return child.receive()
+    except ChildEndedError as error:
+        raise _ended(error.how, job, error.last_line) from None
+
+
+def _ended(how: str, job: tuple[str, str], last_line: str) -> ChildEndedError:
+    return ChildEndedError(f"{how} at {': '.join(job)}", last_line)
 
 
 def work(parent: Parent) -> None:
@@ -187,4 +219,7 @@ def work(parent: Parent) -> None:
             backend, part = parent.receive()
         except EOFError:
             return
-        parent.send([try_out(backend, part, mistake) for mistake in parts()[part] if backend in mistake.edits])
+        for mistake in parts()[part]:
+            if backend in mistake.edits:
+                parent.send(try_out(backend, part, mistake))
+        parent.send(None)

@@ -59,7 +59,7 @@ class Outputs:
     def attempt(self, path: str, run: Callable[[], Mapping[str, ndarray]]) -> None:
         """Run the model one way and keep its tensors, or why there are none."""
         try:
-            self.paths[path] = {str(name): _plain(value) for name, value in run().items()}
+            self.paths[path] = plain(run())
         except MissingAbilityError as missing:
             self.skipped.append((path, str(missing)))
         except Exception as error:  # a finding, not a crash of the comparison
@@ -75,9 +75,20 @@ class Outputs:
         return found
 
 
-def _plain(value: ndarray) -> ndarray:
-    """Return the values as an array of no subclass: another class can answer for its shape and its comparisons."""
-    return value if type(value) is ndarray else np.array(value, subok=False)
+def plain(values: Mapping[str, ndarray]) -> Tensors:
+    """Return arrays of no subclass: another class can answer for its shape and its comparisons.
+
+    Raises:
+        TypeError: An array holds objects: whoever receives them would import the module that they come from.
+    """
+    return {str(name): _plain(str(name), value) for name, value in values.items()}
+
+
+def _plain(name: str, value: ndarray) -> ndarray:
+    found = value if type(value) is ndarray else np.array(value, subok=False)
+    if found.dtype.hasobject:
+        raise TypeError(f"{name} must hold numbers: got dtype {found.dtype}")
+    return found
 
 
 def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
@@ -155,8 +166,7 @@ def _run_group(
 
 def _export(loaded: LoadedPort, outputs: Outputs) -> None:
     try:
-        back = {str(name): _plain(array) for name, array in loaded.export().items()}
-        outputs.weights = {name: digest(array, outputs.dtype) for name, array in back.items()}
+        outputs.weights = {name: digest(array, outputs.dtype) for name, array in plain(loaded.export()).items()}
     except MissingAbilityError as missing:
         outputs.skipped.append((LOAD, str(missing)))
 
@@ -201,7 +211,7 @@ def _activations(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray]) 
 
 def _search(case: Case, loaded: LoadedPort, inputs: Mapping[str, ndarray], outputs: Outputs) -> Tensors:
     found = Decoded.by(partial(loaded.search, inputs["source_ids"], case.options))
-    outputs.steps = [_plain(np.asarray(step)) for step in found.shown]
+    outputs.steps = [_plain(f"step {i}", np.asarray(step)) for i, step in enumerate(found.shown, 1)]
     scores = found.result.nbest_scores
     return {TOKENS: found.result.nbest_ids, **({} if scores is None else {SCORES: scores})}
 

@@ -105,6 +105,7 @@ def group(
 
     Raises:
         RunError: A process did not end as it should.
+        StartError: The interpreter cannot be started.
     """
     count = processes or number_of_processes(backend, Plan(data=devices), None)
     together = environments(backend, devices, count)

@@ -17,6 +17,7 @@ from transformer_parity.distributed.compare import Run, draws, findings
 from transformer_parity.distributed.run import Group, RunError, devices_needed
 from transformer_parity.distributed.worker import Seen, Task, train
 from transformer_parity.ports.registry import PORTS
+from transformer_parity.system.child import StartError
 
 USUAL = tuple(map(Plan.parse, ("data=2", "fsdp=2", "tensor=2")))
 OFFERED = {"tf": USUAL[:1]}  # of these, where a framework has not all
@@ -75,6 +76,9 @@ class Check:
                         while waiting and not failed:
                             failed = yield from self._on_plan(backend, waiting.pop(0), processes)
                     yield Step(environment=processes.environment)
+                except StartError as error:  # nor can any others be
+                    yield Step(findings=[failure(backend, str(error))])
+                    return
                 except RunError as error:  # while they end
                     yield Step(findings=[failure(backend, str(error))])
 

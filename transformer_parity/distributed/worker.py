@@ -24,6 +24,7 @@ from reference_numpy.parallel_plan import Plan
 from reference_numpy.training_config import TrainingState
 from transformer_parity.cases.for_ports import port_config
 from transformer_parity.compare.exceptions import described
+from transformer_parity.compare.outputs import plain
 from transformer_parity.distributed.cases import Probe
 from transformer_parity.mistakes.edited_package import edited_package
 from transformer_parity.mistakes.mistake import Edit
@@ -158,12 +159,11 @@ def train_port(port: PluginPort, task: Task) -> Seen | None:
     except ValueError as error:
         return replace(seen, refused=str(error))
     trainer = loaded.trainer(probe.settings)
-    found = loaded.gradients(_named(probe, 0))
-    seen.gradient = {name: np.asarray(array) for name, array in found.parameters.items()}
+    seen.gradient = plain(loaded.gradients(_named(probe, 0)).parameters)
     for step in range(probe.steps):
         seen.losses.append(float(trainer.train_step(**_named(probe, step)).loss))
         if step + 1 in (probe.halfway, probe.steps):
-            seen.snapshots[step + 1] = Snapshot(loaded.export(), None)
+            seen.snapshots[step + 1] = Snapshot(plain(loaded.export()), None)
     seen.shards = {
         name: [(rank, tuple((0, size) for size in array.shape), digest(array))]
         for name, array in seen.snapshots[probe.steps].weights.items()

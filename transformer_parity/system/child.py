@@ -52,11 +52,15 @@ def _widen(pipe: Any) -> None:
 
 
 class ChildEndedError(Exception):
-    """A child process has ended, with an exit code; the last line that it printed may say why."""
+    """A child process has ended, or was ended; the last line that it printed may say why."""
 
     def __init__(self, how: str, last_line: str) -> None:
         super().__init__(f"{how}: {last_line}")
         self.how, self.last_line = how, last_line
+
+
+class StartError(OSError):
+    """An interpreter cannot be started."""
 
 
 class Child:
@@ -83,6 +87,7 @@ class Child:
         self._received: deque[Any] = deque()
         self._number = 0  # of messages received
         self._is_stopped = False
+        self._unreadable = ""  # why what it sent cannot be read
         self._to_send: SimpleQueue[bytes] = SimpleQueue()
         self._has_ended = False
         reader = Thread(target=self._read, daemon=True)
@@ -127,6 +132,8 @@ class Child:
             self._news.wait_for(lambda: self._has_ended, PATIENCE)
 
     def _how_it_ended(self) -> str:
+        if self._unreadable:
+            return self._unreadable
         code = self.process.returncode
         by_signal = code is not None and -code in {known.value for known in signal.Signals}
         name = f" ({signal.Signals(-code).name})" if by_signal else ""
@@ -145,13 +152,21 @@ class Child:
             raise ValueError("the process has no standard output")
         with suppress(OSError, EOFError), stream:
             while True:
-                message = messages.receive(stream)
+                message = self._understood(messages.receive_parts(stream))
                 self.silence.heard()
                 with self._news:
                     self._received.append(message)
                     self._number += 1
                     self._news.notify_all()
                     self._news.wait_for(self._has_room)
+
+    def _understood(self, content: list[bytearray]) -> Any:
+        try:
+            return messages.unpickled(content)
+        except (Exception, SystemExit) as error:  # a module that is imported for it may raise anything
+            self._unreadable = f"it sent what cannot be read here: {type(error).__name__}: {error}"
+            self.process.kill()
+            raise EOFError("nothing more is read") from error
 
     def _has_room(self) -> bool:
         return len(self._received) < MOST_UNREAD or self._is_stopped
@@ -229,11 +244,14 @@ class Children:
             environment: What it finds in ``os.environ`` beside what all find.
 
         Raises:
-            OSError: The interpreter cannot be started.
+            StartError: The interpreter cannot be started.
         """
         command = [python, "-u", start.__file__, function]  # -u: what is printed is kept even by a process that crashes
         variables = {**self._environment, **(environment or {})}
-        child = Child(command, variables, self._logs / str(len(self._children)), self._news)
+        try:
+            child = Child(command, variables, self._logs / str(len(self._children)), self._news)
+        except OSError as error:
+            raise StartError(f"the interpreter {python} cannot be started: {error.strerror}") from error
         self._children.append(child)
         self._tell(f"+{child.process.pid}\n")
         return child

@@ -69,6 +69,13 @@ def held_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
+def free_bytes() -> int:
+    """Return the memory that processes can still be given."""
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
 def check_memory(needed: int, what: str) -> None:
     """Refuse, before it is begun, what cannot be done in the memory that is free.
 
@@ -79,9 +86,7 @@ def check_memory(needed: int, what: str) -> None:
     Raises:
         UsageError: More memory is needed than is free.
     """
-    import psutil
-
-    free = psutil.virtual_memory().available
+    free = free_bytes()
     if needed > free:
         raise UsageError(f"{what} takes {needed / 2**30:,.0f} GiB of memory or more: {free / 2**30:,.1f} GiB are free")
 

@@ -30,10 +30,24 @@ def receive(stream: IO[bytes]) -> Any:
     Raises:
         EOFError: The stream has ended, possibly within a message.
     """
+    return unpickled(receive_parts(stream))
+
+
+def receive_parts(stream: IO[bytes]) -> list[bytearray]:
+    """Return what stands for the next message.
+
+    Raises:
+        EOFError: The stream has ended, possibly within a message.
+    """
     (number,) = LENGTH.unpack(_exactly(LENGTH.size, stream))
     lengths = struct.unpack(f"!{number}Q", _exactly(number * LENGTH.size, stream))
-    content, *buffers = [_exactly(length, stream) for length in lengths]
-    return pickle.loads(content, buffers=buffers)
+    return [_exactly(length, stream) for length in lengths]
+
+
+def unpickled(content: list[bytearray]) -> Any:
+    """Return the message that some parts stand for."""
+    first, *buffers = content
+    return pickle.loads(first, buffers=buffers)
 
 
 def _exactly(size: int, stream: IO[bytes]) -> bytearray:

@@ -18,6 +18,7 @@ from transformer_parity.system.child import THREAD_SWITCHES, Child, ChildEndedEr
 from transformer_parity.system.environment import keep_freed_memory
 from transformer_parity.system.errors import UsageError, refusals
 from transformer_parity.system.interrupts import Stop, stop_on_signal
+from transformer_parity.system.machine import processors
 from transformer_parity.system.messages import Parent
 from transformer_parity.train.group import Group
 from transformer_parity.train.learner import Where
@@ -80,8 +81,7 @@ def train(job: Job, processes: int, observer: Observer, stop: Stop) -> Ended:
     plan = job.where.plan
     if plan is None:
         raise ValueError("processes train one model together by a plan: got none")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = dict.fromkeys(THREAD_SWITCHES, str(max(1, cores // processes)))
+    threads = dict.fromkeys(THREAD_SWITCHES, str(max(1, processors() // processes)))
     together = environments(job.backend, plan.devices, processes)
     with Children({**threads, **os.environ}) as children, together as told:
         members = [children.start(WORK) for _ in range(processes)]
