@@ -188,14 +188,14 @@ class Selection:
         if COMPILED_IN_FULL not in dtypes and self.backends:
             yield f"what XLA makes of a program for users (compiled in full in {COMPILED_IN_FULL})"
         if self.weights or self.only == TEXT:
-            yield "the standard cases (left out by --weights or --only text)"
-        elif not self.backends:
-            yield "sentences, fully masked rows and parts of the model alone (ask for them with --backends)"
-        elif self.presets:
+            yield "the packages' standard cases (left out by --weights or --only text)"
+        elif self.presets and self.backends:
             yield "the other cases, and optimizer steps (left out by --preset)"
         if unnamed := [stage for stage in STAGES if stage not in self.chosen_stages]:
             yield f"{', '.join(unnamed)} (left out of --stage)"
-        if self.only == CASES:
+        if self.ports:
+            yield "sentences, fully masked rows and parts of the model alone in ports of yours (the packages have them)"
+        if self.only == CASES and self.backends:
             yield "sentences (left out by --only cases)"
         if self.backends and not self.distributed:
             yield f"several devices (ask for them with --stage {DISTRIBUTED})"
