@@ -85,9 +85,11 @@ def check_weights(
     Of an encoder or a decoder alone, those of the other ``part`` may be among them, and are not looked at.
 
     Raises:
-        TypeError: A tensor is not of a floating-point dtype.
+        TypeError: A tensor is not of a floating-point dtype, or the config is none.
         ValueError: Missing, extra, mis-shaped or non-finite tensors; the message names them.
     """
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"config must be a TransformerConfig: got {type(config).__name__}")
     layers = sum(getattr(config, f"num_{stack}_layers") for stack in PARTS if part in (None, stack))
     if layers > len(weights):  # before the names of that many layers are spelled out
         raise ValueError(f"{what} hold {len(weights)} tensors, too few for the config's {layers} layers")

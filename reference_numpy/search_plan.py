@@ -264,7 +264,7 @@ def plan_search(
 
 def _check_rules(rules, config):
     if not isinstance(rules, SearchRules):
-        raise TypeError(f"rules must be SearchRules: got {type(rules).__name__}")
+        raise TypeError(f"rules must be SearchRules, such as SearchRules.preset('hf'): got {type(rules).__name__}")
     for name in ("forced_ids", "banned_ids"):
         for token in getattr(rules, name):
             if token >= config.target_vocab_size:

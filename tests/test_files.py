@@ -126,6 +126,11 @@ def test_saved_file_is_as_readable_as_any_other(path, saved):
     assert oct(path.stat().st_mode) == oct(other.stat().st_mode)
 
 
+def test_arguments_in_another_order_are_refused(tmp_path, config):
+    with pytest.raises(TypeError, match=r"^config must be a TransformerConfig: got (Posix|Windows)Path$"):
+        save_weights(config, tmp_path / "model.safetensors", random_weights(config))
+
+
 @pytest.mark.parametrize("target", ["nowhere/model.safetensors", "."])
 def test_impossible_place(tmp_path, config, target):
     with pytest.raises(OSError):  # noqa: PT011  each system says it in its own words

@@ -88,7 +88,7 @@ def test_a_file_that_exists_is_left_alone(folder, capsys):
     [
         ("my-port.py", "--out must be a module that Python can import, such as my_port.py: got my-port.py"),
         ("port", "--out must be a module that Python can import, such as my_port.py: got port"),
-        ("absent/port.py", "No such file or directory"),
+        ("absent/port.py", "port.py: No such file or directory"),
     ],
 )
 def test_what_cannot_be_written_is_refused(out, message, folder, capsys):

@@ -301,7 +301,7 @@ def test_a_path_that_may_not_be_looked_at_is_a_usage_error(capsys, monkeypatch):
 
     monkeypatch.setattr(Path, "is_dir", refuse)
     assert main(["evaluate", "a", "--task", "dates", "--json", "x/y"]) == 3
-    assert capsys.readouterr().err == "parity evaluate: error: [Errno 13] Permission denied: 'x'\n"
+    assert capsys.readouterr().err == "parity evaluate: error: x: Permission denied\n"
 
 
 def test_too_little_memory_is_a_usage_error(capsys, monkeypatch):

@@ -310,7 +310,7 @@ def test_rules_that_do_not_fit_the_model_are_refused_with_the_same_words(backend
     config, weights, source_ids = lively_marian()
     model = load(backend, config, weights)
     for rules, error, message in (
-        ({"stop": "first"}, TypeError, "rules must be SearchRules: got dict"),
+        ({"stop": "first"}, TypeError, "rules must be SearchRules, such as SearchRules.preset('hf'): got dict"),
         (SearchRules(forced_ids=(40,)), ValueError, "forced_ids must lie in [0, 40): got 40"),
         (SearchRules(banned_ids=(0,)), ValueError, "banned_ids must hold neither end symbol nor padding: got 0"),
         (SearchRules(forced_ids=(1,)), ValueError, "forced_ids must hold neither end symbol nor padding: got 1"),

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from transformer_parity.system.environment import lasting_streams
-from transformer_parity.system.errors import UsageError, printable
+from transformer_parity.system.errors import UsageError, printable, reason
 from transformer_parity.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
 from transformer_parity.system.machine import needs, release
 
@@ -141,7 +141,7 @@ def _run(given: Sequence[str]) -> int:
         message, *below = error.args
         print(f"{command}: error: {printable(message)}", *below, sep="\n", file=sys.stderr)
     except PermissionError as error:  # which may come of the mere question whether a file is there
-        print(f"{command}: error: {printable(str(error))}", file=sys.stderr)
+        print(f"{command}: error: {printable(reason(error))}", file=sys.stderr)
     except BrokenPipeError:  # the reader of translations, such as `head`, has left: the rest is not made
         pass
     except KeyboardInterrupt:

@@ -68,7 +68,8 @@ class SearchOptions:
         object.__setattr__(self, "length_penalty", penalty)
         check_choice("length_penalty_kind", self.length_penalty_kind, LENGTH_PENALTIES)
         if not isinstance(self.rules, SearchRules):
-            raise TypeError(f"rules must be SearchRules: got {type(self.rules).__name__}")
+            kind = type(self.rules).__name__
+            raise TypeError(f"rules must be SearchRules, such as SearchRules.preset('hf'): got {kind}")
 
     @classmethod
     def preset(cls, name: str, rules: SearchRules | Mapping[str, Any] | None = None, **options: Any) -> SearchOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,9 +22,16 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else other[one.isspace()] for one in text)
 
 
+def reason(error: Exception) -> str:
+    """Return the message of an error; of one of the operating system, the file and what became of it."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
+
+
 @contextmanager
 def refusals(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors that mean unusable input here into a UsageError with the same message.
+    """Turn errors that mean unusable input here into a UsageError with its message.
 
     Errors of any other type are errors of the program and keep their traceback.
 
@@ -38,4 +46,4 @@ def refusals(*kinds: type[Exception]) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except kinds as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(reason(error)) from error
