@@ -458,7 +458,7 @@ REFUSED = {
     "dropout of one": (["--task", "dates", "--dropout", "1"], "dropout.embedding must be in [0, 1)"),
     "heads that do not divide": (["--task", "dates", "--heads", "3"], "num_heads must divide d_model"),
     "no field": (["--task", "dates", "--set", "depth=3"], "must be FIELD=VALUE, with a FIELD of activation, "),
-    "a field with an option": (["--task", "dates", "--set", "d_ff=3"], "must be FIELD=VALUE"),
+    "a field with an option": (["--task", "dates", "--set", "d_ff=3"], "--set must leave d_ff to its own option or"),
     "a field without a value": (["--task", "dates", "--set", "d_k"], "must be FIELD=VALUE"),
     "a word for a number": (["--task", "dates", "--set", "d_k=many"], "d_k must be an integer: got 'many'"),
     "fields of a run": (["--resume", "{finished}", "--set", "d_k=3"], "leave out --set"),

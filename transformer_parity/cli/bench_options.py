@@ -164,10 +164,10 @@ def _add_task(tasks: Any, task: str, what: str) -> argparse.ArgumentParser:
         _add_work(parser, task)
     if task in OURS:
         parser.add_argument(
-            "--against", metavar="NAME", help="print times as multiples of its time; default: of the fastest"
+            "--against", metavar="NAME", help="print times as multiples of its time (default: of the fastest)"
         )
     if task != "compile":
-        what = "how many rounds, default: %(default)s" + "; 0 times nothing" * (task == "train")
+        what = "how many rounds (default: %(default)s)" + "; 0 times nothing" * (task == "train")
         kind = rounds if task == "train" else positive
         parser.add_argument("--rounds", type=kind, default=7, metavar="N", help=what)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything for machines")
@@ -182,13 +182,13 @@ def _add_task(tasks: Any, task: str, what: str) -> argparse.ArgumentParser:
 def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
     """Add the options of the work and of the participants."""
     default = DecodeWork if task == "decode" else Work
-    parser.add_argument("--config", choices=SIZES, default=Work.size, help="size of the model, default: %(default)s")
+    parser.add_argument("--config", choices=SIZES, default=Work.size, help="size of the model (default: %(default)s)")
     parser.add_argument(
         "--peers", action="store_true", help="also other implementations, and the matrix products alone"
     )
     threads = min(2, processors())
     parser.add_argument(
-        "--threads", type=positive, default=threads, metavar="N", help=f"threads of each process, default: {threads}"
+        "--threads", type=positive, default=threads, metavar="N", help=f"threads of each process (default: {threads})"
     )
     for name, what in (
         ("batch", "sentences"),
@@ -201,12 +201,12 @@ def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
             type=positive,
             default=getattr(default, name),
             metavar="N",
-            help=f"{what}, default: {getattr(default, name)}",
+            help=f"{what} (default: {getattr(default, name)})",
         )
-    parser.add_argument("--layers", type=positive, metavar="N", help="in each stack; default: as in --config")
+    parser.add_argument("--layers", type=positive, metavar="N", help="in each stack (default: as in --config)")
     if task == "decode":
         parser.add_argument(
-            "--beam", type=positive, metavar="K", help="beam search, keeping K hypotheses; default: greedy"
+            "--beam", type=positive, metavar="K", help="beam search, keeping K hypotheses (default: greedy)"
         )
     if task == "train":
         parser.add_argument(
@@ -214,7 +214,7 @@ def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
             type=rate,
             default=0.0,
             metavar="RATE",
-            help="dropout of embeddings and residuals, default: none",
+            help="dropout of embeddings and residuals (default: none)",
         )
         parser.add_argument(
             "--activation-checkpointing",
@@ -234,7 +234,7 @@ def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
             "--dtype",
             choices=("float32", "bfloat16"),
             default="float32",
-            help="of the computation, default: %(default)s",
+            help="of the computation (default: %(default)s)",
         )
     if task in OURS:
         parser.add_argument(
@@ -244,7 +244,7 @@ def _add_work(parser: argparse.ArgumentParser, task: str) -> None:
             help=f"let {', '.join(GROWTH)} grow: time and memory at each size, and the exponents of their growth",
         )
     parser.add_argument(
-        "--device", choices=("cpu", "gpu"), default="cpu", help="where to compute, default: %(default)s"
+        "--device", choices=("cpu", "gpu"), default="cpu", help="where to compute (default: %(default)s)"
     )
 
 

@@ -41,13 +41,13 @@ def add_parser(commands: Any) -> None:
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     join = actions.add_parser("join", help="write the one file", description="Write what a folder holds to one file.")
-    join.add_argument("folder", type=Path, help="what save_sharded of a package wrote")
+    join.add_argument("folder", type=Path, metavar="FOLDER", help="what save_sharded of a package wrote")
     join.add_argument("--out", type=Path, required=True, metavar="FILE", help="the checkpoint to write")
     join.set_defaults(run=run_join)
     split = actions.add_parser(
         "split", help="write a folder", description="Write a checkpoint as a folder, which load_sharded reads."
     )
-    split.add_argument("file", type=Path, help="a checkpoint of any run")
+    split.add_argument("file", type=Path, metavar="FILE", help="a checkpoint of any run")
     split.add_argument("--backend", required=True, choices=["torch", "jax", "tf"], help="whose folder")
     split.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder to make")
     split.set_defaults(run=run_split)

@@ -55,7 +55,8 @@ start here:
 The first three need NumPy alone; `parity info` shows which frameworks are installed, and how to install the others.
 """
 EPILOG = """`parity COMMAND --help` describes a command, with examples and exit codes.
-Exit code 3 always means that nothing, or not everything, was done; wrong usage included.
+Exit code 3 always means that nothing, or not everything, was done; wrong usage included. A training run that
+was stopped and saved exits with 130 or 143.
 """
 RENAMED = {"--rung": "--stage"}  # option names of the release before
 

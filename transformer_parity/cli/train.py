@@ -213,6 +213,8 @@ def _fields(texts: Iterable[str]) -> Iterator[tuple[str, Any]]:
     known = sorted({field.name for field in dataclasses.fields(TransformerConfig)} - others)
     for text in texts:
         name, separator, value = text.partition("=")
+        if name in others:
+            raise UsageError(f"--set must leave {name} to its own option or to the corpus: got {text!r}")
         if not separator or name not in known:
             raise UsageError(f"--set must be FIELD=VALUE, with a FIELD of {', '.join(known)}: got {text!r}")
         try:

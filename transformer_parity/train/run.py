@@ -124,7 +124,7 @@ class Run:
         lines = [
             f"{self.corpus.task}: {len(self.corpus.training):,} pairs, {len(self.corpus.held_out):,} held out, "
             f"vocabulary {config.target_vocab_size:,}; {count_parameters(config) / 1e6:.2f} M parameters; "
-            f"{batches.per_epoch:,} batches an epoch in {len(batches.shapes)} shapes; to {printable(str(self.folder))}",
+            f"batches: {batches.per_epoch:,} an epoch, shapes: {len(batches.shapes)}; to {printable(str(self.folder))}",
         ]
         if plan is not None:
             processes = f"{self.group.size} processes" if self.group.size > 1 else "1 process"
