@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,7 @@ SECOND_MOMENT = "second_moment."
 VOCABULARY = "vocabulary"
 NOTES = ("search", "origin")
 MOST_NOTES = 2**20  # bytes of JSON
+LARGEST, ALIGNED = 8, 64  # bytes of a number, and of which the place of an array is a multiple
 
 
 class VocabularyFiles(NamedTuple):
@@ -270,7 +272,14 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
     config = TransformerConfig.from_dict(description.get("config", {}))
     beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
     names = [name for name in file.keys() if not _is_vocabulary(name) and not name.startswith(beside)]  # noqa: SIM118
-    weights = {name: _read_tensor(description, file, name) for name in names}
+    # In one block, which goes back to the system as a whole. Of many arrays, the C library would keep most for later.
+    room = np.empty(sum(LARGEST * math.prod(file.get_slice(name).get_shape()) + ALIGNED for name in names), np.uint8)
+    weights, start = {}, 0
+    for name in names:
+        array = _read_tensor(description, file, name)
+        weights[name] = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        np.copyto(weights[name], array)
+        start += -(-array.nbytes // ALIGNED) * ALIGNED
     check_weights(config, weights, part=description.get("part"))
     return config, weights
 

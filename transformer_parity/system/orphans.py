@@ -10,7 +10,10 @@ import os
 import shutil
 import signal
 import sys
+import time
 from contextlib import suppress
+
+ENDING = 5.0  # seconds in which processes end that were killed
 
 
 def members(leader: int) -> list[int]:
@@ -31,12 +34,12 @@ def members(leader: int) -> list[int]:
 
 def end_all(leader: int) -> None:
     """End the processes of a session, until there are none."""
-    for _ in range(10):  # one may start another meanwhile
-        if not (found := members(leader)):
-            return
+    deadline = time.monotonic() + ENDING
+    while (found := members(leader)) and time.monotonic() < deadline:  # one may start another meanwhile
         for pid in found:
             with suppress(OSError):
                 os.kill(pid, signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
+        time.sleep(0.01)  # they take a moment to end
 
 
 def watch(folder: str) -> None:
