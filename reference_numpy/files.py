@@ -40,7 +40,8 @@ SECOND_MOMENT = "second_moment."
 VOCABULARY = "vocabulary"
 NOTES = ("search", "origin")
 MOST_NOTES = 2**20  # bytes of JSON
-LARGEST, ALIGNED = 8, 64  # bytes of a number, and of which the place of an array is a multiple
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of a number, by its dtype in the file; others have eight
+ALIGNED = 64  # bytes: the place of an array is a multiple
 
 
 class VocabularyFiles(NamedTuple):
@@ -273,7 +274,9 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
     beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
     names = [name for name in file.keys() if not _is_vocabulary(name) and not name.startswith(beside)]  # noqa: SIM118
     # In one block, which goes back to the system as a whole. Of many arrays, the C library would keep most for later.
-    room = np.empty(sum(LARGEST * math.prod(file.get_slice(name).get_shape()) + ALIGNED for name in names), np.uint8)
+    pieces = map(file.get_slice, names)
+    sizes = (BYTES.get(piece.get_dtype(), 8) * math.prod(piece.get_shape()) + ALIGNED for piece in pieces)
+    room = np.empty(sum(sizes), np.uint8)
     weights, start = {}, 0
     for name in names:
         array = _read_tensor(description, file, name)

@@ -129,7 +129,8 @@ class SearchRules:
     def max_lengths(self, source_lengths: Any) -> Any:
         """Return the most tokens of a hypothesis, ``eos_id`` included, where no maximum length is given."""
         beyond = 2 * LONGEST  # a search refuses it
-        multiplied = np.minimum(float(self.max_length_factor) * np.asarray(source_lengths), beyond).astype(int)
+        factor = min(float(self.max_length_factor), float(beyond))
+        multiplied = np.minimum(factor * np.asarray(source_lengths), beyond).astype(int)
         return np.maximum(multiplied + min(self.max_length_extra, beyond), 1)
 
     def to_dict(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Recorder(dict[str, Any]):
         return value
 
     def __missing__(self, name: str) -> Any:
-        similar = get_close_matches(name, self, cutoff=0.8) or [*self][:3]
+        similar = get_close_matches(str(name), self, cutoff=0.8) or [*self][:3]
         raise KeyError(
             f"{name} is none of the {len(self)} values that were kept" + f": {', '.join(similar)}" * bool(self)
         )

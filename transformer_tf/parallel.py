@@ -105,7 +105,7 @@ def spread_rows(trainer: Any, batch: Sequence[Any], slices: int) -> tuple[Any, .
     """
     if trainer.mesh is None:
         return tuple(batch)
-    if not trainer.has_checked_batches:
+    if not trainer.has_checked_batches and isinstance(trainer.mesh, tf.distribute.MultiWorkerMirroredStrategy):
         given = trainer.step, trainer.seed, trainer.dropout, trainer.settings, trainer.model.config
         check_same(trainer.mesh, "seed, settings and batch", *given, *(np.asarray(ids).tolist() for ids in batch))
         check_same(trainer.mesh, "weights", *(x.numpy().tobytes() for x in parameters(trainer.model).values()))
@@ -121,8 +121,6 @@ def check_same(mesh: tf.distribute.Strategy, what: str, *values: Any) -> None:
     Raises:
         ValueError: They were not.
     """
-    if not isinstance(mesh, tf.distribute.MultiWorkerMirroredStrategy):
-        return
     digest = sha256(b"".join(value if isinstance(value, bytes) else repr(value).encode() for value in values)).digest()
 
     def on_device(digest):

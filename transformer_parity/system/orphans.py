@@ -26,7 +26,7 @@ def members(leader: int) -> list[int]:
         return []
     found = []
     for pid in psutil.pids():
-        with suppress(OSError):
+        with suppress(OSError, psutil.Error):  # it may end meanwhile
             if os.getsid(pid) == leader and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 found.append(pid)
     return found

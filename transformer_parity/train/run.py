@@ -270,9 +270,9 @@ class Run:
         self._saved = self.step
         if self.group.rank != 0:
             return
+        save_checkpoint(path, checkpoint)
         if self.step > self._began:  # the final weights of an earlier end are not those of this run
             (self.folder / MODEL).unlink(missing_ok=True)
-        save_checkpoint(path, checkpoint)
         self.log.write("checkpoint", step=self.step, file=path.name)
         self.log.flush()
         kept = {path, *self._regular()[-self.plan.keep :]}
