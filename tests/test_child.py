@@ -182,6 +182,16 @@ def test_a_process_that_forks_and_ends_is_noticed_at_once(start):
 
 
 @posix
+def test_a_process_that_ends_while_it_is_looked_at_is_no_member(monkeypatch):
+    def ended(pid):
+        raise psutil.NoSuchProcess(pid)
+
+    assert os.getpid() in orphans.members(os.getsid(0))
+    monkeypatch.setattr(psutil, "Process", ended)
+    assert orphans.members(os.getsid(0)) == []
+
+
+@posix
 def test_a_copy_of_a_process_sends_nothing(start):
     child = start("forks_and_goes_on")
     assert [child.receive(), child.receive()] == ["once", "twice"]
