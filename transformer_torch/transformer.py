@@ -89,7 +89,8 @@ class Part(nn.Module):
             set_precision(precision)
         with torch.device("meta"):  # shapes only: no time is spent on initial values
             model = cls(config, dtype)
-        model.to_empty(device=to_device(device))
+        place = to_device(device)
+        model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=place))  # to_empty would import the compiler
         set_weights(model, weights)
         return model.eval()
 
