@@ -68,6 +68,16 @@ def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> Non
         raise ValueError(f"missing {what}: {', '.join(missing)}")
 
 
+def to_array(name: str, rows: Any) -> np.ndarray:
+    """Return ids or a mask from the outside as an array; ValueError where rows are not of one length."""
+    try:
+        return np.asarray(rows)
+    except ValueError as error:
+        if "inhomogeneous" not in str(error):
+            raise
+        raise ValueError(f"{name} must have rows of one length: got several, which padding makes one") from None
+
+
 def check_ids(
     name: str,
     shape: Shape,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
+from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory, to_array
 from reference_numpy.shapes import Bool, Float, Int
 
 DTYPES = ("float64", "float32")
@@ -50,14 +50,14 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
     up to the framework: torch stops, TensorFlow stops on a CPU and takes zeros on a GPU, XLA takes the nearest row; but
     JAX counts negative ids from the end.
     """
-    ids = np.asarray(ids)
+    ids = to_array(name, ids)
     check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, ids)
     return ids
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[ndarray, "B L"]:
     """Take a padding mask from the outside, checked against the shape of its ids."""
-    mask = np.asarray(mask)
+    mask = to_array(name, mask)
     check_mask(name, mask.shape, mask.dtype.name, shape)
     return mask
 

@@ -13,6 +13,7 @@ SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
 MEMORY = np.full((2, 4, 24), 0.5, np.float32)
 BOOLEAN = "must be boolean, True where attention is allowed"
+RAGGED = "must have rows of one length: got several, which padding makes one"
 
 # What is wrong: the ids, the exception and its message behind the name of the argument. Learned positions: 29 at most.
 BAD_IDS = {
@@ -29,9 +30,9 @@ BAD_IDS = {
     "length 0": (np.zeros((2, 0), int), ValueError, "must hold at least one token: got shape (2, 0)"),
     "too long": (np.ones((2, 30), int), ValueError, "must be at most 29 tokens long: got 30"),
 }
-# Only lists and NumPy can hold these; what the first says is NumPy's own message.
+# Only lists and NumPy can hold these.
 BAD_OBJECTS = {
-    "ragged": ([[1, 2], [3]], ValueError, None),
+    "ragged": ([[1, 2], [3]], ValueError, RAGGED),
     "text": ([["a", "b"]], TypeError, "must be integers: got str32"),
     "too large for any integer": ([[1, 2**70]], TypeError, "must be integers: got object"),
     "nothing": (None, TypeError, "must be integers: got object"),
@@ -47,7 +48,7 @@ BAD_MASKS = {
 BAD_MASK_OBJECTS = {
     "objects": (np.ones((2, 4), object), TypeError, f"{BOOLEAN}: got object"),
     "text": ([["a", "b", "c", "d"]] * 2, TypeError, f"{BOOLEAN}: got str32"),
-    "ragged": ([[True], [True, False]], ValueError, None),
+    "ragged": ([[True], [True, False]], ValueError, RAGGED),
 }
 BAD_MEMORIES = {
     "too short": (MEMORY[:, :3], "got (2, 3, 24)"),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
+from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory, to_array
 from reference_numpy.search_plan import SearchRules
 from reference_numpy.shapes import Bool, Float, Int
 
@@ -86,14 +86,14 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
     if isinstance(ids, Array):
         check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, _values(ids))
         return ids.astype(jnp.int32)
-    array = np.asarray(ids)
+    array = to_array(name, ids)
     check_ids(name, array.shape, array.dtype.name, vocab_size, max_positions, array)
     return jnp.asarray(array.astype(np.int32))  # a copy: the caller's array is never aliased
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[Array, "B L"]:
     """Take a padding mask from the outside, checked against the shape of its ids."""
-    mask = mask if isinstance(mask, Array) else np.array(mask)
+    mask = mask if isinstance(mask, Array) else to_array(name, mask).copy()
     check_mask(name, mask.shape, mask.dtype.name, shape)
     return jnp.asarray(mask)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reference_numpy.checks import check_ids, check_mask
+from reference_numpy.checks import check_ids, check_mask, to_array
 from reference_numpy.search_plan import OnStep, SearchResult, pad_search, plan_search, search_result
 from transformer_jax.transformer import Transformer
 
@@ -79,8 +79,8 @@ def _build(structure, leaves):
 
 def _take_source(config, ids, mask):
     """Take the source from the outside, checked, as NumPy's: what JAX did to it would be compiled for every shape."""
-    ids = np.asarray(ids)
+    ids = to_array("source_ids", ids)
     check_ids("source_ids", ids.shape, ids.dtype.name, config.source_vocab_size, config.max_positions, ids)
-    mask = ids != config.pad_id if mask is None else np.asarray(mask)
+    mask = ids != config.pad_id if mask is None else to_array("source_mask", mask)
     check_mask("source_mask", mask.shape, mask.dtype.name, ids.shape)
     return ids.astype(np.int32), mask

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
+from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory, to_array
 from reference_numpy.shapes import Bool, Float, Int
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -83,14 +83,14 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
         values = tf.get_static_value(ids) if on_host else None
         check_ids(name, tuple(ids.shape), ids.dtype.name, vocab_size, max_positions, values)
     else:
-        ids = np.asarray(ids)
+        ids = to_array(name, ids)
         check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, ids)
     return tf.cast(ids, tf.int32)
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int | None, int | None]) -> Bool[Tensor, "B L"]:
     """Take a padding mask from the outside, checked against the shape of its ids."""
-    mask = mask if tf.is_tensor(mask) else np.asarray(mask)
+    mask = mask if tf.is_tensor(mask) else to_array(name, mask)
     check_mask(name, tuple(mask.shape), mask.dtype.name, shape)
     return tf.convert_to_tensor(mask)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import debug_unwrap
 
-from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory
+from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory, to_array
 from reference_numpy.shapes import Bool, Float, Int
 from transformer_torch import onednn
 
@@ -63,14 +63,14 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, devi
     up to the framework: torch stops, TensorFlow stops on a CPU and takes zeros on a GPU, XLA takes the nearest row; but
     JAX counts negative ids from the end.
     """
-    ids = ids if isinstance(ids, Tensor) else np.asarray(ids)
+    ids = ids if isinstance(ids, Tensor) else to_array(name, ids)
     check_ids(name, ids.shape, dtype_name(ids), vocab_size, max_positions, _values(ids))
     return _put(ids, torch.int64, device)
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) -> Bool[Tensor, "B L"]:
     """Take a padding mask from the outside, checked against the shape of its ids."""
-    mask = mask if isinstance(mask, Tensor) else np.asarray(mask)
+    mask = mask if isinstance(mask, Tensor) else to_array(name, mask)
     check_mask(name, mask.shape, dtype_name(mask), shape)
     return _put(mask, torch.bool, device)
 
