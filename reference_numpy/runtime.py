@@ -72,9 +72,10 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[ndarray,
 def describe() -> dict[str, str]:
     """Return versions, devices, threads and precision switches, as they are now."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    library = blas["name"].removeprefix("scipy-")  # of whose builds NumPy's own packages have one
     return {
         "version": np.__version__,
         "device": platform.processor() or platform.machine(),
         "threads": next(filter(None, map(os.environ.get, THREAD_SWITCHES)), str(os.cpu_count())),
-        "matrix products": f"{blas['name']} {blas.get('version', '')}".strip(),
+        "matrix products": f"{library} {blas.get('version', '')}".strip(),
     }

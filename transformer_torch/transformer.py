@@ -90,7 +90,7 @@ class Part(nn.Module):
         with torch.device("meta"):  # shapes only: no time is spent on initial values
             model = cls(config, dtype)
         place = to_device(device)
-        model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=place))  # to_empty would import the compiler
+        model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=place))  # to_empty would import SymPy
         set_weights(model, weights)
         return model.eval()
 

@@ -191,18 +191,13 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]], load:
     """Print one column per backend, so that they can be compared row by row."""
     console.print()
     table = Table(title="Backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in backends:
+        table.add_column(name, overflow="fold")
     working = {name: found for name, found in backends.items() if "version" in found}
     rows = dict.fromkeys(row for found in working.values() for row in found if row != "installed")
-    columns = {
-        name: [_cell(found.get(row, "-")) if name in working else "" for row in rows]
-        for name, found in backends.items()
-    }
-    table.add_column("")
-    fair = console.width // (len(columns) + 1) - 2  # of a column, without what is between two
-    for name, cells in columns.items():
-        longest = max((len(word) for cell in cells for word in cell.split()), default=0)
-        table.add_column(name, overflow="fold", min_width=min(longest, fair))
-    for row, *cells in zip(rows, *columns.values(), strict=True):
+    for row in rows:
+        cells = (_cell(found.get(row, "-")) if name in working else "" for name, found in backends.items())
         table.add_row(row, *cells)
     if not_working := [name for name in backends if name not in working]:
         marks = {name: "fails" if backends[name]["installed"] else "not installed" for name in not_working}
