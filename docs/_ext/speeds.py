@@ -210,8 +210,8 @@ def goals() -> Iterator[str]:
     seconds, where = report["time"]["seconds"], report["machine"].get("processor", "")
     yield f"| `parity check`{f', on {where}' * bool(where)} | goal | measured | met |"
     yield "|---|---|---|---|"
-    goal = "120 s; 60 s with what was compiled before"
-    yield f"| the last that is [shown](results/conformance.md) | {goal} | {seconds:.0f} s | {words[seconds <= 120]} |"
+    shown = "a first run, the last that is [shown](results/conformance.md)"
+    yield f"| {shown} | 120 s | {seconds:.0f} s | {words[seconds <= 120]} |"
 
 
 if __name__ == "__main__":
