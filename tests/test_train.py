@@ -23,7 +23,7 @@ from transformer_parity.cli.main import main
 from transformer_parity.system.errors import UsageError
 from transformer_parity.train import batches, corpora, curves
 from transformer_parity.train.batches import Batches
-from transformer_parity.train.log import read_log
+from transformer_parity.train.log import locked, read_log
 from transformer_parity.train.run import LONGER, Run, longest_translation
 
 SMALL = ["--d-model", "16", "--heads", "2", "--d-ff", "24", "--layers", "1", "--warmup", "4", "--tokens", "256"]
@@ -533,8 +533,16 @@ def test_what_a_killed_run_left_half_written_goes_when_it_is_resumed(tmp_path):
     assert train(folder, "--backend", "numpy", "--steps", 4, "--stop-at", 2) == 0
     for name in ("checkpoint-0000003.safetensors", "model.safetensors", "curve.png", "mine"):
         (folder / f".{name}.0123abcd.tmp").write_bytes(b"half")
+    (folder / ".tmpAbC123").write_bytes(b"half")
     assert resume(folder, "--backend", "numpy") == 0
     assert [path.name for path in folder.glob(".*")] == [".mine.0123abcd.tmp"]
+
+
+def test_what_a_killed_process_of_a_run_left_half_written_goes_with_the_run(tmp_path):
+    with locked(tmp_path):
+        for name in (".checkpoint-0000003.safetensors.0123abcd.tmp", ".tmpaRNRED", ".tmp-mine", "mine"):
+            (tmp_path / name).write_bytes(b"half")
+    assert {path.name for path in tmp_path.iterdir()} == {".tmp-mine", "mine"}
 
 
 @pytest.fixture

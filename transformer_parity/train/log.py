@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,8 @@ from typing import Any
 from transformer_parity.system.errors import UsageError
 
 LOG, MODEL, CURVE = "log.jsonl", "model.safetensors", "curve.png"
-LEFT = (".checkpoint-", f".{MODEL}.", f".{CURVE}.")  # how the name of a file begins that was never finished
+# The name of a file that was never finished: of one of ours, or of what safetensors writes it to.
+LEFT = re.compile(rf"\.(checkpoint-.*|{re.escape(MODEL)}\..*|{re.escape(CURVE)}\..*)\.tmp|\.tmp[A-Za-z0-9]{{6}}")
 
 FIELDS: dict[str, dict[str, Any]] = {  # of events that a curve is drawn of, beside the step: their types
     "start": {"task": str},
@@ -25,7 +27,7 @@ SHOWN = 60  # characters of a line that is refused
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, and remove what a killed one has left half written there.
+    """Keep other runs out of a folder, and remove what a process that was killed has left half written there.
 
     The folder is made; if nothing is written into it, it vanishes again. What is locked is the log: the system lets go
     of it when the process ends, however it ends.
@@ -38,17 +40,22 @@ def locked(folder: Path) -> Iterator[None]:
     path = folder / LOG
     with path.open("ab") as log:
         _lock(log.fileno(), folder)
-        for left in folder.glob(".*.tmp"):
-            if left.name.startswith(LEFT):
-                left.unlink()
+        _remove_unfinished(folder)
         try:
             yield
         finally:
             with suppress(OSError):  # a folder that is not empty stays
+                _remove_unfinished(folder)
                 if not path.stat().st_size:
                     path.unlink()
                 for one in made:
                     one.rmdir()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for path in folder.glob(".*"):
+        if LEFT.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _lock(file: int, folder: Path) -> None:
