@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.checks import check_attention, check_attention_mask, check_room
-from reference_numpy.config import TransformerConfig
 from reference_numpy.layers import Dropout, Linear, masked_softmax
-from reference_numpy.shapes import Bool, Float, Int
-from reference_numpy.taps import Tap, no_tap
+from transformer_spec.checks import check_attention, check_attention_mask, check_room
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float, Int
+from transformer_spec.taps import Tap, no_tap
 
 QUERY_BLOCK = 256  # above this many queries, and without taps, not all scores are there at the same time
 
@@ -81,36 +81,6 @@ def _attend_in_blocks(query, key, value, mask, dropout):
             allowed = by_head[rows if by_head.shape[2] > 1 else head]  # one row for all queries stays one
         context[rows] = scaled_dot_product_attention(query[rows], key[head], value[head], allowed, dropout)
     return context
-
-
-def additive_attention(
-    query: Float[ndarray, "B L d_model"],
-    key: Float[ndarray, "B M d_model"],
-    value: Float[ndarray, "B M d_v"],
-    query_kernel: Float[ndarray, "d_model d_k"],
-    key_kernel: Float[ndarray, "d_model d_k"],
-    score_vector: Float[ndarray, " d_k"],
-    mask: Bool[ndarray, "#B #L #M"] | None = None,
-) -> Float[ndarray, "B L d_v"]:
-    """Average the values, weighted by a one-hidden-layer network of query and key (Bahdanau et al., 2015).
-
-    ``softmax(v^T tanh(q W_q + k W_k)) V``: what section 3.2.1 compares dot-product attention with. The theoretical
-    cost is similar, but every pair of positions passes through a tanh of width d_k instead of one matrix product.
-
-    Args:
-        query: What each position asks for.
-        key: What each memory position offers to be matched on.
-        value: What each memory position hands over when matched.
-        query_kernel: ``W_q``, the hidden layer's matrix for queries.
-        key_kernel: ``W_k``, the hidden layer's matrix for keys.
-        score_vector: ``v``, the output layer.
-        mask: True where a query may attend to a key; a row of False yields a zero context. None allows every pair.
-
-    Returns:
-        One weighted average of the values per query, in the dtype of ``query``.
-    """
-    hidden = np.tanh((query @ query_kernel)[:, :, None, :] + (key @ key_kernel)[:, None, :, :])  # [B, L, M, d_k]
-    return masked_softmax(hidden @ score_vector, mask) @ value
 
 
 def split_heads(x: Float[ndarray, "B L width"], num_heads: int) -> Float[ndarray, "B H L d"]:

@@ -30,10 +30,10 @@ from reference_numpy.encoder import EncoderLayer, EncoderStack
 from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.functional import ACTIVATIONS, relu
 from reference_numpy.layers import LayerNorm, Linear
-from reference_numpy.names import parameter_shapes, tap_shapes
-from reference_numpy.shapes import Float, Int
-from reference_numpy.taps import Recorder
 from reference_numpy.transformer import Transformer
+from transformer_spec.names import parameter_shapes, tap_shapes
+from transformer_spec.shapes import Float, Int
+from transformer_spec.taps import Recorder
 
 
 def multi_head_attention_backward(

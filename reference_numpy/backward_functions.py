@@ -14,10 +14,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import _erf, gelu, gelu_tanh, masked_softmax, relu, sum_last, swish
-from reference_numpy.shapes import Float, Int
-from reference_numpy.taps import Tap, no_tap
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Float, Int
+from transformer_spec.taps import Tap, no_tap
 
 
 def linear_backward(

@@ -13,7 +13,7 @@ from numpy import ndarray
 from reference_numpy.decoder import DecoderLayer
 from reference_numpy.encoder import EncoderLayer
 from reference_numpy.functional import dropout
-from reference_numpy.taps import Recorder, Tap, within
+from transformer_spec.taps import Recorder, Tap, within
 
 
 @dataclass(frozen=True)

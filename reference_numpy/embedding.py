@@ -10,9 +10,9 @@ import math
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import linear
-from reference_numpy.shapes import Float, Int
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Float, Int
 
 
 def sinusoidal_encoding(

@@ -9,11 +9,11 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.attention import MultiHeadAttention
-from reference_numpy.config import TransformerConfig
 from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.layers import Dropout, LayerNorm
-from reference_numpy.shapes import Bool, Float
-from reference_numpy.taps import Tap, no_tap, within
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float
+from transformer_spec.taps import Tap, no_tap, within
 
 
 class EncoderLayer:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import TransformerConfig
 from reference_numpy.layers import ACTIVATIONS, Dropout, Linear
-from reference_numpy.shapes import Float
-from reference_numpy.taps import Tap, no_tap
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Float
+from transformer_spec.taps import Tap, no_tap
 
 
 class PositionwiseFeedForward:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.shapes import Bool, Float
+from transformer_spec.shapes import Bool, Float
 
 FEW_ROWS = 32  # for up to so many, a transposed matrix is better the left one of a product: 1.3 to 1.8 times as fast
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import TransformerConfig
 from reference_numpy.functional import ACTIVATIONS, draw_keep, dropout, layer_norm, linear, masked_softmax
-from reference_numpy.shapes import Float
-from reference_numpy.taps import Tap, no_tap
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Float
+from transformer_spec.taps import Tap, no_tap
 
 __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 

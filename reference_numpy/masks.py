@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.shapes import Bool, Int
+from transformer_spec.shapes import Bool, Int
 
 
 def padding_mask(ids: Int[ndarray, "B L"], pad_id: int) -> Bool[ndarray, "B L"]:

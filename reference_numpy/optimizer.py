@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.training_config import TrainingConfig
+from transformer_spec.training_config import TrainingConfig
 
 PIECE = 2**15  # numbers of a parameter that Adam updates at a time
 

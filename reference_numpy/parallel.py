@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.names import find, parameter_shapes
-from reference_numpy.parallel_plan import Plan, Shard, fsdp_axis, spread, tensor_axis
 from reference_numpy.runtime import check_placement
-from reference_numpy.shapes import Float
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import find, parameter_shapes
+from transformer_spec.parallel_plan import Plan, Shard, fsdp_axis, spread, tensor_axis
+from transformer_spec.shapes import Float
 
 
 def make_mesh(plan: Plan, device: str | None = None) -> Plan:

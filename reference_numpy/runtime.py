@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory, to_array
-from reference_numpy.shapes import Bool, Float, Int
+from transformer_spec.checks import check_choice, check_ids, check_mask, check_memory, to_array
+from transformer_spec.shapes import Bool, Float, Int
 
 DTYPES = ("float64", "float32")
 DEVICES = ("cpu",)

@@ -13,10 +13,12 @@ from numpy import ndarray
 
 from reference_numpy.functional import log_softmax
 from reference_numpy.search_loop import run_search
-from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult, SearchRules
 from reference_numpy.search_rules import apply_rules, within_pool
-from reference_numpy.shapes import Bool, Float, Int
 from reference_numpy.transformer import Transformer
+from transformer_spec.checks import check_integer
+from transformer_spec.search import OnStep, Search, SearchPlan, SearchResult
+from transformer_spec.search_rules import SearchRules
+from transformer_spec.shapes import Bool, Float, Int
 
 
 def greedy_search(
@@ -55,8 +57,13 @@ def greedy_search(
         ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, lengths that contradict each other or
             the model's positions, or a model that computes NaN.
     """
-    options = rules, max_length, min_length, start_id
-    return run_search(Greedy, model, source_ids, source_mask, on_step, options, use_cache=use_cache)
+    search = Search(
+        max_length=max_length,
+        min_length=min_length,
+        start_id=start_id,
+        rules=SearchRules() if rules is None else rules,
+    )
+    return run_search(Greedy, model, source_ids, source_mask, search, on_step, use_cache=use_cache)
 
 
 def beam_search(
@@ -106,8 +113,17 @@ def beam_search(
         ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, a size, length or penalty that makes no
             sense, lengths that contradict each other or the model's positions, or a model that computes NaN.
     """
-    options = rules, max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
-    return run_search(Beam, model, source_ids, source_mask, on_step, options, use_cache=use_cache)
+    search = Search(
+        beam_size=check_integer("beam_size", beam_size, minimum=1),
+        length_penalty=length_penalty,
+        max_length=max_length,
+        num_hypotheses=num_hypotheses,
+        length_penalty_kind=length_penalty_kind,
+        min_length=min_length,
+        start_id=start_id,
+        rules=SearchRules() if rules is None else rules,
+    )
+    return run_search(Beam, model, source_ids, source_mask, search, on_step, use_cache=use_cache)
 
 
 class Greedy(NamedTuple):

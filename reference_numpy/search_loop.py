@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
 from reference_numpy.transformer import Transformer
+from transformer_spec.search import OnStep, Search, SearchResult, search_result
 
 
 def run_search(
@@ -15,14 +15,14 @@ def run_search(
     model: Transformer,
     source_ids: Any,
     source_mask: Any,
+    search: Search,
     on_step: OnStep | None,
-    options: Any,
     *,
     use_cache: bool,
 ) -> SearchResult:
-    """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
+    """Return what a search finds, given the class that takes its steps."""
     source_ids, source_mask = model._take("source", source_ids, source_mask)
-    plan = plan_search(model.config, source_mask, *options)
+    plan = search.plan(model.config, source_mask)
     plan = plan._replace(penalties=plan.penalties.astype(model.source_embedding.table.dtype))
     decoder = model if use_cache else _Uncached(model)
     cache = decoder.init_cache(source_ids, plan.capacity, plan.beam_size, source_mask)

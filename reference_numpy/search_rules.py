@@ -13,8 +13,8 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.functional import log_softmax
-from reference_numpy.search_plan import SearchPlan
-from reference_numpy.shapes import Float, Int
+from transformer_spec.search import SearchPlan
+from transformer_spec.shapes import Float, Int
 
 
 def apply_rules(

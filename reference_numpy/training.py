@@ -13,7 +13,13 @@ from numpy import ndarray
 from reference_numpy.backward import transformer_backward
 from reference_numpy.backward_functions import cross_entropy_backward
 from reference_numpy.backward_trace import Activations, LayerInputs
-from reference_numpy.checks import (
+from reference_numpy.functional import log_softmax
+from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
+from reference_numpy.optimizer import Adam, clip_factor, global_norm
+from reference_numpy.parallel import divide, plan_of
+from reference_numpy.runtime import to_ids
+from reference_numpy.transformer import Transformer
+from transformer_spec.checks import (
     check_accumulation,
     check_choice,
     check_integer,
@@ -21,18 +27,12 @@ from reference_numpy.checks import (
     check_same_batch,
     check_trainable,
 )
-from reference_numpy.config import TransformerConfig
-from reference_numpy.functional import log_softmax
-from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
-from reference_numpy.names import check_training_state, find, parameter_shapes
-from reference_numpy.optimizer import Adam, clip_factor, global_norm
-from reference_numpy.parallel import divide, plan_of
-from reference_numpy.parallel_plan import DROPOUTS, Plan
-from reference_numpy.runtime import to_ids
-from reference_numpy.shapes import Float, Int
-from reference_numpy.taps import Recorder
-from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
-from reference_numpy.transformer import Transformer
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import check_training_state, find, parameter_shapes
+from transformer_spec.parallel_plan import DROPOUTS, Plan
+from transformer_spec.shapes import Float, Int
+from transformer_spec.taps import Recorder
+from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 
 MIXED_BFLOAT16 = False  # whether this backend can compute in bfloat16 with float32 weights
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformer_parity.mistakes.layers import ATTENDED
-from transformer_parity.mistakes.mistake import ENCODER, Edits, changed, instead
-from transformer_parity.mistakes.optimizer import KERNEL
-from transformer_parity.mistakes.training import in_training
+from transformer_parity.transformer.mistakes.layers import ATTENDED
+from transformer_parity.transformer.mistakes.mistake import ENCODER, Edits, changed, instead
+from transformer_parity.transformer.mistakes.optimizer import KERNEL
+from transformer_parity.transformer.mistakes.training import in_training
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import math
 from dataclasses import replace
 
 from reference_numpy import target_padding_mask
-from reference_numpy.taps import no_tap
-from transformer_parity.ports.protocol import Placement
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.ports.user import Port
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.user import Port
+from transformer_spec.taps import no_tap
 
 
 class TorchTransformer(Port):
@@ -163,7 +163,7 @@ class MarianAsItComes(Marian):
     """The same with its own table of positions."""
 
     def load(self, config, weights, dtype):
-        from transformer_parity.bench.peers.marian import marian_model
+        from transformer_bench.peers.marian import marian_model
 
         self.model, self.config = marian_model(config, weights).double(), config
 

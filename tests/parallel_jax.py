@@ -16,8 +16,8 @@ from conftest import assert_same_bits  # noqa: F401  for programs
 
 import reference_numpy as ref
 from reference_numpy import Plan
-from transformer_parity.distributed.cases import probes  # noqa: F401  likewise
-from transformer_parity.distributed.environments import environments
+from transformer_parity.transformer.distributed.cases import probes  # noqa: F401  likewise
+from transformer_parity.transformer.distributed.environments import environments
 
 GRADIENTS, STEPS = 1e-11, 1e-10  # budgets in float64
 
@@ -126,8 +126,8 @@ def follows(probe, plan, **options):
 
 def assert_divided(trainer):
     """Compare what each device holds with the parameters: by the table of axes, copies to the last bit."""
-    from reference_numpy.parallel_plan import fsdp_axis, tensor_axis
     from transformer_jax import shards
+    from transformer_spec.parallel_plan import fsdp_axis, tensor_axis
 
     plan, weights = trainer.plan, trainer.model.export_weights()
     held = shards(trainer)

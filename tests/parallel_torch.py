@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_torch
 from reference_numpy import Checkpoint, Plan, TrainingConfig, load_checkpoint, save_checkpoint
-from transformer_parity.distributed.cases import probes
+from transformer_parity.transformer.distributed.cases import probes
 from transformer_torch.parallel_checkpoint import load_sharded, save_sharded
 from transformer_torch.weights import copy_out, parameters
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from threading import Event
 
-from transformer_parity.train.learner import Learner
-from transformer_parity.train.processes import work
+from transformer_parity.apps.train.learner import Learner
+from transformer_parity.apps.train.processes import work
 
 
 def fail_in_the_second(parent):

@@ -30,7 +30,7 @@ def checked_import(name: str):
     """Import a package so that each annotation is checked on each call."""
     importlib.import_module(FRAMEWORKS[name])  # before the hook: only our own annotations are of interest
     # Where code runs, the packages drop the shapes; here they are to be checked.
-    sys.modules["reference_numpy.shapes"] = jaxtyping
+    sys.modules["transformer_spec.shapes"] = jaxtyping
     typing.Self = typing.Any  # which beartype knows in a class that is checked as a whole, and not in a method
     with jaxtyping.install_import_hook(["reference_numpy", BACKENDS[name]], "beartype.beartype"):
         package = importlib.import_module(BACKENDS[name])

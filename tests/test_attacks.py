@@ -10,9 +10,8 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
-
-from transformer_parity.attacks import table
-from transformer_parity.attacks.attack import FAILS, TOLERATED, Attack
+from attacks import table
+from attacks.attack import FAILS, TOLERATED, Attack
 
 FEW = 1
 DOCUMENT = Path(__file__).parent.parent / "docs" / "agreement.md"

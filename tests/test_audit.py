@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import reference_numpy
-from transformer_parity.cases.for_ports import port_cases, port_config
-from transformer_parity.cases.standard import standard_cases
-from transformer_parity.check.planted_ports import planted
-from transformer_parity.diagnose.weight_audit import (
+from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.planted_ports import planted
+from transformer_parity.transformer.diagnose.weight_audit import (
     HIDDEN,
     INITIAL,
     MISPLACED,
@@ -26,10 +26,10 @@ from transformer_parity.diagnose.weight_audit import (
     audit,
     summary,
 )
-from transformer_parity.mistakes.catalogue import FORWARD, STRUCTURE
-from transformer_parity.ports.protocol import Placement
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.ports.user import PluginPort, Port, find
+from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.user import PluginPort, Port, find
 
 CASES = {case.name: case for case in standard_cases()}
 MISTAKES = [mistake for part in (*FORWARD.values(), STRUCTURE["weights"]) for mistake in part]

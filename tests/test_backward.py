@@ -18,7 +18,7 @@ from conftest import assert_same_bits, random_weights, tiny_config
 import reference_numpy as ref
 from reference_numpy import backward_functions, backward_trace, functional
 from reference_numpy.backward_functions import cross_entropy_backward, scaled_dot_product_attention_backward
-from reference_numpy.names import find
+from transformer_spec.names import find
 
 RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.25, feed_forward=0.35)
 DEPTH = {"num_encoder_layers": 2, "num_decoder_layers": 2}

@@ -20,17 +20,17 @@ from conftest import child_processes, still_running
 from test_bench_verify import FORWARD, SMALL, TRAIN, another_token, no_steps
 
 import reference_numpy as ref
-from transformer_parity.bench import imports, rounds
-from transformer_parity.bench.limit import Library, libraries
-from transformer_parity.bench.measurements import Entry
-from transformer_parity.bench.participants import FORMS, OURS, DecodePackage, ForwardPackage, TrainPackage, others
-from transformer_parity.bench.plots import draw_growth, draw_times
-from transformer_parity.bench.run import Setting
-from transformer_parity.bench.verify import verifier_of
-from transformer_parity.bench.workload import DecodeWork
+from transformer_bench import imports, rounds
+from transformer_bench.limit import Library, libraries
+from transformer_bench.measurements import Entry
+from transformer_bench.participants import FORMS, OURS, DecodePackage, ForwardPackage, TrainPackage, others
+from transformer_bench.plots import draw_growth, draw_times
+from transformer_bench.run import Setting
+from transformer_bench.verify import verifier_of
+from transformer_bench.workload import DecodeWork
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import AGREES, FAILED
-from transformer_parity.system.machine import processors
+from transformer_parity.engine.system.machine import processors
+from transformer_parity.transformer.compare.findings import AGREES, FAILED
 
 QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 
@@ -39,7 +39,7 @@ QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 def no_pause(monkeypatch):
     monkeypatch.setattr(rounds, "PAUSE", 0.0)
     # One test measures what all libraries can do.
-    monkeypatch.setattr("transformer_parity.bench.run.libraries", lambda *_, **__: [Library("numpy")])
+    monkeypatch.setattr("transformer_bench.run.libraries", lambda *_, **__: [Library("numpy")])
     here = str(Path(__file__).parent)  # where processes find the participants of this file
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
 
@@ -109,7 +109,7 @@ def read(path):
 
 
 def test_times_of_two_that_agree(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformer_parity.bench.run.libraries", libraries)
+    monkeypatch.setattr("transformer_bench.run.libraries", libraries)
     environment = dict(os.environ)
     code, printed, progress = parity(
         *(capsys, "--backends", "numpy,torch", "--threads", min(2, processors())),
@@ -270,7 +270,7 @@ def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("transformer_parity.bench.run.run_rounds", interrupted)
+    monkeypatch.setattr("transformer_bench.run.run_rounds", interrupted)
     code, printed, _ = parity(capsys, "--backends", "numpy")
     assert code == 3
     assert "FAILED    numpy: interrupted before it was timed" in printed
@@ -294,7 +294,7 @@ def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
     ],
 )
 def test_what_cannot_be_done_is_refused_at_once(options, message, capsys, monkeypatch):
-    monkeypatch.setattr("transformer_parity.bench.run.started", None)
+    monkeypatch.setattr("transformer_bench.run.started", None)
     code, printed, errors = parity(capsys, *options)
     assert code == 3
     assert printed == ""
@@ -322,7 +322,7 @@ GROWING_REFUSED = [
 
 @pytest.mark.parametrize(("task", "options", "message"), GROWING_REFUSED)
 def test_what_cannot_be_done_is_refused_for_each_task(task, options, message, capsys, monkeypatch):
-    monkeypatch.setattr("transformer_parity.bench.run.started", None)
+    monkeypatch.setattr("transformer_bench.run.started", None)
     code, printed, errors = parity(capsys, *options, task=task)
     assert (code, printed) == (3, "")
     assert message in errors
@@ -514,8 +514,8 @@ def test_a_bar_of_ours_is_known_by_the_first_word_of_its_name():
 def test_a_picture_compares_with_nobody_who_is_wrong(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(OURS["decode"], "torch", Wrong("torch"))
     seen = []
-    monkeypatch.setattr("transformer_parity.cli.bench.write", lambda figure, path: None)
-    monkeypatch.setattr("transformer_parity.cli.bench.draw_times", lambda *found: seen.append(found))
+    monkeypatch.setattr("transformer_bench.command.write", lambda figure, path: None)
+    monkeypatch.setattr("transformer_bench.command.draw_times", lambda *found: seen.append(found))
     options = ["--backends", "numpy,torch", "--against", "torch", "--plot", tmp_path / "a.png"]
     code, _, _ = parity(capsys, *options)
     assert code == 1

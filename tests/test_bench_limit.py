@@ -11,12 +11,12 @@ import tiers
 from test_bench_verify import FORWARD, SMALL, TRAIN
 
 import reference_numpy as ref
-from transformer_parity.bench.limit import LibraryEntry, Limit, libraries, limit_of, multiplied
-from transformer_parity.bench.matrix_products import Products
-from transformer_parity.bench.measurements import Entry, Spread, exponent, exponents, fastest, ratio, verdict
-from transformer_parity.bench.run import grown, work_title
-from transformer_parity.bench.workload import DecodeWork, ForwardWork, TrainWork
-from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED
+from transformer_bench.limit import LibraryEntry, Limit, libraries, limit_of, multiplied
+from transformer_bench.matrix_products import Products
+from transformer_bench.measurements import Entry, Spread, exponent, exponents, fastest, ratio, verdict
+from transformer_bench.run import grown, work_title
+from transformer_bench.workload import DecodeWork, ForwardWork, TrainWork
+from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED
 
 
 def test_ratios_are_taken_within_a_round():

@@ -18,11 +18,11 @@ import pytest
 from conftest import child_processes, still_running
 
 from reference_numpy import Plan
-from transformer_parity.bench import rounds, run
-from transformer_parity.bench.participants import TrainOnDevices
-from transformer_parity.bench.rounds import Participant, Reply
-from transformer_parity.bench.tables import costs_for_machines
-from transformer_parity.bench.workload import TrainWork
+from transformer_bench import rounds, run
+from transformer_bench.participants import TrainOnDevices
+from transformer_bench.rounds import Participant, Reply
+from transformer_bench.tables import costs_for_machines
+from transformer_bench.workload import TrainWork
 from transformer_parity.cli.main import main
 
 PLANS = (" data=", " fsdp=")  # how rows of a table begin

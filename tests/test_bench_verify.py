@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import reference_numpy as ref
-from reference_numpy.search_plan import SearchResult
-from transformer_parity.bench.verify import DecodeVerifier, DisagreementError, ForwardVerifier, TrainVerifier
-from transformer_parity.bench.workload import SEED, DecodeWork, ForwardWork, TrainWork
-from transformer_parity.ports.protocol import Decoded
+from transformer_bench.verify import DecodeVerifier, DisagreementError, ForwardVerifier, TrainVerifier
+from transformer_bench.workload import SEED, DecodeWork, ForwardWork, TrainWork
+from transformer_parity.transformer.ports.protocol import Decoded
+from transformer_spec.search import SearchResult
 
 SMALL = DecodeWork("tiny", batch=3, source=6, target=5)
 FORWARD = ForwardWork("tiny", batch=3, source=6, target=5)
@@ -20,7 +20,7 @@ TRAIN = TrainWork("tiny", batch=3, source=6, target=5)
 
 def searched(work=SMALL, weights=None, dtype="float32"):
     model = ref.Transformer.from_weights(work.config, weights or work.weights(), dtype)
-    return lambda on_step=None: work.search.search(ref, model, work.source_ids, on_step)
+    return lambda on_step=None: work.search.run(ref, model, work.source_ids, on_step)
 
 
 def no_steps():
@@ -115,7 +115,7 @@ def test_bfloat16_has_near_ties_of_its_own_size(beam_size):
 
     def found(changed):
         model = transformer_torch.Transformer.from_weights(work.config, {**weights, **changed}, "bfloat16")
-        return lambda on_step=None: work.search.search(transformer_torch, model, work.source_ids, on_step)
+        return lambda on_step=None: work.search.run(transformer_torch, model, work.source_ids, on_step)
 
     right, wrong = found({}), found({kernel: weights[kernel] * 1.3})
     assert "near-tie" in reference.verify(right(), lambda: Decoded.by(right))

@@ -7,15 +7,15 @@ from functools import cache
 
 import pytest
 
-from transformer_parity.cases.case import Case
-from transformer_parity.cases.standard import standard_cases
-from transformer_parity.check.planted_ports import planted
-from transformer_parity.check.uncompiled import interpreted
-from transformer_parity.compare.tolerances import POLICY, relative_error
-from transformer_parity.mistakes.catalogue import FORWARD, STRUCTURE
-from transformer_parity.mistakes.mistake import ALL
-from transformer_parity.ports.protocol import Placement, Port, Result
-from transformer_parity.ports.registry import PORTS
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.planted_ports import planted
+from transformer_parity.transformer.check.uncompiled import interpreted
+from transformer_parity.transformer.compare.tolerances import POLICY, relative_error
+from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE
+from transformer_parity.transformer.mistakes.mistake import ALL
+from transformer_parity.transformer.ports.protocol import Placement, Port, Result
+from transformer_parity.transformer.ports.registry import PORTS
 
 CASES_BY_NAME = {case.name: case for case in standard_cases()}
 OF_THE_MODEL = [mistake for part in FORWARD.values() for mistake in part]

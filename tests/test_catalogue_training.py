@@ -7,14 +7,14 @@ from functools import cache
 import numpy as np
 import pytest
 
-from transformer_parity.check.planted_ports import planted
-from transformer_parity.compare import training_outputs
-from transformer_parity.compare.outputs import tensors
-from transformer_parity.compare.tolerances import relative_error
-from transformer_parity.mistakes import search, training
-from transformer_parity.mistakes.catalogue import SEARCH, TRAINING
-from transformer_parity.ports.protocol import Placement
-from transformer_parity.ports.registry import PORTS
+from transformer_parity.transformer.check.planted_ports import planted
+from transformer_parity.transformer.compare import training_outputs
+from transformer_parity.transformer.compare.outputs import tensors
+from transformer_parity.transformer.compare.tolerances import relative_error
+from transformer_parity.transformer.mistakes import search, training
+from transformer_parity.transformer.mistakes.catalogue import SEARCH, TRAINING
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
 
 ALIKE = 1e-9  # what rounding leaves between two backends in float64 is far less, what a mistake changes is far more
 

@@ -15,16 +15,16 @@ import pytest
 import tiers
 
 import reference_numpy as ref
-from transformer_parity.cases.case import ACTIVATIONS
-from transformer_parity.cases.standard import standard_cases
-from transformer_parity.check.one_port import Job
-from transformer_parity.check.processes import WORK, run_all
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting
-from transformer_parity.compare.verdict import Verdict
-from transformer_parity.text.pairs import read_pairs
-from transformer_parity.text.subwords import Subwords
-from transformer_parity.text.vocabulary import batch, pick
+from transformer_parity.transformer.cases.case import ACTIVATIONS
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.one_port import Job
+from transformer_parity.transformer.check.processes import WORK, run_all
+from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting
+from transformer_parity.transformer.compare.verdict import Verdict
+from transformer_parity.transformer.sentences.pairs import read_pairs
+from transformer_parity.transformer.sentences.subwords import Subwords
+from transformer_parity.transformer.sentences.vocabulary import batch, pick
 
 TORCH_ONLY = ["check", "--backends", "numpy,torch"]
 

@@ -24,10 +24,10 @@ from safetensors.numpy import save_file
 from test_files import flipped, header_size, tensor_at
 
 from reference_numpy import PRESETS, load_weights, save_weights
-from reference_numpy.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint
-from reference_numpy.checkpoint_folder import RUN, read_run
-from reference_numpy.files import load_vocabulary
-from reference_numpy.training_config import TrainingConfig, TrainingState
+from transformer_spec.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint
+from transformer_spec.checkpoint_folder import RUN, read_run
+from transformer_spec.files import load_vocabulary
+from transformer_spec.training_config import TrainingConfig, TrainingState
 
 NAME = "decoder.layers.0.cross_attention.key_proj.kernel"
 PROGRESS = {
@@ -454,7 +454,7 @@ def test_failed_save_changes_nothing(path, saved, write, monkeypatch, error, mom
             Path(args[1]).write_bytes(saved[:1000])
         raise error
 
-    monkeypatch.setattr(f"reference_numpy.files.{moment}", fail)
+    monkeypatch.setattr(f"transformer_spec.files.{moment}", fail)
     expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OSError
     with pytest.raises(expected) as raised:
         write(path)
@@ -469,7 +469,7 @@ def test_failed_save_changes_nothing(path, saved, write, monkeypatch, error, mom
 def test_killed_process_leaves_the_old_file(path, saved, moment):
     code = f"""
 import os, pathlib, signal, sys
-from reference_numpy import files, load_weights, save_weights
+from transformer_spec import files, load_weights, save_weights
 
 def die(*args, **kwargs):
     if {moment!r} == "save_file":
@@ -492,12 +492,12 @@ def test_two_writers_at_once(path, monkeypatch):
     replace = os.replace
 
     def other_comes_between(*args):
-        monkeypatch.setattr("reference_numpy.files.os.replace", replace)
+        monkeypatch.setattr("transformer_spec.files.os.replace", replace)
         save_checkpoint(path, second)
         assert_same(load_checkpoint(path), second)
         replace(*args)
 
-    monkeypatch.setattr("reference_numpy.files.os.replace", other_comes_between)
+    monkeypatch.setattr("transformer_spec.files.os.replace", other_comes_between)
     save_checkpoint(path, first)
     assert_same(load_checkpoint(path), first)
     assert list(path.parent.iterdir()) == [path]
@@ -516,7 +516,7 @@ def test_unreadable_file(path, saved, monkeypatch):
     def refuse(*args):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("reference_numpy.files.open", refuse, raising=False)
+    monkeypatch.setattr("transformer_spec.files.open", refuse, raising=False)
     for load in (load_checkpoint, load_weights, load_vocabulary):
         with pytest.raises(PermissionError, match=re.escape(str(path))):
             load(path)

@@ -28,16 +28,16 @@ from test_search import lively
 from test_translate import save
 
 from reference_numpy import TransformerConfig, init_weights
-from reference_numpy.files import load_weights, save_weights
-from transformer_parity.checkpoints import importer
+from transformer_parity.apps.checkpoints import importer
 from transformer_parity.cli.main import COMMANDS
+from transformer_spec.files import load_weights, save_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER = Path(circumstances.__file__)
 READ_ONLY = "/sys/kernel"
 PORT = """
 import reference_numpy
-from transformer_parity.cases import for_ports
+from transformer_parity.transformer.cases import for_ports
 from transformer_parity.plugin import Port
 
 for_ports.SEEDS = 1  # in the port's process too

@@ -13,20 +13,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from transformer_parity.cases.case import ALL_DTYPES
-from transformer_parity.cases.inputs import hard_weights
-from transformer_parity.cases.standard import standard_cases
 from transformer_parity.cli.main import main
-from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, Finding, Setting
-from transformer_parity.compare.tolerances import CHUNK, relative_error
-from transformer_parity.compare.verdict import Verdict
-from transformer_parity.ports import tensorflow
-from transformer_parity.ports.compile_clock import COMPILING, Clock, Spent, listen_to_jax
-from transformer_parity.ports.package import LoadedPackage, PackagePort
-from transformer_parity.ports.protocol import Placement, SearchOptions
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.report.tables import print_profile, verdict_line
+from transformer_parity.transformer.cases.case import ALL_DTYPES
+from transformer_parity.transformer.cases.inputs import hard_weights
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.compare.findings import AGREES, Finding, Setting
+from transformer_parity.transformer.compare.tolerances import CHUNK, relative_error
+from transformer_parity.transformer.compare.verdict import Verdict
+from transformer_parity.transformer.ports import tensorflow
+from transformer_parity.transformer.ports.compile_clock import COMPILING, Clock, Spent, listen_to_jax
+from transformer_parity.transformer.ports.package import LoadedPackage, PackagePort
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.report.tables import print_profile, verdict_line
+from transformer_spec.search import Search
 
 CASES_BY_NAME = {case.name: case for case in standard_cases()}
 
@@ -70,7 +71,7 @@ def test_jax_tells_what_it_compiles(monkeypatch):
 
     listeners = []
     monkeypatch.setattr(jax.monitoring, "register_event_duration_secs_listener", listeners.append)
-    monkeypatch.setattr("transformer_parity.ports.compile_clock.COMPILING", clock := clock_at(10.0))
+    monkeypatch.setattr("transformer_parity.transformer.ports.compile_clock.COMPILING", clock := clock_at(10.0))
     listen_to_jax()
     (hear,) = listeners
     hear("/jax/checkpoint/write", 5.0)
@@ -92,10 +93,10 @@ def test_tf_is_watched_at_the_first_call_of_each_kind(monkeypatch):
     monkeypatch.setattr(LoadedPackage, "search", lambda self, ids, options, on_step: [on_step(ids) for _ in range(3)])
     shown = []
     before = clock.seconds
-    loaded.search(np.ones((2, 3), int), SearchOptions(), shown.append)
+    loaded.search(np.ones((2, 3), int), Search(), shown.append)
     assert len(shown) == 3
     assert clock.seconds == before + 1.0  # up to the end of the first step
-    loaded.search(np.ones((2, 3), int), SearchOptions(), shown.append)
+    loaded.search(np.ones((2, 3), int), Search(), shown.append)
     assert clock.seconds == before + 1.0
     monkeypatch.setattr(LoadedPackage, "trainer", lambda self, *settings: SimpleNamespace(train_step=shown.append))
     trainer = loaded.trainer(None)
@@ -126,7 +127,7 @@ def test_tf_compiles_in_float32_and_traces_whole_models(monkeypatch):
         loaded.run("", ids, taps=False)
 
     def search(loaded, **rules):
-        options = SearchOptions.preset("hf", rules) if rules else SearchOptions()
+        options = Search.preset("hf", rules) if rules else Search()
         loaded.search(ids["source_ids"], replace(options, max_length=2))
 
     by_other_rules = partial(search, banned_ids=(7,))

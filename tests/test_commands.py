@@ -22,19 +22,19 @@ import tiers
 from rich.text import Text
 
 import reference_numpy as ref
-from transformer_parity.cases.inputs import hard_weights
+from transformer_parity.apps.figures import attention
+from transformer_parity.apps.train import corpora
 from transformer_parity.cli import info, show, source
 from transformer_parity.cli.main import main
-from transformer_parity.figures import attention
-from transformer_parity.ports import source_code, source_marks
-from transformer_parity.ports.package import PackagePort
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.report import presets
-from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.text.pairs import read_pairs
-from transformer_parity.text.subwords import Subwords
-from transformer_parity.text.vocabulary import batch
-from transformer_parity.train import corpora
+from transformer_parity.engine.system.environment import quiet_frameworks
+from transformer_parity.transformer.cases.inputs import hard_weights
+from transformer_parity.transformer.ports import source_code, source_marks
+from transformer_parity.transformer.ports.package import PackagePort
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.report import presets
+from transformer_parity.transformer.sentences.pairs import read_pairs
+from transformer_parity.transformer.sentences.subwords import Subwords
+from transformer_parity.transformer.sentences.vocabulary import batch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = [port.package for port in PORTS.values()]

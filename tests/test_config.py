@@ -11,7 +11,7 @@ import pytest
 from conftest import tiny_config
 
 from reference_numpy import PRESETS, DropoutRates, TransformerConfig
-from reference_numpy.config import CHOICES, DECODER_SIZES, DEPTHS, LATER, SIZES, SWITCHES
+from transformer_spec.config import CHOICES, DECODER_SIZES, DEPTHS, LATER, SIZES, SWITCHES
 
 RATES = [field.name for field in dataclasses.fields(DropoutRates)]
 IDS = ("pad_id", "bos_id", "eos_id")

@@ -18,8 +18,8 @@ import torch
 from safetensors.numpy import save_file
 from test_layout import ROOT
 
-from transformer_parity.containers import pickles, tensors
-from transformer_parity.containers.folder import member
+from transformer_parity.apps.containers import pickles, tensors
+from transformer_parity.apps.containers.folder import member
 
 SECONDS, BYTES = 1.0, 200 * 2**20  # that a refused file may cost, beside Python, NumPy and what reads the files
 
@@ -203,7 +203,7 @@ def prepared(folder: Path) -> dict[str, tuple[Path, str]]:
 CHILD = """
 import json, resource, sys, time
 from pathlib import Path
-from transformer_parity.containers import pickles, tensors
+from transformer_parity.apps.containers import pickles, tensors
 assert not {"torch", "transformers"} & set(sys.modules)
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

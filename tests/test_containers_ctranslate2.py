@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import assert_same_bits
 
-from transformer_parity.containers import ctranslate2
+from transformer_parity.apps.containers import ctranslate2
 
 ONE = np.arange(6, dtype=np.float32).reshape(2, 3)
 VARIABLES = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import assert_same_bits
 
-from transformer_parity.containers import hdf5
+from transformer_parity.apps.containers import hdf5
 
 ARRAYS = {
     "layers/dense/vars/0": np.arange(6, dtype=np.float32).reshape(2, 3),

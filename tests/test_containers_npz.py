@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import assert_same_bits
 
-from transformer_parity.containers import npz
+from transformer_parity.apps.containers import npz
 
 
 def npy(array) -> bytes:

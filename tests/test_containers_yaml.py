@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from transformer_parity.containers import yaml
+from transformer_parity.apps.containers import yaml
 
 
 def test_a_mapping_comes_back():

@@ -14,10 +14,10 @@ from test_native import run_alone
 
 import reference_numpy as ref
 from reference_numpy import Plan, parameter_shapes
-from reference_numpy.parallel_plan import fsdp_axis, tensor_axis
-from transformer_parity.bench.workload import TrainWork
-from transformer_parity.distributed.cases import LENGTHS, SOURCE_LENGTH, probes
-from transformer_parity.distributed.costs import Batch, Collective, collectives, held, sent
+from transformer_bench.costs import Batch, Collective, collectives, held, sent
+from transformer_bench.workload import TrainWork
+from transformer_parity.transformer.distributed.cases import LENGTHS, SOURCE_LENGTH, probes
+from transformer_spec.parallel_plan import fsdp_axis, tensor_axis
 
 PROBE = probes()["plain"]
 SIZES = Batch(len(LENGTHS), SOURCE_LENGTH, max(LENGTHS))

@@ -14,12 +14,21 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from transformer_parity.text.dates import FIRST, FORMATS, LANGUAGES, LAST, date_lines, date_pairs, is_held_out, write
-from transformer_parity.text.pairs import read_pairs
-from transformer_parity.text.subwords import Subwords
-from transformer_parity.text.vocabulary import LONGEST, pad
-from transformer_parity.train import batches
-from transformer_parity.train.batches import Batches, number
+from transformer_parity.apps.text.dates import (
+    FIRST,
+    FORMATS,
+    LANGUAGES,
+    LAST,
+    date_lines,
+    date_pairs,
+    is_held_out,
+    write,
+)
+from transformer_parity.apps.train import batches
+from transformer_parity.apps.train.batches import Batches, number
+from transformer_parity.transformer.sentences.pairs import read_pairs
+from transformer_parity.transformer.sentences.subwords import Subwords
+from transformer_parity.transformer.sentences.vocabulary import LONGEST, pad
 
 PRESETS = ["paper_base", "t2t_2017", "annotated", "marian", "fairseq", "flax_wmt"]  # each with other special ids
 

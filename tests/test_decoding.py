@@ -13,26 +13,25 @@ from test_search import lively, load_reference, sources
 
 import reference_numpy as ref
 from reference_numpy import SearchResult, search, search_loop
-from transformer_parity.compare.near_ties import explain, follow, summary
-from transformer_parity.compare.prefixes import PrefixScorer, score
-from transformer_parity.mistakes.edited_package import edited_package
-from transformer_parity.ports.protocol import Decoded, SearchOptions
+from transformer_parity.transformer.compare.near_ties import explain, follow, summary
+from transformer_parity.transformer.compare.prefixes import PrefixScorer, score
+from transformer_parity.transformer.mistakes.edited_package import edited_package
+from transformer_parity.transformer.ports.protocol import Decoded
+from transformer_spec.search import Search
 
-GREEDY = SearchOptions(max_length=11)
-BEAM = SearchOptions(beam_size=3, max_length=11, num_hypotheses=2, length_penalty=1.5)
+GREEDY = Search(max_length=11)
+BEAM = Search(beam_size=3, max_length=11, num_hypotheses=2, length_penalty=1.5)
 BOTH = pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"])
 SIZES = {"beam_size": 3, "max_length": 11}
 FORCED_END = {"at_limit": "forced"}
 BY_RULES = {
-    "opus": SearchOptions.preset(
-        "hf", {**FORCED_END, "renormalize": True, "banned_ids": (8,)}, num_hypotheses=3, **SIZES
-    ),
-    "bart": SearchOptions.preset(
+    "opus": Search.preset("hf", {**FORCED_END, "renormalize": True, "banned_ids": (8,)}, num_hypotheses=3, **SIZES),
+    "bart": Search.preset(
         "hf", {**FORCED_END, "stop": "first", "no_repeat_ngram_size": 2, "forced_ids": (4,)}, num_hypotheses=3, **SIZES
     ),
-    "fairseq": SearchOptions.preset("fairseq", {"forced_ids": (4,)}, num_hypotheses=3, **SIZES),
-    "marian": SearchOptions.preset("marian", {"banned_ids": (8,)}, num_hypotheses=3, **SIZES),
-    "greedy": SearchOptions.preset("hf", {"renormalize": True, "no_repeat_ngram_size": 2}, max_length=11),
+    "fairseq": Search.preset("fairseq", {"forced_ids": (4,)}, num_hypotheses=3, **SIZES),
+    "marian": Search.preset("marian", {"banned_ids": (8,)}, num_hypotheses=3, **SIZES),
+    "greedy": Search.preset("hf", {"renormalize": True, "no_repeat_ngram_size": 2}, max_length=11),
 }
 
 
@@ -54,12 +53,12 @@ def follow_all(config, weights, found, options, dtype):
     """Return the doubts about a search of the usual sources."""
     truth = load_reference(config, weights)
     rounded = None if dtype == "float64" else load_reference(config, weights, dtype)
-    expected = options.search(ref, truth, sources(config)).nbest_ids
+    expected = options.run(ref, truth, sources(config)).nbest_ids
     return explain(truth, rounded, sources(config), found, expected, options)
 
 
 def found_by(model, options, package=ref):
-    return Decoded.by(lambda on_step: options.search(package, model, sources(model.config), on_step))
+    return Decoded.by(lambda on_step: options.run(package, model, sources(model.config), on_step))
 
 
 @BOTH
@@ -125,10 +124,10 @@ def test_scores_are_those_of_the_search():
     for options in (
         GREEDY,
         BEAM,
-        SearchOptions(beam_size=4, max_length=9, length_penalty_kind="power"),
+        Search(beam_size=4, max_length=9, length_penalty_kind="power"),
         *BY_RULES.values(),
     ):
-        found = options.search(ref, truth, sources(config))
+        found = options.run(ref, truth, sources(config))
         np.testing.assert_allclose(score(truth, sources(config), found.nbest_ids, options), found.nbest_scores, 1e-12)
 
 
@@ -202,7 +201,7 @@ def test_a_search_that_stops_early_with_hypotheses_in_hand(condition):
         config, weights = lively(seed=seed)
         truth, options = load_reference(config, weights), replace(BEAM, num_hypotheses=count)
         source_ids = sources(config)[row : row + 1]
-        expected = options.search(ref, truth, source_ids).nbest_ids
+        expected = options.run(ref, truth, source_ids).nbest_ids
         try:
             found = Decoded.by(partial(options.search, mistaken, truth, source_ids))
         except ValueError:  # it has no hypothesis at all
@@ -236,7 +235,7 @@ def shortened(ids):
 @pytest.mark.parametrize("change", [twice, pad_inside, shortened])
 def test_results_that_no_decision_leads_to(change):
     config, weights = lively()
-    options = SearchOptions(beam_size=3, max_length=5, num_hypotheses=2, length_penalty=1.5)
+    options = Search(beam_size=3, max_length=5, num_hypotheses=2, length_penalty=1.5)
     found = spoilt(found_by(load_reference(config, weights), options), change)
     doubts = follow_all(config, weights, found, options, "float32")
     assert doubts
@@ -255,5 +254,5 @@ def test_a_source_of_nothing_but_padding_is_judged_too():
     config, weights = lively()
     truth = load_reference(config, weights)
     source_ids = np.full((1, 3), config.pad_id)
-    found = Decoded.by(lambda on_step: BEAM.search(ref, truth, source_ids, on_step))
+    found = Decoded.by(lambda on_step: BEAM.run(ref, truth, source_ids, on_step))
     assert follow(PrefixScorer(truth, None, source_ids[0]), 0, found, BEAM) == []

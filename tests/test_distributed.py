@@ -13,17 +13,17 @@ from test_reports import SCHEMA_VALIDATOR
 
 import reference_numpy
 from reference_numpy import Plan
-from transformer_parity.check.selection import Selection
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import AGREES, FAILED, IMPRECISE, SKIPPED
-from transformer_parity.distributed import run as processes
-from transformer_parity.distributed.cases import PLANS, probes, rounded
-from transformer_parity.distributed.compare import DIVIDED, NAMES, REPLICAS, Run, findings
-from transformer_parity.distributed.stage import Check
-from transformer_parity.distributed.worker import Seen, Task, train
-from transformer_parity.mistakes import distributed_ports
-from transformer_parity.mistakes.distributed import MISTAKES
-from transformer_parity.mistakes.edited_package import edited_package
+from transformer_parity.transformer.check.selection import Selection
+from transformer_parity.transformer.compare.findings import AGREES, FAILED, IMPRECISE, SKIPPED
+from transformer_parity.transformer.distributed import run as processes
+from transformer_parity.transformer.distributed.cases import PLANS, probes, rounded
+from transformer_parity.transformer.distributed.compare import DIVIDED, NAMES, REPLICAS, Run, findings
+from transformer_parity.transformer.distributed.stage import Check
+from transformer_parity.transformer.distributed.worker import Seen, Task, train
+from transformer_parity.transformer.mistakes import distributed_ports
+from transformer_parity.transformer.mistakes.distributed import MISTAKES
+from transformer_parity.transformer.mistakes.edited_package import edited_package
 
 INVISIBLE = ("reduced twice", "norm counts copies")  # in the loss
 
@@ -229,7 +229,8 @@ def test_an_interpreter_that_cannot_be_started_is_said_once(capsys):
 def test_the_command(monkeypatch, capsys, tmp_path):
     as_numpy = partial(processes.group, "numpy")
     monkeypatch.setattr(
-        "transformer_parity.check.distributed.group", lambda backend, devices, **how: as_numpy(devices, **how)
+        "transformer_parity.transformer.check.distributed.group",
+        lambda backend, devices, **how: as_numpy(devices, **how),
     )
     command = ["check", "--stage", "distributed", "--backends", "torch", "--dtype", "float64"]  # all that NumPy has
     command += ["--json", str(tmp_path / "result.json")]

@@ -26,10 +26,10 @@ from numpy import ndarray
 
 import reference_numpy
 from reference_numpy import PRESETS, DropoutRates, Recorder, TrainingConfig, TransformerConfig
-from reference_numpy.names import tap_shapes
-from transformer_parity.cases.case import tiny
-from transformer_parity.cases.inputs import hard_weights
-from transformer_parity.cases.standard import gradient_case
+from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.cases.inputs import hard_weights
+from transformer_parity.transformer.cases.standard import gradient_case
+from transformer_spec.names import tap_shapes
 
 # Of the 10^4 elements of a step, one stays in a thousand runs, and the seed is fixed.
 NEARLY_ALL = 1.0 - 1e-7

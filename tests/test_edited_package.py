@@ -13,15 +13,15 @@ import pytest
 import tiers
 from misbehaviour import MISBEHAVIOUR
 
-from transformer_parity.cases.standard import standard_cases
-from transformer_parity.check.planted_ports import planted
-from transformer_parity.mistakes import optimizer, precision
-from transformer_parity.mistakes.catalogue import EVERYWHERE, parts
-from transformer_parity.mistakes.edited_package import edited_package
-from transformer_parity.mistakes.mistake import FOUR, Mistake, instead
-from transformer_parity.mistakes.structure import STALE
-from transformer_parity.ports.protocol import Placement
-from transformer_parity.ports.registry import PORTS
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.planted_ports import planted
+from transformer_parity.transformer.mistakes import optimizer, precision
+from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, parts
+from transformer_parity.transformer.mistakes.edited_package import edited_package
+from transformer_parity.transformer.mistakes.mistake import FOUR, Mistake, instead
+from transformer_parity.transformer.mistakes.structure import STALE
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
 
 CASES = {case.name: case for case in standard_cases()}
 CATALOGUE = [mistake for part in parts().values() for mistake in part]

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from transformer_parity.distributed.environments import environments
-from transformer_parity.train import group
-from transformer_parity.train.group import Group
+from transformer_parity.apps.train import group
+from transformer_parity.apps.train.group import Group
+from transformer_parity.transformer.distributed.environments import environments
 
 
 def ports(name, told):

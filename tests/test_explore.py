@@ -18,22 +18,22 @@ from test_search import lively
 from test_translate import save
 from tiers import first_alone
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.names import tap_shapes
-from transformer_parity.check.planted_ports import planted
+from transformer_parity.apps.text.dates import SHIPPED
+from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.cli.main import main
-from transformer_parity.compare.tolerances import relative_error, tolerance
-from transformer_parity.diagnose.blame import FINE, INTRODUCED, Mark
-from transformer_parity.explore.page import Scale, page
-from transformer_parity.explore.recording import Recorded, Recording, record
-from transformer_parity.explore.view import MOST_CHANNELS, view
-from transformer_parity.figures.style import PAGE
-from transformer_parity.mistakes.catalogue import FORWARD, cases
-from transformer_parity.mistakes.mistake import FOUR
+from transformer_parity.engine.style import PAGE
 from transformer_parity.plugin import Port
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.text.dates import SHIPPED
-from transformer_parity.translate.trained import read_trained
+from transformer_parity.transformer.check.planted_ports import planted
+from transformer_parity.transformer.compare.tolerances import relative_error, tolerance
+from transformer_parity.transformer.diagnose.blame import FINE, INTRODUCED, Mark
+from transformer_parity.transformer.explore.page import Scale, page
+from transformer_parity.transformer.explore.recording import Recorded, Recording, record
+from transformer_parity.transformer.explore.view import MOST_CHANNELS, view
+from transformer_parity.transformer.mistakes.catalogue import FORWARD, cases
+from transformer_parity.transformer.mistakes.mistake import FOUR
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import tap_shapes
 
 CASES = cases()
 MAIN = CASES["full/padded"]

@@ -13,20 +13,20 @@ import pytest
 from rich.console import Console
 from test_investigate import CASE, blamed, named, numpy, plant
 
-from transformer_parity.cases.case import tiny
-from transformer_parity.cases.for_ports import model_cases
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import DIVERGES, Finding
-from transformer_parity.compare.near_ties import Doubt
-from transformer_parity.compare.outputs import tensors
-from transformer_parity.compare.verdict import Verdict
-from transformer_parity.diagnose import reproduce
-from transformer_parity.diagnose.diagnosis import EXACT, Diagnosis, diagnose
-from transformer_parity.diagnose.investigate import FailureReport
-from transformer_parity.ports import templates
-from transformer_parity.ports.templates.other_port import MyPort
-from transformer_parity.report.diagnoses import print_failure_report, print_undiagnosed
-from transformer_parity.report.tables import print_problems
+from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.cases.for_ports import model_cases
+from transformer_parity.transformer.compare.findings import DIVERGES, Finding
+from transformer_parity.transformer.compare.near_ties import Doubt
+from transformer_parity.transformer.compare.outputs import tensors
+from transformer_parity.transformer.compare.verdict import Verdict
+from transformer_parity.transformer.diagnose import reproduce
+from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
+from transformer_parity.transformer.diagnose.investigate import FailureReport
+from transformer_parity.transformer.ports import templates
+from transformer_parity.transformer.ports.templates.other_port import MyPort
+from transformer_parity.transformer.report.diagnoses import print_failure_report, print_undiagnosed
+from transformer_parity.transformer.report.tables import print_problems
 
 
 def printed(report, **options):
@@ -121,6 +121,6 @@ def test_all_that_a_port_is_written_with_is_imported_from_one_place():
     for path in Path(templates.__path__[0]).glob("*_port.py"):
         text = path.read_text("utf-8")
         assert "from transformer_parity.plugin import " in text
-        assert "transformer_parity.ports" not in text
-        assert "reference_numpy.taps" not in text
-        assert "reference_numpy.training_config" not in text
+        assert "transformer_parity.transformer.ports" not in text
+        assert "transformer_spec.taps" not in text
+        assert "transformer_spec.training_config" not in text

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 
 import reference_numpy as ref
 import transformer_torch
-from transformer_parity.bench.workload import DecodeWork
+from transformer_bench.workload import DecodeWork
 from transformer_torch import onednn, search_loop
 from transformer_torch.onednn import Measured
 
@@ -43,11 +43,11 @@ def test_the_result_is_the_references(weights, beam_size, dtype, large, packed, 
     monkeypatch.setattr(onednn, "measured", lambda: Measured(1.0, 0.0))  # else it may take small products too
     work = DecodeWork("tiny", batch=3, source=7, target=6, beam_size=beam_size)
     model = transformer_torch.Transformer.from_weights(work.config, weights, dtype, precision="highest")
-    found = work.search.search(transformer_torch, model, work.source_ids)
+    found = work.search.run(transformer_torch, model, work.source_ids)
     assert len(seen) == 8 * work.config.num_decoder_layers + 1
     assert {multiply.func for multiply in seen} == {onednn._by_onednn if packed else F.linear}
     assert packed or not any(multiply.keywords["weight"].is_contiguous() for multiply in seen)
-    expected = work.search.search(ref, ref.Transformer.from_weights(work.config, weights, "float64"), work.source_ids)
+    expected = work.search.run(ref, ref.Transformer.from_weights(work.config, weights, "float64"), work.source_ids)
     assert np.array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=2e-6 if dtype == "float32" else 1e-13)
 

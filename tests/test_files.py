@@ -21,8 +21,8 @@ from conftest import assert_same_bits, random_weights, tiny_config
 from safetensors.numpy import save_file
 
 from reference_numpy import load_weights, save_weights
-from reference_numpy.files import VocabularyFiles, load_notes, load_vocabulary
-from transformer_parity.system.files import write_text
+from transformer_parity.engine.system.files import write_text
+from transformer_spec.files import VocabularyFiles, load_notes, load_vocabulary
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_failed_save_changes_nothing(path, config, saved, monkeypatch, error, mo
             Path(args[1]).write_bytes(saved[:1000])
         raise error
 
-    monkeypatch.setattr(f"reference_numpy.files.{moment}", fail)
+    monkeypatch.setattr(f"transformer_spec.files.{moment}", fail)
     with pytest.raises(type(error)):
         save_weights(path, config, random_weights(config, seed=1))
     assert path.read_bytes() == saved

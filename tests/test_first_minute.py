@@ -13,14 +13,14 @@ import pytest
 from conftest import random_weights, tiny_config
 
 import reference_numpy as ref
-from transformer_parity.checkpoints.imported import Imported, Origin
-from transformer_parity.checkpoints.importer import save
+from transformer_parity.apps.checkpoints.imported import Imported, Origin
+from transformer_parity.apps.checkpoints.importer import save
+from transformer_parity.apps.text.dates import SHIPPED
 from transformer_parity.cli.main import COMMANDS, main, make_parser
 from transformer_parity.cli.options import NUMPY_ALONE
-from transformer_parity.ports.protocol import SearchOptions
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.system import machine
-from transformer_parity.text.dates import SHIPPED
+from transformer_parity.engine.system import machine
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_spec.search import Search
 
 DATE = "Freitag, 3. Mai 2024"
 
@@ -194,7 +194,7 @@ def test_a_weight_file_is_described(capsys):
 def test_what_was_imported_says_where_from(capsys, tmp_path):
     config = tiny_config(norm_order="pre", final_norm=True)
     origin = Origin(format="hf", family="marian\x1b[31m", preset="paper_base", files={"a.bin": "12ab"}, licence="MIT")
-    search = SearchOptions(beam_size=6, max_length=512)
+    search = Search(beam_size=6, max_length=512)
     model = Imported(config=config, weights=random_weights(config), vocabulary=None, search=search, origin=origin)
     save(tmp_path / "a", model, "float16")
     words = " ".join(parity(capsys, "info", tmp_path / "a")[1].split())

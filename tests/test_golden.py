@@ -15,16 +15,16 @@ import pytest
 import safetensors.numpy
 
 import reference_numpy as ref
-from transformer_parity.cases.case import STAGES
-from transformer_parity.cases.inputs import hard_weights
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import AGREES, SKIPPED
-from transformer_parity.compare.tolerances import POLICY
-from transformer_parity.diagnose import diagnosis
-from transformer_parity.golden import produce, vectors, writer
-from transformer_parity.golden.compare import Pair, compare_folders
-from transformer_parity.golden.vectors import LeftOut
-from transformer_parity.ports.user import Port
+from transformer_parity.transformer.cases.case import STAGES
+from transformer_parity.transformer.cases.inputs import hard_weights
+from transformer_parity.transformer.compare.findings import AGREES, SKIPPED
+from transformer_parity.transformer.compare.tolerances import POLICY
+from transformer_parity.transformer.diagnose import diagnosis
+from transformer_parity.transformer.golden import produce, vectors, writer
+from transformer_parity.transformer.golden.compare import Pair, compare_folders
+from transformer_parity.transformer.golden.vectors import LeftOut
+from transformer_parity.transformer.ports.user import Port
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "golden.md"
 PADDED, STEPS, GREEDY = "full/padded", "steps/port", "decode/port_greedy"
@@ -745,7 +745,7 @@ def test_the_document_names_every_entry_and_the_tolerances(truth):
 
 def test_no_framework_is_needed(truth, copy):
     program = (
-        "import sys; from transformer_parity.golden import vectors; "
+        "import sys; from transformer_parity.transformer.golden import vectors; "
         "from transformer_parity.__main__ import main; "
         f"code = main(['compare', {str(truth)!r}, {str(copy)!r}]); "
         "found = {'torch', 'jax', 'flax', 'tensorflow', 'keras'} & set(sys.modules); "

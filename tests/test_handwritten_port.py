@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from transformer_parity.cases.for_ports import port_cases, port_config
-from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, SKIPPED, Setting
-from transformer_parity.diagnose.investigate import Investigation
-from transformer_parity.ports.user import PluginPort
+from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Setting
+from transformer_parity.transformer.diagnose.investigate import Investigation
+from transformer_parity.transformer.ports.user import PluginPort
 
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "handwritten_port.py"
 

@@ -13,18 +13,18 @@ import torch
 from conftest import random_weights, tiny_config
 from safetensors.torch import load_file
 
-from transformer_parity.checkpoints.formats import ctranslate2, marian, torch_nn
-from transformer_parity.checkpoints.imported import Imported, Origin
-from transformer_parity.checkpoints.padding import append_padding
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.apps.checkpoints.formats import ctranslate2, marian, torch_nn
+from transformer_parity.apps.checkpoints.imported import Imported, Origin
+from transformer_parity.apps.checkpoints.padding import append_padding
+from transformer_spec.search import Search
 
 BLOCKED = ("torch", "transformers", "tensorflow", "keras", "jax", "flax", "fairseq", "ctranslate2")
 SCRIPT = f"""
 import sys
 from pathlib import Path
 sys.modules.update(dict.fromkeys({BLOCKED}))
-from transformer_parity.checkpoints.importer import export_checkpoint, import_checkpoint, save
-from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.apps.checkpoints.importer import export_checkpoint, import_checkpoint, save
+from transformer_parity.apps.checkpoints.options import ReadOptions
 folder = Path(sys.argv[1])
 fields = {{"num_heads": 3, "norm_order": "post", "activation": "relu", "layer_norm_epsilon": 1e-5}}
 fields |= {{"pad_id": 0, "bos_id": 1, "eos_id": 2}}
@@ -104,7 +104,7 @@ def folder(tmp_path_factory):
         if preset == "marian_cpp":
             config, weights = append_padding(config.replace(pad_id=0, bos_id=0), weights)
         origin = Origin(format="ours", family="", preset=preset, files={})
-        model = Imported(config=config, weights=weights, vocabulary=None, search=SearchOptions(), origin=origin)
+        model = Imported(config=config, weights=weights, vocabulary=None, search=Search(), origin=origin)
         module.write(model, folder / name)
     torch.save(load_file(folder / "torch/model.safetensors"), folder / "torch.pt")
     fairseq_file(folder / "fairseq.pt")

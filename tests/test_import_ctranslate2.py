@@ -13,12 +13,12 @@ from third_party import relative_error
 from tiers import first_alone
 
 import reference_numpy as ref
-from transformer_parity.checkpoints.formats import ctranslate2
-from transformer_parity.checkpoints.imported import Imported, Origin
-from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.checkpoints.padding import append_padding
-from transformer_parity.containers import ctranslate2 as container
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.apps.checkpoints.formats import ctranslate2
+from transformer_parity.apps.checkpoints.imported import Imported, Origin
+from transformer_parity.apps.checkpoints.options import ReadOptions
+from transformer_parity.apps.checkpoints.padding import append_padding
+from transformer_parity.apps.containers import ctranslate2 as container
+from transformer_spec.search import Search
 
 CONFIGS = {
     "post": {"tie_embeddings": "all"},
@@ -36,7 +36,7 @@ def build(preset="paper_base", start="", **changes):
     if start == "zeros":
         config, weights = append_padding(config.replace(pad_id=0, bos_id=0), weights)
     origin = Origin(format="ours", family="", preset=preset, files={})
-    return Imported(config=config, weights=weights, vocabulary=None, search=SearchOptions(), origin=origin)
+    return Imported(config=config, weights=weights, vocabulary=None, search=Search(), origin=origin)
 
 
 @pytest.fixture(params=first_alone(CONFIGS, "formats"))

@@ -14,10 +14,10 @@ from third_party import relative_error
 from tiers import first_alone
 
 import reference_numpy as ref
-from transformer_parity.checkpoints.formats import fairseq
-from transformer_parity.checkpoints.importer import import_checkpoint
-from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.apps.checkpoints.formats import fairseq
+from transformer_parity.apps.checkpoints.importer import import_checkpoint
+from transformer_parity.apps.checkpoints.options import ReadOptions
+from transformer_spec.search import Search
 
 V, D, POSITIONS = 19, 12, 24
 SIZES = {
@@ -158,7 +158,7 @@ def test_logits_are_those_of_its_ports(make, tmp_path):
     assert relative_error(run(*ids()), theirs) <= 1e-12
     assert imported.notes == ()
     assert imported.config.tie_embeddings == ("none" if make is fsmt else "all")
-    assert imported.search == SearchOptions.preset("fairseq", beam_size=5)
+    assert imported.search == Search.preset("fairseq", beam_size=5)
     assert (imported.origin.format, imported.origin.family) == ("fairseq", MODELS[make]["arch"])
     learned = make is mbart
     for change in (

@@ -24,17 +24,18 @@ from third_party import relative_error
 from tiers import first_alone
 
 import reference_numpy as ref
-from transformer_parity.checkpoints import proof
-from transformer_parity.checkpoints.formats import huggingface, huggingface_families, torch_nn
-from transformer_parity.checkpoints.formats.huggingface_search import read_search, write_search
-from transformer_parity.checkpoints.importer import differences, export_checkpoint, import_checkpoint, load, save
-from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.checkpoints.table import same
+from transformer_parity.apps.checkpoints import proof
+from transformer_parity.apps.checkpoints.formats import huggingface, huggingface_families, torch_nn
+from transformer_parity.apps.checkpoints.formats.huggingface_search import read_search, write_search
+from transformer_parity.apps.checkpoints.importer import differences, export_checkpoint, import_checkpoint, load, save
+from transformer_parity.apps.checkpoints.options import ReadOptions
+from transformer_parity.apps.checkpoints.table import same
+from transformer_parity.apps.containers import tensors
+from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.cli.main import main
-from transformer_parity.containers import tensors
-from transformer_parity.ports.protocol import Placement, SearchOptions
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.translate.trained import read_trained
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_spec.search import Search
 
 EXACT, AS_IT_COMES = 1e-12, 1e-7
 DIFFERS = 1e-7
@@ -125,7 +126,7 @@ CHILD = """
 import sys
 for name in ("torch", "transformers", "jax", "tensorflow", "keras"):
     sys.modules[name] = None  # an import of it is an ImportError
-from transformer_parity.checkpoints.importer import import_checkpoint, save
+from transformer_parity.apps.checkpoints.importer import import_checkpoint, save
 for folder in sys.argv[1:]:
     save(f"{folder}.safetensors", import_checkpoint(folder))
 """
@@ -516,7 +517,7 @@ def test_the_settings_of_generate_are_a_search(name):
     fields, options, rules = SETTINGS[name]
     found, notes = read_search(fields, CONFIG)
     assert notes == []
-    assert found == SearchOptions.preset("hf", **options, rules=ref.SearchRules.preset("hf", **rules))
+    assert found == Search.preset("hf", **options, rules=ref.SearchRules.preset("hf", **rules))
     written, notes = write_search(found, CONFIG)
     assert notes == []
     assert read_search(written, CONFIG) == (found, [])
@@ -525,7 +526,7 @@ def test_the_settings_of_generate_are_a_search(name):
 def test_settings_without_a_place_are_named():
     _, notes = read_search({"do_sample": True, "repetition_penalty": 1.2, "bad_words_ids": [[3, 4]]}, CONFIG)
     assert [note.split(" ")[0] for note in notes] == ["bad_words_ids", "do_sample", "repetition_penalty", "no"]
-    _, notes = write_search(SearchOptions(4), CONFIG)
+    _, notes = write_search(Search(4), CONFIG)
     assert notes == ["the search is not one of Hugging Face's: generate finds other translations with a beam"]
 
 

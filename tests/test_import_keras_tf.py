@@ -14,8 +14,8 @@ from third_party import relative_error
 from tiers import first_alone
 
 import reference_numpy as ref
-from transformer_parity.checkpoints.formats import keras_hub as reader
-from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.apps.checkpoints.formats import keras_hub as reader
+from transformer_parity.apps.checkpoints.options import ReadOptions
 
 V, W, LENGTH, D = 19, 23, 9, 8  # d_k is 4: Keras rounds 1 / sqrt(d_k) to float32
 IDS = {"pad_id": 0, "bos_id": 1, "eos_id": 2}

@@ -13,13 +13,13 @@ from programs import Marian, softmax
 from tiers import first_alone
 
 import reference_numpy as ref
-from reference_numpy.search_plan import SearchRules
-from transformer_parity.checkpoints.formats import marian
-from transformer_parity.checkpoints.formats.marian_settings import SETTINGS, settings_of
-from transformer_parity.checkpoints.imported import Imported, Origin
-from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.containers import npz
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.apps.checkpoints.formats import marian
+from transformer_parity.apps.checkpoints.formats.marian_settings import SETTINGS, settings_of
+from transformer_parity.apps.checkpoints.imported import Imported, Origin
+from transformer_parity.apps.checkpoints.options import ReadOptions
+from transformer_parity.apps.containers import npz
+from transformer_spec.search import Search
+from transformer_spec.search_rules import SearchRules
 
 V, D = 17, 8
 OPTIONS = {
@@ -291,11 +291,11 @@ def test_wrong_tensors_are_refused_by_their_own_names(save, edit, message):
 def test_the_search_is_that_of_the_decoder_file(save):
     path = save()
     rules = SearchRules.preset("marian", banned_ids=(1,))
-    assert read(path).search == SearchOptions.preset("marian", beam_size=12, length_penalty=0.0, rules=rules)
+    assert read(path).search == Search.preset("marian", beam_size=12, length_penalty=0.0, rules=rules)
     decoder = path.with_name("model.npz.decoder.yml")
     decoder.write_text("models: [/elsewhere/model.npz]\nbeam-size: 6\nnormalize: 0.6\nword-penalty: 0\n")
     imported = read(path)
-    assert imported.search == SearchOptions.preset("marian", beam_size=6, length_penalty=0.6, rules=rules)
+    assert imported.search == Search.preset("marian", beam_size=6, length_penalty=0.6, rules=rules)
     assert set(imported.origin.files) == {"model.npz", "model.npz.decoder.yml"}
     decoder.write_text("word-penalty: 0.5")
     with pytest.raises(ValueError, match=r"word-penalty must be 0: got 0\.5"):
@@ -304,9 +304,7 @@ def test_the_search_is_that_of_the_decoder_file(save):
 
 def model_of(config):
     origin = Origin(format="ours", family="", preset="marian_cpp", files={})
-    return Imported(
-        config=config, weights=random_weights(config), vocabulary=None, search=SearchOptions(), origin=origin
-    )
+    return Imported(config=config, weights=random_weights(config), vocabulary=None, search=Search(), origin=origin)
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,15 @@ from test_import_torch import DEFAULT, SAID, Seq2Seq, annotated_file, randomized
 from test_vocabularies import train
 
 import reference_numpy as ref
-from reference_numpy.files import VocabularyFiles
-from transformer_parity.checkpoints import importer
-from transformer_parity.checkpoints.formats import torch_nn
-from transformer_parity.checkpoints.imported import Origin
-from transformer_parity.checkpoints.importer import import_checkpoint
-from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.apps.checkpoints import importer
+from transformer_parity.apps.checkpoints.formats import torch_nn
+from transformer_parity.apps.checkpoints.imported import Origin
+from transformer_parity.apps.checkpoints.importer import import_checkpoint
+from transformer_parity.apps.checkpoints.options import ReadOptions
+from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.cli import import_checkpoint as command
-from transformer_parity.ports.protocol import SearchOptions
-from transformer_parity.translate.trained import read_trained
+from transformer_spec.files import VocabularyFiles
+from transformer_spec.search import Search
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 IMPORT = ("import", "model.pt", "--as", "torch", "--names", "names.toml", "--backend", "numpy")
@@ -214,7 +214,7 @@ def lying(path, **notes):
 
 
 def search(rules=None, **changes):
-    usual = SearchOptions().to_dict()
+    usual = Search().to_dict()
     return {**usual, **changes, "rules": {**usual["rules"], **(rules or {})}}
 
 

@@ -18,8 +18,8 @@ import yaml
 from third_party import relative_error
 
 import reference_numpy as ref
-from transformer_parity.checkpoints.formats import joeynmt, opennmt_py
-from transformer_parity.checkpoints.options import ReadOptions
+from transformer_parity.apps.checkpoints.formats import joeynmt, opennmt_py
+from transformer_parity.apps.checkpoints.options import ReadOptions
 
 DATA = Path(__file__).parent / "data"
 SPECIAL = {"opennmt": ["<unk>", "<blank>", "<s>", "</s>"], "joeynmt": ["<unk>", "<pad>", "<s>", "</s>"]}

@@ -17,10 +17,10 @@ from third_party import paper_positions, relative_error, torch_sizes
 from torch import nn
 
 import reference_numpy as ref
-from transformer_parity.checkpoints.formats import annotated, torch_nn
-from transformer_parity.checkpoints.imported import Imported, Origin
-from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.apps.checkpoints.formats import annotated, torch_nn
+from transformer_parity.apps.checkpoints.imported import Imported, Origin
+from transformer_parity.apps.checkpoints.options import ReadOptions
+from transformer_spec.search import Search
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 V, W, D = 19, 23, 12
@@ -240,7 +240,7 @@ def test_what_is_written_loads_into_torch_and_comes_back(changes, tmp_path):
     config = tiny_config("torch", **changes)
     weights = random_weights(config)
     origin = Origin(format="ours", family="", preset="torch", files={})
-    model = Imported(config=config, weights=weights, vocabulary=None, search=SearchOptions(), origin=origin)
+    model = Imported(config=config, weights=weights, vocabulary=None, search=Search(), origin=origin)
     torch_nn.write(model, tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     net = nn.Transformer(**torch_sizes(config), batch_first=True)
@@ -266,9 +266,7 @@ def test_what_is_written_loads_into_torch_and_comes_back(changes, tmp_path):
 def test_what_torch_cannot_hold_is_refused(change, message, tmp_path):
     config = tiny_config("torch", **change)
     origin = Origin(format="ours", family="", preset="torch", files={})
-    model = Imported(
-        config=config, weights=random_weights(config), vocabulary=None, search=SearchOptions(), origin=origin
-    )
+    model = Imported(config=config, weights=random_weights(config), vocabulary=None, search=Search(), origin=origin)
     with pytest.raises(ValueError, match=f"torch.nn.Transformer cannot hold this model: {message}"):
         torch_nn.write(model, tmp_path / "out")
     assert not Path(tmp_path / "out").exists()

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from transformer_parity.cases.for_ports import port_cases, port_config
 from transformer_parity.cli.init_port import FRAMEWORKS
 from transformer_parity.cli.main import main
-from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, SKIPPED, Setting
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.ports.user import PluginPort, Port
+from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Setting
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.user import PluginPort, Port
 
 NOT_ASKED = {  # of any port
     "20 norms of the gradient are not shown",

@@ -14,27 +14,35 @@ import pytest
 from safetensors.numpy import load_file
 
 import reference_numpy
-from transformer_parity.cases.case import tiny
-from transformer_parity.cases.for_ports import model_cases, port_config
-from transformer_parity.cases.standard import gradient_case, standard_cases
-from transformer_parity.check.planted_ports import planted
-from transformer_parity.compare import training_outputs
-from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, SKIPPED, Setting
-from transformer_parity.compare.outputs import tensors
-from transformer_parity.diagnose import hypotheses as hypotheses_module
-from transformer_parity.diagnose import reproduce
-from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Subject, blame, blame_files, distance
-from transformer_parity.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
-from transformer_parity.diagnose.hypotheses import Hypothesis, content, hypotheses
-from transformer_parity.diagnose.investigate import Investigation
-from transformer_parity.diagnose.properties import is_random
-from transformer_parity.explore.view import view_of_case
-from transformer_parity.mistakes.catalogue import FORWARD, TRAINING
-from transformer_parity.mistakes.mistake import Mistake, instead, together
-from transformer_parity.ports.protocol import Placement, Result
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.ports.user import PluginPort, Port
+from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.cases.for_ports import model_cases, port_config
+from transformer_parity.transformer.cases.standard import gradient_case, standard_cases
+from transformer_parity.transformer.check.planted_ports import planted
+from transformer_parity.transformer.compare import training_outputs
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Setting
+from transformer_parity.transformer.compare.outputs import tensors
+from transformer_parity.transformer.diagnose import hypotheses as hypotheses_module
+from transformer_parity.transformer.diagnose import reproduce
+from transformer_parity.transformer.diagnose.blame import (
+    FINE,
+    INHERITED,
+    INTRODUCED,
+    Subject,
+    blame,
+    blame_files,
+    distance,
+)
+from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
+from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, content, hypotheses
+from transformer_parity.transformer.diagnose.investigate import Investigation
+from transformer_parity.transformer.diagnose.properties import is_random
+from transformer_parity.transformer.explore.view import view_of_case
+from transformer_parity.transformer.mistakes.catalogue import FORWARD, TRAINING
+from transformer_parity.transformer.mistakes.mistake import Mistake, instead, together
+from transformer_parity.transformer.ports.protocol import Placement, Result
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.user import PluginPort, Port
 
 CASE = next(case for case in standard_cases() if case.name == "full/padded")
 GRADIENTS = gradient_case("paper_base")

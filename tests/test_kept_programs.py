@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from transformer_parity.cases.standard import standard_cases
-from transformer_parity.check.kept_programs import (
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.kept_programs import (
     AGE,
     JAX_SWITCH,
     SWITCH,
@@ -22,9 +22,9 @@ from transformer_parity.check.kept_programs import (
     keep_programs,
     kept_by_tensorflow,
 )
-from transformer_parity.check.one_port import Job
-from transformer_parity.check.processes import run_all
-from transformer_parity.compare.findings import Setting
+from transformer_parity.transformer.check.one_port import Job
+from transformer_parity.transformer.check.processes import run_all
+from transformer_parity.transformer.compare.findings import Setting
 
 
 def test_programs_are_kept_in_the_users_cache(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 
 import reference_numpy as ref
 from reference_numpy import Plan
-from transformer_parity.distributed.cases import probes
-from transformer_parity.ports.registry import PORTS
+from transformer_parity.transformer.distributed.cases import probes
+from transformer_parity.transformer.ports.registry import PORTS
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "local_steps.py"
 local_steps = SimpleNamespace(**runpy.run_path(str(EXAMPLE)))

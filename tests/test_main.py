@@ -16,9 +16,9 @@ import pytest
 from transformer_parity.cli import info
 from transformer_parity.cli.main import COMMANDS, main
 from transformer_parity.cli.progress import PlainConsole, Progress
-from transformer_parity.system.environment import Stream, quiet_frameworks
-from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import check_writable, replacing, write_json, write_results, write_text
+from transformer_parity.engine.system.environment import Stream, quiet_frameworks
+from transformer_parity.engine.system.errors import UsageError, refusals
+from transformer_parity.engine.system.files import check_writable, replacing, write_json, write_results, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 posix = pytest.mark.needs(os.name != "nt", "pipes and devices by name")
@@ -204,7 +204,7 @@ def test_a_result_is_written_into_what_is_no_file(tmp_path):
 
 WRITER = """
 from pathlib import Path
-from transformer_parity.system.files import check_writable, write_json, write_results
+from transformer_parity.engine.system.files import check_writable, write_json, write_results
 check_writable(Path("/dev/stdout"))
 print("a table", flush=True)
 write_results([1], *2 * [(Path("/dev/stdout"), write_json)])
@@ -283,7 +283,7 @@ sys.exit(entry.load()())
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        ("transformer_parity.system.interrupts", signal.SIGINT),
+        ("transformer_parity.engine.system.interrupts", signal.SIGINT),
         ("transformer_parity.cli.main", signal.SIGINT),
         ("argparse", signal.SIGINT),
         ("argparse", signal.SIGTERM),

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from transformer_parity.apps.train import processes
 from transformer_parity.cli import train
 from transformer_parity.cli.main import main
-from transformer_parity.train import processes
 
 PAGES = """
 import mmap, resource, sys
 import numpy as np
-from transformer_parity.system.environment import keep_freed_memory
+from transformer_parity.engine.system.environment import keep_freed_memory
 
 def take_and_free():
     \"\"\"Return how many pages Linux provided for an array of 64 MiB.\"\"\"

@@ -12,18 +12,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from transformer_parity.cases import case as case_module
-from transformer_parity.cases.inputs import hard_weights
-from transformer_parity.check.planted_ports import planted
-from transformer_parity.compare import training_outputs
-from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting
-from transformer_parity.compare.tolerances import EPS, POLICY, NotFiniteError, relative_error, tolerance
-from transformer_parity.compare.verdict import Verdict
-from transformer_parity.mistakes import precision, structure
-from transformer_parity.mistakes.catalogue import FORWARD, STRUCTURE, cases
-from transformer_parity.mistakes.mistake import ALL, Mistake
-from transformer_parity.ports.registry import PORTS
+from transformer_parity.transformer.cases import case as case_module
+from transformer_parity.transformer.cases.inputs import hard_weights
+from transformer_parity.transformer.check.planted_ports import planted
+from transformer_parity.transformer.compare import training_outputs
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting
+from transformer_parity.transformer.compare.tolerances import EPS, POLICY, NotFiniteError, relative_error, tolerance
+from transformer_parity.transformer.compare.verdict import Verdict
+from transformer_parity.transformer.mistakes import precision, structure
+from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE, cases
+from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
+from transformer_parity.transformer.ports.registry import PORTS
 
 CASES_BY_NAME = cases()
 CATALOGUE = [mistake for part in FORWARD.values() for mistake in part]

@@ -10,15 +10,15 @@ import test_dropout
 from conftest import Backend
 from misbehaviour import MISBEHAVIOUR
 
-from transformer_parity.check.planted_ports import planted
-from transformer_parity.check.uncompiled import interpreted_training
-from transformer_parity.compare import training_outputs
-from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, Finding, Setting
-from transformer_parity.mistakes.catalogue import TRAINING
-from transformer_parity.mistakes.mistake import ALL, Mistake
-from transformer_parity.mistakes.optimizer import CONTROLS
-from transformer_parity.mistakes.training import CASES, GRADIENTS
+from transformer_parity.transformer.check.planted_ports import planted
+from transformer_parity.transformer.check.uncompiled import interpreted_training
+from transformer_parity.transformer.compare import training_outputs
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.compare.findings import AGREES, Finding, Setting
+from transformer_parity.transformer.mistakes.catalogue import TRAINING
+from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
+from transformer_parity.transformer.mistakes.optimizer import CONTROLS
+from transformer_parity.transformer.mistakes.training import CASES, GRADIENTS
 
 
 def in_every_port(mistakes: list[Mistake]) -> list:

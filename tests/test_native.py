@@ -18,7 +18,7 @@ from conftest import PACKAGES, assert_same_bits, random_weights, tiny_config
 
 from reference_numpy import Recorder, TrainingConfig, parameter_shapes, tap_shapes
 from reference_numpy.functional import layer_norm
-from transformer_parity.system.machine import LIBRARIES
+from transformer_parity.engine.system.machine import LIBRARIES
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])

@@ -12,7 +12,7 @@ import pytest
 from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy as ref
-from reference_numpy import DropoutRates, TrainingConfig, TransformerConfig, checks
+from transformer_spec import DropoutRates, TrainingConfig, TransformerConfig, checks
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])

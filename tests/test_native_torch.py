@@ -244,7 +244,7 @@ def test_distributed_data_parallel_of_two_processes(port, tmp_path):
     """Each with rows of its own; the gradient is the mean of theirs, in a loop with our loss and in a trainer."""
     from parallel_torch import run
 
-    from transformer_parity.distributed.cases import probes
+    from transformer_parity.transformer.distributed.cases import probes
 
     case = probes()["plain"]
     model = port.package.Transformer.from_weights(case.config, case.weights(), "float64")

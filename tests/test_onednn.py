@@ -10,7 +10,7 @@ from tiers import first_alone
 
 import reference_numpy as ref
 import transformer_torch
-from transformer_parity.bench.workload import DecodeWork
+from transformer_bench.workload import DecodeWork
 from transformer_torch import attention, onednn
 from transformer_torch.onednn import Measured
 
@@ -160,12 +160,12 @@ def test_a_search_takes_the_products_that_were_chosen(beam_size, monkeypatch):
     work = DecodeWork("tiny", batch=3, source=7, target=6, beam_size=beam_size)
     weights = work.weights()
     model = transformer_torch.Transformer.from_weights(work.config, weights, precision="highest")
-    found = work.search.search(transformer_torch, model, work.source_ids)
+    found = work.search.run(transformer_torch, model, work.source_ids)
     assert {(size >= 128 * 512, multiply.func) for size, multiply in seen} == {
         (True, onednn._by_onednn),
         (False, onednn._by_mkl),
     }
-    expected = work.search.search(ref, ref.Transformer.from_weights(work.config, weights, "float64"), work.source_ids)
+    expected = work.search.run(ref, ref.Transformer.from_weights(work.config, weights, "float64"), work.source_ids)
     assert np.array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=allowed)
 

@@ -15,15 +15,15 @@ import tiers
 import reference_numpy as ref
 from reference_numpy import Plan
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import AGREES, SKIPPED
-from transformer_parity.distributed import run as processes
-from transformer_parity.distributed.cases import port_probes
-from transformer_parity.distributed.compare import REPLICAS, Run, findings
-from transformer_parity.distributed.signatures import divisions
-from transformer_parity.distributed.stage import Check
-from transformer_parity.distributed.worker import Seen, Snapshot, Task, train, train_port
-from transformer_parity.ports.templates.other_port import MyPort
-from transformer_parity.ports.user import PluginPort
+from transformer_parity.transformer.compare.findings import AGREES, SKIPPED
+from transformer_parity.transformer.distributed import run as processes
+from transformer_parity.transformer.distributed.cases import port_probes
+from transformer_parity.transformer.distributed.compare import REPLICAS, Run, findings
+from transformer_parity.transformer.distributed.signatures import divisions
+from transformer_parity.transformer.distributed.stage import Check
+from transformer_parity.transformer.distributed.worker import Seen, Snapshot, Task, train, train_port
+from transformer_parity.transformer.ports.templates.other_port import MyPort
+from transformer_parity.transformer.ports.user import PluginPort
 
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "ddp_port.py"
 

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_layout import ROOT, imported
 
-from transformer_parity.system.machine import LIBRARIES
+from transformer_parity.engine.system.machine import LIBRARIES
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 PACKAGES = {
@@ -89,7 +89,7 @@ def test_without_its_libraries_the_command_line_says_what_to_install(arguments):
 
 def test_one_library_that_is_missing_is_named():
     one = BARE.replace(str(LIBRARIES), "('psutil',)")
-    code = "from transformer_parity.system.machine import needs; print(needs())"
+    code = "from transformer_parity.engine.system.machine import needs; print(needs())"
     done = subprocess.run([sys.executable, "-c", one + code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout == "needs psutil, not installed here: pip install 'transformer-parity[cli]'\n"
 

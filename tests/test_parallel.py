@@ -7,7 +7,7 @@ import pytest
 from tiers import first_alone
 
 from reference_numpy import Plan, Trainer, Transformer, make_mesh
-from transformer_parity.distributed.cases import PLANS, probes
+from transformer_parity.transformer.distributed.cases import PLANS, probes
 
 STEPS = 3
 

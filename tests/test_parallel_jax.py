@@ -12,7 +12,7 @@ import pytest
 from parallel_jax import run, started
 
 from reference_numpy import Plan, TrainingConfig, init_weights, parameter_shapes
-from transformer_parity.distributed.cases import probes
+from transformer_parity.transformer.distributed.cases import probes
 
 pytestmark = pytest.mark.only("jax")
 

@@ -17,7 +17,7 @@ from test_native import run_alone
 
 import reference_numpy as ref
 from reference_numpy import Plan
-from transformer_parity.distributed.cases import probes
+from transformer_parity.transformer.distributed.cases import probes
 
 pytestmark = pytest.mark.only("tf")
 

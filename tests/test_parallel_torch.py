@@ -17,10 +17,10 @@ from parallel_torch import REFUSED, ends, environment, observed, run, trainer_of
 import reference_numpy as ref
 import transformer_torch
 from reference_numpy import Checkpoint, Plan, save_checkpoint
-from reference_numpy.checkpoint_folder import RUN, read_run
-from reference_numpy.files import write_file
-from reference_numpy.parallel_plan import tensor_axis
-from transformer_parity.distributed.cases import probes
+from transformer_parity.transformer.distributed.cases import probes
+from transformer_spec.checkpoint_folder import RUN, read_run
+from transformer_spec.files import write_file
+from transformer_spec.parallel_plan import tensor_axis
 from transformer_torch.parallel_checkpoint import join_sharded, load_sharded, save_sharded, split_sharded
 
 pytestmark = pytest.mark.only("torch")

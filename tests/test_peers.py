@@ -14,7 +14,7 @@ import pytest
 from conftest import random_weights, tiny_config
 
 import reference_numpy as ref
-from transformer_parity.bench.peers import PEERS
+from transformer_bench.peers import PEERS
 
 FRAMEWORKS = {
     "torch.nn": "torch",
@@ -231,7 +231,7 @@ def test_marian_has_one_rate():
 
 
 def test_nothing_is_imported_before_it_is_asked_for():
-    code = "import sys, transformer_parity.bench.peers; print(*{'torch', 'transformers', 'jax', 'flax', 'optax', "
+    code = "import sys, transformer_bench.peers; print(*{'torch', 'transformers', 'jax', 'flax', 'optax', "
     code += "'tensorflow', 'keras', 'keras_hub'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
     for name, peer in PEERS.items():

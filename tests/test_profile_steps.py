@@ -1,4 +1,4 @@
-"""`benchmarks/profile_steps.py`: every kind of work has its share, and the shares are the whole."""
+"""`transformer_bench/profile_steps.py`: every kind of work has its share, and the shares are the whole."""
 
 from __future__ import annotations
 

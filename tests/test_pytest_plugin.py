@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from transformer_parity.cases.for_ports import port_cases, port_config
-from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import DIVERGES, Setting
+from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.compare.findings import DIVERGES, Setting
 
 pytest_plugins = ["pytester"]
 
@@ -137,7 +137,8 @@ def test_without_the_option_nothing_happens(pytester, plugins):
 
 
 def test_pytest_starts_without_importing_anything_heavy():
-    code = "import sys, transformer_parity.check.pytest_plugin; print({'numpy', 'rich', 'torch'} & set(sys.modules))"
+    code = "import sys, transformer_parity.transformer.check.pytest_plugin as p; print({'numpy', 'rich', 'torch'} & "
+    code += "set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
@@ -165,7 +166,7 @@ def test_what_is_planted_is_what_compare_finds(write, run, pytester):
         if test.find("failure") is not None
     }
     sys.path.insert(0, str(pytester.path))
-    from transformer_parity.ports.user import PluginPort
+    from transformer_parity.transformer.ports.user import PluginPort
 
     port = PluginPort("mine:MyPort")
     findings = list(compare(port_cases(port_config(port), ["activations"]), port, Setting(("float64",))))

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import reference_numpy as ref
-from reference_numpy.presets import IMPLEMENTATIONS, TABLE_3
-from transformer_parity.checkpoints import importer
-from transformer_parity.checkpoints.formats import huggingface_families
+from transformer_parity.apps.checkpoints import importer
+from transformer_parity.apps.checkpoints.formats import huggingface_families
 from transformer_parity.cli.main import COMMANDS, make_parser
-from transformer_parity.ports.source_code import READING_ORDER
-from transformer_parity.ports.source_marks import compare
+from transformer_parity.transformer.ports.source_code import READING_ORDER
+from transformer_parity.transformer.ports.source_marks import compare
+from transformer_spec.presets import IMPLEMENTATIONS, TABLE_3
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -317,9 +317,9 @@ SAID = {  # on that page, by the name of the family
 
 
 def test_the_names_that_a_user_gives_are_taken(tmp_path):
-    from transformer_parity.checkpoints.formats.torch_nn import ASKED, ASKED_OF_SINUSOIDS, OWN
-    from transformer_parity.checkpoints.options import ReadOptions
-    from transformer_parity.checkpoints.state_dict import read_names
+    from transformer_parity.apps.checkpoints.formats.torch_nn import ASKED, ASKED_OF_SINUSOIDS, OWN
+    from transformer_parity.apps.checkpoints.options import ReadOptions
+    from transformer_parity.apps.checkpoints.state_dict import read_names
 
     page = (DOCS / "how-to" / "checkpoints.md").read_text("utf-8")
     (tmp_path / "names.toml").write_text(re.search(r"```toml\n(.*?)```", page, re.DOTALL)[1])

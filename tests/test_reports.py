@@ -18,26 +18,40 @@ import pytest
 from jsonschema import Draft202012Validator
 from rich.console import Console
 
-from reference_numpy.names import parameter_shapes, tap_shapes
-from transformer_parity.cases.case import tiny
-from transformer_parity.cases.standard import standard_cases
 from transformer_parity.cli.progress import PlainConsole
-from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding, Setting
-from transformer_parity.compare.outputs import OUTPUT, TOKENS
-from transformer_parity.compare.verdict import Asked, Verdict
-from transformer_parity.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
-from transformer_parity.diagnose.diagnosis import Diagnosis
-from transformer_parity.diagnose.investigate import FailureReport
-from transformer_parity.diagnose.weight_audit import Fate
-from transformer_parity.explore.recording import Recorded, Recording
-from transformer_parity.explore.view import view
-from transformer_parity.report.diagnoses import print_audit, print_failure_report
-from transformer_parity.report.html import html, write_html
-from transformer_parity.report.junit import junit, write_junit
-from transformer_parity.report.result import Run, build
-from transformer_parity.report.tables import print_coverage, print_near_ties, print_problems, print_skips, print_summary
-from transformer_parity.report.tree import LINES, print_blame
-from transformer_parity.system.files import write_json
+from transformer_parity.engine.system.files import write_json
+from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.compare.findings import (
+    AGREES,
+    DIVERGES,
+    FAILED,
+    IMPRECISE,
+    SKIPPED,
+    Finding,
+    Setting,
+)
+from transformer_parity.transformer.compare.outputs import OUTPUT, TOKENS
+from transformer_parity.transformer.compare.verdict import Asked, Verdict
+from transformer_parity.transformer.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
+from transformer_parity.transformer.diagnose.diagnosis import Diagnosis
+from transformer_parity.transformer.diagnose.investigate import FailureReport
+from transformer_parity.transformer.diagnose.weight_audit import Fate
+from transformer_parity.transformer.explore.recording import Recorded, Recording
+from transformer_parity.transformer.explore.view import view
+from transformer_parity.transformer.report.diagnoses import print_audit, print_failure_report
+from transformer_parity.transformer.report.html import html, write_html
+from transformer_parity.transformer.report.junit import junit, write_junit
+from transformer_parity.transformer.report.result import Run, build
+from transformer_parity.transformer.report.tables import (
+    print_coverage,
+    print_near_ties,
+    print_problems,
+    print_skips,
+    print_summary,
+)
+from transformer_parity.transformer.report.tree import LINES, print_blame
+from transformer_spec.names import parameter_shapes, tap_shapes
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "result.schema.json").read_text("utf-8"))
 TAPS = [*tap_shapes(tiny(), 4, 9, 7), OUTPUT]

@@ -16,8 +16,8 @@ from conftest import random_weights, tiny_config
 import reference_numpy
 from reference_numpy import Recorder, length_penalty
 from reference_numpy.functional import log_softmax
-from transformer_parity.cases.standard import preset_case
-from transformer_parity.check.uncompiled import interpreted
+from transformer_parity.transformer.cases.standard import preset_case
+from transformer_parity.transformer.check.uncompiled import interpreted
 
 TOLERANCE = 1e-12  # float64
 SEARCHES = ("greedy_search", "beam_search")

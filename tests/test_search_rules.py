@@ -17,8 +17,8 @@ from test_search import load, quick_search, score_all, tokens_of
 
 import reference_numpy
 from reference_numpy import SearchRules
-from transformer_parity.checkpoints.formats.huggingface_search import UNKNOWN, generation_search
-from transformer_parity.ports.protocol import SearchOptions
+from transformer_parity.apps.checkpoints.formats.huggingface_search import UNKNOWN, generation_search
+from transformer_spec.search import Search
 
 SENTENCES, TOKENS, FORCED = 80, 20, 7
 COMPILED = pytest.mark.extended("searches", "jax", "tf")
@@ -91,7 +91,7 @@ def test_hugging_face_says_the_same(backend, name):
     config, weights, source_ids = lively_marian()
     expected, scores, options = generated(name)
     count = SENTENCES if backend.name in ("numpy", "torch") else 16
-    found = options.search(backend.package, load(backend, config, weights), source_ids[:count])
+    found = options.run(backend.package, load(backend, config, weights), source_ids[:count])
     assert (padded(found.ids) == expected[:count]).all(1).sum() == count
     if scores is not None:
         np.testing.assert_allclose(found.scores, scores[:count], rtol=2e-6)  # they add up in float32
@@ -103,7 +103,7 @@ def test_the_paper_says_something_else():
     model, same, count = load_numpy(config, weights), {}, SENTENCES // 4
     for name in GENERATION:
         expected, _, options = generated(name)
-        found = replace(options, rules=SearchRules()).search(reference_numpy, model, source_ids[:count])
+        found = replace(options, rules=SearchRules()).run(reference_numpy, model, source_ids[:count])
         same[name] = int((padded(found.ids) == expected[:count]).all(1).sum())
     assert same.pop("exact, cut") == count
     assert max(same.values()) <= 0.75 * count, same
@@ -116,7 +116,7 @@ def test_a_generation_config_is_read():
         **{"eos_token_id": 0, "forced_eos_token_id": 0, "decoder_start_token_id": 1, "transformers_version": "5.23.0"},
     }
     rules = SearchRules.preset("hf", at_limit="forced", renormalize=True)
-    assert generation_search(opus, config) == SearchOptions(4, 1.0, 511, 1, "power", 1, 1, rules)
+    assert generation_search(opus, config) == Search(4, 1.0, 511, 1, "power", 1, 1, rules)
     greedy = generation_search({}, config)
     assert (greedy.beam_size, greedy.max_length, greedy.rules) == (None, 20, SearchRules.preset("hf"))
     assert generation_search({"max_new_tokens": 9, "min_new_tokens": 3}, config).min_length == 4
@@ -177,8 +177,8 @@ def test_other_programs_say_the_same(name):
     program = name.partition(",")[0]
     length = {"fairseq": {"max_len": 11}, "marian": {"max_length": 12}}[program]
     sizes = {"beam_size": 4, "num_hypotheses": 4, "max_length": 12}
-    options = SearchOptions.preset(program, rules, **sizes, **options)
-    found = options.search(reference_numpy, load_numpy(config, weights), source_ids)
+    options = Search.preset(program, rules, **sizes, **options)
+    found = options.run(reference_numpy, load_numpy(config, weights), source_ids)
     expected = theirs(getattr(other_searches, f"{program}_search"), beam=4, **length, **settings)
     for row, best in enumerate(expected):
         assert [tokens_of(ids, config) for ids in found.nbest_ids[row]][: len(best)] == [tuple(ids) for _, ids in best]
@@ -200,7 +200,7 @@ RULES = {
 
 def searches_by(program):
     """Return beam and greedy search by the rules of a program, and more of them."""
-    beam = SearchOptions.preset(program, RULES[program], beam_size=4, num_hypotheses=3, max_length=8)
+    beam = Search.preset(program, RULES[program], beam_size=4, num_hypotheses=3, max_length=8)
     return [beam, replace(beam, beam_size=None, num_hypotheses=1)]
 
 
@@ -216,7 +216,7 @@ def test_every_backend_follows_the_rules(port, program, kind):
     for count, most in ((6, 8), (3, 4)):
         if port.name == "torch" or count == 3:
             expected, found = (
-                replace(options, max_length=most).search(package, it, source_ids[:count])
+                replace(options, max_length=most).run(package, it, source_ids[:count])
                 for package, it in ((reference_numpy, reference), (port.package, model))
             )
             np.testing.assert_array_equal(found.nbest_ids, expected.nbest_ids)
@@ -240,7 +240,7 @@ def test_what_the_rules_say_is_seen():
     config, weights, source_ids = lively_marian()
     hf, fairseq, marian = (searches_by(program)[0] for program in RULES)
     found = {
-        program: options.search(reference_numpy, load_numpy(config, weights), source_ids).nbest_ids
+        program: options.run(reference_numpy, load_numpy(config, weights), source_ids).nbest_ids
         for program, options in zip(RULES, (hf, fairseq, marian), strict=True)
     }
     for program in ("hf", "marian"):
@@ -275,10 +275,10 @@ def test_where_no_maximum_length_is_given():
     endless = np.where(np.arange(40) == config.eos_id, -1e3, weights["output_proj.bias"])
     model = load_numpy(config, {**weights, "output_proj.bias": endless})
     for name, most in (("paper", 54), ("hf", 54), ("fairseq", 201), ("marian", 12)):
-        options = SearchOptions.preset(name, beam_size=2)
+        options = Search.preset(name, beam_size=2)
         assert options.limit(4, config) == most
         if most < 100:
-            assert options.search(reference_numpy, model, source_ids).ids.shape == (1, most)
+            assert options.run(reference_numpy, model, source_ids).ids.shape == (1, most)
 
 
 # --- As data. ---
@@ -341,17 +341,17 @@ def test_numpys_numbers_in_rules_become_pythons():
     rules = SearchRules(max_length_factor=np.float32(1.5), max_length_extra=np.int64(2), forced_ids=[np.int32(5)])
     assert json.loads(json.dumps(rules.to_dict())) == rules.to_dict()
     assert rules.max_lengths([3, 4]).tolist() == [6, 8]
-    options = SearchOptions(beam_size=np.int32(3), length_penalty=np.float32(0.5), start_id=np.uint8(1))
+    options = Search(beam_size=np.int32(3), length_penalty=np.float32(0.5), start_id=np.uint8(1))
     assert json.loads(json.dumps(options.to_dict())) == options.to_dict()
 
 
 def test_rules_and_options_come_back_from_json():
     for name in ("paper", "hf", "fairseq", "marian"):
-        for options in (SearchOptions.preset(name), SearchOptions.preset(name, beam_size=4, max_length=9, start_id=3)):
-            assert SearchOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
+        for options in (Search.preset(name), Search.preset(name, beam_size=4, max_length=9, start_id=3)):
+            assert Search.from_dict(json.loads(json.dumps(options.to_dict()))) == options
     rules = SearchRules.preset("hf", forced_ids=[np.int64(7)], banned_ids=[3, 4])
     assert SearchRules.from_dict(json.loads(json.dumps(rules.to_dict()))) == rules
-    assert SearchOptions.from_dict({"beam_size": 2}) == SearchOptions(2)
+    assert Search.from_dict({"beam_size": 2}) == Search(2)
     for fields, error, message in (
         ({"beams": 2}, ValueError, "unknown search options: beams"),
         ({"rules": 3}, TypeError, "rules must be a mapping of field names: got int"),
@@ -367,7 +367,7 @@ def test_rules_and_options_come_back_from_json():
         ),
     ):
         with pytest.raises(error) as caught:
-            SearchOptions.from_dict(fields)
+            Search.from_dict(fields)
         assert str(caught.value) == message
     with pytest.raises(ValueError, match="rules must be one of paper, hf, fairseq, marian: got 'moses'"):
         SearchRules.preset("moses")

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from transformer_parity.check import selftest
 from transformer_parity.cli.main import main
-from transformer_parity.compare.findings import DIVERGES, Finding
-from transformer_parity.mistakes import catalogue
-from transformer_parity.mistakes.mistake import ALL, Mistake, instead
-from transformer_parity.system.child import ChildEndedError
+from transformer_parity.engine.system.child import ChildEndedError
+from transformer_parity.transformer.check import selftest
+from transformer_parity.transformer.compare.findings import DIVERGES, Finding
+from transformer_parity.transformer.mistakes import catalogue
+from transformer_parity.transformer.mistakes.mistake import ALL, Mistake, instead
 
 
 def every() -> list:
@@ -101,7 +101,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
 
 WORKERS = """
 import os, time
-from transformer_parity.check.selftest import Trial
+from transformer_parity.transformer.check.selftest import Trial
 
 def dies(parent):
     parent.receive()

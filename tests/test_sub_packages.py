@@ -83,7 +83,7 @@ def test_every_folder_has_its_place_in_the_order():
 def test_imports_run_downwards():
     graph = imports(PACKAGE, types=False)
     graph = {name: others for name, others in graph.items() if ".templates." not in name}  # which users copy
-    assert "transformer_parity.system.errors" in graph["transformer_parity.cli.main"]
+    assert "transformer_parity.engine.system.errors" in graph["transformer_parity.cli.main"]
     assert upward(graph) == []
 
 

@@ -18,13 +18,13 @@ import pytest
 import tiers
 
 import reference_numpy as ref
-from reference_numpy.files import open_file, write_file
+from transformer_parity.apps.train import batches, corpora, curves
+from transformer_parity.apps.train.batches import Batches
+from transformer_parity.apps.train.log import locked, read_log
+from transformer_parity.apps.train.run import LONGER, Run, longest_translation
 from transformer_parity.cli.main import main
-from transformer_parity.system.errors import UsageError
-from transformer_parity.train import batches, corpora, curves
-from transformer_parity.train.batches import Batches
-from transformer_parity.train.log import locked, read_log
-from transformer_parity.train.run import LONGER, Run, longest_translation
+from transformer_parity.engine.system.errors import UsageError
+from transformer_spec.files import open_file, write_file
 
 SMALL = ["--d-model", "16", "--heads", "2", "--d-ff", "24", "--layers", "1", "--warmup", "4", "--tokens", "256"]
 PAIRS = 60
@@ -357,7 +357,7 @@ def test_which_sentences_are_held_out_does_not_depend_on_hashing(tmp_path):
         (tmp_path / side).write_text("".join(f"same\n{side} {i}\n" for i in range(100)), "utf-8")
     found = set()
     for seed in "01":
-        code = "import sys; from transformer_parity.train import corpora; "
+        code = "import sys; from transformer_parity.apps.train import corpora; "
         code += "print(corpora.text(sys.argv[1:], None, 40).held_out)"
         command = [sys.executable, "-c", code, str(tmp_path / "a"), str(tmp_path / "b")]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -489,7 +489,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(why, finished, t
 HOLDER = """
 import sys, time
 from pathlib import Path
-from transformer_parity.train.log import locked
+from transformer_parity.apps.train.log import locked
 
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)

@@ -14,14 +14,14 @@ import pytest
 from test_train import SMALL, losses, resume, saved_weights, train
 
 from reference_numpy import Plan, TrainingConfig
+from transformer_parity.apps.text.dates import SHIPPED
+from transformer_parity.apps.train import corpora, group
+from transformer_parity.apps.train.group import Group
+from transformer_parity.apps.train.learner import Learner, Where
+from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.cli.main import main
-from transformer_parity.ports.package import LoadedPackage
-from transformer_parity.ports.protocol import Placement
-from transformer_parity.text.dates import SHIPPED
-from transformer_parity.train import corpora, group
-from transformer_parity.train.group import Group
-from transformer_parity.train.learner import Learner, Where
-from transformer_parity.translate.trained import read_trained
+from transformer_parity.transformer.ports.package import LoadedPackage
+from transformer_parity.transformer.ports.protocol import Placement
 
 EXACT = ("--dtype", "float64", "--heads", 4)
 IN_PROCESSES = [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "jax", "tf")]
@@ -171,7 +171,7 @@ def test_texts_of_any_language_come_together():
 PROGRAM = """
 import sys
 from transformer_parity.cli.main import main
-from transformer_parity.train import corpora
+from transformer_parity.apps.train import corpora
 corpora.DATES_TRAINED, corpora.DATES_HELD_OUT = 40, 6
 sys.exit(main(sys.argv[1:]))
 """

@@ -19,9 +19,9 @@ from test_train import SMALL, losses, resume, train
 from test_train_parallel import EXACT, IN_PROCESSES, PROGRAM, TWO, agree, few_dates, final  # noqa: F401  a fixture
 
 import reference_numpy as ref
-from transformer_parity.distributed import environments
-from transformer_parity.train import processes
-from transformer_parity.train.log import checkpoints, step_of
+from transformer_parity.apps.train import processes
+from transformer_parity.apps.train.log import checkpoints, step_of
+from transformer_parity.transformer.distributed import environments
 
 SECONDS = 20  # in which processes have to end; most of it for a busy machine
 ONE_SHAPE = ("--tokens", "1024")  # of all batches: after the first step, nothing is compiled
@@ -51,7 +51,7 @@ def running(folder, *options, environment=None):
 def members(run):
     """Return the processes that train, the first one first."""
     processes = psutil.Process(run.pid).children(recursive=True)
-    return [process for process in processes if "transformer_parity.train.processes:work" in process.cmdline()]
+    return [process for process in processes if "transformer_parity.apps.train.processes:work" in process.cmdline()]
 
 
 def ended(run, processes, folder):

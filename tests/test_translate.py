@@ -21,20 +21,21 @@ from test_decoding import twins
 from test_search import lively
 
 import reference_numpy as ref
+from transformer_parity.apps.figures import attention
+from transformer_parity.apps.translate import picture as pictures
+from transformer_parity.apps.translate import translator
+from transformer_parity.apps.translate.agreement import Comparison
+from transformer_parity.apps.translate.lines import Hypothesis, Line
+from transformer_parity.apps.translate.report import differences
+from transformer_parity.apps.translate.trained import read_trained
+from transformer_parity.apps.translate.translator import Translator
 from transformer_parity.cli import translate
 from transformer_parity.cli.main import main
-from transformer_parity.compare.near_ties import Doubt
-from transformer_parity.figures import attention
-from transformer_parity.ports.protocol import Placement, SearchOptions
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.text.subwords import Subwords
-from transformer_parity.translate import picture as pictures
-from transformer_parity.translate import translator
-from transformer_parity.translate.agreement import Comparison
-from transformer_parity.translate.lines import Hypothesis, Line
-from transformer_parity.translate.report import differences
-from transformer_parity.translate.trained import read_trained
-from transformer_parity.translate.translator import Translator
+from transformer_parity.transformer.compare.near_ties import Doubt
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.sentences.subwords import Subwords
+from transformer_spec.search import Search
 
 LETTERS = "abcdefghi"
 LONG = "paper_learned"  # a preset with learned positions
@@ -88,7 +89,7 @@ def all_hypotheses(model, lines, **options):
     answers = []
     for line in lines:
         source_ids = np.array([trained.vocabulary.ids(line)])
-        found = SearchOptions(**options).search(ref, loaded, source_ids)
+        found = Search(**options).run(ref, loaded, source_ids)
         texts = [trained.vocabulary.text(ids) for ids in found.nbest_ids[0]]
         answers.append(texts if line.strip() else [""])
     return answers
@@ -130,7 +131,7 @@ def test_lines_are_searched_when_they_are_due(model):
             return port.search(source_ids, options)
 
     lines = ["aaaa", "b", "ccccc", "d", "eeee", "ff", "gggggg", "h", "iiii"]
-    options = SearchOptions(max_length=5)
+    options = Search(max_length=5)
     found = Translator(trained.config, trained.vocabulary, options, window=8).translate(Spy(), iter(lines))
     searched = []
     for line in lines:
@@ -147,13 +148,13 @@ def test_a_batch_is_bounded_also_in_positions(model, monkeypatch):
     class Spy:
         def search(self, source_ids, options):
             sizes.append(source_ids.shape)
-            return options.search(ref, loaded, source_ids)
+            return options.run(ref, loaded, source_ids)
 
     loaded = ref.Transformer.from_weights(trained.config, trained.weights, "float64")
     monkeypatch.setattr(translator, "MOST_SENTENCES", 64)
     monkeypatch.setattr(translator, "MOST_POSITIONS", 60)
     lines = ["a", "bb", "a" * 9, *["a" * 4] * 5, "a" * 40]
-    options = SearchOptions(beam_size=2, max_length=3)
+    options = Search(beam_size=2, max_length=3)
     assert len(list(Translator(trained.config, trained.vocabulary, options).translate(Spy(), lines))) == 9
     assert sorted(sizes) == [(1, 41), (2, 10), (6, 5)]
 

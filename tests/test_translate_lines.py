@@ -1,4 +1,4 @@
-"""`benchmarks/translate_lines.py`: the same tokens by every translator, and what each takes, as text and as JSON."""
+"""`transformer_bench.translate_lines`: every translator gives the same tokens; times as text and as JSON."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from conftest import random_weights, tiny_config
 from test_vocabularies import LINES, marian, nllb, train
 
 import reference_numpy as ref
-from reference_numpy.files import VocabularyFiles
-from transformer_parity.checkpoints.formats.huggingface_search import generation_search
+from transformer_parity.apps.checkpoints.formats.huggingface_search import generation_search
+from transformer_parity.apps.figures.attention import Asked, draw_attention
+from transformer_parity.apps.text.kinds import read_vocabulary_folder
+from transformer_parity.apps.translate.lines import Line
+from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.cli.main import main
-from transformer_parity.figures.attention import Asked, draw_attention
-from transformer_parity.ports.protocol import SearchOptions
-from transformer_parity.text.kinds import read_vocabulary_folder
-from transformer_parity.translate.lines import Line
-from transformer_parity.translate.trained import read_trained
+from transformer_spec.files import VocabularyFiles
+from transformer_spec.search import Search
 
 TEXT = LINES[:200:2]  # English; the file in between is German
 OPUS = {"num_beams": 4, "max_length": 16, "forced_eos_token_id": 0, "renormalize_logits": True, "early_stopping": False}
@@ -102,7 +102,7 @@ def by_reference(model, search, lines):
     trained = read_trained(model)
     loaded = ref.Transformer.from_weights(trained.config, trained.weights, "float64")
     sources = [np.array([trained.vocabulary.ids(line)]) for line in lines]
-    return [trained.vocabulary.text(search.search(ref, loaded, source).ids[0]) for source in sources]
+    return [trained.vocabulary.text(search.run(ref, loaded, source).ids[0]) for source in sources]
 
 
 def test_what_is_asked_for_wins_over_what_the_file_says(opus, capfd):
@@ -110,7 +110,7 @@ def test_what_is_asked_for_wins_over_what_the_file_says(opus, capfd):
     search = read_trained(model).search
     assert (search.beam_size, search.max_length, search.rules.stop) == (4, 15, "current")
     lines, said = TEXT[:12], [expected[:12]]
-    marian_rules = SearchOptions.preset("marian", beam_size=4, max_length=9, start_id=search.start_id)
+    marian_rules = Search.preset("marian", beam_size=4, max_length=9, start_id=search.start_id)
     for asked, meant in (
         (("--beam", 2, "--max-length", 6), replace(search, beam_size=2, max_length=6)),
         (("--length-penalty", 3), replace(search, length_penalty=3.0)),

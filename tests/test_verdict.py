@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 import tiers
 
-from transformer_parity.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STAGES, tiny
-from transformer_parity.cases.for_ports import port_cases, port_config
-from transformer_parity.cases.standard import standard_cases
-from transformer_parity.check.one_port import Job
-from transformer_parity.check.processes import run_all
-from transformer_parity.check.selection import Selection
 from transformer_parity.cli.main import main
-from transformer_parity.compare.comparator import Comparator, compare
-from transformer_parity.compare.expected import Reference
-from transformer_parity.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Setting
-from transformer_parity.compare.outputs import FAST, OUTPUT, TAPS, Outputs, digest, run_case, run_cases
-from transformer_parity.compare.tolerances import relative_error
-from transformer_parity.compare.verdict import Asked, Author, Verdict, decide
-from transformer_parity.ports.protocol import MissingAbilityError, Placement, Result
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.ports.templates.other_port import MyPort
-from transformer_parity.ports.user import PluginPort, Port
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STAGES, tiny
+from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.one_port import Job
+from transformer_parity.transformer.check.processes import run_all
+from transformer_parity.transformer.check.selection import Selection
+from transformer_parity.transformer.compare.comparator import Comparator, compare
+from transformer_parity.transformer.compare.expected import Reference
+from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Setting
+from transformer_parity.transformer.compare.outputs import FAST, OUTPUT, TAPS, Outputs, digest, run_case, run_cases
+from transformer_parity.transformer.compare.tolerances import relative_error
+from transformer_parity.transformer.compare.verdict import Asked, Author, Verdict, decide
+from transformer_parity.transformer.ports.protocol import MissingAbilityError, Placement, Result
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.templates.other_port import MyPort
+from transformer_parity.transformer.ports.user import PluginPort, Port
 
 CASES = {case.name: case for case in standard_cases()}
 PADDED = CASES["full/padded"]

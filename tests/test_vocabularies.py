@@ -13,14 +13,14 @@ import sentencepiece
 import tokenizers
 from conftest import tiny_config
 
-from reference_numpy.files import VocabularyFiles
-from transformer_parity.system.errors import UsageError
-from transformer_parity.text import maps
-from transformer_parity.text.kinds import KINDS, build_vocabulary, read_vocabulary_folder
-from transformer_parity.text.maps import read_map, read_yaml_map
-from transformer_parity.text.marian import read_marian_vocabulary
-from transformer_parity.text.moses import MosesVocabulary, PairEncoding, read_dictionary
-from transformer_parity.text.pairs import read_pairs
+from transformer_parity.apps.text import maps
+from transformer_parity.apps.text.kinds import KINDS, build_vocabulary, read_vocabulary_folder
+from transformer_parity.apps.text.maps import read_map, read_yaml_map
+from transformer_parity.apps.text.marian import read_marian_vocabulary
+from transformer_parity.apps.text.moses import MosesVocabulary, PairEncoding, read_dictionary
+from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.transformer.sentences.pairs import read_pairs
+from transformer_spec.files import VocabularyFiles
 
 LINES = [line for pair in read_pairs() for line in pair]
 HARD = [

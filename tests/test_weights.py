@@ -10,7 +10,7 @@ from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy
 from reference_numpy import load_weights, parameter_shapes, save_weights
-from reference_numpy.names import find
+from transformer_spec.names import find
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])

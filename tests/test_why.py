@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import reference_numpy as ref
+from transformer_parity.apps.figures import why_measurements, why_tables
 from transformer_parity.cli import show
 from transformer_parity.cli.main import main
-from transformer_parity.figures import why_measurements, why_tables
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

@@ -9,13 +9,13 @@ import pytest
 from tiers import first_alone
 
 import reference_numpy
-from transformer_parity.cases.for_ports import port_cases, port_config
-from transformer_parity.compare.comparator import compare
-from transformer_parity.compare.findings import AGREES, SKIPPED, Setting
-from transformer_parity.diagnose import diagnosis as diagnosis_module
-from transformer_parity.diagnose.diagnosis import EXACT, LIKELY
-from transformer_parity.diagnose.investigate import Investigation
-from transformer_parity.ports.user import PluginPort, Port
+from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Setting
+from transformer_parity.transformer.diagnose import diagnosis as diagnosis_module
+from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
+from transformer_parity.transformer.diagnose.investigate import Investigation
+from transformer_parity.transformer.ports.user import PluginPort, Port
 
 SETTING = Setting(("float64",))
 

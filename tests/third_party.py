@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from reference_numpy import sinusoidal_encoding, target_padding_mask
-from transformer_parity.bench.peers.marian import HUGGING_FACE_NAMES
+from transformer_bench.peers.marian import HUGGING_FACE_NAMES
 
 TORCH_NAMES = {
     "encoder": {"self_attention_norm.": "norm1.", "feed_forward_norm.": "norm2."},

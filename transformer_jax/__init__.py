@@ -1,5 +1,6 @@
 """The Transformer of "Attention Is All You Need" as Flax NNX modules; see reference_numpy for the definition."""
 
+import transformer_spec
 from transformer_jax.attention import (
     KeyValueCache,
     KeyValues,
@@ -26,3 +27,46 @@ from transformer_jax.search import beam_search, greedy_search
 from transformer_jax.training import Trainer, cross_entropy, gradients
 from transformer_jax.transformer import Decoder, Encoder, Transformer, load_transformer
 from transformer_jax.weights import get_weights, set_weights
+from transformer_spec import *  # noqa: F403  the shared facts, so that one import is enough
+
+__all__ = [
+    "Decoder",
+    "DecoderCache",
+    "DecoderLayer",
+    "DecoderStack",
+    "Dropout",
+    "Encoder",
+    "EncoderLayer",
+    "EncoderStack",
+    "KeyValueCache",
+    "KeyValues",
+    "LayerNorm",
+    "LearnedPosition",
+    "Linear",
+    "MultiHeadAttention",
+    "OutputProjection",
+    "PositionwiseFeedForward",
+    "SinusoidalPosition",
+    "TokenEmbedding",
+    "Trainer",
+    "Transformer",
+    "beam_search",
+    "causal_mask",
+    "cross_entropy",
+    "describe",
+    "get_weights",
+    "gradients",
+    "greedy_search",
+    "load_transformer",
+    "make_mesh",
+    "merge_heads",
+    "padding_mask",
+    "scaled_dot_product_attention",
+    "set_precision",
+    "set_weights",
+    "shards",
+    "sinusoidal_encoding",
+    "split_heads",
+    "target_padding_mask",
+]
+__all__ += transformer_spec.__all__

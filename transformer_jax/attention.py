@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from reference_numpy.checks import check_attention, check_attention_mask, check_room
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Bool, Float, Int
-from reference_numpy.taps import Tap, no_tap
 from transformer_jax.layers import Dropout, Linear, masked_softmax
+from transformer_spec.checks import check_attention, check_attention_mask, check_room
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float, Int
+from transformer_spec.taps import Tap, no_tap
 
 QUERY_BLOCK = 256  # above this many queries, and without taps, not all scores are there at the same time
 

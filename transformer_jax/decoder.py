@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Bool, Float, Int
-from reference_numpy.taps import Tap, no_tap, within
 from transformer_jax.attention import KeyValueCache, KeyValues, MultiHeadAttention
 from transformer_jax.feed_forward import PositionwiseFeedForward
 from transformer_jax.layers import Dropout, LayerNorm
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float, Int
+from transformer_spec.taps import Tap, no_tap, within
 
 
 class DecoderLayer(nnx.Module):

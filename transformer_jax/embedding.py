@@ -12,9 +12,9 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Float, Int
 from transformer_jax.layers import add_bias, initial
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Float, Int
 
 
 def sinusoidal_encoding(

@@ -8,12 +8,12 @@ from __future__ import annotations
 from flax import nnx
 from jax import Array
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Bool, Float
-from reference_numpy.taps import Tap, no_tap, within
 from transformer_jax.attention import MultiHeadAttention
 from transformer_jax.feed_forward import PositionwiseFeedForward
 from transformer_jax.layers import Dropout, LayerNorm
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float
+from transformer_spec.taps import Tap, no_tap, within
 
 
 class EncoderLayer(nnx.Module):

@@ -12,8 +12,8 @@ from flax import nnx
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Bool, Float
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float
 
 __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from reference_numpy.shapes import Bool, Int
+from transformer_spec.shapes import Bool, Int
 
 
 def padding_mask(ids: Int[Array, "B L"], pad_id: int) -> Bool[Array, "B L"]:

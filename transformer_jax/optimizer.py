@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reference_numpy.training_config import TrainingConfig
+from transformer_spec.training_config import TrainingConfig
 
 Arrays = dict[str, Array]  # by canonical name
 

@@ -23,10 +23,10 @@ from jax import Array
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.names import find, parameter_shapes
-from reference_numpy.parallel_plan import AXES, Plan, Shard, fsdp_axis, spread, tensor_axis
 from transformer_jax.runtime import check_placement
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import find, parameter_shapes
+from transformer_spec.parallel_plan import AXES, Plan, Shard, fsdp_axis, spread, tensor_axis
 
 Arrays = dict[str, Array]  # by canonical name
 

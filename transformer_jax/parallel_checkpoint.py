@@ -16,12 +16,12 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
-from reference_numpy.checkpoint import Checkpoint, checkpoint_tensors, describe_run
-from reference_numpy.checkpoint_folder import KIND, PREFIXES, begin_folder, check_held, partial_folder, read_run
-from reference_numpy.files import FIRST_MOMENT, SECOND_MOMENT, VocabularyFiles
-from reference_numpy.names import find, parameter_shapes
 from transformer_jax.optimizer import Adam
 from transformer_jax.training import Trainer
+from transformer_spec.checkpoint import Checkpoint, checkpoint_tensors, describe_run
+from transformer_spec.checkpoint_folder import KIND, PREFIXES, begin_folder, check_held, partial_folder, read_run
+from transformer_spec.files import FIRST_MOMENT, SECOND_MOMENT, VocabularyFiles
+from transformer_spec.names import find, parameter_shapes
 
 ARRAYS = "arrays"
 ERRORS = (FileExistsError, OSError, TypeError, ValueError)

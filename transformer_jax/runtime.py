@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory, to_array
-from reference_numpy.search_plan import SearchRules
-from reference_numpy.shapes import Bool, Float, Int
+from transformer_spec.checks import check_choice, check_ids, check_mask, check_memory, to_array
+from transformer_spec.search_rules import SearchRules
+from transformer_spec.shapes import Bool, Float, Int
 
 jax.tree_util.register_static(SearchRules)  # rules are no arrays: what is compiled depends on them
 

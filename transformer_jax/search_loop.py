@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reference_numpy.checks import check_ids, check_mask, to_array
-from reference_numpy.search_plan import OnStep, SearchResult, pad_search, plan_search, search_result
 from transformer_jax.transformer import Transformer
+from transformer_spec.checks import check_ids, check_mask, to_array
+from transformer_spec.search import OnStep, Search, SearchResult, pad_search, search_result
 
 BUCKET = 32  # lengths are rounded up to a multiple of it, so that few have to be compiled for
 
 
 def run_search(
-    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, on_step: OnStep | None, options: Any
+    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, search: Search, on_step: OnStep | None
 ) -> SearchResult:
-    """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
+    """Return what a search finds, given the class that takes its steps."""
     source_ids, source_mask = _take_source(model.config, source_ids, source_mask)
-    plan = plan_search(model.config, source_mask, *options)
+    plan = search.plan(model.config, source_mask)
     batch, last = len(source_ids), plan.capacity
     source_ids, source_mask, plan = pad_search(source_ids, source_mask, plan, model.config.max_positions, _rounded_up)
     dtype = jnp.promote_types(model.source_embedding.table.dtype, jnp.float32)  # bfloat16 is too coarse to sum in

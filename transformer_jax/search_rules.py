@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reference_numpy.search_plan import SearchPlan
-from reference_numpy.shapes import Float, Int
+from transformer_spec.search import SearchPlan
+from transformer_spec.shapes import Float, Int
 
 
 def apply_rules(

@@ -17,7 +17,11 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from reference_numpy.checks import (
+from transformer_jax.optimizer import Adam, Arrays, clip_factor, global_norm
+from transformer_jax.parallel import constrain, divide, place, plan_of, shardings, to_numpy
+from transformer_jax.runtime import as_placed, quick_compilation, to_ids
+from transformer_jax.transformer import Transformer
+from transformer_spec.checks import (
     check_accumulation,
     check_choice,
     check_integer,
@@ -25,16 +29,12 @@ from reference_numpy.checks import (
     check_same_batch,
     check_trainable,
 )
-from reference_numpy.config import TransformerConfig
-from reference_numpy.names import check_training_state, find, parameter_shapes, rounded, tap_shapes
-from reference_numpy.parallel_plan import DROPOUTS
-from reference_numpy.shapes import Float, Int
-from reference_numpy.taps import no_tap
-from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
-from transformer_jax.optimizer import Adam, Arrays, clip_factor, global_norm
-from transformer_jax.parallel import constrain, divide, place, plan_of, shardings, to_numpy
-from transformer_jax.runtime import as_placed, quick_compilation, to_ids
-from transformer_jax.transformer import Transformer
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import check_training_state, find, parameter_shapes, rounded, tap_shapes
+from transformer_spec.parallel_plan import DROPOUTS
+from transformer_spec.shapes import Float, Int
+from transformer_spec.taps import no_tap
+from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 
 Batch = tuple[Array, Array, Array]  # source_ids, target_ids, labels
 

@@ -16,18 +16,6 @@ from flax import nnx
 from jax import Array
 from numpy import ndarray
 
-from reference_numpy.checks import (
-    check_choice,
-    check_given,
-    check_integer,
-    check_next_ids,
-    check_positions,
-    check_same_batch,
-)
-from reference_numpy.config import TransformerConfig
-from reference_numpy.files import load_weights
-from reference_numpy.shapes import Bool, Float, Int
-from reference_numpy.taps import Tap, no_tap, within
 from transformer_jax.decoder import DecoderCache, DecoderStack
 from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_jax.encoder import EncoderStack
@@ -35,6 +23,18 @@ from transformer_jax.layers import Dropout, LayerNorm, Places
 from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_jax.runtime import PRECISIONS, as_placed, check_placement, to_device, to_ids, to_mask, to_memory
 from transformer_jax.weights import get_weights, set_weights
+from transformer_spec.checks import (
+    check_choice,
+    check_given,
+    check_integer,
+    check_next_ids,
+    check_positions,
+    check_same_batch,
+)
+from transformer_spec.config import TransformerConfig
+from transformer_spec.files import load_weights
+from transformer_spec.shapes import Bool, Float, Int
+from transformer_spec.taps import Tap, no_tap, within
 
 
 class Part(nnx.Module):

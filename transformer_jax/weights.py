@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import jax
 from numpy import ndarray
 
-from reference_numpy.names import Model, check_weights, find, parameter_shapes, rounded
 from transformer_jax.parallel import to_numpy
+from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:

@@ -14,10 +14,10 @@ import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.checks import check_attention, check_attention_mask, check_room
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Bool, Float, Int
-from reference_numpy.taps import Tap, no_tap
+from transformer_spec.checks import check_attention, check_attention_mask, check_room
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float, Int
+from transformer_spec.taps import Tap, no_tap
 from transformer_tf.layers import Block, Dropout, Linear, masked_softmax
 
 QUERY_BLOCK = 256  # above this many queries, and without taps, not all scores are there at the same time

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Float, Int
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Float, Int
 from transformer_tf.layers import Block
 
 

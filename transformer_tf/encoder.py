@@ -9,9 +9,9 @@ from typing import Any
 
 from tensorflow import Tensor
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Bool, Float
-from reference_numpy.taps import Tap, no_tap, within
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float
+from transformer_spec.taps import Tap, no_tap, within
 from transformer_tf.attention import MultiHeadAttention
 from transformer_tf.feed_forward import PositionwiseFeedForward
 from transformer_tf.layers import Block, Dropout, LayerNorm

@@ -9,9 +9,9 @@ from typing import Any
 
 from tensorflow import Tensor
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Float
-from reference_numpy.taps import Tap, no_tap
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Float
+from transformer_spec.taps import Tap, no_tap
 from transformer_tf.layers import ACTIVATIONS, Block, Dropout, Linear
 
 

@@ -13,8 +13,8 @@ import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Bool, Float
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float
 
 __all__ = ["ACTIVATIONS", "Block", "Configured", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.shapes import Bool, Int
+from transformer_spec.shapes import Bool, Int
 
 
 def padding_mask(ids: Int[Tensor, "B L"], pad_id: int) -> Bool[Tensor, "B L"]:

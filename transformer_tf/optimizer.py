@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.training_config import TrainingConfig
+from transformer_spec.training_config import TrainingConfig
 
 global_norm = tf.linalg.global_norm
 

@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 from numpy import ndarray
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.parallel_plan import Plan, Shard, spread
-from reference_numpy.shapes import Int
+from transformer_spec.config import TransformerConfig
+from transformer_spec.parallel_plan import Plan, Shard, spread
+from transformer_spec.shapes import Int
 from transformer_tf.layers import own_rows
 from transformer_tf.runtime import check_placement
 from transformer_tf.weights import parameters

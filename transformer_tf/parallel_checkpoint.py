@@ -13,9 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from reference_numpy.checkpoint import Checkpoint, checkpoint_tensors, describe_run
-from reference_numpy.checkpoint_folder import PREFIXES, begin_folder, check_held, partial_folder, read_run
-from reference_numpy.files import VocabularyFiles
+from transformer_spec.checkpoint import Checkpoint, checkpoint_tensors, describe_run
+from transformer_spec.checkpoint_folder import PREFIXES, begin_folder, check_held, partial_folder, read_run
+from transformer_spec.files import VocabularyFiles
 from transformer_tf.parallel import first_alone
 from transformer_tf.training import Trainer
 from transformer_tf.weights import parameters

@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory, to_array
-from reference_numpy.shapes import Bool, Float, Int
+from transformer_spec.checks import check_choice, check_ids, check_mask, check_memory, to_array
+from transformer_spec.shapes import Bool, Float, Int
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")

@@ -11,18 +11,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from reference_numpy.search_plan import OnStep, SearchResult, pad_search, plan_search, power_of_two, search_result
+from transformer_spec.search import OnStep, Search, SearchResult, pad_search, power_of_two, search_result
 from transformer_tf.runtime import placed
 from transformer_tf.transformer import Transformer
 
 
 def run_search(
-    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, on_step: OnStep | None, options: Any
+    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, search: Search, on_step: OnStep | None
 ) -> SearchResult:
-    """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
+    """Return what a search finds, given the class that takes its steps."""
     with placed(model.device):
         source_ids, source_mask = (x.numpy() for x in model._take("source", source_ids, source_mask))
-    plan = plan_search(model.config, source_mask, *options)
+    plan = search.plan(model.config, source_mask)
     batch, last = len(source_ids), plan.capacity
     source_ids, source_mask, plan = pad_search(source_ids, source_mask, plan, model.config.max_positions, _rounded_up)
     dtype = keras.backend.result_type(model.compute_dtype, "float32")  # bfloat16 is too coarse to sum in

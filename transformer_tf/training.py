@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
-from reference_numpy.checks import (
+from transformer_spec.checks import (
     check_accumulation,
     check_choice,
     check_integer,
@@ -22,12 +22,12 @@ from reference_numpy.checks import (
     check_same_batch,
     check_trainable,
 )
-from reference_numpy.config import TransformerConfig
-from reference_numpy.names import check_training_state, rounded
-from reference_numpy.parallel_plan import DROPOUTS
-from reference_numpy.shapes import Float, Int
-from reference_numpy.taps import Recorder, no_tap
-from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import check_training_state, rounded
+from transformer_spec.parallel_plan import DROPOUTS
+from transformer_spec.shapes import Float, Int
+from transformer_spec.taps import Recorder, no_tap
+from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_tf.layers import Dropout
 from transformer_tf.optimizer import Adam, clip_factor, global_norm
 from transformer_tf.parallel import check_copies, plan_of, random_bits, spread_rows, summed, traced

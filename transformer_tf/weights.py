@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import tensorflow as tf
 from numpy import ndarray
 
-from reference_numpy.names import Model, check_weights, find, parameter_shapes, rounded
+from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
 
 KERAS_NAMES = {"scale": "gamma", "bias": "beta"}  # of a norm; everything else has the canonical name
 

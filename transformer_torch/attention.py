@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
-from reference_numpy.checks import check_attention, check_attention_mask, check_room
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Bool, Float, Int
-from reference_numpy.taps import Tap, no_tap
+from transformer_spec.checks import check_attention, check_attention_mask, check_room
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float, Int
+from transformer_spec.taps import Tap, no_tap
 from transformer_torch import onednn
 from transformer_torch.layers import Dropout, Linear, OwnDropout, masked_softmax
 from transformer_torch.runtime import dtype_name

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Bool, Float, Int
-from reference_numpy.taps import Tap, no_tap, within
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float, Int
+from transformer_spec.taps import Tap, no_tap, within
 from transformer_torch.attention import KeyValueCache, KeyValues, MultiHeadAttention
 from transformer_torch.feed_forward import PositionwiseFeedForward
 from transformer_torch.layers import Dropout, LayerNorm

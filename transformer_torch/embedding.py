@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Float, Int
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Float, Int
 
 KEPT_POSITIONS = 1024  # positions: the rows of sines and cosines that are not computed anew for each batch
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Float
-from reference_numpy.taps import Tap, no_tap
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Float
+from transformer_spec.taps import Tap, no_tap
 from transformer_torch.layers import ACTIVATIONS, Dropout, Linear
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.shapes import Bool, Float
+from transformer_spec.config import TransformerConfig
+from transformer_spec.shapes import Bool, Float
 
 __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "OwnDropout", "masked_softmax"]
 

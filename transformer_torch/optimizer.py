@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reference_numpy.training_config import TrainingConfig
+from transformer_spec.training_config import TrainingConfig
 from transformer_torch.weights import gathered
 
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from reference_numpy.config import TransformerConfig
-from reference_numpy.parallel_plan import AXES, Plan, Shard, spread, tensor_axis
-from reference_numpy.shapes import Float, Int
+from transformer_spec.config import TransformerConfig
+from transformer_spec.parallel_plan import AXES, Plan, Shard, spread, tensor_axis
+from transformer_spec.shapes import Float, Int
 from transformer_torch.attention import MultiHeadAttention
 from transformer_torch.feed_forward import PositionwiseFeedForward
 from transformer_torch.layers import Dropout, Linear, OwnDropout

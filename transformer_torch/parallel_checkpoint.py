@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reference_numpy.checkpoint import Checkpoint, checkpoint_tensors, describe_run
-from reference_numpy.checkpoint_folder import PREFIXES, begin_folder, check_held, partial_folder, read_run
-from reference_numpy.files import VocabularyFiles
+from transformer_spec.checkpoint import Checkpoint, checkpoint_tensors, describe_run
+from transformer_spec.checkpoint_folder import PREFIXES, begin_folder, check_held, partial_folder, read_run
+from transformer_spec.files import VocabularyFiles
 from transformer_torch.runtime import dtype_name
 from transformer_torch.training import Trainer
 from transformer_torch.weights import copy_in, copy_out, parameters, torch_path

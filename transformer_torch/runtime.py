@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.func import debug_unwrap
 
-from reference_numpy.checks import check_choice, check_ids, check_mask, check_memory, to_array
-from reference_numpy.shapes import Bool, Float, Int
+from transformer_spec.checks import check_choice, check_ids, check_mask, check_memory, to_array
+from transformer_spec.shapes import Bool, Float, Int
 from transformer_torch import onednn
 
 DTYPES = ("float64", "float32", "bfloat16")

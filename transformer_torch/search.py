@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
-from reference_numpy.search_plan import OnStep, SearchPlan, SearchResult, SearchRules
-from reference_numpy.shapes import Bool, Float, Int
+from transformer_spec.checks import check_integer
+from transformer_spec.search import OnStep, Search, SearchPlan, SearchResult
+from transformer_spec.search_rules import SearchRules
+from transformer_spec.shapes import Bool, Float, Int
 from transformer_torch.search_loop import run_search
 from transformer_torch.search_rules import apply_rules, within_pool
 from transformer_torch.transformer import Transformer
@@ -36,8 +38,13 @@ def greedy_search(
 
     Arguments, result and errors as in ``reference_numpy.greedy_search``.
     """
-    options = rules, max_length, min_length, start_id
-    return run_search(Greedy, model, source_ids, source_mask, on_step, options)
+    search = Search(
+        max_length=max_length,
+        min_length=min_length,
+        start_id=start_id,
+        rules=SearchRules() if rules is None else rules,
+    )
+    return run_search(Greedy, model, source_ids, source_mask, search, on_step)
 
 
 def beam_search(
@@ -59,8 +66,17 @@ def beam_search(
 
     Arguments, result and errors as in ``reference_numpy.beam_search``.
     """
-    options = rules, max_length, min_length, start_id, beam_size, num_hypotheses, length_penalty, length_penalty_kind
-    return run_search(Beam, model, source_ids, source_mask, on_step, options)
+    search = Search(
+        beam_size=check_integer("beam_size", beam_size, minimum=1),
+        length_penalty=length_penalty,
+        max_length=max_length,
+        num_hypotheses=num_hypotheses,
+        length_penalty_kind=length_penalty_kind,
+        min_length=min_length,
+        start_id=start_id,
+        rules=SearchRules() if rules is None else rules,
+    )
+    return run_search(Beam, model, source_ids, source_mask, search, on_step)
 
 
 class Greedy(NamedTuple):

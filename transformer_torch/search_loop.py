@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from reference_numpy.search_plan import OnStep, SearchResult, plan_search, search_result
+from transformer_spec.search import OnStep, Search, SearchResult, search_result
 from transformer_torch import onednn
 from transformer_torch.embedding import OutputProjection
 from transformer_torch.layers import Linear
@@ -21,13 +21,13 @@ MEMORY_PROJECTIONS = ("cross_attention.key_proj", "cross_attention.value_proj")
 
 
 def run_search(
-    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, on_step: OnStep | None, options: Any
+    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, search: Search, on_step: OnStep | None
 ) -> SearchResult:
-    """Return what a search finds, given its class, and its options as ``plan_search`` takes them."""
+    """Return what a search finds, given the class that takes its steps."""
     if is_divided(model):
         raise ValueError("the model is divided over a mesh: what searches is another, made from its export_weights()")
     source_ids, source_mask = model._take("source", source_ids, source_mask)
-    plan = plan_search(model.config, source_mask.cpu().numpy(), *options)
+    plan = search.plan(model.config, source_mask.cpu().numpy())
     device, dtype = model.device, model.source_embedding.table.dtype
     dtype = torch.promote_types(dtype, torch.float32)  # bfloat16 is too coarse to sum in
     plan = plan._replace(

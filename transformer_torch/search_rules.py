@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference_numpy.search_plan import SearchPlan
-from reference_numpy.shapes import Float, Int
+from transformer_spec.search import SearchPlan
+from transformer_spec.shapes import Float, Int
 
 
 def apply_rules(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
 
-from reference_numpy.checks import (
+from transformer_spec.checks import (
     check_accumulation,
     check_choice,
     check_integer,
@@ -24,12 +24,12 @@ from reference_numpy.checks import (
     check_same_batch,
     check_trainable,
 )
-from reference_numpy.config import TransformerConfig
-from reference_numpy.names import check_training_state
-from reference_numpy.parallel_plan import DROPOUTS
-from reference_numpy.shapes import Float, Int
-from reference_numpy.taps import Recorder, no_tap
-from reference_numpy.training_config import Gradients, StepResult, TrainingConfig, TrainingState
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import check_training_state
+from transformer_spec.parallel_plan import DROPOUTS
+from transformer_spec.shapes import Float, Int
+from transformer_spec.taps import Recorder, no_tap
+from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_torch.optimizer import Adam, by_mesh, clip_factor, global_norm
 from transformer_torch.parallel import Share, plan_of
 from transformer_torch.runtime import dtype_name, to_ids

@@ -14,11 +14,11 @@ import torch
 from numpy import ndarray
 from torch import Tensor, nn
 
-from reference_numpy.checks import check_given, check_integer, check_next_ids, check_positions, check_same_batch
-from reference_numpy.config import TransformerConfig
-from reference_numpy.files import load_weights
-from reference_numpy.shapes import Bool, Float, Int
-from reference_numpy.taps import Tap, no_tap, within
+from transformer_spec.checks import check_given, check_integer, check_next_ids, check_positions, check_same_batch
+from transformer_spec.config import TransformerConfig
+from transformer_spec.files import load_weights
+from transformer_spec.shapes import Bool, Float, Int
+from transformer_spec.taps import Tap, no_tap, within
 from transformer_torch.decoder import DecoderCache, DecoderStack
 from transformer_torch.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_torch.encoder import EncoderStack

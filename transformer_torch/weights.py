@@ -14,7 +14,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor, nn
 
-from reference_numpy.names import Model, check_weights, find, parameter_shapes, rounded
+from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
 from transformer_torch.runtime import dtype_name
 
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "bias": "bias", "table": "table"}

@@ -27,9 +27,9 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
-from transformer_parity.compare.findings import DIVERGES
-from transformer_parity.mistakes import catalogue
-from transformer_parity.mistakes.mistake import Mistake
+from transformer_parity.transformer.compare.findings import DIVERGES
+from transformer_parity.transformer.mistakes import catalogue
+from transformer_parity.transformer.mistakes.mistake import Mistake
 
 
 def chosen(part_names: str, only: str = "", without: str = "") -> list[Mistake]:

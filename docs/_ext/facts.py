@@ -19,10 +19,10 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-from reference_numpy import config as configs
-from reference_numpy import training_config
-from reference_numpy.names import parameter_shapes, tap_shapes
-from reference_numpy.presets import IMPLEMENTATIONS, TABLE_3
+from transformer_spec import config as configs
+from transformer_spec import training_config
+from transformer_spec.names import parameter_shapes, tap_shapes
+from transformer_spec.presets import IMPLEMENTATIONS, TABLE_3
 
 DATACLASSES = {
     "TransformerConfig": configs.TransformerConfig,

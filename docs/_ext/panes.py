@@ -28,8 +28,8 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
-from transformer_parity.ports.source_code import Package, Piece
-from transformer_parity.ports.source_marks import compare, note
+from transformer_parity.transformer.ports.source_code import Package, Piece
+from transformer_parity.transformer.ports.source_marks import compare, note
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}

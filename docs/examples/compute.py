@@ -19,9 +19,9 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy import DropoutRates, TrainingConfig, TransformerConfig, causal_mask, init_weights
-from transformer_parity.ports.package import LoadedPackage
-from transformer_parity.ports.protocol import Decoded, Placement
-from transformer_parity.ports.registry import PORTS
+from transformer_parity.transformer.ports.package import LoadedPackage
+from transformer_parity.transformer.ports.protocol import Decoded, Placement
+from transformer_parity.transformer.ports.registry import PORTS
 
 SEED = 834  # of weights with which greedy search misses the best sentence
 FOLDER = Path(__file__).parent

@@ -18,15 +18,15 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy as ref
-from reference_numpy.parallel_plan import spread
-from transformer_parity.distributed.costs import ALL_REDUCE, Collective
-from transformer_parity.ports.protocol import Placement
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.train.batches import Batches, number
-from transformer_parity.train.corpora import RECIPES, dates
-from transformer_parity.train.learner import Learner, Where
-from transformer_parity.train.run import longest_translation
-from transformer_parity.train.start import Changes, Setup, begin
+from transformer_bench.costs import ALL_REDUCE, Collective
+from transformer_parity.apps.train.batches import Batches, number
+from transformer_parity.apps.train.corpora import RECIPES, dates
+from transformer_parity.apps.train.learner import Learner, Where
+from transformer_parity.apps.train.run import longest_translation
+from transformer_parity.apps.train.start import Changes, Setup, begin
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_spec.parallel_plan import spread
 
 Weights = Mapping[str, ndarray]
 HERE = Where(Placement("float32", "cpu"))

@@ -20,9 +20,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 import reference_numpy as ref
+from transformer_parity.apps.train.log import checkpoints, step_of
 from transformer_parity.cli.main import main as parity
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.train.log import checkpoints, step_of
+from transformer_parity.transformer.ports.registry import PORTS
 
 SMALL = ["--d-model", "64", "--d-ff", "128", "--layers", "1", "--warmup", "100"]  # a tenth of the model
 UNSEEN = ["--validate-every", "100000", "--keep", "100000"]  # on the way

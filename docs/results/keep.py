@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformer_parity.system.machine import describe_machine
+from transformer_parity.engine.system.machine import describe_machine
 
 LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "tf": "tensorflow"}
 FOLDER = Path(__file__).parent

@@ -10,12 +10,6 @@ from pathlib import Path
 from rich.console import Console
 
 import reference_numpy as ref
-from reference_numpy.presets import PRESETS
-from transformer_parity.cases.case import DISTRIBUTED, STAGES
-from transformer_parity.check.distributed import run_distributed
-from transformer_parity.check.one_port import Job, Message
-from transformer_parity.check.processes import SILENCE, Outcome, run_all
-from transformer_parity.check.selection import ONLY, Selection
 from transformer_parity.cli.options import (
     add_backends,
     add_machine,
@@ -26,14 +20,22 @@ from transformer_parity.cli.options import (
     positive,
 )
 from transformer_parity.cli.progress import Progress, make_console
-from transformer_parity.compare.findings import failure
-from transformer_parity.compare.tolerances import EPS
-from transformer_parity.distributed.stage import Check
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.report.diagnoses import print_audit, print_failure_report, print_undiagnosed
-from transformer_parity.report.junit import write_junit
-from transformer_parity.report.result import Run, build
-from transformer_parity.report.tables import (
+from transformer_parity.engine.system.errors import refusals
+from transformer_parity.engine.system.files import check_writable, write_json, write_results
+from transformer_parity.engine.system.machine import describe_machine
+from transformer_parity.transformer.cases.case import DISTRIBUTED, STAGES
+from transformer_parity.transformer.check.distributed import run_distributed
+from transformer_parity.transformer.check.one_port import Job, Message
+from transformer_parity.transformer.check.processes import SILENCE, Outcome, run_all
+from transformer_parity.transformer.check.selection import ONLY, Selection
+from transformer_parity.transformer.compare.findings import failure
+from transformer_parity.transformer.compare.tolerances import EPS
+from transformer_parity.transformer.distributed.stage import Check
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.report.diagnoses import print_audit, print_failure_report, print_undiagnosed
+from transformer_parity.transformer.report.junit import write_junit
+from transformer_parity.transformer.report.result import Run, build
+from transformer_parity.transformer.report.tables import (
     print_coverage,
     print_depth,
     print_near_ties,
@@ -43,9 +45,7 @@ from transformer_parity.report.tables import (
     print_summary,
     verdict_line,
 )
-from transformer_parity.system.errors import refusals
-from transformer_parity.system.files import check_writable, write_json, write_results
-from transformer_parity.system.machine import describe_machine
+from transformer_spec.presets import PRESETS
 
 EXAMPLES = """
 examples:
@@ -196,7 +196,9 @@ def run(options: argparse.Namespace) -> int:
         print_audit(console, name, fates)
     _print(console, result, options.profile)
     if options.json or options.junit or options.html:
-        from transformer_parity.report.html import write_html  # which a check without a page need not wait for
+        from transformer_parity.transformer.report.html import (
+            write_html,  # which a check without a page need not wait for
+        )
 
         files = ((options.json, write_json), (options.junit, write_junit), (options.html, write_html))
         write_results(build(result), *files)

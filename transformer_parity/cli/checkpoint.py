@@ -7,11 +7,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from reference_numpy.checkpoint import load_checkpoint, save_checkpoint
 from transformer_parity.cli.options import check_installed
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, refusals
+from transformer_parity.engine.system.environment import quiet_frameworks
+from transformer_parity.engine.system.errors import UsageError, refusals
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_spec.checkpoint import load_checkpoint, save_checkpoint
 
 EXAMPLES = """\
 examples:

@@ -8,7 +8,7 @@ INCOMPLETE = 3  # as in main.py, which is not imported yet
 def main(arguments: list[str] | None = None) -> int:
     """Import the command line and run it. A signal that comes before that ends the process with 3, quietly."""
     try:
-        from transformer_parity.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
+        from transformer_parity.engine.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
 
         with sigterm_is_ctrl_c():
             with ctrl_c_waits():  # an interrupted import may end the process otherwise than we do

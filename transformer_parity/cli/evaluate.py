@@ -10,6 +10,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from transformer_parity.apps.train import curves
+from transformer_parity.apps.train.evaluate import evaluate, held_out
+from transformer_parity.apps.train.log import CURVE, LOG, read_log
+from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.cli.options import (
     FALLBACK_HELP,
     add_backends,
@@ -22,13 +26,9 @@ from transformer_parity.cli.options import (
     search_options,
 )
 from transformer_parity.cli.progress import PlainConsole, make_console
-from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, printable, refusals
-from transformer_parity.system.files import check_writable, write_json, write_results
-from transformer_parity.train import curves
-from transformer_parity.train.evaluate import evaluate, held_out
-from transformer_parity.train.log import CURVE, LOG, read_log
-from transformer_parity.translate.trained import read_trained
+from transformer_parity.engine.system.environment import quiet_frameworks
+from transformer_parity.engine.system.errors import UsageError, printable, refusals
+from transformer_parity.engine.system.files import check_writable, write_json, write_results
 
 EXAMPLES = """\
 examples:

@@ -8,20 +8,20 @@ from typing import Any
 
 from numpy import ndarray
 
+from transformer_parity.apps.text.dates import SHIPPED
+from transformer_parity.apps.translate.trained import Trained, read_trained
 from transformer_parity.cli.options import add_backends, add_languages, add_ports, check_installed, directed
 from transformer_parity.cli.progress import PlainConsole, Progress
-from transformer_parity.explore.page import write_page
-from transformer_parity.explore.recording import Recording, record
-from transformer_parity.explore.view import view
-from transformer_parity.ports.protocol import Placement
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.ports.user import PluginPort
-from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import check_writable
-from transformer_parity.text.dates import SHIPPED
-from transformer_parity.text.vocabulary import pad
-from transformer_parity.translate.trained import Trained, read_trained
+from transformer_parity.engine.system.environment import quiet_frameworks
+from transformer_parity.engine.system.errors import UsageError, refusals
+from transformer_parity.engine.system.files import check_writable
+from transformer_parity.transformer.explore.page import write_page
+from transformer_parity.transformer.explore.recording import Recording, record
+from transformer_parity.transformer.explore.view import view
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.user import PluginPort
+from transformer_parity.transformer.sentences.vocabulary import pad
 
 EXAMPLES = """\
 examples:

@@ -12,25 +12,28 @@ from typing import Any, TextIO
 
 from rich.text import Text
 
-from reference_numpy.config import TransformerConfig
-from transformer_parity.cases.case import STAGES, tiny
-from transformer_parity.cases.for_ports import port_config
 from transformer_parity.cli.options import one_or_more
 from transformer_parity.cli.progress import Progress, make_console
-from transformer_parity.compare.findings import AGREES, SKIPPED, Finding, is_near_tie
-from transformer_parity.compare.verdict import Verdict
-from transformer_parity.diagnose.investigate import FailureReport
-from transformer_parity.golden import writer
-from transformer_parity.golden.compare import Pair, compare_folders, investigate, read_pairs
-from transformer_parity.golden.produce import PRESETS, compute, describe, golden_cases, words
-from transformer_parity.golden.vectors import DTYPES, Folder
-from transformer_parity.ports.package import PackagePort
-from transformer_parity.ports.protocol import MissingFrameworkError
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.ports.user import PluginPort
-from transformer_parity.report.diagnoses import print_failure_report, to_row
-from transformer_parity.report.result import plain
-from transformer_parity.report.tables import (
+from transformer_parity.engine.system.environment import quiet_frameworks
+from transformer_parity.engine.system.errors import UsageError, refusals
+from transformer_parity.engine.system.files import check_writable, write_json, write_results
+from transformer_parity.engine.system.machine import describe_machine
+from transformer_parity.transformer.cases.case import STAGES, tiny
+from transformer_parity.transformer.cases.for_ports import port_config
+from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Finding, is_near_tie
+from transformer_parity.transformer.compare.verdict import Verdict
+from transformer_parity.transformer.diagnose.investigate import FailureReport
+from transformer_parity.transformer.golden import writer
+from transformer_parity.transformer.golden.compare import Pair, compare_folders, investigate, read_pairs
+from transformer_parity.transformer.golden.produce import PRESETS, compute, describe, golden_cases, words
+from transformer_parity.transformer.golden.vectors import DTYPES, Folder
+from transformer_parity.transformer.ports.package import PackagePort
+from transformer_parity.transformer.ports.protocol import MissingFrameworkError
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.user import PluginPort
+from transformer_parity.transformer.report.diagnoses import print_failure_report, to_row
+from transformer_parity.transformer.report.result import plain
+from transformer_parity.transformer.report.tables import (
     print_coverage,
     print_near_ties,
     print_problems,
@@ -39,10 +42,7 @@ from transformer_parity.report.tables import (
     summarise,
     verdict_line,
 )
-from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import check_writable, write_json, write_results
-from transformer_parity.system.machine import describe_machine
+from transformer_spec.config import TransformerConfig
 
 EXAMPLES = """
 examples:

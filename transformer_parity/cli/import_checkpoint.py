@@ -14,10 +14,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from reference_numpy.files import open_file
-from reference_numpy.names import FLOAT_DTYPES
-from transformer_parity.checkpoints.imported import Imported
-from transformer_parity.checkpoints.importer import (
+from transformer_parity.apps.checkpoints.imported import Imported
+from transformer_parity.apps.checkpoints.importer import (
     EXPORTS,
     FORMATS,
     check_empty,
@@ -26,15 +24,17 @@ from transformer_parity.checkpoints.importer import (
     load,
     save,
 )
-from transformer_parity.checkpoints.options import ReadOptions
-from transformer_parity.checkpoints.proof import Agreement, check_against_transformers, prove
+from transformer_parity.apps.checkpoints.options import ReadOptions
+from transformer_parity.apps.checkpoints.proof import Agreement, check_against_transformers, prove
 from transformer_parity.cli.options import add_backends, check_installed
 from transformer_parity.cli.progress import PlainConsole, make_console
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.report.weights import describe, print_model
-from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, printable, refusals
-from transformer_parity.system.files import check_writable, write_json, write_results
+from transformer_parity.engine.system.environment import quiet_frameworks
+from transformer_parity.engine.system.errors import UsageError, printable, refusals
+from transformer_parity.engine.system.files import check_writable, write_json, write_results
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.report.weights import describe, print_model
+from transformer_spec.files import open_file
+from transformer_spec.names import FLOAT_DTYPES
 
 DISAGREES, INCOMPLETE = 1, 3
 CHECKED = "hf"  # the format that transformers reads

@@ -15,19 +15,19 @@ from rich.table import Table
 from rich.text import Text
 
 from reference_numpy import PRESETS
-from reference_numpy.names import parameter_shapes, tap_shapes
-from transformer_parity.bench.limit import library, quick_rate
-from transformer_parity.cases.case import tiny
-from transformer_parity.cases.inputs import BATCH, SOURCE, TARGET
-from transformer_parity.checkpoints.importer import load
+from transformer_bench.limit import library, quick_rate
+from transformer_parity.apps.checkpoints.importer import load
 from transformer_parity.cli.progress import PlainConsole, make_console
-from transformer_parity.ports.package import PackagePort
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.report.presets import PAPER_VOCABULARY, describe_presets, print_presets
-from transformer_parity.report.weights import describe, print_model
-from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, printable, refusals
-from transformer_parity.system.machine import describe_machine, processors
+from transformer_parity.engine.system.environment import quiet_frameworks
+from transformer_parity.engine.system.errors import UsageError, printable, refusals
+from transformer_parity.engine.system.machine import describe_machine, processors
+from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.cases.inputs import BATCH, SOURCE, TARGET
+from transformer_parity.transformer.ports.package import PackagePort
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.report.presets import PAPER_VOCABULARY, describe_presets, print_presets
+from transformer_parity.transformer.report.weights import describe, print_model
+from transformer_spec.names import parameter_shapes, tap_shapes
 
 DESCRIPTION = """\
 Show this machine, what is installed of the four backends, how fast each multiplies

@@ -6,8 +6,8 @@ import argparse
 from importlib.resources import files
 from pathlib import Path
 
-from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import write_text
+from transformer_parity.engine.system.errors import UsageError, refusals
+from transformer_parity.engine.system.files import write_text
 
 FRAMEWORKS = ("torch", "jax", "tf", "other")
 NAME = "my_port"  # of the templates' module, as it stands in them
@@ -58,5 +58,5 @@ def run(options: argparse.Namespace) -> int:
 
 def skeleton(framework: str, module: str) -> str:
     """Return the source of a port, as a module of some name."""
-    template = files("transformer_parity.ports.templates").joinpath(f"{framework}_port.py")
+    template = files("transformer_parity.transformer.ports.templates").joinpath(f"{framework}_port.py")
     return template.read_text("utf-8").replace(NAME, module)

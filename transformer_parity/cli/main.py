@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from transformer_parity.system.environment import lasting_streams
-from transformer_parity.system.errors import UsageError, printable, reason
-from transformer_parity.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
-from transformer_parity.system.machine import needs, release
+from transformer_parity.engine.system.environment import lasting_streams
+from transformer_parity.engine.system.errors import UsageError, printable, reason
+from transformer_parity.engine.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
+from transformer_parity.engine.system.machine import needs, release
 
 WIDTH = 80  # characters of a description
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
 
-# Command: its module in this folder, the function there that describes its options, and its line of help.
+# Command: its module (in this directory, unless it has a dot), the function there that describes its options, and its line of help.
 COMMANDS = {
     "check": ("check", "add_parser", "compare every port with the reference, tap by tap"),
     "init-port": ("init_port", "add_parser", "write a port that runs and agrees, to put your own model into"),
@@ -34,11 +34,14 @@ COMMANDS = {
     "import": ("import_checkpoint", "add_parser", "read a checkpoint of other software, and prove what was read"),
     "export": ("import_checkpoint", "add_parser_export", "write a model as other software reads it"),
     "explore": ("explore", "add_parser", "write a page that shows one sentence pair in every port, tap by tap"),
-    "bench": ("bench", "add_parser", "time the packages on the same work, once their results agree"),
+    "bench": (
+        "transformer_bench.command",
+        "add_parser",
+        "time the packages on the same work, once their results agree",
+    ),
     "info": ("info", "add_parser", "describe this machine, the backends and the presets; or a weight file"),
     "source": ("source", "add_parser", "print the same piece of code from the four packages, with what differs marked"),
     "show": ("show", "add_parser", "draw positions, masks and attention weights"),
-    "why": ("show", "add_parser_why", "measure why attention divides by sqrt(d_k), and why it uses dot products"),
 }
 DESCRIPTION = """\
 One Transformer, written four times: in NumPy, which is the definition, and in
@@ -93,7 +96,7 @@ def make_parser(chosen: str | None) -> Parser:
     if chosen in COMMANDS:
         module, describe, _ = COMMANDS[chosen]
         with ctrl_c_waits():  # an interrupted import may end the process otherwise than we do
-            imported = import_module(f"transformer_parity.cli.{module}")
+            imported = import_module(module if "." in module else f"transformer_parity.cli.{module}")
         getattr(imported, describe)(commands)
     else:
         for name, (_, _, line) in COMMANDS.items():

@@ -10,15 +10,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reference_numpy.parallel_plan import Plan
-from reference_numpy.search_plan import SEARCH_PRESETS
-from transformer_parity.ports.protocol import MissingFrameworkError, SearchOptions
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.system.errors import UsageError
-from transformer_parity.system.machine import DISTRIBUTION
+from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.engine.system.machine import DISTRIBUTION
+from transformer_parity.transformer.ports.protocol import MissingFrameworkError
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_spec.parallel_plan import Plan
+from transformer_spec.search import Search
+from transformer_spec.search_rules import SEARCH_PRESETS
 
 if TYPE_CHECKING:  # it reads checkpoints of every program, of which most commands need none
-    from transformer_parity.translate.trained import Trained
+    from transformer_parity.apps.translate.trained import Trained
 
 
 class OneOrMore(argparse.Action):
@@ -178,8 +179,8 @@ def directed(trained: Trained, options: argparse.Namespace) -> Trained:
 
 
 def search_options(
-    options: argparse.Namespace, usual: SearchOptions, max_length: int | None = None, nbest: int | None = None
-) -> SearchOptions:
+    options: argparse.Namespace, usual: Search, max_length: int | None = None, nbest: int | None = None
+) -> Search:
     """Return the search that was asked for.
 
     Args:
@@ -193,7 +194,7 @@ def search_options(
     """
     search = replace(usual, num_hypotheses=nbest or 1)
     if options.rules is not None:
-        program, ids = SearchOptions.preset(options.rules), usual.rules
+        program, ids = Search.preset(options.rules), usual.rules
         search = replace(
             program,
             **{name: getattr(search, name) for name in ("beam_size", "num_hypotheses", "start_id")},

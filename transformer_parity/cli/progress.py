@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.segment import Segment
 
-from transformer_parity.system.errors import printable
+from transformer_parity.engine.system.errors import printable
 
 PIPE_WIDTH = 140  # columns of a table that is not printed on a terminal
 

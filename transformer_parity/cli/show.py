@@ -1,32 +1,19 @@
-"""``parity show`` and ``parity why``: pictures, and the measurements behind two claims of the paper."""
+"""``parity show``: pictures of positions, masks and attention weights."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reference_numpy.presets import PRESETS
+from transformer_parity.apps.figures.attention import TAPS, Asked, draw_attention
+from transformer_parity.apps.figures.positions import draw_masks, draw_positions
 from transformer_parity.cli.options import add_backends, one_or_more
-from transformer_parity.cli.progress import PlainConsole
-from transformer_parity.figures import why_tables
-from transformer_parity.figures.attention import TAPS, Asked, draw_attention
-from transformer_parity.figures.positions import draw_masks, draw_positions
-from transformer_parity.figures.style import FORMATS, OPEN_STYLE, STYLE, destination, write
-from transformer_parity.figures.why_plots import draw_additive, draw_sqrt_dk
-from transformer_parity.figures.why_tables import (
-    measure_additive,
-    measure_sqrt_dk,
-    show_additive,
-    show_sqrt_dk,
-    threads,
-)
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.files import check_writable, write_json, write_results
-from transformer_parity.system.machine import describe_machine
+from transformer_parity.engine.style import FORMATS, STYLE, destination, write
+from transformer_parity.engine.system.errors import refusals
+from transformer_parity.engine.system.files import check_writable
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_spec.presets import PRESETS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -129,90 +116,3 @@ def run(options: argparse.Namespace) -> int:
         write(options.draw(options), path)
     print(f"wrote {path}")
     return 0
-
-
-DESCRIPTION = """\
-Measure two claims of section 3.2.1 of "Attention Is All You Need" that the
-paper states and does not show:
-
-  sqrt-dk   Why are the scores divided by sqrt(d_k)? Draws queries and keys as
-            in footnote 4 and measures the softmax, the gradient through it,
-            and the gradient at the projections of a whole layer, with and
-            without the division. Seeded: the same numbers on every machine.
-  additive  Why is dot-product attention faster than additive attention, at the
-            same number of multiply-adds? Counts operations, times both in turn,
-            step by step, and measures memory. Timings differ by machine.
-"""
-
-
-WHY_EXAMPLES = """\
-examples:
-  parity why                          both, as tables and a sentence each
-  parity why sqrt-dk                  only the first
-  parity why --out pictures           also a picture of each
-  OMP_NUM_THREADS=1 parity why additive --json why.json
-                                      on one thread, every number into a file
-"""
-
-
-def add_parser_why(commands: Any) -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "why",
-        description=DESCRIPTION,
-        epilog=WHY_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "question",
-        nargs="?",
-        choices=QUESTIONS,
-        metavar="sqrt-dk|additive",
-        help="which claim to measure (default: both)",
-    )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="draw a picture of each answer into this folder")
-    parser.add_argument("--format", choices=FORMATS, default="svg", help="of the pictures (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number for machines")
-    parser.set_defaults(run=run_why)
-
-
-def run_why(options: argparse.Namespace) -> int:
-    """Measure, print, draw, and return the exit code."""
-    check_writable(options.json)
-    console = PlainConsole()
-    chosen = [options.question] if options.question else list(QUESTIONS)
-    report: dict[str, Any] = {**describe_machine(), "threads": threads()}
-    with refusals(OSError):
-        if options.out is not None:
-            if options.out.exists() and not options.out.is_dir():
-                raise UsageError(f"--out must be a folder: {options.out} is a file")
-            options.out.mkdir(parents=True, exist_ok=True)
-        for question in chosen:
-            measure, show, draw = QUESTIONS[question]
-            found = measure()
-            show(console, **found)
-            report[question] = {name: [asdict(entry) for entry in entries] for name, entries in found.items()}
-            if options.out is not None:
-                path = options.out / f"why-{question}.{options.format}"
-                _write_picture(draw, found, path)
-                console.print(f"{path}\n", soft_wrap=True)
-    write_results(report, (options.json, write_json))
-    return 0
-
-
-def _write_picture(draw: Callable[..., Figure], found: dict[str, Any], path: Path) -> None:
-    """Draw the measurements and write the picture."""
-    import matplotlib
-
-    with matplotlib.rc_context(OPEN_STYLE):
-        write(draw(**found), path)
-
-
-QUESTIONS: dict[str, tuple[Callable[[], dict[str, list[Any]]], Callable[..., None], Callable[..., Figure]]] = {
-    "sqrt-dk": (measure_sqrt_dk, show_sqrt_dk, draw_sqrt_dk),
-    "additive": (
-        measure_additive,
-        show_additive,
-        lambda **found: draw_additive(**found, length=why_tables.COST_LENGTH, d_k=why_tables.PAPER_D_K),
-    ),
-}

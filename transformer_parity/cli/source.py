@@ -15,10 +15,10 @@ from rich.text import Text
 
 from transformer_parity.cli.options import add_backends
 from transformer_parity.cli.progress import PlainConsole
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.ports.source_code import Package, Piece, list_names, not_found
-from transformer_parity.ports.source_marks import Marks, compare, note
-from transformer_parity.system.errors import UsageError
+from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.source_code import Package, Piece, list_names, not_found
+from transformer_parity.transformer.ports.source_marks import Marks, compare, note
 
 REFERENCE = PORTS["numpy"].package
 COLUMN = 60  # characters that a column of code needs to be readable

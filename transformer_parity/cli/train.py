@@ -16,23 +16,23 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
-from reference_numpy.config import TransformerConfig
+from transformer_parity.apps.train import corpora, curves
+from transformer_parity.apps.train.corpora import RECIPES
+from transformer_parity.apps.train.group import ALONE, Group, of_this_process
+from transformer_parity.apps.train.learner import Where
+from transformer_parity.apps.train.log import CURVE, LOG, MODEL, checkpoints, locked, read_log
+from transformer_parity.apps.train.processes import Job, train
+from transformer_parity.apps.train.run import Observer, Status
+from transformer_parity.apps.train.start import Changes, Setup, begin, resume
 from transformer_parity.cli.options import check_installed, installed_backend
 from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.cli.train_options import add_options
-from transformer_parity.distributed.environments import number_of_processes
-from transformer_parity.ports.protocol import Placement
-from transformer_parity.system.environment import keep_freed_memory, quiet_frameworks
-from transformer_parity.system.errors import UsageError, refusals
-from transformer_parity.system.interrupts import stop_on_signal
-from transformer_parity.train import corpora, curves
-from transformer_parity.train.corpora import RECIPES
-from transformer_parity.train.group import ALONE, Group, of_this_process
-from transformer_parity.train.learner import Where
-from transformer_parity.train.log import CURVE, LOG, MODEL, checkpoints, locked, read_log
-from transformer_parity.train.processes import Job, train
-from transformer_parity.train.run import Observer, Status
-from transformer_parity.train.start import Changes, Setup, begin, resume
+from transformer_parity.engine.system.environment import keep_freed_memory, quiet_frameworks
+from transformer_parity.engine.system.errors import UsageError, refusals
+from transformer_parity.engine.system.interrupts import stop_on_signal
+from transformer_parity.transformer.distributed.environments import number_of_processes
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_spec.config import TransformerConfig
 
 LINE_EVERY = 10.0  # seconds between two lines where no bar can be drawn
 SIZES = {  # option: fields of the model's config

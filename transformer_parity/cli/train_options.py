@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from reference_numpy.presets import PRESETS
+from transformer_parity.apps.train.corpora import RECIPES
+from transformer_parity.apps.train.log import CURVE, LOG, MODEL
 from transformer_parity.cli.options import FALLBACK_HELP, add_backends, add_machine, parallel_plan, positive
-from transformer_parity.train.corpora import RECIPES
-from transformer_parity.train.log import CURVE, LOG, MODEL
+from transformer_spec.presets import PRESETS
 
 SUBWORDS = RECIPES["text"].vocab_size
 

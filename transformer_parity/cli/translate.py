@@ -14,6 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from transformer_parity.apps.text.dates import SHIPPED
+from transformer_parity.apps.translate.agreement import Comparison, scorers
+from transformer_parity.apps.translate.lines import Line, Translation
+from transformer_parity.apps.translate.picture import draw_translation
+from transformer_parity.apps.translate.report import Form, Tally, answers, differences
+from transformer_parity.apps.translate.trained import Trained, read_trained
+from transformer_parity.apps.translate.translator import WINDOW, Translator
 from transformer_parity.cli.options import (
     FALLBACK,
     FALLBACK_HELP,
@@ -28,23 +35,16 @@ from transformer_parity.cli.options import (
     search_options,
 )
 from transformer_parity.cli.progress import Progress
-from transformer_parity.compare.tolerances import EPS
-from transformer_parity.figures.style import FORMATS
-from transformer_parity.ports.protocol import LoadedPort, Placement
-from transformer_parity.ports.registry import PORTS
-from transformer_parity.system.environment import quiet_frameworks
-from transformer_parity.system.errors import UsageError, printable, refusals
-from transformer_parity.system.files import check_writable
-from transformer_parity.system.interrupts import ctrl_c_waits
-from transformer_parity.text.dates import SHIPPED
-from transformer_parity.text.pairs import open_text, read_lines
-from transformer_parity.text.vocabulary import most_tokens
-from transformer_parity.translate.agreement import Comparison, scorers
-from transformer_parity.translate.lines import Line, Translation
-from transformer_parity.translate.picture import draw_translation
-from transformer_parity.translate.report import Form, Tally, answers, differences
-from transformer_parity.translate.trained import Trained, read_trained
-from transformer_parity.translate.translator import WINDOW, Translator
+from transformer_parity.engine.style import FORMATS
+from transformer_parity.engine.system.environment import quiet_frameworks
+from transformer_parity.engine.system.errors import UsageError, printable, refusals
+from transformer_parity.engine.system.files import check_writable
+from transformer_parity.engine.system.interrupts import ctrl_c_waits
+from transformer_parity.transformer.compare.tolerances import EPS
+from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.sentences.pairs import open_text, read_lines
+from transformer_parity.transformer.sentences.vocabulary import most_tokens
 
 COMMAND = "parity translate"
 INCOMPLETE = 3

@@ -1,0 +1,111 @@
+"""What an attack is, and the sound port that attacks through ports are derived from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from numpy import ndarray
+
+from transformer_parity.transformer.cases.case import ACTIVATIONS, STAGES, Case
+from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.ports.templates.other_port import MyPort
+from transformer_parity.transformer.ports.user import Port
+from transformer_spec.config import TransformerConfig
+from transformer_spec.taps import matches
+from transformer_spec.training_config import Gradients
+
+FAILS, INCOMPLETE, TOLERATED = "fails", "incomplete", "agrees"
+REFUSED = "fails or incomplete"  # where either is right, as long as it is not AGREE
+PORT, FILES, OPTIONS = "port", "files", "options"
+BUSY = 60.0  # seconds that the process of a port may be silent
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attack on the verdict AGREE.
+
+    Attributes:
+        name: A short name, unique in its family.
+        what: What it does, in one sentence.
+        expected: ``fails`` (a divergence or a loss of precision), ``incomplete``, ``agrees`` where it is harmless, or
+            ``fails or incomplete``.
+        family: How it reaches the comparison: ``port``, ``files`` or ``options``.
+        plant: A port as ``module:class``; otherwise a function that runs the attack and returns the exit code and what
+            is said.
+        says: What has to be said.
+        stages: What is asked for.
+        cases: What a port of a config is compared on; None is every case of these stages.
+        alone: Whether it needs a process of its own, because it may end or alter the one that it runs in.
+        timeout: Seconds without a message after which that process is ended.
+        needs: Modules that have to be installed.
+    """
+
+    name: str
+    what: str
+    expected: str
+    family: str
+    plant: Any = field(repr=False)
+    says: str = ""
+    stages: tuple[str, ...] = STAGES
+    cases: Callable[[TransformerConfig], Sequence[Case]] | None = None
+    alone: bool = False
+    timeout: float = BUSY
+    needs: tuple[str, ...] = ()
+
+    def expects(self, verdict: str, said: str) -> bool:
+        """Whether a verdict, and what is said, are as expected."""
+        verdicts = (FAILS, INCOMPLETE) if self.expected == REFUSED else (self.expected,)
+        return verdict in verdicts and self.says in said
+
+
+PORTS: list[Attack] = []  # in the order in which they are defined
+
+
+def attack(expected: str, **options: Any) -> Callable[[type[Port]], type[Port]]:
+    """Return a decorator that adds a port to the table: its docstring is what the attack does."""
+
+    def add(port: type[Port]) -> type[Port]:
+        what = " ".join((port.__doc__ or "").split())
+        PORTS.append(Attack(port.__name__, what, expected, PORT, f"{port.__module__}:{port.__name__}", **options))
+        return port
+
+    return add
+
+
+def plant(module: str, name: str, expected: str, what: str, methods: Mapping[str, Any], **options: Any) -> None:
+    """Add a port to the table, and to a module, that differs from the sound one in some methods or attributes."""
+    port = type(name, (Sound,), {"__doc__": what, "__module__": module, **methods})
+    setattr(sys.modules[module], name, attack(expected, **options)(port))
+
+
+def padded(config: TransformerConfig) -> list[Case]:
+    """Return the one case that most attacks show in."""
+    return [case for case in port_cases(config, (ACTIVATIONS,)) if case.name == "full/padded"]
+
+
+def showing(show: Callable[[Any, str, ndarray], Any]) -> Callable[..., ndarray]:
+    """Return a forward pass that shows something else at its taps than it goes on with: ``show(tap, name, value)``."""
+
+    def forward(self: Any, source_ids: ndarray, target_ids: ndarray, tap: Any) -> ndarray:
+        def seen(name: str, value: ndarray) -> ndarray:
+            show(tap, name, value)
+            return value
+
+        return Sound.forward(self, source_ids, target_ids, seen)
+
+    return forward
+
+
+class Sound(MyPort):
+    """The reference itself as a port: it offers everything, and agrees."""
+
+    taps: tuple[str, ...] = ("**",)  # type: ignore[assignment]
+
+    def gradients(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
+        """Return loss and gradients, at taps only where these are promised."""
+        found = super().gradients(source_ids, target_ids, labels)
+        shown = {name: x for name, x in found.taps.items() if any(matches(pattern, name) for pattern in self.taps)}
+        return replace(found, taps=shown)

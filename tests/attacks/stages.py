@@ -1,0 +1,231 @@
+"""Attacks through gradients, steps of the optimizer, and searches."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+import reference_numpy
+from attacks.attack import FAILS, REFUSED, TOLERATED, Sound, attack, plant
+from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS
+from transformer_spec.training_config import Gradients
+
+TABLE, BIAS = "source_embedding.table", "encoder.layers.0.feed_forward.inner_proj.bias"
+
+
+# Gradients.
+def gradients(name: str, what: str, alter: Callable[[Gradients, ndarray], Any], expected: str = FAILS) -> None:
+    """Plant a port that returns altered gradients: ``alter(gradients, is_label)``."""
+
+    def method(self: Sound, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Any:
+        return alter(Sound.gradients(self, source_ids, target_ids, labels), labels != self.config.pad_id)
+
+    plant(__name__, name, expected, what, {"gradients": method}, stages=(GRADIENTS,))
+
+
+def scaled(found: Gradients, by: float) -> Gradients:
+    """Return gradients that are so many times as large."""
+    parameters, taps = ({name: by * array for name, array in held.items()} for held in (found.parameters, found.taps))
+    return replace(found, parameters=parameters, taps=taps)
+
+
+def changed(name: str, change: Callable[[ndarray], ndarray]) -> Callable[[Gradients, ndarray], Gradients]:
+    """Return what changes the gradient of one parameter."""
+    return lambda found, is_label: replace(found, parameters={**found.parameters, name: change(found.parameters[name])})
+
+
+gradients("LossOfTheSum", "The loss is a sum over the labels.", lambda g, m: replace(g, loss=g.loss * m.sum()))
+gradients("GradientsOfTheSum", "The gradients are those of a sum.", lambda g, m: scaled(g, float(m.sum())))
+gradients(
+    "MeanOverPadding",
+    "Loss and gradients are averaged over padding too.",
+    lambda g, m: replace(scaled(g, float(m.mean())), loss=g.loss * float(m.mean())),
+)
+gradients("NanLoss", "The loss is NaN.", lambda g, m: replace(g, loss=float("nan")))
+gradients("NanGradient", "A gradient is NaN.", changed(BIAS, lambda x: np.full_like(x, np.nan)))
+gradients("ZeroGradient", "The gradient of the tied table is zero.", changed(TABLE, np.zeros_like))
+gradients("GradientOfAnAxisMore", "The gradient of a bias is [1, d_ff].", changed(BIAS, lambda x: x[None]))
+gradients("GradientOfFloat32", "A gradient is of float32.", changed(TABLE, lambda x: x.astype(np.float32)))
+gradients(
+    "GradientMissing",
+    "The gradient of one parameter is missing.",
+    lambda g, m: replace(g, parameters={name: x for name, x in g.parameters.items() if name != BIAS}),
+)
+gradients(
+    "NoGradient", "The loss comes without any gradient.", lambda g, m: Gradients(g.loss, {}, {}), expected=REFUSED
+)
+
+
+# Steps of the optimizer.
+def steps(name: str, what: str, methods: Mapping[str, Any], expected: str = FAILS) -> None:
+    """Plant a port that trains in another way."""
+    plant(__name__, name, expected, what, methods, stages=(STEPS,))
+
+
+def training_with(**settings: Any) -> dict[str, Any]:
+    """Return the method of a port that trains with other settings than it is given."""
+    return {"start_training": lambda self, given: Sound.start_training(self, replace(given, **settings))}
+
+
+def loss_before(self: Sound, *batch: ndarray) -> float:
+    """Return the loss, and take no step."""
+    return self.gradients(*batch).loss
+
+
+def loss_after(self: Sound, *batch: ndarray) -> float:
+    """Take a step, and return the loss after it."""
+    Sound.train_step(self, *batch)
+    return self.gradients(*batch).loss
+
+
+def train_a_copy(self: Any, settings: Any) -> None:
+    """Train a copy of the model."""
+    self.untrained = self.model
+    self.model = copy.deepcopy(self.model)
+    Sound.start_training(self, settings)
+
+
+def export_untrained(self: Any) -> dict[str, ndarray]:
+    """Return the weights as they were before training."""
+    return getattr(self, "untrained", self.model).export_weights()
+
+
+class ByTensor(reference_numpy.Trainer):
+    """A trainer that clips the gradient of each parameter by itself."""
+
+    def __init__(self, model: Any, settings: Any) -> None:
+        super().__init__(model, replace(settings, clip_norm=None))
+        self.most = settings.clip_norm
+        self.update = self.optimizer.update
+        self.optimizer.update = self.clip_and_update  # type: ignore[method-assign,assignment]
+
+    def clip_and_update(self, gradient: dict[str, ndarray], scale: float, *numbers: Any) -> None:
+        """Take a step."""
+        for array in gradient.values():
+            array *= scale
+            if self.most is not None:
+                array *= self.most / max(float(np.linalg.norm(array)), self.most)
+        self.update(gradient, 1.0, *numbers)
+
+
+class MeanOfMeans(reference_numpy.Trainer):
+    """A trainer that averages over slices of a batch, whatever the number of labels in each."""
+
+    def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> Any:
+        """Take a step."""
+        slices = [np.split(array, self.settings.accumulation_steps) for array in (source_ids, target_ids, labels)]
+        found = [reference_numpy.gradients(self.model, *part) for part in zip(*slices, strict=True)]
+        gradient = {name: np.sum([g.parameters[name] for g in found], 0) for name in found[0].parameters}
+        self.step += 1
+        learning_rate = self.settings.learning_rate(self.step, self.model.config.d_model)
+        self.optimizer.update(gradient, 1.0 / len(found), learning_rate, self.settings.bias_corrections(self.step))
+        return reference_numpy.StepResult(sum(g.loss for g in found) / len(found), None, None)
+
+
+def start(trainer: Any) -> dict[str, Any]:
+    """Return the method of a port that trains with another trainer."""
+    return {"start_training": lambda self, settings: setattr(self, "trainer", trainer(self.model, settings))}
+
+
+steps("NoStep", "No weight changes.", {"train_step": loss_before})
+steps("LossAfterTheStep", "The loss is that after the step.", {"train_step": loss_after})
+steps(
+    "NanLosses",
+    "The loss of every step is NaN, and the weights are right.",
+    {"train_step": lambda self, *batch: Sound.train_step(self, *batch) * float("nan")},
+)
+steps(
+    "CopyTrained",
+    "A copy of the model is trained: the losses are right, and the weights stay as they were.",
+    {"start_training": train_a_copy, "export_weights": export_untrained},
+)
+steps("NoWarmup", "The learning rate does not warm up.", training_with(warmup_steps=1))
+steps("NoCooldown", "The learning rate does not cool down.", training_with(cooldown_steps=0))
+steps("OtherEpsilon", "Adam's epsilon is 1e-8.", training_with(epsilon=1e-8))
+steps("NoClipping", "The gradient is not clipped.", training_with(clip_norm=None))
+steps("ClippedByTensor", "The gradient of each parameter is clipped by itself.", start(ByTensor))
+steps("MeanOfMeans", "An accumulated gradient is the mean over slices of different size.", start(MeanOfMeans))
+
+
+@attack(FAILS, stages=(STEPS,))
+class MomentsKept(Sound):
+    """The moments of the optimizer outlive it: the next training, of another model too, begins with them."""
+
+    moments: Any = {}
+
+    def start_training(self, settings):
+        super().start_training(settings)
+        optimizer = self.trainer.optimizer
+        for number, held in enumerate((optimizer.first_moment, optimizer.second_moment)):
+            for name, array in held.items():
+                held[name] = self.moments.setdefault((number, name, array.shape), array)
+
+
+# Searches.
+def hypotheses(name: str, what: str, alter: Callable[[ndarray, Any, int], Any], expected: str = FAILS) -> None:
+    """Plant a port that returns altered hypotheses: ``alter(ids, config, limit)``."""
+
+    def generate(self: Sound, source_ids: ndarray, max_length: int, *options: Any) -> Any:
+        return alter(Sound.generate(self, source_ids, max_length, *options), self.config, max_length)
+
+    plant(__name__, name, expected, what, {"generate": generate}, stages=(DECODE,))
+
+
+def search(name: str, what: str, ask: Callable[..., tuple[Any, ...]]) -> None:
+    """Plant a port that searches for something else: ``ask`` returns other arguments of ``generate``."""
+    method = {"generate": lambda self, *asked: Sound.generate(self, *ask(*asked))}
+    plant(__name__, name, FAILS, what, method, stages=(DECODE,))
+
+
+def after_the_end(ids: ndarray, config: Any, limit: int) -> ndarray:
+    """Return hypotheses with a token in place of the padding behind them."""
+    return np.where(ids == config.pad_id, 7, ids)
+
+
+hypotheses(
+    "PaddedHypotheses",
+    "The hypotheses are padded to the limit.",
+    lambda ids, config, limit: np.pad(ids, ((0, 0), (0, limit - ids.shape[1])), constant_values=config.pad_id),
+    expected=TOLERATED,
+)
+hypotheses(
+    "TokensOfUint16", "The tokens are of uint16.", lambda ids, config, limit: ids.astype(np.uint16), expected=TOLERATED
+)
+hypotheses("TokensOfFloat64", "The tokens are of float64.", lambda ids, config, limit: ids.astype(float))
+hypotheses("TokensAfterTheEnd", "What follows the end symbol is no padding.", after_the_end)
+hypotheses(
+    "EndMissing",
+    "The end symbol is not returned.",
+    lambda ids, config, limit: np.where(ids == config.eos_id, config.pad_id, ids),
+)
+hypotheses(
+    "StartReturned",
+    "The start symbol is returned.",
+    lambda ids, config, limit: np.pad(ids, ((0, 0), (1, 0)), constant_values=config.bos_id),
+)
+hypotheses("LastTokenMissing", "The last token is missing.", lambda ids, config, limit: ids[:, :-1])
+hypotheses("NoToken", "The hypotheses have no token.", lambda ids, config, limit: ids[:, :0])
+hypotheses("OneHypothesis", "One hypothesis is returned for all.", lambda ids, config, limit: ids[:1])
+hypotheses("ThreeAxes", "The hypotheses have the shape [B, 1, L].", lambda ids, config, limit: ids[:, None])
+hypotheses("OtherSentences", "The hypotheses are those of other sentences.", lambda ids, *_: ids[::-1])
+hypotheses("NegativeTokens", "Padding is returned as -1.", lambda ids, config, _: np.where(ids > 0, ids, -1))
+hypotheses(
+    "TokensOutside",
+    "The tokens lie outside of the vocabulary.",
+    lambda ids, config, limit: ids + config.target_vocab_size,
+)
+search("GreedyForBeam", "Beam search is greedy search.", lambda ids, limit, beam, alpha: (ids, limit, 1, alpha))
+search("NoLengthPenalty", "There is no length penalty.", lambda ids, limit, beam, alpha: (ids, limit, beam, 0.0))
+search("NoLimit", "The limit is exceeded.", lambda ids, limit, beam, alpha: (ids, 2 * limit, beam, alpha))
+search(
+    "PaddingSearched",
+    "The padding of the source is attended to.",
+    lambda ids, *rest: (np.where(ids == 0, 5, ids), *rest),
+)

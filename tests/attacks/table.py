@@ -1,0 +1,124 @@
+"""The table of attacks: each is run through what a user runs, and has to come to what is expected of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+
+from attacks import calls, folders, offers, options, processes, stages, values
+from attacks.attack import FAILS, INCOMPLETE, PORT, PORTS, TOLERATED, Attack
+from transformer_parity.engine.system.machine import processors
+from transformer_parity.transformer.cases.case import STAGES
+from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.check.one_port import Job
+from transformer_parity.transformer.check.processes import Outcome as Processes
+from transformer_parity.transformer.check.processes import run_all
+from transformer_parity.transformer.check.selection import Selection
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Finding, failure
+from transformer_parity.transformer.compare.verdict import Verdict
+from transformer_parity.transformer.ports.user import PluginPort
+
+VERDICTS = {0: TOLERATED, 1: FAILS, 2: FAILS, 3: INCOMPLETE}  # by exit code
+PARTS = [module.__name__ for module in (values, calls, offers, stages, processes)]
+FAMILIES = {PORT: "Through a port", "files": "Through golden vectors", "options": "Through options"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an attack came to.
+
+    Attributes:
+        family: How the attack reaches the comparison.
+        name: The attack.
+        expected: What it has to come to.
+        got: What it came to.
+        is_as_expected: Whether this is what was expected.
+        said: The first finding that is no agreement, or the last lines that were printed.
+    """
+
+    family: str
+    name: str
+    expected: str
+    got: str
+    is_as_expected: bool
+    said: str
+
+    to_dict = asdict  # the fields as plain values
+
+
+def table() -> tuple[Attack, ...]:
+    """Return every attack."""
+    ports = sorted(PORTS, key=lambda attack: PARTS.index(attack.plant.partition(":")[0]))
+    return (*ports, *folders.FOLDERS, *options.OPTIONS)
+
+
+def possible() -> list[Attack]:
+    """Return every attack that needs nothing but what is installed."""
+    return [attack for attack in table() if all(find_spec(module) for module in attack.needs)]
+
+
+def trials(attacks: Iterable[Attack] | None = None) -> Iterator[Outcome]:
+    """Run some attacks, or all that are possible: those with processes of their own beside the others."""
+    chosen = possible() if attacks is None else list(attacks)
+    with warnings.catch_warnings(), ThreadPoolExecutor(processors()) as pool:  # around all threads: they share filters
+        warnings.simplefilter("ignore")  # of overflows, which are planted
+        futures = [pool.submit(run_attack, attack) for attack in chosen if attack.alone]
+        try:
+            yield from (run_attack(attack) for attack in chosen if not attack.alone)
+            yield from (future.result() for future in futures)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def run_attack(attack: Attack) -> Outcome:
+    """Run one attack and return what it came to."""
+    code, found = _run_port(attack) if attack.family == PORT else attack.plant()
+    said = found if isinstance(found, str) else _first(found)
+    got = VERDICTS.get(code, f"exit code {code}")
+    return Outcome(attack.family, attack.name, attack.expected, got, attack.expects(got, said), said)
+
+
+def _run_port(attack: Attack) -> tuple[int, list[Finding]]:
+    """Compare a port as `parity check --port` does, in a process of its own where it needs one."""
+    selection = Selection((), (attack.plant,), stages=attack.stages if set(attack.stages) != set(STAGES) else None)
+    found = Processes({})
+    try:
+        port = PluginPort(attack.plant)
+        cases = (attack.cases or partial(port_cases, stages=attack.stages))(port_config(port))
+        if attack.alone:
+            job = Job(attack.plant, selection.setting, tuple(cases), attack.stages)
+            for message in run_all([job], timeout=attack.timeout):
+                found.keep(message, job)
+        else:
+            found.findings += compare(cases, port, selection.setting)
+        asked = [selection.asked(port.name, cases, port.kind.dtypes)]
+    except Exception as error:  # as the process of a port does
+        found.findings.append(failure(attack.name, f"{type(error).__name__}: {error}"))
+        asked = []
+    return Verdict.of(found.findings, asked).exit_code, found.findings
+
+
+def _first(findings: Sequence[Finding]) -> str:
+    """Return the first finding that is no agreement, or else why something was skipped."""
+    for finding in findings:
+        if finding.verdict not in (AGREES, SKIPPED):
+            detail = finding.detail or f"error {finding.error:.1e}, {finding.share:.3g} times what is allowed"
+            place = " ".join(filter(None, (finding.verdict, finding.dtype, finding.case, finding.tap)))
+            return f"{place}: {detail}"
+    return "; ".join(dict.fromkeys(finding.detail for finding in findings if finding.verdict == SKIPPED))
+
+
+def markdown() -> str:
+    """Return the table for the documentation."""
+    lines = []
+    for family, title in FAMILIES.items():
+        attacks = [attack for attack in table() if attack.family == family]
+        lines += [f"### {title}", "", "| attack | what it does | expected |", "|---|---|---|"]
+        lines += [f"| `{attack.name}` | {attack.what} | {attack.expected} |" for attack in attacks]
+        lines.append("")
+    return "\n".join(lines)

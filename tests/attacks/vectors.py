@@ -1,0 +1,133 @@
+"""Golden vectors as dictionaries, so that they can be altered in every way in which files can."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+from numpy import ndarray
+
+from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.golden.produce import compute, golden_cases
+from transformer_parity.transformer.golden.vectors import DTYPES
+from transformer_parity.transformer.golden.writer import write
+from transformer_parity.transformer.ports.registry import PORTS
+
+MANIFEST = "manifest.json"
+Tensors = dict[str, ndarray]
+
+
+@dataclass
+class Vectors:
+    """One model's golden vectors.
+
+    Attributes:
+        manifest: What stands in the manifest; checksums, dtypes and shapes are filled in when it is written.
+        files: The tensors of each file, by its path.
+        metadata: What else each file holds.
+    """
+
+    manifest: dict[str, Any]
+    files: dict[str, Tensors]
+    metadata: dict[str, dict[str, str] | None]
+
+    @classmethod
+    def read(cls, folder: Path) -> Vectors:
+        """Read a folder."""
+        vectors = cls(json.loads((folder / MANIFEST).read_text("utf-8")), {}, {})
+        for record in vectors.records():
+            with safetensors.safe_open(folder / record["file"], "numpy") as file:
+                # A file does not keep the order of its tensors, the manifest does.
+                tensors = {entry["name"]: file.get_tensor(entry["name"]) for entry in record["tensors"]}
+                vectors.files[record["file"]], vectors.metadata[record["file"]] = tensors, file.metadata()
+        return vectors
+
+    def write(self, folder: Path) -> None:
+        """Write a folder, with the checksums, dtypes and shapes of what is written."""
+        for record in self.records():
+            tensors = {name: np.array(array, order="C") for name, array in self.files[record["file"]].items()}
+            content = safetensors.numpy.save(tensors, self.metadata[record["file"]])
+            path = folder / record["file"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            shapes = [{"name": name, "dtype": x.dtype.name, "shape": list(x.shape)} for name, x in tensors.items()]
+            record.update(sha256=hashlib.sha256(content).hexdigest(), tensors=shapes)
+        (folder / MANIFEST).write_text(json.dumps(self.manifest), "utf-8")
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return what the manifest holds of every file."""
+        cases = self.manifest["cases"]
+        outputs = [record for case in cases for record in case["outputs"].values()]
+        return [self.manifest["weights"], *(case["inputs"] for case in cases), *outputs]
+
+    def case(self, name: str) -> dict[str, Any]:
+        """Return what the manifest holds of a case."""
+        return next(case for case in self.manifest["cases"] if case["name"] == name)
+
+    def keep(self, *names: str) -> None:
+        """Drop all cases but some."""
+        self.manifest["cases"] = [self.case(name) for name in names]
+
+    def inputs(self, case: str) -> Tensors:
+        """Return the inputs of a case."""
+        return self.files[self.case(case)["inputs"]["file"]]
+
+    def outputs(self, case: str = "", dtype: str = "") -> list[Tensors]:
+        """Return the outputs of a case, or of all, in a dtype, or in all."""
+        return [
+            self.files[record["file"]]
+            for entry in self.manifest["cases"]
+            for name, record in entry["outputs"].items()
+            if case in ("", entry["name"]) and dtype in ("", name)
+        ]
+
+    def alter(self, change: Callable[[ndarray], Any], case: str = "", dtype: str = "", only: str = "") -> None:
+        """Change the floating-point outputs of a case, or of all, in a dtype, or in all; or one of them."""
+        for tensors in self.outputs(case, dtype):
+            for name, array in tensors.items():
+                if array.dtype.kind == "f" and only in ("", name):
+                    tensors[name] = np.asarray(change(array))
+
+    def drop(self, is_dropped: Callable[[str], bool], case: str = "", dtype: str = "") -> None:
+        """Drop outputs by their names."""
+        for tensors in self.outputs(case, dtype):
+            for name in [name for name in tensors if is_dropped(name)]:
+                del tensors[name]
+
+
+@cache
+def _truth() -> Vectors:
+    cases = golden_cases(tiny("paper_base", d_k=None, d_v=None))
+    computed, left_out = compute(PORTS["numpy"], cases, DTYPES, "cpu", lambda doing: None)
+    with tempfile.TemporaryDirectory() as folder:
+        config, weights = cases[0].config, cases[0].load_weights()
+        write(Path(folder), {"name": "numpy"}, config, weights, computed, DTYPES, left_out)
+        return Vectors.read(Path(folder))
+
+
+def truth() -> Vectors:
+    """Return what the reference computes."""
+    return copy.deepcopy(_truth())
+
+
+def computed() -> Vectors:
+    """Return what a sound port computes: everything is within rounding, and no number but zero is quite the same."""
+    vectors = truth()
+    vectors.manifest["producer"] = {"name": "mine"}
+    vectors.alter(rounded)
+    return vectors
+
+
+def rounded(array: ndarray) -> ndarray:
+    """Return an array with every number but zero replaced by the next larger one."""
+    return np.where(array == 0.0, array, np.nextafter(array, array.dtype.type(np.inf)))

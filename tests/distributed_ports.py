@@ -1,0 +1,295 @@
+"""Known mistakes of training on several devices in the ports: those that users of each framework can make.
+
+In PyTorch each process has a copy, or a part, of its own; in TensorFlow a strategy has them. JAX divides a whole
+program, and leaves no such mistakes to make until the parts are written out by ``shard_map``, which is planted first.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from transformer_parity.transformer.compare.training_outputs import LOSS
+from transformer_parity.transformer.mistakes.distributed import BIAS, FIRST_NORM, MASKS, OTHER, planted, run
+from transformer_parity.transformer.mistakes.mistake import Edit, table
+
+in_torch, in_jax, in_tf = (partial(planted, port=port) for port in ("torch", "jax", "tf"))
+
+AVERAGED = "all gradients: averaged over the shares after the division by the number of tokens (0.5, 0.5)"
+MEANS = "each share divided by its own tokens, then averaged: a mean of means"
+TWICE = "all gradients: reduced twice (2, 2)"
+ALONE = " alone: not reduced"  # of either share: each device has its own
+COPIES_COUNT = "its norm 1.41421 times what it should be: every tensor counts 2 times"
+
+# --- PyTorch ---
+
+REDUCED = "dist.all_reduce(bucket.buffer(), group=group, async_op=True)"
+SUMMED = "return future.then(lambda done: done.value()[0])"
+FACTOR = "module.set_gradient_divide_factor(1.0)"
+COPIED = "parameter.data.copy_(distribute_tensor(parameter.data, whole, [Replicate()] * whole.ndim).to_local())"
+COPIES = "copies = DistributedDataParallel(model,"
+HOOKED = "copies.register_comm_hook(group, _sum)\n"
+OWN_ROWS = "yield tuple(ids[each] for ids in padded)"
+OWN_WIDTH = "ids[each, : int((ids[each] != self.pad_id).any(0).sum().clamp(min=1))]"
+OF_SHARE = "total, _ = self._loss(self.share.module, part, config)"
+DIVIDED = "            loss = total / tokens.clamp(min=1)\n"
+NORM = "norm = global_norm(gradient)"
+OWN_NORM = "global_norm([g.to_local() for g in gradient])"
+
+IN_TORCH = table(
+    {
+        run("data=2"): {
+            "the engine's own mean": in_torch(
+                "all gradients: averaged over the shares after the division by the number of tokens (0.5, 0.5)",
+                ("parallel", SUMMED, f"{SUMMED[:-1]} / group.size())"),
+            ),
+            "mean of means": in_torch(
+                "all gradients: each share divided by its own tokens, then averaged: a mean of means (0.5741, 3.875)",
+                ("training", OF_SHARE, OF_SHARE.replace("_", "own", 1)),
+                ("training", DIVIDED, DIVIDED.replace("tokens.clamp(min=1)", "own.clamp(min=1) / self.plan.shares")),
+            ),
+            "reduced twice": in_torch(
+                "all gradients: reduced twice (2, 2)", ("parallel", SUMMED, f"{SUMMED[:-1]} * group.size())")
+            ),
+            "no reduction": in_torch(
+                ALONE,
+                ("parallel", REDUCED, REDUCED.replace("buffer()", "buffer().clone()")),
+                ("parallel", SUMMED, "return future.then(lambda done: bucket.buffer())"),
+            ),
+            "past the engine": in_torch(ALONE, ("training", OF_SHARE, OF_SHARE.replace("share.module", "model"))),
+            "one tensor left out": in_torch(
+                f"the gradient of {BIAS}: that of share ",
+                (
+                    "parallel",
+                    COPIES,
+                    "ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model\n"
+                    f'        ignore(model, ["{BIAS}"])\n        {COPIES}',
+                ),
+            ),
+            "reduced in float32": in_torch(
+                "all gradients: right but for rounding, reduced in float32",
+                ("parallel", REDUCED, REDUCED.replace("buffer()", "buffer().copy_(bucket.buffer().float())")),
+            ),
+            "same rows everywhere": in_torch(
+                "all gradients: the rows of share 0 on all devices (2, 0)",
+                ("parallel", "[:, self.index, :, 0]", "[:, 0, :, 0]"),
+            ),
+            "other weights": in_torch(
+                OTHER,
+                ("parallel", COPIED, "parameter.data.add_(0.01 * dist.get_rank())"),
+                ("parallel", COPIES, f"{COPIES} init_sync=False,"),
+            ),
+            "buffers apart": in_torch(
+                f"all gradients: {OTHER}",
+                (
+                    "parallel",
+                    HOOKED,
+                    f"{HOOKED}        for each in model.buffers():\n            each.add_(0.01 * dist.get_rank())\n",
+                ),
+            ),
+        },
+        run("fsdp=2"): {
+            "averaged in the layers": in_torch(
+                "the gradients of the layers: averaged over the shares after the division by the number of tokens",
+                ("parallel", FACTOR, f"{FACTOR} if module is model else None"),
+            ),
+        },
+        run("data=2", case="dropout"): {
+            "masks of the first share": in_torch(
+                MASKS, ("parallel", "(self.index * own.shape[1], len", "(0 * own.shape[1], len")
+            ),
+            "each process as wide as its own longest sentence": in_torch(
+                MASKS, ("parallel", OWN_ROWS, OWN_ROWS.replace("ids[each]", OWN_WIDTH))
+            ),
+        },
+        run("data=2", "", "checkpointing"): {
+            "reentrant checkpoints": in_torch(  # whose parameters are taken for unused
+                "Expected to mark a variable ready only once",
+                ("encoder", "use_reentrant=False", "use_reentrant=True"),
+                ("decoder", "use_reentrant=False", "use_reentrant=True"),
+                ("parallel", COPIES, f"{COPIES} find_unused_parameters=True,"),
+            ),
+        },
+        run("data=2", FIRST_NORM): {
+            "norm counts copies": in_torch(
+                "its norm 1.41421 times what it should be: every tensor counts 2 times",
+                ("training", NORM, f"{NORM} * self.plan.shares**0.5"),
+            ),
+        },
+        run("fsdp=2", FIRST_NORM): {
+            "norm of the own part": in_torch(
+                "times what it should be: each device has that of its own part",
+                ("training", NORM, f"norm = {OWN_NORM}"),
+            ),
+        },
+        run("fsdp=2", f"step 2 {LOSS}"): {
+            "clipped by the norm of the own part": in_torch(
+                "its norm are right: what follows differs, as by this mistake: clipped by the norm of each part",
+                ("training", "clip_factor(norm", f"clip_factor({OWN_NORM}"),
+            ),
+        },
+    }
+)
+
+# --- JAX ---
+
+DIFFERENTIATE = "differentiate = jax.value_and_grad(partial(_loss_with_dropout, structure, settings), has_aux=True)"
+BY_SHARES = "differentiate = _on_each(structure, settings)"
+SHARES = """
+
+def _on_each(structure, settings):
+    alone = _Structure(structure.graph, structure.state, structure.config, None)
+    differentiate = jax.value_and_grad(partial(_loss_with_dropout, alone, settings), has_aux=True)
+    whole, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+
+    def on_each(parameters, part, key):
+        (total, tokens), gradient = differentiate(parameters, part, key)
+        REDUCED
+        return (total, tokens), gradient
+
+    specs = whole, rows, whole
+    return jax.shard_map(on_each, mesh=structure.mesh, in_specs=specs, out_specs=whole, check_vma=False)
+
+
+def _loss_with_dropout("""
+SUM_OF_ALL = "total, tokens, gradient = jax.lax.psum((total, tokens, gradient), 'data')"
+SUM_OF_LOSS = "total, tokens = jax.lax.psum((total, tokens), 'data')"
+JAX_NORM = "norm = global_norm(gradient) / count"
+
+
+def on_each(*reduced: str, rows: str = "whole, rows, whole") -> list[Edit]:
+    """Return edits that compute each device's rows apart, and reduce what they give in these lines."""
+    text = SHARES.replace("REDUCED", "\n        ".join(reduced)).replace("whole, rows, whole", rows)
+    return [
+        ("training", "\n\ndef _loss_with_dropout(", text),
+        ("training", f"    {DIFFERENTIATE}\n\n    def add_slice", f"    {BY_SHARES}\n\n    def add_slice"),
+    ]
+
+
+IN_JAX = table(
+    {
+        run("data=2", case="shallow"): {
+            "no psum": in_jax(f"all gradients: that of share 0{ALONE}", *on_each(SUM_OF_LOSS)),
+            "pmean": in_jax(AVERAGED, *on_each(SUM_OF_LOSS, "gradient = jax.lax.pmean(gradient, 'data')")),
+            "psum twice": in_jax(TWICE, *on_each(SUM_OF_ALL, "gradient = jax.lax.psum(gradient, 'data')")),
+            "mean of means": in_jax(
+                f"all gradients: {MEANS} (0.5741, 3.875)",
+                *on_each(
+                    "own, tokens = jnp.maximum(tokens, 1), jax.lax.psum(tokens, 'data')",
+                    "mean = jax.tree.map(lambda x: x / own * tokens, (total, gradient))",
+                    "total, gradient = jax.lax.pmean(mean, 'data')",
+                ),
+            ),
+            "table without psum": in_jax(
+                "the gradient of source_embedding.table: that of share ",
+                *on_each(
+                    "own = gradient['source_embedding.table']",
+                    SUM_OF_ALL,
+                    "gradient['source_embedding.table'] = own",
+                ),
+            ),
+            "clipped before the psum": in_jax(
+                "all gradients: each share clipped by its own norm before the sum",
+                *on_each(
+                    "own = settings.clip_norm / global_norm(gradient)",
+                    "gradient = jax.tree.map(lambda x: x * own, gradient)",
+                    SUM_OF_ALL,
+                ),
+            ),
+            "reduced in bfloat16": in_jax(
+                "all gradients: right but for rounding, reduced in bfloat16",
+                *on_each(
+                    "gradient = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), gradient)", SUM_OF_ALL
+                ),
+            ),
+            "same rows everywhere": in_jax(
+                "a step counts 54 target tokens, not 31; all gradients: the rows of share 0 on all devices (1.148, 0)",
+                ("parallel", "parts.__getitem__)", "lambda index: parts[: len(parts) // 2])"),
+            ),
+        },
+        run("data=2", "step 1 tokens", "shallow"): {
+            "all rows everywhere": in_jax(
+                "a step counts 62 target tokens, not 31; the gradient is right: all devices have all rows",
+                *on_each(SUM_OF_ALL, rows="whole, whole, whole"),
+            ),
+        },
+        run("data=2", FIRST_NORM, "shallow"): {
+            "norm counts copies": in_jax(
+                COPIES_COUNT, ("training", JAX_NORM, f"{JAX_NORM} * structure.mesh.size**0.5")
+            ),
+        },
+        run("fsdp=2", "what is divided", "shallow"): {
+            "partition specs without fsdp": in_jax(
+                "a device must hold about 50% of all numbers: one holds 100%",
+                ("parallel", 'axes[axis] = "fsdp"', "axes[axis] = None"),
+            ),
+        },
+        run("data=2", case="shallow dropout"): {
+            "one key for all shares": in_jax(MASKS, *on_each(SUM_OF_ALL)),
+        },
+    }
+)
+
+# --- TensorFlow ---
+
+ALL_REDUCED = 'total, *gradient = context.all_reduce("SUM", [total, *gradient])'
+TOKENS = 'tokens = context.all_reduce("SUM", tokens)'
+TOTAL_ALONE = 'total = context.all_reduce("SUM", total)'
+SUMMED_SLICE = "return summed(self, self._gradient_of_slice(batch, random_bits[0]))"
+TF_NORM = "norm = global_norm([*gradient.values()]) / count"
+
+IN_TF = table(
+    {
+        run("data=2", case="shallow"): {
+            "no reduction": in_tf(ALONE, ("parallel", ALL_REDUCED, TOTAL_ALONE)),
+            "the strategy's mean": in_tf(AVERAGED, ("parallel", ALL_REDUCED, ALL_REDUCED.replace("SUM", "MEAN"))),
+            "mean of means": in_tf(
+                f"all gradients: {MEANS} (0.5741, 3.875)",
+                (
+                    "parallel",
+                    TOKENS,
+                    f"own = tf.cast(tf.maximum(tokens, 1), total.dtype)\n    {TOKENS}\n"
+                    "    scale = tf.cast(tokens, own.dtype) / own\n"
+                    "    total, *gradient = tf.nest.map_structure(lambda x: x * scale, [total, *gradient])",
+                ),
+                ("parallel", ALL_REDUCED, ALL_REDUCED.replace("SUM", "MEAN")),
+            ),
+            "reduced twice": in_tf(
+                TWICE,
+                ("parallel", ALL_REDUCED, f'{ALL_REDUCED}\n    gradient = context.all_reduce("SUM", gradient)'),
+            ),
+            "clipped before the sum": in_tf(
+                "all gradients: each share clipped by its own norm before the sum",
+                (
+                    "training",
+                    SUMMED_SLICE,
+                    "total, tokens, own = self._gradient_of_slice(batch, random_bits[0])\n"
+                    "            clipped, _ = tf.clip_by_global_norm([*own.values()], self.settings.clip_norm)\n"
+                    "            return summed(self, (total, tokens, dict(zip(own, clipped, strict=True))))",
+                ),
+            ),
+            "same rows everywhere": in_tf(
+                "a step counts 54 target tokens, not 31; all gradients: the rows of share 0 on all devices (1.148, 0)",
+                ("parallel", "lambda x: x[share], parts", "lambda x: x[0], parts"),
+            ),
+        },
+        run("data=2", FIRST_NORM, "shallow"): {
+            "norm counts copies": in_tf(COPIES_COUNT, ("training", TF_NORM, f"{TF_NORM} * self.plan.shares**0.5")),
+        },
+        run("data=2", "", "shallow"): {
+            "moments outside the scope": in_tf(
+                "build it in the scope of the mesh",
+                ("training", "if mesh is None else mesh.scope():", "if mesh is None else placed(None):"),
+            ),
+        },
+        run("data=2", case="shallow dropout"): {
+            "masks of the first share": in_tf(MASKS, ("parallel", "own_rows(share, trainer", "own_rows(0, trainer")),
+        },
+    }
+)
+
+MISTAKES = {"torch": IN_TORCH, "jax": IN_JAX, "tf": IN_TF}
+APART = {  # those with which copies are
+    "torch": ("no reduction", "past the engine", "one tensor left out", "other weights"),
+    "jax": ("no psum", "table without psum"),
+    "tf": ("no reduction",),
+}

@@ -1,0 +1,58 @@
+"""Processor time and peak memory of importing a checkpoint of 75 or 600 million parameters.
+
+Usage: ``python -m transformer_bench.import_checkpoint 75 FOLDER``. The checkpoint, with random weights, is written to
+the folder in a process of its own, so that this one measures reading and saving alone.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SIZES = {
+    "75": {"preset": "marian", "vocab_size": 58101, "d_model": 512, "d_ff": 2048, "num_heads": 8, "layers": 6},
+    "600": {"preset": "m2m_100", "vocab_size": 256206, "d_model": 1024, "d_ff": 4096, "num_heads": 16, "layers": 12},
+}
+
+
+def write(size: str, folder: Path) -> None:
+    """Write a Hugging Face folder with random weights."""
+    import reference_numpy as ref
+    from transformer_parity.apps.checkpoints.importer import export_checkpoint, load
+
+    fields = dict(SIZES[size])
+    vocab_size, layers = fields.pop("vocab_size"), fields.pop("layers")
+    sizes = {"source_vocab_size": vocab_size, "target_vocab_size": vocab_size}
+    depths = {"num_encoder_layers": layers, "num_decoder_layers": layers}
+    config = ref.TransformerConfig.preset(fields.pop("preset"), **sizes, **depths, **fields)
+    weights = ref.init_weights(config, seed=0)
+    ref.save_weights(folder / "model.safetensors", config, weights, dtype="float32")
+    export_checkpoint(load(folder / "model.safetensors"), "hf", folder / "hf")
+
+
+def main() -> None:
+    """Write the checkpoint, or measure."""
+    size, folder = sys.argv[1], Path(sys.argv[2])
+    if sys.argv[3:] == ["write"]:
+        write(size, folder)
+        return
+    folder.mkdir()
+    subprocess.run([sys.executable, __file__, size, folder, "write"], check=True)
+    from transformer_parity.apps.checkpoints.importer import import_checkpoint, save
+
+    times = [time.process_time()]
+    imported = import_checkpoint(folder / "hf")
+    times.append(time.process_time())
+    save(folder / "imported.safetensors", imported)
+    times.append(time.process_time())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    parameters = sum(array.size for array in imported.weights.values()) / 1e6
+    print(f"{parameters:.0f} M parameters: read in {times[1] - times[0]:.1f} s, saved in {times[2] - times[1]:.1f} s")
+    print(f"of processor time, with a peak of {peak:.2f} GB of memory")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Time an import, in a process that has imported next to nothing: neither does this module."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformer_parity.engine.system.messages import Parent
+
+
+def work(parent: Parent) -> None:
+    """Receive the names of modules, import them, and send the seconds that it took."""
+    names: list[str] = parent.receive()
+    start = time.perf_counter()
+    for name in names:
+        importlib.import_module(name)
+    parent.send(time.perf_counter() - start)

@@ -1,0 +1,95 @@
+"""The matrix products of a work, and a baseline that takes nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy import ndarray
+
+import reference_numpy as ref
+from reference_numpy.functional import FEW_ROWS
+from transformer_bench.rounds import Participant
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product.
+
+    Attributes:
+        left: The shape of the left operand, [..., rows, inner].
+        right: The shape of the right one, [..., inner, columns].
+        operand: The name of the right one; under the same name it lies in the same place.
+        transposed: Which operand is taken transposed from where it lies: ``left``, ``right``, or neither.
+    """
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    operand: str
+    transposed: str = ""
+
+    @property
+    def operations(self) -> int:
+        """Its additions and multiplications."""
+        return 2 * math.prod(self.left) * self.right[-1]
+
+    def backward(self) -> Iterator[Product]:
+        """Yield the products that pass the gradient of the result on to both operands."""
+        *outer, rows, inner = self.left
+        columns = self.right[-1]
+        back = "" if self.transposed == "right" else "right"
+        yield Product((*outer, rows, columns), (*outer, columns, inner), self.operand, back)
+        yield Product((*outer, inner, rows), (*outer, rows, columns), f"{self.operand} gradient", "left")
+
+
+class HasProducts(Protocol):
+    """A work whose matrix products are listed."""
+
+    def products(self) -> Iterator[Product]:
+        """Yield every matrix product, in order."""
+
+
+@dataclass
+class Products(Participant):
+    """The matrix products of the work through NumPy, and nothing else: what ``reference_numpy`` cannot beat."""
+
+    name: str = "products"
+
+    has_result = False
+
+    def prepare(self) -> dict[str, str]:
+        """Return NumPy's version and its matrix library."""
+        return ref.describe()
+
+    def load(self, work: HasProducts, weights: Path) -> None:
+        """Lay out operands of random numbers: what is of one name, such as a growing cache, in one place."""
+        products, rng = list(work.products()), np.random.default_rng(0)
+
+        def random(shape: tuple[int, ...], *, transposed: bool) -> ndarray:
+            *outer, rows, columns = shape
+            if transposed:
+                return rng.standard_normal((*outer, columns, rows), np.float32).mT
+            return rng.standard_normal((*outer, rows, columns), np.float32)
+
+        largest: dict[tuple[str, bool], tuple[int, ...]] = {}
+        for product in products:
+            place = product.operand, product.transposed == "right"
+            largest[place] = tuple(map(max, product.right, largest.get(place, product.right)))
+        right = {place: random(shape, transposed=place[1]) for place, shape in largest.items()}
+        kinds = {(product.left, product.transposed == "left") for product in products}
+        left = {kind: random(kind[0], transposed=kind[1]) for kind in kinds}
+        self._pairs = []
+        for product in products:
+            a = left[product.left, product.transposed == "left"]
+            b = right[product.operand, product.transposed == "right"][..., : product.right[-2], : product.right[-1]]
+            swapped = product.transposed == "right" and a.ndim == 2 and len(a) <= FEW_ROWS  # as `linear` does
+            self._pairs.append((b.T, a.T) if swapped else (a, b))
+
+    def run(self) -> None:
+        """Take all products."""
+        for left, right in self._pairs:
+            left @ right

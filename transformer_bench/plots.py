@@ -1,0 +1,120 @@
+"""The pictures of ``parity bench``: one bar for each participant, or one line for each over a size that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformer_bench.measurements import (
+    Entry,
+    Spread,
+    at_sizes,
+    exponents,
+    median_seconds,
+    ratio,
+    work_bytes,
+)
+from transformer_parity.engine.style import BACKENDS, GOOD, GREY, OTHERS
+from transformer_parity.transformer.ports.registry import PORTS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MEBI = 2**20
+OURS = {*PORTS, *(port.package for port in PORTS.values())}  # the first word of a name
+
+
+def place_of(machine: Mapping[str, Any]) -> str:
+    """Return the machine in a few words."""
+    return f"{machine['processor']}, {machine['cpus']} processors"
+
+
+def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entry | None, machine: str) -> Figure:
+    """Draw medians as bars, the fastest on top, and the lowest and highest time as a line.
+
+    Args:
+        title: Of the work.
+        details: Its sizes.
+        entries: Those that have times.
+        against: The entry whose time is the unit; None prints no multiples.
+        machine: In a few words.
+    """
+    from matplotlib.figure import Figure
+
+    ordered = sorted(entries, key=lambda entry: (not entry.has_result, Spread.of(entry.seconds).median))
+    figure = Figure(figsize=(8.0, 1.5 + 0.4 * len(ordered)), layout="constrained")
+    axes = figure.subplots()
+    for place, entry in enumerate(ordered):
+        times = Spread.of([1e3 * seconds for seconds in entry.seconds])
+        colour = GREY if not entry.has_result else GOOD if entry.name.split()[0] in OURS else OTHERS
+        axes.barh(place, times.median, color=colour, height=0.65)
+        axes.plot([times.low, times.high], [place, place], color="black", linewidth=1)
+        text = f"  {times.median:,.0f} ms"
+        if against is not None and entry is not against:
+            text += f", {ratio(entry, against).median:.2f} times {against.name}"
+        axes.text(max(times.high, times.median), place, text, va="center", fontsize=8)
+    axes.set_yticks(range(len(ordered)), [entry.name for entry in ordered])
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_xlabel("milliseconds; line: lowest to highest of the rounds")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_title(f"{title}\n", loc="left", fontsize=10, fontweight="bold")
+    axes.annotate(
+        details, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=8, color=GREY, annotation_clip=False
+    )
+    note = machine
+    if any(entry.has_result and entry.name.split()[0] not in OURS for entry in ordered):
+        note += ". Light: other implementations."
+    if any(not entry.has_result for entry in ordered):
+        note += ". Grey: without a result."
+    figure.supxlabel(note, fontsize=8, color=GREY)
+    return figure
+
+
+def draw_growth(
+    title: str, details: str, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]], machine: str
+) -> Figure:
+    """Draw time and memory over a size that grows, one line for each participant, both axes logarithmic.
+
+    Args:
+        title: Of the work.
+        details: Its other sizes.
+        axis: The size that grows.
+        values: Its values.
+        results: The entries at each value, in the same order.
+        machine: In a few words.
+    """
+    from matplotlib.figure import Figure
+
+    has_memory = any(entry.work_bytes for entries in results for entry in entries if entry.is_timed)
+    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+    time_axes, *others = figure.subplots(1, 2 if has_memory else 1, squeeze=False)[0]
+    for name, steepness in exponents(values, results).items():
+        timed = [entry for entries in results for entry in entries if entry.name == name and entry.is_timed]
+        style: dict[str, Any] = {"marker": "o", "markersize": 3}
+        if name in BACKENDS:
+            style["color"] = BACKENDS[name]
+        if not any(entry.has_result for entry in timed):
+            style |= {"color": GREY, "linestyle": "--"}
+        for axes, kind, measure, unit in (
+            (time_axes, "seconds", median_seconds, 1e3),
+            *((axes, "work_bytes", work_bytes, 1 / MEBI) for axes in others),
+        ):
+            measured = at_sizes(name, results, measure)
+            drawn = {value: unit * number for value, number in zip(values, measured, strict=False) if number}
+            if drawn:
+                fitted = steepness[kind]
+                label = name if fitted is None else f"{name}: {fitted:.2f}"
+                axes.plot(list(drawn), list(drawn.values()), label=label, **style)
+    labels = "milliseconds", "MiB beyond what was held before the first call"
+    for axes, label in zip((time_axes, *others), labels, strict=False):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(list(values), [f"{value:,}" for value in values])
+        axes.set_xlabel(axis)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, title="with the exponent of its growth", title_fontsize=8)
+    figure.suptitle(f"{title}\n{details}", fontsize=9)
+    figure.supxlabel(machine, fontsize=8, color=GREY)
+    return figure

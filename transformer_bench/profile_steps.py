@@ -1,0 +1,239 @@
+"""Where the time of a forward pass, a training step or a search goes: the share of each kind of work.
+
+Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The work is that of ``parity bench``,
+after two calls that are not counted. NumPy is profiled by Python's ``cProfile``, by processor time: a function is of one
+kind (``linear``, ``layer_norm``), and what it calls is its own, unless that has a kind too. PyTorch is profiled by
+``torch.profiler``, operation by operation. JAX and TensorFlow are profiled by their own profilers, by what XLA has made
+of the program, and TensorFlow's training step by the operations of its graph: in both, attention's products are
+products like others. XLA leaves sums as well as products to its library YNN; those without a product are named
+``sum_fusion``. The rest is Python's. ``--form compiled`` is the form that ``parity bench --peers`` times beside the
+usual one, and ``--largest 20`` also prints names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+THREADS = (  # read at the first import
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PJRT_NPROC"),
+    *("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"),
+)
+REST = "residual sums, masks and Python"
+LOOPS = "other loops: sums, normalization, softmax, activations, optimizer"
+PROGRAMS = "PROFILED_PROGRAMS"  # names the folder that XLA writes what it compiles to
+WARM = 2  # calls before those that count: the first compiles
+Names = Mapping[str, float]  # the seconds of each function or operation
+
+XLA = {
+    r"^(ynn_|dot|\w*dot_general|[Mm]at[Mm]ul)": "products",
+    r"gather|scatter|dynamic|concatenate": "indexing",
+    r"^(\w*_)?(copy|transpose)(_bitcast)?_fusion|^copy|^transpose": "copies and transposes",
+    r"_fusion$|^wrapped_|reduce|broadcast": LOOPS,
+}
+KINDS = {  # by what is found in a name, the first that fits
+    "numpy": {
+        r"^linear": "linear layers",
+        r"scaled_dot_product|KeyValueCache|^append|^reorder": "attention",
+        r"^(relu|gelu|gelu_tanh|swish)": "activations",
+        r"^layer_norm": "normalization",
+        r"^cross_entropy": "loss",
+        r"^update|^global_norm": "optimizer",
+        r"^lookup|^token_embedding|^embed": "embedding",
+        r"^_next_log_probabilities|^step": "choice of tokens",
+    },
+    "torch": {
+        r"reorder_linear_weight": "weights laid out for few rows",
+        r"scaled_dot_product|^aten::bmm|^aten::baddbmm": "attention",
+        r"log_softmax|nll_loss|cross_entropy": "loss, or choice of tokens",
+        r"addmm|::mm$|linear|mkl": "linear layers",
+        r"^aten::(max|argmax|sort|topk|amax)$": "loss, or choice of tokens",
+        r"layer_norm": "normalization",
+        r"silu|relu|gelu|sigmoid": "activations",
+        r"adam|vector_norm|foreach": "optimizer",
+        r"embedding|index_put": "embedding",
+        r"copy_|clone|::cat$|::fill_$|zero_": "copies and zeros",
+    },
+    "tf": {
+        r"MatMul": "products",
+        r"LogSoftmax|CrossEntropy": "loss",
+        r"ResourceApply|^L2Loss|^AssignSub|^Assign": "optimizer",
+        r"Gather|Segment|Scatter|Concat|Slice|^Pad": "indexing",
+        r"^(_Mkl)?(Transpose|BroadcastTo|Tile|ZerosLike|Fill|Cast)$": "copies and transposes",
+        **XLA,
+        r"^(?!Python)(_Mkl)?[A-Z]": LOOPS,
+    },
+    "jax": XLA,
+}
+
+
+def numpy_names(run: Callable[[], Any], calls: int) -> Names:
+    """Return the processor time of each function that has a kind; what it calls counts as its own."""
+    profile = cProfile.Profile(time.process_time)
+    for _ in range(calls):
+        profile.runcall(run)
+    found: Counter[str] = Counter()
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+
+    def give(function: tuple[str, int, str], seconds: float, above: frozenset[Any]) -> None:
+        """Add seconds to a function, or to its callers, by the part of its time that each of them caused."""
+        callers = {caller: of[2] for caller, of in stats[function][4].items() if caller not in above}
+        whole = sum(callers.values())
+        if kind_of("numpy", function[2]) != REST or not whole:
+            found[function[2]] += seconds
+            return
+        for caller, part in callers.items():
+            give(caller, seconds * part / whole, above | {function})
+
+    for function, (_, _, own, _, _) in stats.items():
+        if own:
+            give(function, own, frozenset())
+    return found
+
+
+def torch_names(run: Callable[[], Any], calls: int) -> Names:
+    """Return the time of each operation, without those it calls; the rest of the time is Python's."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        whole = time.perf_counter() - start
+    names = {event.key: event.self_cpu_time_total / 1e6 for event in found.key_averages()}
+    return {**names, "Python": max(0.0, whole - sum(names.values()))}
+
+
+def jax_names(run: Callable[[], Any], calls: int) -> Names:
+    """Return the time of each instruction of XLA's program by its name without a number; the rest is Python's."""
+    import jax
+
+    return traced(jax.profiler.trace, run, calls)
+
+
+def tf_names(run: Callable[[], Any], calls: int) -> Names:
+    """Return the time of each instruction of XLA's programs, and of each type of operation elsewhere."""
+    import tensorflow as tf
+
+    return traced(tf.profiler.experimental.Profile, run, calls)
+
+
+def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[], Any], calls: int) -> Names:
+    """Return the times in a trace; both frameworks write theirs in one format, which JAX reads.
+
+    Raises:
+        ValueError: XLA has not written what it compiled, or some times count twice.
+    """
+    from jax.profiler import ProfileData
+
+    with tempfile.TemporaryDirectory() as folder:
+        with trace(folder):
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            whole = time.perf_counter() - start
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        found = ProfileData.from_file(str(file))
+    names: Counter[str] = Counter()
+    has_product = products(Path(os.environ[PROGRAMS]))
+    for event in (event for plane in found.planes for line in plane.lines for event in line.events):
+        operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # of TensorFlow, after its place in the graph
+        stats = dict(event.stats)
+        if "hlo_op" in stats:
+            if not re.match(r"while|call|conditional", event.name):  # whose parts count
+                key = stats["hlo_module"], event.name
+                if event.name.startswith("ynn_") and key not in has_product:
+                    raise ValueError(f"XLA has not written what {event.name} of {stats['hlo_module']} is")
+                name = re.sub(r"\.\d+$", "", event.name)
+                names[name if has_product.get(key, True) else "sum_fusion"] += event.duration_ns / 1e9
+        elif operation and not re.search(r"PartitionedCall|Xla|(While|If|Case)$|inference", operation[1]):
+            names[operation[1]] += event.duration_ns / 1e9
+    if sum(names.values()) > 1.02 * whole:
+        raise ValueError(f"{sum(names.values()):.2f} s of parts in {whole:.2f} s: some count twice")
+    return {**names, "Python": max(0.0, whole - sum(names.values()))}
+
+
+def products(programs: Path) -> dict[tuple[str, str], bool]:
+    """Return whether there is a product in what XLA leaves to YNN, by the program's name and the instruction's."""
+    found: dict[tuple[str, str], bool] = {}
+    for file in programs.glob("*cpu_after_optimizations.txt"):
+        text = file.read_text()
+        (program,) = re.findall(r"^HloModule ([\w.\-]+)", text)
+        bodies = dict(re.findall(r"^%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
+        for name, body in re.findall(r"%?(ynn_fusion[\w.\-]*) = .* fusion\(.*calls=%?([\w.\-]+)", text):
+            key = program, name  # of two programs of one name, where either has a product
+            found[key] = found.get(key, False) or " dot(" in bodies[body]
+    return found
+
+
+PROFILERS: dict[str, Callable[[Callable[[], Any], int], Names]] = {
+    "numpy": numpy_names,
+    "torch": torch_names,
+    "jax": jax_names,
+    "tf": tf_names,
+}
+
+
+def kind_of(backend: str, name: str) -> str:
+    """Return the kind of work that a function or operation does."""
+    return next((kind for pattern, kind in KINDS[backend].items() if re.search(pattern, name)), REST)
+
+
+def runner(options: argparse.Namespace) -> Callable[[], Any]:
+    """Return what does the work once."""
+    import reference_numpy as ref
+    from transformer_bench.participants import FORMS, OURS
+    from transformer_bench.workload import DecodeWork, ForwardWork, TrainWork
+
+    work = {"forward": ForwardWork, "train": TrainWork, "decode": DecodeWork}[options.task](options.config)
+    participant = (FORMS if options.form else OURS)[options.task][options.backend]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        ref.save_weights(file, work.config, work.weights())
+        participant.prepare()
+        participant.load(work, file)
+    return participant.run
+
+
+def main() -> None:
+    """Print the share of each kind of work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=("forward", "train", "decode"))
+    parser.add_argument("backend", choices=PROFILERS)
+    parser.add_argument("--config", default="base", help="size of the model (default: %(default)s)")
+    parser.add_argument("--form", choices=("compiled",), help="another form of the package (default: the usual one)")
+    parser.add_argument("--calls", type=int, default=3, help="that are profiled (default: %(default)s)")
+    parser.add_argument("--largest", type=int, default=0, metavar="N", help="also print so many names")
+    options = parser.parse_args()
+    os.environ.update(dict.fromkeys(THREADS, "1"))
+    with tempfile.TemporaryDirectory() as programs:
+        flags = f"--xla_dump_to={programs} --xla_dump_hlo_as_text"
+        os.environ.update(XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}", JAX_ENABLE_COMPILATION_CACHE="false")
+        os.environ[PROGRAMS] = programs
+        run = runner(options)
+        for _ in range(WARM):
+            run()
+        names = PROFILERS[options.backend](run, options.calls)
+    whole = sum(names.values())
+    kinds: Counter[str] = Counter()
+    for name, seconds in names.items():
+        kinds[kind_of(options.backend, name)] += seconds
+    print(f"{1e3 * whole / options.calls:,.0f} ms a call, one thread")
+    for kind, seconds in kinds.most_common():
+        print(f"{seconds / whole:6.1%}  {kind}")
+    for name, seconds in Counter(names).most_common(options.largest):
+        print(f"{seconds / whole:6.1%}  {name}: {kind_of(options.backend, name)}")
+
+
+if __name__ == "__main__":
+    main()

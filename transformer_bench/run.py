@@ -1,0 +1,190 @@
+"""Run a benchmark: the participants, the rounds, and sizes that grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import reference_numpy as ref
+from transformer_bench.limit import LibraryEntry, Limit, libraries, limit_of
+from transformer_bench.matrix_products import Products
+from transformer_bench.measurements import Entry, verdict
+from transformer_bench.participants import FORMS, OURS, TrainOnDevices, others
+from transformer_bench.rounds import Participant, Tell, run_rounds, started
+from transformer_bench.tables import costs_for_machines, describe, times_for_machines
+from transformer_bench.verify import verifier_of
+from transformer_bench.workload import Work
+from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.engine.system.machine import check_memory, processors
+from transformer_parity.transformer.compare.findings import AGREES, FAILED
+from transformer_parity.transformer.compare.verdict import EXIT_CODES
+from transformer_spec.parallel_plan import Plan
+
+Progress = Callable[[list[Entry], int], AbstractContextManager[Tell]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The participants and the rounds.
+
+    Attributes:
+        backends: Our packages, by name.
+        peers: Whether other implementations take part too, and other forms of ours.
+        threads: Of each participant.
+        rounds: Calls of each participant that are timed; 0 is only what plans cost.
+        against: The participant whose time is the unit; None is the fastest.
+        plans: Of several devices, on which our packages train too.
+    """
+
+    backends: Sequence[str]
+    peers: bool = False
+    threads: int = 1
+    rounds: int = 1
+    against: str | None = None
+    plans: Sequence[Plan] = ()
+
+    def participants(self, work: Work) -> list[Participant]:
+        """Return those that do some work, in the order of the rounds."""
+        ours: list[Participant] = []
+        for name in self.backends:
+            ours += [OURS[work.task][name], *(TrainOnDevices(name, plan, work.device) for plan in self.plans)]
+            # A dozen processes that train a model of the base size hold more than 24 GB.
+            if self.peers and name in FORMS[work.task] and (work.task != "train" or len(self.backends) == 1):
+                ours.append(FORMS[work.task][name])
+        return [*ours, *others(work), Products()] if self.peers else ours
+
+    def check(self, work: Work) -> None:
+        """Refuse, before anything is timed, what cannot be done.
+
+        Raises:
+            MissingFrameworkError: A participant is not installed.
+            UsageError: A setting does not fit the work, the participants or the machine.
+        """
+        for plan in self.plans:
+            try:
+                plan.check(work.config)
+            except ValueError as error:
+                raise UsageError(f"--parallel {plan}: {error}") from error
+        if not self.rounds:
+            if not self.plans:
+                raise UsageError("--rounds 0 times nothing, and computes what a plan costs: add --parallel PLAN")
+            return
+        participants = self.participants(work)
+        for participant in participants:
+            participant.check_installed()
+        numbers = ref.count_parameters(work.config) * sum(participant.processes for participant in participants)
+        numbers += work.batch * max(work.source, work.target) * work.config.d_model
+        check_memory(4 * numbers, f"{work.title}, {work.details},")
+        names = [participant.name for participant in participants if participant.has_result]
+        if self.against is not None and self.against not in names:
+            raise UsageError(f"--against must be one of {', '.join(names)}: got {self.against}")
+        if self.threads > processors():
+            raise UsageError(f"--threads must be at most {processors()}, the processors there are: got {self.threads}")
+        if self.peers and work.device != "cpu":
+            raise UsageError("--peers run on the CPU: leave out --peers or --device gpu")
+        if self.peers and work.dtype != "float32":
+            raise UsageError("--peers compute in float32: leave out --peers or --dtype bfloat16")
+        if self.peers and getattr(work, "activation_checkpointing", False):
+            raise UsageError("--peers have no activation checkpointing: leave out one of the two")
+        if "numpy" in self.backends and work.dtype == "bfloat16":
+            raise UsageError("reference_numpy has no bfloat16 worth timing: add --backends torch,jax,tf")
+        if "numpy" in self.backends and work.device == "gpu":
+            raise UsageError("reference_numpy runs on the CPU: add --backends torch,jax,tf")
+
+
+@dataclass
+class Timing:
+    """What has been timed: one work after the other.
+
+    Attributes:
+        setting: The participants and the rounds.
+        machine: As ``tables.describe`` returns it.
+        works: What was done.
+        races: The entries of each work.
+        limits: That of the machine during each work.
+        interrupted: Whether Ctrl-C ended it early.
+    """
+
+    setting: Setting
+    machine: dict[str, Any]
+    works: list[Work] = field(default_factory=list)
+    races: list[list[Entry]] = field(default_factory=list)
+    limits: list[Limit | None] = field(default_factory=list)
+    interrupted: bool = False
+
+    @classmethod
+    def begin(cls, setting: Setting) -> Timing:
+        """Return a timing on this machine, before its first work."""
+        return cls(setting, describe(setting.threads))
+
+    def add(self, work: Work, progress: Progress) -> list[Entry]:
+        """Time some work, and return its entries; none in no rounds."""
+        entries: list[Entry] = []
+        limit: Limit | None = None
+        if self.setting.rounds:
+            entries, limit, self.interrupted = time_work(work, self.setting, progress)
+        self.works.append(work)
+        self.races.append(entries)
+        self.limits.append(limit)
+        return entries
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries of all works."""
+        return [entry for entries in self.races for entry in entries]
+
+    @property
+    def exit_code(self) -> int:
+        """That of the worst entry; not 0 after an interruption."""
+        return EXIT_CODES[verdict(self.entries)] or EXIT_CODES[FAILED if self.interrupted else AGREES]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        races = [
+            {**times_for_machines(*one), "plans": costs_for_machines(one[0], self.setting.plans)}
+            for one in zip(self.works, self.races, self.limits, strict=True)
+        ]
+        return {"machine": self.machine, "interrupted": self.interrupted, "exit_code": self.exit_code, "races": races}
+
+
+def grown(work: Work, axis: str, value: int) -> Work:
+    """Return the same work at another size."""
+    if axis == "length":
+        return replace(work, source=value, target=value)
+    sizes: dict[str, Any] = {"layers" if axis == "depth" else axis: value}
+    return replace(work, **sizes)
+
+
+def work_title(work: Work, axis: str) -> str:
+    """Return the title of a work, without the size that grows."""
+    sizes = {"batch": f"batch {work.batch}", "source": f"source {work.source}", "target": f"target {work.target}"}
+    grown = ("source", "target") if axis == "length" else (axis,)
+    return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
+
+
+def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[Entry], Limit | None, bool]:
+    """Run some work with every participant; return the entries, the limit, and whether Ctrl-C ended it early."""
+    participants = setting.participants(work)
+    entries = [Entry(participant.name, participant.has_result) for participant in participants]
+    measured = libraries(setting.backends, work, peers=setting.peers)
+    rates = [LibraryEntry(library.name, has_result=False) for library in measured]
+    interrupted = False
+    try:
+        with (
+            progress(entries, setting.rounds) as tell,
+            started([*participants, *measured], [*entries, *rates], setting.threads) as (processes, folder),
+        ):
+            # Written while they import: the model, and the expected results.
+            file, weights = folder / "model.safetensors", work.weights()
+            ref.save_weights(file, work.config, weights)
+            run_rounds(processes, work, file, setting.rounds, verifier_of(work, weights).verify, tell)
+    except KeyboardInterrupt:
+        interrupted = True
+    for entry in entries:
+        if entry.verdict == AGREES and not entry.seconds:
+            entry.verdict, entry.problem = FAILED, "interrupted before it was timed"
+        if work.device == "gpu":  # what was measured is the memory of the host
+            entry.loaded_bytes = entry.peak_bytes = None
+    return entries, limit_of([library.backend for library in measured], rates), interrupted

@@ -1,0 +1,250 @@
+"""The output of ``parity bench``: tables, remarks, the machine, and plain values for JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from transformer_bench.costs import HELD, Batch, held, sent
+from transformer_bench.imports import Pair
+from transformer_bench.limit import Limit
+from transformer_bench.measurements import (
+    FITTED,
+    Entry,
+    Spread,
+    at_sizes,
+    exponents,
+    median_seconds,
+    ratio,
+    verdict,
+    work_bytes,
+)
+from transformer_bench.workload import Work
+from transformer_parity.engine.system.machine import describe_machine
+from transformer_parity.transformer.compare.verdict import WORDS
+from transformer_parity.transformer.report.tables import STYLES, print_line
+from transformer_spec.parallel_plan import AXES, Plan
+
+BUSY = 0.5  # processes: a higher load average before anything is started is worth a word
+SPARE = 0.1  # of a core: more than this beyond the threads asked for is worth a word
+MEBI = 2**20
+
+Machine = Mapping[str, Any]
+
+
+def print_times(
+    console: Console, work: Work, entries: Sequence[Entry], against: Entry | None, threads: int, limit: Limit | None
+) -> None:
+    """Print the times, the fastest first, and the verdict of those without a time."""
+    console.print(work.title, style="bold")
+    console.print(f"{work.details}; threads: {threads}")
+    name = against.name if against else ""
+    times = table("median\nms", "lowest to\nhighest", "tokens\nper s", f"times\n{name}", "lowest to\nhighest")
+    process = table("GFLOP/s", "of the\nlimit", "cores", "first\ncall s", "memory\nMiB", "of it for\nthe work")
+    timed = [entry for entry in entries if entry.is_timed]
+    for entry in sorted(timed, key=lambda entry: (not entry.has_result, Spread.of(entry.seconds).median)):
+        for each, cells in (
+            (times, _time_cells(work, entry, against)),
+            (process, _process_cells(work, entry, limit)),
+        ):
+            if not entry.has_result:
+                each.add_section()
+            each.add_row(entry.name, *cells)
+    for entry in entries:
+        if not entry.is_timed:
+            times.add_row(entry.name, Text(WORDS[entry.verdict], STYLES[entry.verdict]))
+    console.print(times)
+    if timed:
+        console.print(process)
+    print_remarks(console, work, entries, threads)
+    print_limit(console, work, limit)
+
+
+def table(*headings: str) -> Table:
+    """Return an empty table whose rows begin with a name."""
+    empty = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    empty.add_column("", no_wrap=True)
+    for heading in headings:
+        empty.add_column(heading, justify="right", no_wrap=True)
+    return empty
+
+
+def _time_cells(work: Work, entry: Entry, against: Entry | None) -> list[str]:
+    times = Spread.of([1e3 * seconds for seconds in entry.seconds])
+    cells = [
+        f"{times.median:,.1f}",
+        f"{times.low:,.1f} .. {times.high:,.1f}",
+        f"{1e3 * work.produced / times.median:,.0f}" if entry.has_result else "",
+    ]
+    if against is not None and entry is not against:
+        relative = ratio(entry, against)
+        cells += [f"{relative.median:.2f}", f"{relative.low:.2f} .. {relative.high:.2f}"]
+    return cells
+
+
+def _process_cells(work: Work, entry: Entry, limit: Limit | None) -> list[str]:
+    seconds = Spread.of(entry.seconds).median
+    return [
+        f"{work.operations / seconds / 1e9:,.1f}",
+        f"{limit.seconds(work) / seconds:.0%}" if limit else "-",
+        f"{Spread.of(entry.cores).median:.1f}",
+        f"{entry.first_seconds:,.1f}",
+        *("-" if size is None else f"{size / MEBI:,.0f}" for size in (entry.peak_bytes, entry.work_bytes)),
+    ]
+
+
+def print_remarks(console: Console, work: Work, entries: Sequence[Entry], threads: int) -> None:
+    """Print reasons, near-ties, and the basis of agreement."""
+    for entry in entries:
+        if not entry.is_timed:
+            print_line(console, f"{WORDS[entry.verdict]:9}", "", f" {entry.name}: {entry.problem}")
+        elif entry.near_ties:
+            print_line(console, "NEAR-TIE ", "", f" {entry.name}: {entry.near_ties}")
+        if entry.is_timed and max(entry.cores) > threads + SPARE:
+            console.print(f"NOTE      {entry.name} kept {max(entry.cores):.1f} cores busy, not {threads}")
+    timed = [entry for entry in entries if entry.is_timed]
+    agreeing = [entry.name for entry in timed if entry.has_result]
+    if agreeing:
+        console.print(
+            f"Medians of {max(len(entry.seconds) for entry in timed)} interleaved rounds. {work.what} of every "
+            f"call of {', '.join(agreeing)} {work.agreement}."
+        )
+    if len(agreeing) < len(timed):
+        console.print("products: only the matrix products, by NumPy, without a result: the bound of reference_numpy.")
+
+
+def print_limit(console: Console, work: Work, limit: Limit | None) -> None:
+    """Print what the machine can do, and which library does it."""
+    if limit is None:
+        return
+    rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in limit.rates.items())
+    console.print(
+        f"limit: {1e3 * limit.seconds(work):,.1f} ms, for {work.operations / 1e9:,.2f} GFLOP of products at "
+        f"{limit.rate / 1e9:,.0f} GFLOP/s, each at least as long as its weights, keys and values are read, "
+        f"at {limit.bandwidth / 1e9:,.1f} GB/s. One large product, GFLOP/s: {rates}."
+    )
+    console.print("; ".join(f"{name}: {said}" for name, said in limit.libraries.items()), style="dim")
+
+
+def print_growth(console: Console, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]]) -> None:
+    """Print medians and memory over a size that grows, and how steeply they grow."""
+    for heading, kind, measure, unit in (
+        ("milliseconds", "seconds", median_seconds, 1e3),
+        ("MiB beyond what was held before the first call", "work_bytes", work_bytes, 1 / MEBI),
+    ):
+        rows = table(*(f"{value:,}" for value in values[: len(results)]), "exponent")
+        for name, steepness in exponents(values, results).items():
+            measured = at_sizes(name, results, measure)
+            cells = ["-" if number is None else f"{unit * number:,.0f}" for number in measured]
+            fitted = steepness[kind]
+            rows.add_row(name, *cells, "-" if fitted is None else f"{fitted:.2f}")
+        console.print(f"{heading}, by {axis}")
+        console.print(rows)
+    console.print(
+        "exponent: of the power of the size that it grows with, by least squares over the last "
+        f"{FITTED} sizes; 1 is linear, 2 quadratic."
+    )
+
+
+def print_first_calls(
+    console: Console, works: Sequence[Work], results: Sequence[Sequence[Entry]], machine: Machine
+) -> None:
+    """Print the first call of each task, and a later one."""
+    console.print(f"first calls, seconds; {works[0].details}; threads: {machine['threads']}", style="bold")
+    rows = table(*(f"{work.task}\n{when}" for work in works[: len(results)] for when in ("first", "later")))
+    by_name = [{entry.name: entry for entry in entries} for entries in results]
+    for name in dict.fromkeys(entry.name for entries in results for entry in entries):
+        cells = []
+        for found in by_name:
+            entry = found.get(name)
+            if entry is not None and entry.is_timed:
+                cells += [f"{entry.first_seconds:.2f}", f"{Spread.of(entry.seconds).median:.3f}"]
+            else:
+                cells += [WORDS[entry.verdict] if entry else "-", ""]
+        rows.add_row(name, *cells)
+    console.print(rows)
+    for entry in (entry for entries in results for entry in entries if not entry.is_timed):
+        print_line(console, f"{WORDS[entry.verdict]:9}", "", f" {entry.name}: {entry.problem}")
+
+
+def print_imports(console: Console, pairs: Sequence[Pair]) -> None:
+    """Print how long each package takes to import, beside its framework alone."""
+    rows = table("framework\nalone ms", "package\nms", "times", "lowest to\nhighest")
+    for pair in pairs:
+        medians = [1e3 * Spread.of(entry.seconds).median for entry in (pair.alone, pair.package)]
+        relative = ratio(pair.package, pair.alone)
+        spread = f"{relative.low:.2f} .. {relative.high:.2f}"
+        rows.add_row(pair.package.name, *(f"{ms:,.0f}" for ms in medians), f"{relative.median:.2f}", spread)
+    console.print(rows)
+    alone = "; ".join(f"{pair.package.name}: {pair.alone.name}" for pair in pairs)
+    console.print(f"Alone: {alone}. Medians of interleaved rounds, each import in a fresh process.")
+
+
+def print_costs(console: Console, work: Work, plans: Sequence[Plan]) -> None:
+    """Print what each device of a plan sends in a step, and what it holds."""
+    first, *others = HELD
+    rows = table(*(f"sends\n{axis}" for axis in AXES), f"holds\n{first}", *others, "together")
+    for cost in costs_for_machines(work, [Plan(), *plans]):
+        sizes = [*cost["sent"].values(), *cost["held"].values(), sum(cost["held"].values())]
+        name = cost["plan"] if sum(cost["sent"].values()) else "one device"
+        rows.add_row(name, *(f"{size / MEBI:,.{1 if size < 100 * MEBI else 0}f}" if size else "-" for size in sizes))
+    console.print(f"MiB of float32 of each device in a {work.title}; computed from the plan", style="bold")
+    console.print(rows)
+    console.print(
+        "sends: along each axis, as in a ring; the loss and the norm are left out. activations: the operands of all "
+        "products, which the backward pass needs; the least."
+    )
+
+
+def costs_for_machines(work: Work, plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Return what each plan costs, in bytes, as plain values."""
+    batch = Batch(work.batch, work.source, work.target)
+    return [
+        {"plan": str(plan), "sent": sent(plan, work.config, batch), "held": held(plan, work.config, batch)}
+        for plan in plans
+    ]
+
+
+def print_environment(console: Console, entries: Sequence[Entry], machine: Machine) -> None:
+    """Print what it ran on."""
+    console.print(f"{machine['processor']}, processors: {machine['cpus']}")
+    found = {entry.name: entry.environment["version"] for entry in entries if entry.environment}
+    versions = [f"{name} {said}" for name, said in found.items() if found.get(name.rpartition(" ")[0]) != said]
+    console.print("; ".join([f"Python {machine['python']}, {machine['platform']}", *versions]))
+    if (machine["load_average"] or 0.0) > BUSY:
+        console.print(
+            f"NOTE      the machine was busy with something else: load average {machine['load_average']:.1f} before. "
+            "Libraries whose threads wait for one another slow down most: try --threads 1, or later."
+        )
+
+
+def describe(threads: int) -> dict[str, Any]:
+    """Return the description of the machine."""
+    return {
+        **describe_machine(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # processes that are ready to run
+        "threads": threads,
+    }
+
+
+def times_for_machines(work: Work, entries: Sequence[Entry], limit: Limit | None) -> dict[str, Any]:
+    """Return the entries of one work, as plain values."""
+    timed = [entry for entry in entries if entry.is_timed]
+    return {
+        "verdict": verdict(entries),
+        "limit": limit.to_dict(work) if limit else None,
+        "work": {**asdict(work), "title": work.title, "operations": work.operations, "produced": work.produced},
+        "config": work.config.to_dict(),
+        "participants": [entry.to_dict() for entry in entries],
+        "ratios": {
+            entry.name: {other.name: asdict(ratio(entry, other)) for other in timed if other is not entry}
+            for entry in timed
+        },
+    }

@@ -1,0 +1,1 @@
+"""Use the models: train, translate, import and export checkpoints, draw attention."""

@@ -1,0 +1,135 @@
+"""A folder for CTranslate2: the way back of ``ctranslate2``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.embedding import sinusoidal_encoding
+from transformer_parity.apps.checkpoints.expressible import PLAIN_HEADS, check_expressible
+from transformer_parity.apps.checkpoints.formats.ctranslate2_names import (
+    ACTIVATIONS,
+    BINARY,
+    FUSED,
+    NAME,
+    NAMES,
+    PADDINGS,
+    POSITIONS,
+    REVISION,
+    SETTINGS,
+    STACKS,
+)
+from transformer_parity.apps.checkpoints.imported import Imported
+from transformer_parity.apps.checkpoints.padding import strip_padding, target_table
+from transformer_parity.apps.checkpoints.table import give
+from transformer_parity.apps.containers import ctranslate2
+from transformer_spec.config import TransformerConfig
+
+LEAST_POSITIONS = 1024  # of sinusoids that are written
+UNKNOWN = "<unk>"
+EXPRESSIBLE: dict[str, tuple[object, ...]] = {
+    **{name: values for name, values in PLAIN_HEADS.items() if name != "decoder_num_heads"},
+    "layer_norm_kind": ("standard",),
+}
+
+
+def write(model: Imported, folder: Path) -> tuple[str, ...]:
+    """Write a folder that ``ctranslate2.Translator`` loads. Without a vocabulary, its tokens are ids as text.
+
+    Returns:
+        One sentence if padding lies inside the vocabulary: CTranslate2 has none, and may generate it.
+
+    Raises:
+        OSError: A file cannot be written.
+        ValueError: CTranslate2 does not compute such a model; the message says why.
+    """
+    check_expressible(model.config, EXPRESSIBLE, "CTranslate2")
+    zeros = not target_table(model.weights)[model.config.bos_id].any()
+    config, weights = strip_padding(model.config, model.weights)
+    if zeros and config == model.config:  # nothing was appended: the start is a token like others
+        zeros = False
+    learned = config.position_encoding == "learned"
+    rows = [row for row in NAMES if learned or "_position." not in row.name]
+    tensors = give(rows, weights, config)
+    variables = _fused(tensors)
+    variables |= _positions_of(config, variables)
+    tables = [f"{stack}/{embeddings}/weight" for stack, embeddings in STACKS.items()]
+    if config.tie_embeddings == "all":
+        variables[tables[1]] = variables[tables[0]]
+    if config.tie_embeddings != "none":
+        variables["decoder/projection/weight"] = variables[tables[1]]
+    heads = {"encoder": config.num_heads, "decoder": config.decoder_num_heads or config.num_heads}
+    for stack in STACKS:
+        flags = {"pre_norm": config.norm_order == "pre", "activation": ACTIVATIONS[config.activation]}
+        flags |= {"scale_embeddings": config.scale_embedding}
+        variables |= {f"{stack}/{name}": np.array(value, np.int8) for name, value in flags.items()}
+        variables[f"{stack}/num_heads"] = np.array(heads[stack], np.int16)
+    variables["encoder/embeddings_merge"] = np.array(0, np.int8)
+    variables["decoder/start_from_zero_embedding"] = np.array(zeros, np.int8)
+    tokens = [
+        _tokens(model, size, side == 0, config == model.config)
+        for side, size in enumerate((config.source_vocab_size, config.target_vocab_size))
+    ]
+    settings = {
+        "add_source_bos": False,
+        "add_source_eos": False,
+        "bos_token": tokens[1][config.eos_id if zeros else config.bos_id],
+        "decoder_start_token": tokens[1][config.eos_id if zeros else config.bos_id],
+        "eos_token": tokens[1][config.eos_id],
+        "layer_norm_epsilon": config.layer_norm_epsilon,
+        "multi_query_attention": False,
+        "unk_token": UNKNOWN if UNKNOWN in tokens[1] else tokens[1][config.pad_id],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    ctranslate2.write(folder / BINARY, ctranslate2.Model(NAME, REVISION, variables))
+    texts = {SETTINGS: settings, "source_vocabulary.json": tokens[0], "target_vocabulary.json": tokens[1]}
+    for name, content in texts.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    padding = tokens[1][config.pad_id]
+    said = f"CTranslate2 has no padding symbol and may generate {padding}: pass suppress_sequences=[[{padding!r}]]"
+    return (said,) * (config == model.config)
+
+
+def _fused(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
+    """Return the tensors with their projections fused: the way back from ``_split``."""
+    found = dict(tensors)
+    for name in tensors:
+        path, _, kind = name.rpartition("/")
+        layer, _, part = path.rpartition("/")
+        for linear, parts in FUSED.get(layer.rpartition("/")[2], {}).items():
+            if part == parts[0]:
+                found[f"{layer}/{linear}/{kind}"] = np.concatenate(
+                    [found.pop(f"{layer}/{one}/{kind}") for one in parts]
+                )
+    return found
+
+
+def _positions_of(config: TransformerConfig, tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
+    """Return both tables of positions, of which the first row is the first that is read."""
+    names = [POSITIONS.format(stack=stack) for stack in STACKS]
+    if config.position_encoding == "learned":
+        return {name: np.ascontiguousarray(tensors[name][config.position_offset :]) for name in names}
+    kind = (config.position_layout, config.position_timescale, config.position_offset)
+    exact = sinusoidal_encoding(max(config.max_length, LEAST_POSITIONS), config.d_model, *kind)
+    table = exact.astype(tensors["encoder/embeddings_0/weight"].dtype)
+    return dict.fromkeys(names, table)
+
+
+def _tokens(model: Imported, size: int, source: bool, inside: bool) -> list[str]:
+    """Return a token for each id of a side, no two the same; ``inside`` says whether padding is one of them.
+
+    Raises:
+        ValueError: The vocabulary has a token twice.
+    """
+    if model.vocabulary is None:
+        padding = model.config.pad_id if inside else -1
+        return [PADDINGS[0] if i == padding else str(i) for i in range(size)]
+    known = min(size, model.vocabulary.sizes[0 if source else 1])
+    tokens = [*model.vocabulary.names(range(known), source=source), *(f"<extra{i}>" for i in range(known, size))]
+    if len(set(tokens)) < size:
+        raise ValueError("CTranslate2 needs a token of its own for each id: the vocabulary has some twice")
+    return tokens

@@ -1,0 +1,347 @@
+"""Hugging Face's folders: config.json, the tensors in safetensors or torch's own files, generation_config.json.
+
+What a class computes is said by its name and not by its files: ``huggingface_families`` has it. Which tables are tied
+is decided by the tensors, because the flags of published checkpoints contradict them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.embedding import sinusoidal_encoding
+from transformer_parity.apps.checkpoints.expressible import check_expressible
+from transformer_parity.apps.checkpoints.formats.huggingface_families import (
+    FAMILIES,
+    config_of,
+    family_of,
+    fields_of,
+    filled_in,
+)
+from transformer_parity.apps.checkpoints.formats.huggingface_search import read_search, write_search
+from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha256_of
+from transformer_parity.apps.checkpoints.options import ReadOptions
+from transformer_parity.apps.checkpoints.table import ROW, TRANSPOSED, Row, give, same, take
+from transformer_parity.apps.containers import pickles, tensors
+from transformer_parity.apps.containers.folder import has, member, read_bytes, read_json
+from transformer_parity.apps.text.kinds import read_vocabulary_folder
+from transformer_parity.apps.text.marian import as_marian
+from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.transformer.sentences.subwords import JointVocabulary
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import FLOAT_DTYPES
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+ADAPTER = "adapter_config.json"
+WEIGHTS: dict[str, Callable[[Path], dict[str, ndarray]]] = {  # in the order in which transformers looks for them
+    "model.safetensors": tensors.read,
+    "model.safetensors.index.json": tensors.read_shards,
+    "pytorch_model.bin": pickles.read_tensors,
+    "pytorch_model.bin.index.json": lambda path: tensors.read_shards(path, pickles.read_tensors),
+}
+OTHER_WEIGHTS = {"tf_model.h5": "TensorFlow", "flax_model.msgpack": "Flax", "rust_model.ot": "Rust"}
+
+ATTENTION = {"query_proj": "q_proj", "key_proj": "k_proj", "value_proj": "v_proj", "output_proj": "out_proj"}
+LAYER = "{stack}.layers.{i}"
+LINEAR = {  # a projection of ours, and theirs
+    **{f"{LAYER}.self_attention.{ours}": f"{LAYER}.self_attn.{theirs}" for ours, theirs in ATTENTION.items()},
+    **{f"{LAYER}.cross_attention.{ours}": f"{LAYER}.encoder_attn.{theirs}" for ours, theirs in ATTENTION.items()},
+    f"{LAYER}.feed_forward.inner_proj": f"{LAYER}.fc1",
+    f"{LAYER}.feed_forward.output_proj": f"{LAYER}.fc2",
+}
+NORMS = {
+    f"{LAYER}.self_attention_norm": f"{LAYER}.self_attn_layer_norm",
+    f"{LAYER}.cross_attention_norm": f"{LAYER}.encoder_attn_layer_norm",
+    f"{LAYER}.feed_forward_norm": f"{LAYER}.final_layer_norm",
+    "{stack}.final_norm": "{stack}.layer_norm",
+    "{side}_embedding_norm": "{stack}.layernorm_embedding",
+}
+TABLE = (
+    Row("{side}_embedding.table", "model.{stack}.embed_tokens.weight"),
+    Row("{side}_position.table", "model.{stack}.embed_positions.weight"),
+    Row("output_proj.bias", "final_logits_bias", ROW),
+    *(Row(f"{ours}.kernel", f"model.{theirs}.weight", TRANSPOSED) for ours, theirs in LINEAR.items()),
+    *(Row(f"{ours}.bias", f"model.{theirs}.bias") for ours, theirs in LINEAR.items()),
+    *(Row(f"{ours}.scale", f"model.{theirs}.weight") for ours, theirs in NORMS.items()),
+    *(Row(f"{ours}.bias", f"model.{theirs}.bias") for ours, theirs in NORMS.items()),
+)
+SHARED = "model.shared.weight"
+ENCODER, DECODER = (f"model.{stack}.embed_tokens.weight" for stack in ("encoder", "decoder"))
+POSITIONS = tuple(f"model.{stack}.embed_positions.weight" for stack in ("encoder", "decoder"))
+BIAS = "final_logits_bias"
+IGNORED = ("model.encoder.version", "model.decoder.version", "model.*.embed_positions._float_tensor", SHARED)
+
+
+def output_name(family: str) -> str:
+    """Return what a family calls its output projection."""
+    return "model.decoder.output_projection.weight" if family == "fsmt" else "lm_head.weight"
+
+
+def table_of(family: str) -> tuple[Row, ...]:
+    """Return the table of names of a family."""
+    return (*TABLE, Row("output_proj.kernel", output_name(family), TRANSPOSED))
+
+
+def recognises(path: Path) -> bool:
+    """Return whether a path is a folder with a config.json, or with that of an adapter."""
+    return path.is_dir() and (has(path, CONFIG) or has(path, ADAPTER))
+
+
+def read(path: Path, options: ReadOptions) -> Imported:
+    """Read a folder. Nothing outside it is read.
+
+    Raises:
+        OSError: A file is missing or cannot be read.
+        TypeError: A field has the wrong type.
+        ValueError: A file is damaged, the family is none of ours, or the tensors are not those of the config.
+    """
+    if has(path, ADAPTER):
+        raise ValueError(f"{ADAPTER}: an adapter (LoRA) changes another model: merge it into that model, and save that")
+    given = read_json(member(path, CONFIG))
+    family = family_of(given)
+    fields = filled_in(family, given)
+    files, found = _read_weights(path)
+    if not any(name.startswith("model.") for name in found):  # saved without the output projection
+        found = {
+            name if name == BIAS or name.startswith("lm_head.") else f"model.{name}": one for name, one in found.items()
+        }
+    notes = _flag_notes(family, given)
+    tied, found, said = settle_tables(found, family, fields)
+    notes += said
+    learned = TransformerConfig.preset(FAMILIES[family].preset, source_vocab_size=9, target_vocab_size=9)
+    rows = None
+    if learned.position_encoding == "learned":
+        rows = len(found[POSITIONS[0]]) if POSITIONS[0] in found else None
+    config = config_of(family, fields, tied, rows)
+    if rows is None:
+        found = _without_positions(found, config)
+    if config.output_bias and BIAS not in found:
+        found[BIAS] = np.zeros((1, config.target_vocab_size), found[DECODER if DECODER in found else ENCODER].dtype)
+        notes.append(f"there is no {BIAS}: it is zero, as transformers has it")
+    weights = take(table_of(family), found, config, IGNORED)
+    generation = read_json(member(path, GENERATION)) if has(path, GENERATION) else fields
+    search, said = read_search(generation, config)
+    notes += said
+    files += [path / name for name in (CONFIG, GENERATION) if has(path, name)]
+    sums = sha256_of(files)
+    vocabulary = None
+    try:
+        vocabulary = read_vocabulary_folder(path, family, fields)
+        sums |= {name: hashlib.sha256(content).hexdigest() for name, content in vocabulary.files().items()}
+    except (OSError, UsageError, ValueError) as error:
+        notes.append(f"no vocabulary: {error}")
+    return Imported(
+        config=config,
+        weights=weights,
+        vocabulary=vocabulary,
+        search=search,
+        origin=Origin(format="hf", family=family, preset=FAMILIES[family].preset, files=sums, licence=_licence(path)),
+        notes=tuple(notes),
+    )
+
+
+def _read_weights(path: Path) -> tuple[list[Path], dict[str, ndarray]]:
+    """Return the files that hold the weights of a folder, and their tensors."""
+    for name, reader in WEIGHTS.items():
+        if has(path, name):
+            first = member(path, name)
+            found = reader(first)
+            return [first, *(tensors.shards(first) if name.endswith(".json") else [])], found
+    if other := [f"{title} ({name})" for name, title in OTHER_WEIGHTS.items() if has(path, name)]:
+        raise ValueError(f"{path} has weights of {', '.join(other)} only: needed is {' or '.join(WEIGHTS)}")
+    raise FileNotFoundError(f"there are no weights in {path}: needed is {' or '.join(WEIGHTS)}")
+
+
+def settle_tables(
+    found: Mapping[str, ndarray], family: str, fields: Mapping[str, Any]
+) -> tuple[str, dict[str, ndarray], list[str]]:
+    """Decide by the tensors which tables are one, and say where the flags contradict them.
+
+    Returns:
+        ``tie_embeddings``; the tensors, with the tables that this value needs under the names of encoder, decoder and
+        output; and the notes.
+
+    Raises:
+        ValueError: There is no table at all.
+    """
+    output = output_name(family)
+    names = (ENCODER, DECODER, output)
+    if not any(name in found for name in (*names, SHARED)):
+        raise ValueError(f"there is no table of embeddings: needed is {SHARED} or {ENCODER}")
+    fallback = next(found[name] for name in (SHARED, DECODER, ENCODER, output) if name in found)
+    encoder = found.get(ENCODER, found.get(SHARED, fallback))
+    decoder = found.get(DECODER, found.get(SHARED, fallback))
+    projection = found.get(output, decoder)
+    alike, is_out = same(encoder, decoder), same(decoder, projection)
+    tied = "all" if alike and is_out else "target_output" if is_out else "none"
+    notes = []
+    if fields["tie_word_embeddings"] is True and not is_out:
+        notes.append(f"tie_word_embeddings is true, and {output} differs from the embedding: they are not tied here")
+    elif fields["tie_word_embeddings"] is False and is_out:
+        why = "is the target embedding" if output in found else "is missing"
+        notes.append(f"tie_word_embeddings is false, and {output} {why}: they are tied here")
+    if fields["tie_word_embeddings"] and fields.get("share_encoder_decoder_embeddings", True) and not alike:
+        notes.append("source and target embedding should be one, and differ: they are two here")
+    if SHARED in found and not same(found[SHARED], encoder):
+        notes.append(f"{SHARED} is not the embedding of the encoder, and is not used")
+    kept = {name: array for name, array in found.items() if name not in (*names, SHARED)}
+    kept[ENCODER] = encoder
+    if tied != "all":
+        kept[DECODER] = decoder
+    if tied == "none":
+        kept[output] = projection
+    return tied, kept, notes
+
+
+def _flag_notes(family: str, given: Mapping[str, Any]) -> list[str]:
+    """Return where flags of older releases contradict what a class computes."""
+    return [
+        f"{name} is {given[name]} in {CONFIG}: a {family} model is computed with {value}, whatever stands there"
+        for name, value in FAMILIES[family].flags.items()
+        if given.get(name) is not None and given[name] != value
+    ]
+
+
+def _without_positions(found: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
+    """Return the tensors without tables of sinusoids, which are computed.
+
+    Raises:
+        ValueError: A table is not that of the config: the difference is more than its rounding, or that of its angles.
+    """
+    for name in POSITIONS:
+        if name not in found:
+            continue
+        table = found[name]
+        if table.ndim != 2 or table.shape[1] != config.d_model or table.dtype.name not in FLOAT_DTYPES:
+            raise ValueError(f"{name} must have {config.d_model} columns: got {table.dtype} {list(table.shape)}")
+        exact = sinusoidal_encoding(len(table), config.d_model, config.position_layout, config.position_timescale)
+        if config.position_offset:
+            exact[config.pad_id] = 0.0
+        step = {"float64": 1e-12, "float32": 2.0**-24, "float16": 2.0**-12}.get(table.dtype.name, 2.0**-9)
+        angles = 2e-7 * len(table) if config.position_timescale == "m_minus_1" else 0.0
+        worst = float(np.abs(table.astype(np.float64) - exact).max(initial=0.0))
+        if not worst <= 1.01 * step + angles:
+            raise ValueError(f"{name} is not the table of sinusoids that this family has: it differs by {worst:.2g}")
+    return {name: array for name, array in found.items() if name not in POSITIONS}
+
+
+def _licence(path: Path) -> str | None:
+    """Return what the front matter of a folder's README.md says about the licence."""
+    if not has(path, "README.md"):
+        return None
+    text = read_bytes(member(path, "README.md"), 2**22).decode("utf-8", "replace")
+    first, *lines = text.splitlines() or [""]
+    if first.rstrip() != "---":
+        return None
+    front = takewhile(lambda line: not line.startswith("---"), lines)
+    found = (line.removeprefix("license:").strip() for line in front if line.startswith("license:"))
+    return next(found, "")[:200] or None
+
+
+def family_for(config: TransformerConfig) -> str:
+    """Return the family that computes what a config says.
+
+    Raises:
+        ValueError: There is none; the message says what the nearest one does otherwise.
+    """
+    problems = {}
+    for family in FAMILIES:
+        try:
+            check_family(config, family)
+        except ValueError as error:
+            problems[family] = str(error)
+        else:
+            return family
+    raise ValueError(min(problems.values(), key=lambda said: said.count(";")))
+
+
+def check_family(config: TransformerConfig, family: str) -> None:
+    """Refuse a config that a family does not compute.
+
+    Raises:
+        ValueError: The message names what it computes otherwise.
+    """
+    sizes = {"source_vocab_size": config.source_vocab_size, "target_vocab_size": config.target_vocab_size}
+    special = {name: getattr(config, name) for name in ("d_model", "num_heads", "pad_id", "bos_id", "eos_id")}
+    more = {"max_length": config.max_length, "label_smoothing": 0.0, "tie_embeddings": "none"}
+    model = TransformerConfig.preset(FAMILIES[family].preset, **sizes, **special, **more)
+    offset = config.pad_id + 1 if FAMILIES[family].behind_padding else model.position_offset
+    fixed = ["norm_order", "final_norm", "embedding_norm", "layer_norm_epsilon", "layer_norm_kind", "position_encoding"]
+    fixed += ["attention_bias", "feed_forward_bias", "output_bias", "skip_first_self_attention"]
+    if model.position_encoding == "sinusoidal":
+        fixed += ["position_layout", "position_timescale"]
+    needed: dict[str, tuple[object, ...]] = {name: (getattr(model, name),) for name in fixed}
+    needed["position_offset"] = (offset,)
+    heads = config.decoder_num_heads
+    width = None if heads is None else config.d_model // heads
+    needed |= {"decoder_d_k": (None, width), "decoder_d_v": (None, width)}
+    if family not in ("marian", "fsmt"):
+        needed["target_vocab_size"] = (config.source_vocab_size,)
+    check_expressible(config, needed, f"Hugging Face's {FAMILIES[family].classes[0]}")
+
+
+def write(model: Imported, folder: Path) -> tuple[str, ...]:
+    """Write a folder that ``from_pretrained`` loads, in the model's own dtype.
+
+    Args:
+        model: What to write; its origin says the family, where that computes what its config says.
+        folder: It may exist; files of the same names are replaced.
+
+    Returns:
+        What could not be said there: one sentence each.
+
+    Raises:
+        OSError: A file cannot be written.
+        ValueError: No family computes this model; the message says what is otherwise.
+    """
+    config = model.config
+    origin = model.origin
+    family = origin.family if origin.format == "hf" and origin.family in FAMILIES else family_for(config)
+    check_family(config, family)
+    found = give(table_of(family), model.weights, config)
+    fields = fields_of(config, family)
+    output = output_name(family)
+    if not fields["tie_word_embeddings"]:  # nothing is tied there, not even what is here
+        found.setdefault(DECODER, found[ENCODER])
+        found.setdefault(output, found[DECODER])
+        if family not in ("marian", "fsmt"):
+            found[SHARED] = found[ENCODER]
+    elif config.tie_embeddings == "all" and family != "fsmt":
+        found[SHARED] = found.pop(ENCODER)
+    elif family == "fsmt":
+        found[DECODER] = found.pop(ENCODER)
+    if family in ("pegasus", "fsmt"):  # which load their tables
+        found |= dict.fromkeys(POSITIONS, _positions(config))
+    kinds = {array.dtype.name for array in found.values()}
+    fields["dtype"] = kinds.pop() if len(kinds) == 1 else "float32"
+    generation, notes = write_search(model.search, config)
+    if config.dropout.embedding != config.dropout.residual:
+        notes.append("Hugging Face has one rate for embedding and residual dropout: the residual one is written")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors.write(folder / "model.safetensors", found)
+    for name, content in ((CONFIG, fields), (GENERATION, generation)):
+        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
+    vocabulary = model.vocabulary
+    if isinstance(vocabulary, JointVocabulary):  # of `parity train`
+        vocabulary = as_marian(vocabulary) if family == "marian" else None
+        if vocabulary is None:
+            notes.append(f"no vocabulary: the tokenizers of {family} cannot read the one of `parity train`")
+    for file, stored in (vocabulary.files() if vocabulary else {}).items():
+        (folder / file).write_bytes(stored)
+    return tuple(notes)
+
+
+def _positions(config: TransformerConfig) -> ndarray:
+    """Return the table of sinusoids that a class loads."""
+    rows = config.max_length + config.position_offset
+    table = sinusoidal_encoding(rows, config.d_model, config.position_layout, config.position_timescale)
+    if config.position_offset:
+        table[config.pad_id] = 0.0
+    return table.astype(np.float32)

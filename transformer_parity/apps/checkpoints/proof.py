@@ -1,0 +1,210 @@
+"""The proof of origin: a few logits of what was written, in every backend, and of the software it came from."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.embedding import sinusoidal_encoding
+from reference_numpy.masks import target_padding_mask
+from transformer_parity.apps.checkpoints.imported import Imported
+from transformer_parity.transformer.compare.tolerances import relative_error, tolerance
+from transformer_parity.transformer.ports.protocol import MissingFrameworkError, Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_spec.config import TransformerConfig
+from transformer_spec.files import load_weights
+
+DTYPES = ("float64", "float32")
+SENTENCES, SOURCE, TARGET = 2, 7, 5
+SEARCHED, LONGEST = 4, 20  # sentences that both search for, and the most tokens of each translation
+OWN_TABLES = 1e-6  # of positions, where they are in float32: 3.6e-7 is what the angles of a large model leave
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What was compared, and how closely it agrees.
+
+    Attributes:
+        name: What computed it.
+        dtype: In what.
+        error: The L2 distance from the float64 reference, relative to that; None where nothing was computed.
+        allowed: The largest that agrees.
+        why: Why nothing was computed, or what was.
+    """
+
+    name: str
+    dtype: str
+    error: float | None
+    allowed: float
+    why: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it was computed, and agrees."""
+        return self.error is not None and self.error <= self.allowed
+
+
+def inputs_of(config: TransformerConfig, sentences: int = SENTENCES) -> dict[str, ndarray]:
+    """Return ids that show what a model computes: random ones, the last source and target padded."""
+    rng = np.random.default_rng(5)
+    found = {}
+    for side, length, size in (
+        ("source", SOURCE, config.source_vocab_size),
+        ("target", TARGET, config.target_vocab_size),
+    ):
+        length = min(length, config.max_positions or length)
+        ids = rng.integers(0, size - 1, (sentences, length))
+        ids += ids >= config.pad_id  # anything but padding
+        ids[-1, length - length // 3 :] = config.pad_id
+        found[f"{side}_ids"] = ids
+    found["target_ids"][:, 0] = config.bos_id
+    return found
+
+
+def prove(path: Path, backends: Iterable[str], say: Say = lambda text: None) -> list[Agreement]:
+    """Compute a few logits from a weight file in several backends, in float64 and float32.
+
+    Args:
+        path: What was written.
+        backends: Names of ``PORTS``; one whose framework is not installed computes nothing.
+        say: Told what is computed next.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is damaged.
+    """
+    config, weights = load_weights(path)
+    inputs = inputs_of(config)
+
+    def logits(backend: str, dtype: str) -> ndarray:
+        say(f"logits in {dtype}: {backend}")
+        gc.collect()  # the model before, of which a framework may hold circles
+        return PORTS[backend].load(config, weights, Placement(dtype)).run("", inputs, taps=False).output
+
+    truth = logits("numpy", "float64")
+    baseline = relative_error(logits("numpy", "float32"), truth)
+    found = []
+    for backend in backends:
+        for dtype in DTYPES:
+            allowed = tolerance("logits", dtype, baseline)
+            try:
+                PORTS[backend].check_installed()
+            except MissingFrameworkError as error:
+                found.append(Agreement(backend, dtype, None, allowed, str(error)))
+                break
+            found.append(Agreement(backend, dtype, relative_error(logits(backend, dtype), truth), allowed))
+    return found
+
+
+def check_against_transformers(path: Path, imported: Imported, say: Say = lambda text: None) -> list[Agreement]:
+    """Compare logits and translations with those of the transformers library, in float64.
+
+    Args:
+        path: The folder that was imported, from which transformers loads the same model; nothing is fetched.
+        imported: What was imported.
+        say: Told what is computed next.
+
+    Returns:
+        The logits, with exact tables of positions where transformers has its own in float32; and the translations, of
+        which the share is counted that differs. One entry without an error where the library is not installed.
+    """
+    name = "transformers"
+    if missing := [module for module in ("torch", name) if find_spec(module) is None]:
+        return [Agreement(name, "float64", None, 0.0, f"not installed: {', '.join(missing)}")]
+    if imported.origin.format != "hf":
+        return [Agreement(name, "float64", None, 0.0, "it does not load this format")]
+    import torch
+    from transformers import AutoModelForSeq2SeqLM
+
+    config, title = imported.config, f"{name} {version(name)}"
+    inputs = inputs_of(config)
+    say(f"logits in float64: {title}")
+    truth = PORTS["numpy"].load(config, imported.weights, Placement("float64")).run("", inputs, taps=False).output
+    model = AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float64, local_files_only=True).eval()
+    real = target_padding_mask(inputs["target_ids"], config.pad_id)
+    results = []
+
+    def compare(logits: ndarray, allowed: float, what: str) -> None:
+        error = relative_error(logits[real], truth[real])
+        results.append(Agreement(title, "float64", error, allowed, what))
+
+    what, strict = "logits", tolerance("logits", "float64", 0.0)
+    if config.position_encoding == "sinusoidal":
+        own = _logits(model, inputs, config)
+        rounding = _replace_positions(model, config)  # that of float16, where the file has its table in that
+        compare(own, max(OWN_TABLES, rounding), "logits, with its own rounded table of positions")
+        what = "logits, with exact positions"
+    compare(_logits(model, inputs, config), strict, what)
+    say(f"translations in float64: {title}")
+    ours, theirs = _translations(model, imported)
+    same = sum(one == other for one, other in zip(ours, theirs, strict=True))
+    search = f"{same} of {len(ours)} translations of at most {LONGEST} tokens are the same"
+    return [*results, Agreement(title, "float64", 1.0 - same / len(ours), 0.0, search)]
+
+
+def _logits(model: Any, inputs: dict[str, ndarray], config: TransformerConfig) -> ndarray:
+    """Return the logits of one of transformers' models."""
+    import torch
+
+    source, target = (torch.tensor(inputs[f"{side}_ids"]) for side in ("source", "target"))
+    seen, real = source != config.pad_id, torch.tensor(target_padding_mask(inputs["target_ids"], config.pad_id))
+    with torch.no_grad():
+        if model.config.model_type != "fsmt":
+            masks = {"attention_mask": seen, "decoder_attention_mask": real}
+            return model(input_ids=source, decoder_input_ids=target, **masks).logits.numpy()
+        # The two halves by hand: what joins them has a mask of float32, which cannot hold float64's minimum.
+        memory = model.model.encoder(source, attention_mask=seen).last_hidden_state
+        future = torch.full((target.shape[1],) * 2, -torch.inf, dtype=torch.float64).triu(1)
+        return model.model.decoder(target, memory, seen, ~real, future).last_hidden_state.numpy()
+
+
+def _replace_positions(model: Any, config: TransformerConfig) -> float:
+    """Give a model of transformers' the table of sinusoids that its own one is rounded from.
+
+    Returns:
+        By how much the rows that a few logits need were off, at most.
+    """
+    import torch
+
+    worst, rows = 0.0, SOURCE + config.position_offset
+    for stack in (model.model.encoder, model.model.decoder):
+        module = stack.embed_positions
+        name = "weights" if hasattr(module, "weights") else "weight"
+        old = getattr(module, name)
+        exact = sinusoidal_encoding(len(old), config.d_model, config.position_layout, config.position_timescale)
+        if config.position_offset:
+            exact[config.pad_id] = 0.0
+        worst = max(worst, float(np.abs(old.detach().numpy() - exact)[:rows].max()))
+        old.data = torch.tensor(exact)
+    return worst
+
+
+def _translations(model: Any, imported: Imported) -> tuple[list[list[int]], list[list[int]]]:
+    """Return translations of a few sentences of random ids, ours and those of a model of transformers'."""
+    import torch
+
+    config, search = imported.config, imported.search
+    ids = inputs_of(config, SEARCHED)["source_ids"]
+    longest = min(LONGEST, config.max_positions or LONGEST)
+    options = replace(search, max_length=longest, min_length=min(search.min_length, longest))
+    found = PORTS["torch"].load(config, imported.weights, Placement("float64")).search(ids, options)
+    settings = model.generation_config
+    settings.max_length, settings.max_new_tokens = None, longest
+    settings.bad_words_ids = [*(settings.bad_words_ids or []), [config.pad_id]]  # no search here returns padding
+    with torch.no_grad():
+        theirs = model.generate(input_ids=torch.tensor(ids), attention_mask=torch.tensor(ids != config.pad_id))
+    return [_ended(row, config) for row in found.ids.tolist()], [_ended(row, config) for row in theirs[:, 1:].tolist()]
+
+
+def _ended(ids: list[int], config: TransformerConfig) -> list[int]:
+    """Return ids up to the end symbol."""
+    return ids[: ids.index(config.eos_id)] if config.eos_id in ids else ids

@@ -1,0 +1,237 @@
+"""Plots of attention weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+from rich.console import Console
+
+import reference_numpy as ref
+from transformer_parity.apps.text.dates import SHIPPED
+from transformer_parity.apps.text.kinds import build_vocabulary
+from transformer_parity.engine.style import MINUS, PLUS, ZERO, label
+from transformer_parity.engine.system.environment import quiet_frameworks
+from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.transformer.cases.inputs import hard_weights
+from transformer_parity.transformer.ports.package import PackagePort
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.sentences.pairs import read_pairs
+from transformer_parity.transformer.sentences.subwords import SPECIAL, VOCAB_SIZE, Subwords
+from transformer_parity.transformer.sentences.vocabulary import Vocabulary, batch
+from transformer_spec.config import DEPTHS, TransformerConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Arrays = Mapping[str, ndarray]
+
+MOST_COLUMNS = 8  # of heads beside each other
+WIDEST = 16.0  # inches of heads beside each other, where sentences may be of any length
+CELL = 0.2  # inches of a token there: room for its letters, in sentences of up to 200
+TAPS = {
+    "encoder": "encoder.layers.{}.self_attention.weights",
+    "decoder": "decoder.layers.{}.self_attention.weights",
+    "cross": "decoder.layers.{}.cross_attention.weights",
+}
+# The random model: a preset's conventions, with few heads.
+SMALL = {"d_model": 48, "num_heads": 4, "d_k": 12, "d_v": 12, "d_ff": 96, **dict.fromkeys(DEPTHS, 2)}
+SOURCE, TARGET = "The shoes are under the bed.", "Die Schuhe stehen unter dem Bett."  # from the text that ships
+DATE = "Freitag, 3. Mai 2024", "2024-05-03"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which attention weights to draw.
+
+    Attributes:
+        backends: One row of heads for each.
+        source: The source sentence; None is one of the model's kind.
+        target: The target sentence, likewise.
+        which: A key of ``TAPS``.
+        layer: Counted from 0.
+        dtype: That of the models.
+        preset: The conventions of a small random model; None asks for none.
+        weights: A weight file; without one, and without a preset, the model that ships.
+        text: Line-aligned files from which subwords are learned; None is the text that ships.
+    """
+
+    backends: Sequence[str] = ("numpy",)
+    source: str | None = None
+    target: str | None = None
+    which: str = "cross"
+    layer: int = 0
+    dtype: str = "float32"
+    preset: str | None = None
+    weights: Path | None = None
+    text: Sequence[Path] | None = None
+
+
+def draw_attention(asked: Asked) -> Figure:
+    """Draw the heads of each backend, and below them how each differs from the first one.
+
+    Raises:
+        MissingFrameworkError: The framework of a backend is not installed.
+        OSError: A file cannot be read.
+        UsageError: The model has no such layer.
+        ValueError: A file is damaged, or a sentence does not fit the model.
+    """
+    from matplotlib.figure import Figure
+
+    asked, pair = _completed(asked)
+    config, weights, vocabulary, model = _model(asked)
+    inputs = batch([pair], vocabulary, config)
+    source = vocabulary.pieces(pair[0])
+    target = ["<s>", *vocabulary.pieces(pair[1], source=False)[:-1]]
+    block, queries, keys = {
+        "encoder": ("Self-attention of encoder", source, source),
+        "decoder": ("Self-attention of decoder", target, target),
+        "cross": ("Cross-attention of decoder", target, source),
+    }[asked.which]
+    depth = config.num_encoder_layers if asked.which == "encoder" else config.num_decoder_layers
+    if not 0 <= asked.layer < depth:
+        raise UsageError(f"--layer must be 0 to {depth - 1} in this model: got {asked.layer}")
+    sizes = config if asked.which == "encoder" else config.in_decoder
+    if asked.which == "decoder" and not config.has_self_attention(asked.layer):
+        raise UsageError("--layer must not be 0 in this model: the decoder's first layer has no self-attention")
+    tap = TAPS[asked.which].format(asked.layer)
+    ports = [PORTS[name] for name in asked.backends]
+    seen = attention_weights(config, weights, inputs, tap, ports, asked.dtype)
+
+    rows = [*seen.items(), *differences(seen).items()]
+    lines = math.ceil(sizes.num_heads / MOST_COLUMNS)  # of heads, per row
+    columns = math.ceil(sizes.num_heads / lines)
+    width, height = (max(1.5, 0.19 * len(tokens)) for tokens in (keys, queries))
+    size = max(7.0, 1.8 + columns * (width + 0.1)), 2.0 + len(rows) * lines * (height + 0.3)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(rows) * lines, columns, squeeze=False)
+    for unused in grid.reshape(len(rows), -1)[:, sizes.num_heads :].flat:
+        unused.remove()
+    scales = _scales(seen)
+    for number, (name, heads) in enumerate(rows):
+        for head, shown in enumerate(heads):
+            line, column = divmod(head, columns)
+            axes = grid[number * lines + line, column]
+            image = axes.imshow(shown, **scales[name not in seen], aspect="auto", interpolation="nearest")
+            last = number == len(rows) - 1 and head + columns >= sizes.num_heads
+            label(axes, queries if column == 0 else [], keys if last else [])
+            if number == 0 or lines > 1:
+                axes.set_title(f"head {head}")
+            if column == 0:
+                axes.set_ylabel(name, fontweight="bold")
+        if number in (len(seen) - 1, len(rows) - 1):
+            above = grid[: len(seen) * lines] if name in seen else grid[len(seen) * lines :]
+            what = "attention weight" if name in seen else "difference"
+            figure.colorbar(image, ax=[axes for axes in above.flat if axes.figure], label=what, aspect=4 * size[1])
+    figure.suptitle(f"{block} layer {asked.layer}, {asked.dtype}\n{model}", fontsize=11)
+    figure.supylabel("query", fontsize=9)
+    figure.supxlabel(f"key\n\n{agreement(seen)}", fontsize=9)
+    return figure
+
+
+def draw_heads(heads: ndarray, queries: Sequence[str], keys: Sequence[str], title: str) -> Figure:
+    """Draw the mean of the heads and each of them, on one scale."""
+    from matplotlib.figure import Figure
+
+    panels = {"mean of the heads": heads.mean(0)} | {f"head {number}": head for number, head in enumerate(heads)}
+    width, height = (min(max(1.6, CELL * len(tokens)), 200 * CELL) for tokens in (keys, queries))
+    columns = min(len(panels), max(1, int(WIDEST / width)))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(2.0 + columns * (width + 0.1), 1.8 + rows * (height + 0.3)), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for number, axes in enumerate(grid.flat):
+        if number >= len(panels):
+            axes.remove()
+    for number, ((name, weights), axes) in enumerate(zip(panels.items(), grid.flat, strict=False)):
+        image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=heads.max(), aspect="auto", interpolation="nearest")
+        axes.set_title(name, fontweight="bold" if number == 0 else "normal")
+        label(axes, queries if number % columns == 0 else [], keys if number + columns >= len(panels) else [])
+    figure.colorbar(image, ax=figure.axes, label="attention weight", aspect=4 * figure.get_figheight())
+    figure.suptitle(title, fontsize=11)
+    figure.supylabel("token of the translation", fontsize=9)
+    figure.supxlabel("token of the source that it attends to", fontsize=9)
+    return figure
+
+
+def attention_weights(
+    config: TransformerConfig, weights: Arrays, inputs: Arrays, tap: str, ports: Sequence[PackagePort], dtype: str
+) -> dict[str, ndarray]:
+    """Return the weights [H, L, M] of one attention block for one sentence pair, by backend.
+
+    Raises:
+        MissingFrameworkError: The framework of a backend is not installed.
+    """
+    for port in ports:
+        port.check_installed()
+    seen = {}
+    with quiet_frameworks() as terminal, Console(file=terminal).status("") as spinner:
+        for port in ports:
+            spinner.update(f"running {port.package}")
+            loaded = port.load(config, weights, Placement(dtype))
+            seen[port.name] = loaded.run("", inputs, taps=True).taps[tap][0].astype(np.float64)
+    return seen
+
+
+def differences(seen: Arrays) -> dict[str, ndarray]:
+    """Return what each backend has more than the first one; those that are the same bit by bit have no row."""
+    first, *others = seen
+    apart = {f"{name} − {first}": seen[name] - seen[first] for name in others}  # noqa: RUF001  a minus sign
+    return {name: heads for name, heads in apart.items() if heads.any()}
+
+
+def _scales(seen: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the colours of weights, and those of differences: each one scale for all rows."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    largest = max(heads.max() for heads in seen.values())
+    apart = max((np.abs(heads).max() for heads in differences(seen).values()), default=1.0)
+    colours = LinearSegmentedColormap.from_list("difference", [MINUS, ZERO, PLUS])
+    return {"cmap": "Blues", "vmin": 0, "vmax": largest}, {"cmap": colours, "vmin": -apart, "vmax": apart}
+
+
+def agreement(seen: Arrays) -> str:
+    """Return a sentence with the largest difference between two backends, and where it is."""
+    if len(seen) == 1:
+        return f"Only {', '.join(seen)} was run: name more with --backends to compare them."
+    apart = {pair: np.abs(seen[pair[0]] - seen[pair[1]]) for pair in itertools.combinations(seen, 2)}
+    pair = max(apart, key=lambda pair: apart[pair].max())
+    head, query, key = np.unravel_index(apart[pair].argmax(), apart[pair].shape)
+    return (
+        f"Largest difference between two backends: {apart[pair].max():.1e} "
+        f"({pair[0]} and {pair[1]}; head {head}, query {query}, key {key}; counted from 0)"
+    )
+
+
+def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
+    """Return what was asked for with its weights, and the sentences: a date where the model that ships is meant."""
+    ships = asked.weights is None and asked.preset is None and asked.text is None
+    source, target = DATE if ships else (SOURCE, TARGET)
+    pair = asked.source or source, asked.target or target
+    return (replace(asked, weights=SHIPPED) if ships else asked), pair
+
+
+def _model(asked: Asked) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
+    """Return a config, weights, subwords, and the title of the model."""
+    lines = [line for pair in read_pairs(*(asked.text or ())) for line in pair]
+    if asked.weights is None:
+        preset = asked.preset or "paper_base"
+        subwords = Subwords.train(lines)
+        sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), subwords.size + SPECIAL)
+        config = TransformerConfig.preset(preset, **SMALL, **sizes)
+        title = f"a small random model, not trained, built as {preset}"
+        return config, hard_weights(config), subwords.numbered(config), title
+    config, weights = ref.load_weights(asked.weights)
+    stored = None if asked.text else ref.load_vocabulary(asked.weights)
+    if stored is not None and not (vocabulary := build_vocabulary(stored, config)).needs_direction:
+        return config, weights, vocabulary, f"{asked.weights.name}, with its own vocabulary"
+    size = min(config.source_vocab_size, config.target_vocab_size) - SPECIAL
+    vocabulary = Subwords.train(lines, min(size, VOCAB_SIZE)).numbered(config)
+    text = "the text that ships" if asked.text is None else asked.text[0].name
+    return config, weights, vocabulary, f"{asked.weights.name}, with subwords learned from {text}"

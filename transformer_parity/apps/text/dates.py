@@ -1,0 +1,263 @@
+"""Dates in human formats and their ISO 8601 form: a small translation task, generated.
+
+Every string has exactly one right answer. Where a format is ambiguous, these rules hold:
+
+- A year of four digits in front is followed by month and day, whatever stands between them.
+- Otherwise dots and hyphens put the day first, slashes put the month first.
+- A year of two digits means 1970 to 2069, stands last, and is written for days of those years only.
+
+Days are from 1900 to 2099. One day in ten is held out, in every format: no date that was trained on names such a day.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from importlib.resources import files
+from pathlib import Path
+
+from transformer_spec.checks import check_integer
+
+# A model of this task: what `parity train --task dates --backend torch` wrote; 99.9 % exact matches on held-out days.
+SHIPPED = Path(str(files("transformer_parity") / "data" / "dates.safetensors"))
+
+FIRST, LAST = date(1900, 1, 1), date(2099, 12, 31)
+TWO_DIGIT_YEARS = range(1970, 2070)
+HELD_OUT = 10  # one day in so many
+SPACED = 0.1  # the share of dates with a stray space at a word or separator
+
+_NUMBERS = tuple(str(n) for n in range(1, 32))
+
+
+@dataclass(frozen=True)
+class Language:
+    """The words of a language, each in its place: January, Monday and the first come first. By default, numbers."""
+
+    months: tuple[str, ...] = _NUMBERS
+    short_months: tuple[str, ...] = _NUMBERS
+    weekdays: tuple[str, ...] = _NUMBERS
+    short_weekdays: tuple[str, ...] = _NUMBERS
+    ordinals: tuple[str, ...] = _NUMBERS  # of the days, in digits
+    day_words: tuple[str, ...] = _NUMBERS  # of the days, spelled out
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_DIGITS = _words("one two three four five six seven eight nine")
+_TEENS = _words("ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen")
+_TENS = _words("twenty thirty forty fifty sixty seventy eighty ninety")
+_BELOW_100 = ("", *_DIGITS, *_TEENS, *(tens + ones for tens in _TENS for ones in ("", *(f"-{n}" for n in _DIGITS))))
+
+
+def _english_ordinal(n: int) -> str:
+    return f"{n}th" if n in (11, 12, 13) else str(n) + {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+
+
+def _english_year(year: int) -> str:
+    """Spell out a year as it is spoken: nineteen oh five, nineteen eighty-four, two thousand and four, twenty ten."""
+    hundreds, rest = divmod(year, 100)
+    if hundreds == 20 and rest < 10:
+        return f"two thousand and {_BELOW_100[rest]}" if rest else "two thousand"
+    if rest < 10:
+        return f"{_BELOW_100[hundreds]} oh {_BELOW_100[rest]}" if rest else f"{_BELOW_100[hundreds]} hundred"
+    return f"{_BELOW_100[hundreds]} {_BELOW_100[rest]}"
+
+
+_ENGLISH_DAYS = _words(
+    "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth "
+    "sixteenth seventeenth eighteenth nineteenth twentieth twenty-first twenty-second twenty-third twenty-fourth "
+    "twenty-fifth twenty-sixth twenty-seventh twenty-eighth twenty-ninth thirtieth thirty-first"
+)
+_GERMAN_DAYS = _words(
+    "erste zweite dritte vierte fünfte sechste siebte achte neunte zehnte elfte zwölfte dreizehnte vierzehnte "
+    "fünfzehnte sechzehnte siebzehnte achtzehnte neunzehnte zwanzigste einundzwanzigste zweiundzwanzigste "
+    "dreiundzwanzigste vierundzwanzigste fünfundzwanzigste sechsundzwanzigste siebenundzwanzigste "
+    "achtundzwanzigste neunundzwanzigste dreißigste einunddreißigste"
+)
+_FRENCH_DAYS = (
+    *_words("premier deux trois quatre cinq six sept huit neuf dix onze douze treize quatorze quinze seize"),
+    *("dix-sept", "dix-huit", "dix-neuf", "vingt", "vingt et un"),
+    *_words("vingt-deux vingt-trois vingt-quatre vingt-cinq vingt-six vingt-sept vingt-huit vingt-neuf"),
+    *("trente", "trente et un"),
+)
+
+LANGUAGES = {
+    "numbers": Language(),
+    "English": Language(
+        _words("January February March April May June July August September October November December"),
+        _words("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec"),
+        _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
+        _words("Mon Tue Wed Thu Fri Sat Sun"),
+        tuple(_english_ordinal(n) for n in range(1, 32)),
+        _ENGLISH_DAYS,
+    ),
+    "German": Language(
+        _words("Januar Februar März April Mai Juni Juli August September Oktober November Dezember"),
+        _words("Jan. Feb. März Apr. Mai Jun. Jul. Aug. Sept. Okt. Nov. Dez."),
+        _words("Montag Dienstag Mittwoch Donnerstag Freitag Samstag Sonntag"),
+        _words("Mo Di Mi Do Fr Sa So"),
+        tuple(f"{n}." for n in _NUMBERS),
+        _GERMAN_DAYS,
+    ),
+    "French": Language(
+        _words("janvier février mars avril mai juin juillet août septembre octobre novembre décembre"),
+        _words("janv. févr. mars avr. mai juin juil. août sept. oct. nov. déc."),
+        _words("lundi mardi mercredi jeudi vendredi samedi dimanche"),
+        _words("lun. mar. mer. jeu. ven. sam. dim."),
+        ("1er", *_NUMBERS[1:]),
+        _FRENCH_DAYS,
+    ),
+    "Spanish": Language(
+        _words("enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre diciembre"),
+        weekdays=_words("lunes martes miércoles jueves viernes sábado domingo"),
+    ),
+    "Italian": Language(
+        _words("gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre dicembre"),
+        weekdays=_words("lunedì martedì mercoledì giovedì venerdì sabato domenica"),
+    ),
+    "Dutch": Language(
+        _words("januari februari maart april mei juni juli augustus september oktober november december"),
+        weekdays=_words("maandag dinsdag woensdag donderdag vrijdag zaterdag zondag"),
+    ),
+    "Portuguese": Language(
+        _words("janeiro fevereiro março abril maio junho julho agosto setembro outubro novembro dezembro"),
+        weekdays=_words("segunda-feira terça-feira quarta-feira quinta-feira sexta-feira sábado domingo"),
+    ),
+}
+
+# How each language writes a date. d and m are numbers as they are, dd and mm of two digits, yy the end of the year.
+FORMATS = {
+    "numbers": (
+        "{year}-{mm}-{dd}",
+        "{year}/{mm}/{dd}",
+        "{year}.{mm}.{dd}",
+        "{year}{mm}{dd}",
+        "{dd}.{mm}.{year}",
+        "{d}.{m}.{year}",
+        "{d}. {m}. {year}",
+        "{d}.{m}.{yy}",
+        "{dd}-{mm}-{year}",
+        "{mm}/{dd}/{year}",
+        "{m}/{d}/{year}",
+        "{m}/{d}/{yy}",
+    ),
+    "English": (
+        "{d} {month} {year}",
+        "{month} {d}, {year}",
+        "{dd} {short_month} {year}",
+        "{short_month} {d}, {year}",
+        "{dd}-{short_month}-{year}",
+        "{year} {short_month} {d}",
+        "{d} {short_month} '{yy}",
+        "{month} {ordinal}, {year}",
+        "the {ordinal} of {month} {year}",
+        "{weekday}, {month} {d}, {year}",
+        "{short_weekday} {d} {short_month} {year}",
+        "{month} {day_words}, {year}",
+        "the {day_words} of {month} {year}",
+        "the {day_words} of {month} {year_words}",
+    ),
+    "German": (
+        "{ordinal} {month} {year}",
+        "{dd}. {month} {year}",
+        "{ordinal} {short_month} {year}",
+        "{ordinal} {month} '{yy}",
+        "{weekday}, den {ordinal} {month} {year}",
+        "{short_weekday}, {dd}.{mm}.{year}",
+        "der {day_words} {month} {year}",
+    ),
+    "French": (
+        "{ordinal} {month} {year}",
+        "{ordinal} {short_month} {year}",
+        "le {ordinal} {month} {year}",
+        "{weekday} {ordinal} {month} {year}",
+        "{short_weekday} {ordinal} {short_month} {year}",
+        "le {day_words} {month} {year}",
+    ),
+    "Spanish": ("{d} de {month} de {year}", "{weekday}, {d} de {month} de {year}"),
+    "Italian": ("{d} {month} {year}", "{weekday} {d} {month} {year}"),
+    "Dutch": ("{d} {month} {year}", "{weekday} {d} {month} {year}"),
+    "Portuguese": ("{d} de {month} de {year}", "{weekday}, {d} de {month} de {year}"),
+}
+
+
+def _title(line: str) -> str:
+    return " ".join(word[:1].upper() + word[1:] for word in line.split(" "))
+
+
+CASES: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, str.upper, _title)  # half as they are
+
+
+def is_held_out(day: date) -> bool:
+    """Whether a day is for validation: decided by the day alone, the same everywhere and for ever."""
+    return zlib.crc32(day.isoformat().encode()) % HELD_OUT == 0
+
+
+def date_pairs(count: int, seed: int, *, held_out: bool) -> list[tuple[str, str]]:
+    """Return pairs of a date in a human format and its ISO 8601 form.
+
+    Args:
+        count: How many.
+        seed: Decides which; the same on every machine.
+        held_out: Whether they name the days that are held out, or all others.
+    """
+    check_integer("count", count, minimum=1)
+    check_integer("seed", seed, minimum=0)
+    days = [day for day in _every_day() if is_held_out(day) == held_out]
+    recent = [day for day in days if day.year in TWO_DIGIT_YEARS]
+    formats = _all_formats()
+    draw = random.Random(f"{seed} {held_out}").random  # the one method whose stream never changes
+
+    pairs = []
+    for _ in range(count):
+        language, template = formats[int(draw() * len(formats))]
+        pool = recent if "{yy}" in template else days
+        day = pool[int(draw() * len(pool))]
+        line = CASES[int(draw() * len(CASES))](write(day, language, template))
+        if draw() < SPACED:
+            places = [place.start() for place in re.finditer(r"\b|$", line)]
+            place = places[int(draw() * len(places))]
+            line = f"{line[:place]} {line[place:]}"
+        pairs.append((line, day.isoformat()))
+    return pairs
+
+
+def date_lines() -> list[str]:
+    """Return lines that hold every character of every pair, to learn the vocabulary of characters from."""
+    days = _every_day(97)  # every year, month, day of the month and weekday is among them
+    lines = [write(day, language, template) for day in days for language, template in _all_formats()]
+    return [line for written in lines for line in (written, written.lower(), written.upper())]
+
+
+def write(day: date, language: str, template: str) -> str:
+    """Write a day in a language, by a template of ``FORMATS``."""
+    words = LANGUAGES[language]
+    return template.format(
+        d=day.day,
+        dd=f"{day.day:02}",
+        m=day.month,
+        mm=f"{day.month:02}",
+        year=day.year,
+        yy=f"{day.year % 100:02}",
+        month=words.months[day.month - 1],
+        short_month=words.short_months[day.month - 1],
+        weekday=words.weekdays[day.weekday()],
+        short_weekday=words.short_weekdays[day.weekday()],
+        ordinal=words.ordinals[day.day - 1],
+        day_words=words.day_words[day.day - 1],
+        year_words=_english_year(day.year),
+    )
+
+
+def _every_day(step: int = 1) -> list[date]:
+    return [date.fromordinal(n) for n in range(FIRST.toordinal(), LAST.toordinal() + 1, step)]
+
+
+def _all_formats() -> list[tuple[str, str]]:
+    return [(language, template) for language, templates in FORMATS.items() for template in templates]

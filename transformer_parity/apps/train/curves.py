@@ -1,0 +1,121 @@
+"""The curve of a training run as a picture, and as a table where several backends ran in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from transformer_parity.engine.style import BACKENDS, GREY, OPEN_STYLE, write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PARTED = 1e-6  # relative difference of two losses above which two curves count as parted
+
+
+def losses(events: Sequence[dict[str, Any]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return the steps, and the training loss of each backend at each of them."""
+    steps = [event for event in events if event["event"] == "step"]
+    backends = list(dict.fromkeys(name for event in steps for name in event["loss"]))
+    return (
+        np.array([event["step"] for event in steps]),
+        {name: np.array([event["loss"].get(name, np.nan) for event in steps]) for name in backends},
+    )
+
+
+def spread(by_backend: dict[str, np.ndarray]) -> np.ndarray:
+    """Return, step by step, the largest difference between two backends' losses, relative to the loss."""
+    together = np.stack(list(by_backend.values()))
+    return np.ptp(together, axis=0) / np.abs(together[0])
+
+
+def draw(events: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw training loss and held-out loss, below them the score, or in lockstep the difference of the losses."""
+    import matplotlib
+
+    with matplotlib.rc_context(OPEN_STYLE):
+        write(_figure(events), path)
+
+
+def _figure(events: Sequence[dict[str, Any]]) -> Figure:
+    from matplotlib.figure import Figure
+
+    steps, by_backend = losses(events)
+    lockstep = any(len(event["loss"]) > 1 for event in events if event["event"] == "step")
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for name, values in by_backend.items():
+        known = ~np.isnan(values)
+        if not lockstep:
+            upper.plot(steps[known], values[known], color=BACKENDS[name], alpha=0.25, linewidth=0.7)
+        smooth = values[known] if lockstep else _smoothed(values[known])
+        upper.plot(steps[known], smooth, color=BACKENDS[name], label=name)
+    for name in by_backend:
+        found = [event for event in events if event["event"] == "validation" and event["backend"] == name]
+        found = [event for event in found if not event["averaged"]]  # averaged weights are not the run's
+        found = list({event["step"]: event for event in found}.values())
+        at = [event["step"] for event in found]
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": BACKENDS[name]}
+        upper.plot(at, [event["loss"] for event in found], **style)
+        if not lockstep:
+            lower.plot(at, [event["score"] for event in found], **style)
+    task = next(event["task"] for event in events if event["event"] == "start")
+    upper.set(ylabel="loss per target token [nats]", ylim=(0, None))
+    with_what = "smoothed labels" if lockstep else "smoothed labels, dropout"
+    upper.set_title(f"{task}: training loss (line; {with_what}) and held-out loss (circles)", fontsize=9)
+    upper.legend(frameon=False)
+    if lockstep:
+        apart = spread(by_backend)
+        lower.plot(steps, np.where(apart > 0, apart, np.nan), ".", color="black", markersize=3)  # no dot: not apart
+        lower.axhline(PARTED, color=GREY, linestyle=":", linewidth=0.9)
+        lower.set(yscale="log", ylabel="largest difference\nof two losses, relative")
+    else:
+        lower.set(ylabel="exact match [%]" if task == "dates" else "BLEU", ylim=(0, None))
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.2)
+    return figure
+
+
+def lockstep_table(events: Sequence[dict[str, Any]]) -> Table:
+    """Return the losses at a few steps, side by side, and their largest relative difference."""
+    steps, by_backend = losses(events)
+    apart = spread(by_backend)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("step", *by_backend, "apart"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for step in (step for step in milestones(int(steps[-1])) if step in steps):
+        at = int(np.flatnonzero(steps == step)[0])
+        table.add_row(f"{step:,}", *(f"{values[at]:.9f}" for values in by_backend.values()), f"{apart[at]:.0e}")
+    return table
+
+
+def parting(events: Sequence[dict[str, Any]]) -> str:
+    """Return a sentence: the step at which the curves part, and the largest difference."""
+    steps, by_backend = losses(events)
+    apart = spread(by_backend)
+    beyond = np.flatnonzero(~(apart <= PARTED))
+    most = f"the losses differ by at most {np.nanmax(apart):.1e}, relative"
+    if not beyond.size:
+        return f"The curves agree for {len(steps):,} steps: {most}."
+    return f"The curves diverge at step {steps[beyond[0]]:,}, by more than {PARTED:.0e} of the loss: {most}."
+
+
+def milestones(last: int) -> list[int]:
+    """Return 1, 2, 5, 10, 20, 50, and so on, and the last step."""
+    found = [factor * 10**power for power in range(len(str(last))) for factor in (1, 2, 5)]
+    return sorted({*(step for step in found if step <= last), last})
+
+
+def _smoothed(values: np.ndarray, width: int = 25) -> np.ndarray:
+    """Return running means."""
+    if len(values) < 2:
+        return values
+    width = min(width, len(values))
+    padded = np.pad(values, (width // 2, width - 1 - width // 2), mode="edge")
+    return np.convolve(padded, np.full(width, 1.0 / width), mode="valid")

@@ -1,0 +1,66 @@
+"""Evaluate a trained model on held-out sentences."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformer_parity.apps.train import corpora
+from transformer_parity.apps.train.batches import Batches, number
+from transformer_parity.apps.train.corpora import HeldOut
+from transformer_parity.apps.train.learner import Learner, Where
+from transformer_parity.apps.train.run import longest_translation
+from transformer_parity.apps.translate.trained import Trained
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.sentences.vocabulary import LONGEST
+from transformer_spec.search import Search
+from transformer_spec.training_config import TrainingConfig
+
+SEED = 19171  # of the held-out dates: others than those a run was validated on
+DATES = 1000  # of them, unless another number is asked for
+TOKENS = 2048  # of a batch
+
+
+def held_out(text: Sequence[Path] | None, sentences: int | None) -> HeldOut:
+    """Return the sentences to evaluate on.
+
+    Args:
+        text: Source and target file; None is generated dates.
+        sentences: The first ones only; None is all of a text, and 1,000 dates.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: The files are no line-aligned text.
+    """
+    if text is None:
+        return corpora.held_out_dates(SEED, sentences or DATES)
+    return corpora.held_out(text, sentences)
+
+
+def evaluate(trained: Trained, corpus: HeldOut, backend: str, device: str, search: Search) -> dict[str, Any]:
+    """Return loss, perplexity, score and time of one model in one backend, in plain values."""
+    config = trained.config
+    learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, Where(Placement("float32", device)))
+    start_id = trained.vocabulary.start_id
+    begun = config if start_id is None else config.replace(bos_id=start_id)  # as the decoder reads it
+    batches = Batches(number(corpus.held_out, trained.vocabulary), begun, TOKENS, max_length=LONGEST)
+    loss = learner.validate(batches.once())
+    sources = [source for source, _ in corpus.held_out]
+    start = time.perf_counter()
+    lines = learner.translate(sources, trained.vocabulary, longest_translation(batches), search)
+    seconds = time.perf_counter() - start
+    return {
+        "file": str(trained.path),
+        "step": trained.step,
+        "backend": backend,
+        "sentences": len(lines),
+        "beam": search.beam_size,
+        "length_penalty": search.length_penalty if search.beam_size else None,
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        corpus.metric: corpus.score(lines, [target for _, target in corpus.held_out]),
+        "seconds": seconds,
+    }

@@ -1,0 +1,134 @@
+"""A model and its trainer in one backend, with text and NumPy at the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.apps.train.batches import Batch
+from transformer_parity.apps.train.group import ALONE, Group
+from transformer_parity.apps.translate.translator import Translator
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.sentences.vocabulary import Vocabulary
+from transformer_spec.checkpoint import Checkpoint
+from transformer_spec.config import TransformerConfig
+from transformer_spec.parallel_plan import Plan
+from transformer_spec.search import Search
+from transformer_spec.training_config import StepResult, TrainingConfig
+
+GREEDY = Search()
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a run is computed.
+
+    Attributes:
+        placement: The dtype, the device and the precision.
+        plan: The devices that share each step; None is one device.
+        group: The processes that have them, of which this is one.
+    """
+
+    placement: Placement
+    plan: Plan | None = None
+    group: Group = ALONE
+
+
+class Learner:
+    """A model of one backend, being trained.
+
+    On several devices, all processes call each method in the same order.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        config: TransformerConfig,
+        weights: Mapping[str, ndarray],
+        settings: TrainingConfig,
+        seed: int,
+        where: Where,
+    ) -> None:
+        port = PORTS[backend]
+        self.package = package = port.import_package()
+        self.backend, self.where = backend, where
+        placement = where.placement
+        mesh = None if where.plan is None else package.make_mesh(where.plan, placement.device)
+        with getattr(mesh, "scope", nullcontext)():  # TensorFlow makes copies of variables where it makes them
+            self.model = package.Transformer.from_weights(config, weights, *placement)
+        self.trainer = package.Trainer(self.model, settings, seed, mesh=mesh)
+        self.loaded = port.loaded(package, self.model, placement)
+        self.environment: dict[str, str] = package.describe()
+
+    def train_step(self, batch: Batch) -> StepResult:
+        """Take one step; the result may still be computed by the device."""
+        return self.trainer.train_step(batch.source_ids, batch.target_ids, batch.labels)
+
+    def validate(self, batches: Iterable[Batch]) -> float:
+        """Return the cross-entropy per target token, in nats."""
+        sums = [self.trainer.evaluate(batch.source_ids, batch.target_ids, batch.labels) for batch in batches]
+        return sum(float(loss) for loss, _ in sums) / max(sum(int(tokens) for _, tokens in sums), 1)
+
+    def translate(
+        self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int, search: Search = GREEDY
+    ) -> list[str]:
+        """Translate lines, in order; one that is longer than the model's positions is left empty.
+
+        Each of several processes translates its share, and has them all in the end.
+        """
+        config, loaded = self.model.config, self.loaded
+        if self.where.plan is not None:  # a search needs the whole model on one device
+            weights, placement = self.model.export_weights(), self.where.placement
+            whole = self.package.Transformer.from_weights(config, weights, *placement)
+            loaded = type(loaded)(self.package, whole, placement)
+        most = search.max_length or max_length
+        search = replace(search, max_length=min(most, config.max_positions or most))
+        own = lines[self.where.group.rank :: self.where.group.size]
+        translator = Translator(config, vocabulary, search, window=len(own))
+        return self._gathered([translation.text for translation in translator.translate(loaded, own)], len(lines))
+
+    def _gathered(self, own: Sequence[str], count: int) -> list[str]:
+        """Return the texts of all processes, of which each has every so-manieth; their bytes are summed."""
+        group, sent = self.where.group, [text.encode() for text in own]
+        if group.size == 1:
+            return list(own)
+        own_lengths = np.zeros(count)
+        own_lengths[group.rank :: group.size] = [len(text) for text in sent]
+        lengths = [int(length) for length in self.summed(own_lengths.tolist())]
+        found = np.zeros((count, max([1, *lengths])))
+        for row, text in zip(range(group.rank, count, group.size), sent, strict=True):
+            found[row, : len(text)] = [*text]
+        rows = np.array(self.summed(found.ravel().tolist()), np.uint8).reshape(found.shape)
+        return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sum of each number over all processes."""
+        if self.where.group.size == 1:
+            return list(numbers)
+        return [float(number) for number in self.loaded.summed(self.trainer.mesh, numbers)]
+
+    def on_one_device(self, weights: Mapping[str, ndarray]) -> Learner:
+        """Return one that has other weights, and all of them here."""
+        trainer, where = self.trainer, Where(self.where.placement)
+        return Learner(self.backend, self.model.config, weights, trainer.settings, trainer.seed, where)
+
+    def set_weights(self, weights: Mapping[str, ndarray]) -> None:
+        """Put other weights into the model."""
+        self.package.set_weights(self.model, weights)
+
+    def checkpoint(self, progress: dict[str, Any], vocabulary: bytes) -> Checkpoint:
+        """Return everything there is to save."""
+        return Checkpoint(
+            self.model.config,
+            self.trainer.settings,
+            self.model.export_weights(),
+            self.trainer.export_state(),
+            progress,
+            vocabulary,
+        )

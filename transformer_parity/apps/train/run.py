@@ -1,0 +1,314 @@
+"""A training run: batches in; checkpoints, a log and a curve out. One backend, or several in lockstep."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy import ndarray
+
+from transformer_parity.apps.train.batches import Batches
+from transformer_parity.apps.train.corpora import Corpus
+from transformer_parity.apps.train.learner import Learner
+from transformer_parity.apps.train.log import LOG, MODEL, Log, checkpoints, step_of, was_renamed
+from transformer_parity.engine.system.errors import UsageError, printable
+from transformer_parity.engine.system.interrupts import Stop
+from transformer_parity.transformer.sentences.vocabulary import LONGEST
+from transformer_spec.checkpoint import average_weights, save_checkpoint
+from transformer_spec.checks import check_integer
+from transformer_spec.files import save_weights
+from transformer_spec.names import count_parameters
+
+MOST_STEPS = 100  # between two times that processes ask one another whether to stop
+PATIENCE = 0.5  # seconds between two reads of losses from the device
+SAMPLE = 200  # held-out sentences that are translated at each validation
+LONGER = 10  # tokens that a translation may be longer than the longest target held out
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is, and what it does on the way."""
+
+    steps: int
+    validate_every: int
+    save_every: int
+    keep: int  # checkpoints; the oldest go first
+    average: int  # how many of the last checkpoints make the final weights
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_integer(name, value, minimum=1)
+
+
+@dataclass(frozen=True)
+class Status:
+    """The progress of a run."""
+
+    step: int
+    losses: Mapping[str, float]
+    learning_rate: float
+    tokens_per_second: float
+
+
+@dataclass
+class Observer:
+    """Two callbacks of a run: for its status, whenever losses have been read, and for its messages, one line each."""
+
+    status: Callable[[Status], None]
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Data:
+    """A corpus, and the batches of its training part and of its held-out part."""
+
+    corpus: Corpus
+    batches: Batches
+    held_out: Batches
+
+
+class Run:
+    """Trains one learner, or several on the same batches.
+
+    Args:
+        learners: One for each backend.
+        data: What they learn from, and what they are validated on.
+        plan: How many steps, and what happens on the way.
+        folder: Where checkpoints, log and final weights are written.
+        observer: Receives progress and messages.
+        seconds: Training time before the run was resumed.
+    """
+
+    def __init__(
+        self,
+        learners: Sequence[Learner],
+        data: Data,
+        plan: Plan,
+        folder: Path,
+        observer: Observer,
+        seconds: float = 0.0,
+    ) -> None:
+        self.learners = learners
+        self.corpus = data.corpus
+        self.batches = data.batches
+        self.held_out = data.held_out
+        self.plan = plan
+        self.folder = folder
+        self.observer = observer
+        self.group = learners[0].where.group
+        self.log = self._open_log()
+        self._pending: list[tuple[int, float, list[Any]]] = []
+        self._read_at = time.perf_counter()
+        self.seconds = seconds  # spent on steps, also before the run was resumed
+        self._began = self.step  # the step that the run goes on from
+        self._saved: int | None = None  # the step of the last checkpoint that was written here
+        self._step_seconds = PATIENCE  # that the steps took of late, each
+        self._ask_at, self._stopping = 0, False  # the step at which processes ask one another next, and the answer
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self.learners[0].trainer.step
+
+    @property
+    def description(self) -> str:
+        """What is trained on, how large the model is, and where the run is written."""
+        learner, batches = self.learners[0], self.batches
+        config, plan = learner.model.config, learner.where.plan
+        lines = [
+            f"{self.corpus.task}: {len(self.corpus.training):,} pairs, {len(self.corpus.held_out):,} held out, "
+            f"vocabulary {config.target_vocab_size:,}; {count_parameters(config) / 1e6:.2f} M parameters; "
+            f"batches: {batches.per_epoch:,} an epoch, shapes: {len(batches.shapes)}; to {printable(str(self.folder))}",
+        ]
+        if plan is not None:
+            processes = f"{self.group.size} processes" if self.group.size > 1 else "1 process"
+            lines.append(f"on {plan.devices} devices, {plan}, of {processes}")
+        if batches.dropped:
+            most = min(config.max_positions or math.inf, max(batches.tokens_per_batch, LONGEST))
+            lines.append(f"{batches.dropped:,} pairs are longer than {most:,} tokens and are left out")
+        if len(self.learners) > 1:
+            lines.append("in lockstep: same weights, same batches, no dropout; nothing is saved but log and curve")
+        if self.step:
+            lines.append(f"going on from step {self.step:,}")
+        return "\n".join(lines)
+
+    def go(self, stop: Stop, stop_at: int | None = None) -> None:
+        """Train until all steps, or ``stop_at`` steps, are taken or ``stop`` is set; save on the way and at the end."""
+        last = min(self.plan.steps, stop_at or self.plan.steps)
+        lead = self.learners[0]
+        self.log.write(
+            "start",
+            step=self.step,
+            task=self.corpus.task,
+            backends=[learner.backend for learner in self.learners],
+            config=lead.model.config.to_dict(),
+            settings=lead.trainer.settings.to_dict(),
+            batch_shapes=self.batches.shapes,
+            environment={learner.backend: learner.environment for learner in self.learners},
+        )
+        self._read_at = time.perf_counter()
+        try:
+            while self.step < last and not self._stops(stop):
+                self._take_step()
+                if self.step % self.plan.save_every == 0:
+                    self._save()
+                if self.step % self.plan.validate_every == 0 and self.step < self.plan.steps:
+                    self._validate(SAMPLE)
+            self._read_losses()
+            if self._saved != self.step:
+                self._save()
+        finally:
+            self.log.close()
+
+    def finish(self) -> dict[str, dict[str, float]]:
+        """Write the final weights, validate on everything held out, and return what was reached, by backend."""
+        self.log = self._open_log()
+        try:
+            averaged, weights = self._write_model() if len(self.learners) == 1 and self.group.rank == 0 else (0, {})
+            reached = self._validate(None)
+            if averaged > 1:
+                reached |= self._validate_average(averaged, weights)
+            self.log.write("end", step=self.step, seconds=self.seconds, reached=reached)
+        finally:
+            self.log.close()
+        return reached
+
+    def _open_log(self) -> Log:
+        """Return the log; of several processes, the first alone writes it."""
+        return Log(self.folder / LOG if self.group.rank == 0 else Path(os.devnull))
+
+    def _stops(self, stop: Stop) -> bool:
+        """Whether to stop here; several processes do so at the same step, and ask one another only now and then."""
+        if self.group.size > 1 and self.step >= self._ask_at:
+            own = stop.signal or 0
+            signals, steps = self.learners[0].summed([own, 1 + int(PATIENCE / max(self._step_seconds, 1e-9))])
+            self._ask_at = self.step + min(MOST_STEPS, int(steps) // self.group.size)
+            self._stopping = signals > 0
+            stop.signal = own or (signal.SIGTERM if self._stopping else None)
+        return self._stopping if self.group.size > 1 else bool(stop.signal)
+
+    def _take_step(self) -> None:
+        batch = next(self.batches)
+        results = [learner.train_step(batch) for learner in self.learners]
+        lead = self.learners[0]
+        learning_rate = lead.trainer.settings.learning_rate(self.step, lead.model.config.d_model)
+        self._pending.append((self.step, learning_rate, results))
+        if time.perf_counter() - self._read_at > PATIENCE:
+            self._read_losses()
+
+    def _read_losses(self) -> None:
+        """Wait for the steps that run on the devices, and log their results.
+
+        Raises:
+            UsageError: A loss is not finite.
+        """
+        if not self._pending:
+            return
+        names = [learner.backend for learner in self.learners]
+        tokens = 0
+        for step, learning_rate, results in self._pending:
+            losses = {name: float(result.loss) for name, result in zip(names, results, strict=True)}
+            counted, norm = int(results[0].tokens), float(results[0].gradient_norm)
+            self.log.write(
+                "step", step=step, loss=losses, learning_rate=learning_rate, gradient_norm=norm, tokens=counted
+            )
+            tokens += counted
+            if not all(map(math.isfinite, losses.values())):
+                self.log.flush()
+                raise UsageError(f"the loss is not finite at step {step}: try a smaller --factor, or --clip 1")
+        count = len(self._pending)
+        self._pending.clear()
+        now = time.perf_counter()
+        elapsed, self._read_at = now - self._read_at, now
+        self._step_seconds = elapsed / count
+        self.seconds += elapsed
+        self.log.write("time", step=self.step, seconds=self.seconds, tokens_per_second=tokens / elapsed)
+        self.log.flush()
+        self.observer.status(Status(self.step, losses, learning_rate, tokens / elapsed))
+
+    def _validate(self, sample: int | None, averaged: int = 0) -> dict[str, dict[str, float]]:
+        """Return loss and score of each learner on what was held out; of the score, on a sample."""
+        self._read_losses()
+        found = {}
+        pairs = self.corpus.held_out[:sample]
+        vocabulary = self.corpus.vocabulary.numbered(self.learners[0].model.config)
+        max_length = longest_translation(self.held_out)
+        for learner in self.learners:
+            loss = learner.validate(self.held_out.once())
+            lines = learner.translate([source for source, _ in pairs], vocabulary, max_length)
+            score = self.corpus.score(lines, [target for _, target in pairs])
+            found[learner.backend] = {"loss": loss, self.corpus.metric: score}
+            found_by = {"backend": learner.backend, "averaged": averaged, "sentences": len(pairs)}
+            self.log.write("validation", step=self.step, loss=loss, score=score, **found_by)
+            self.observer.say(
+                f"step {self.step:,}  {learner.backend}: held-out loss {loss:.3f}, "
+                f"{self.corpus.metric} {score:.1f}{' %' * (self.corpus.task == 'dates')} of {len(pairs):,} sentences"
+            )
+        self._read_at = time.perf_counter()  # validation is not training time
+        return found
+
+    def _save(self) -> None:
+        """Write a checkpoint and delete those that are too old; runs in lockstep are not saved."""
+        if len(self.learners) > 1:
+            return
+        self._read_losses()
+        progress = {
+            "corpus": self.corpus.origin,
+            "position": list(self.batches.position),
+            "tokens_per_batch": self.batches.tokens_per_batch,
+            "plan": asdict(self.plan),
+            "seconds": self.seconds,
+        }
+        path = self.folder / f"checkpoint-{self.step:07}.safetensors"
+        checkpoint = self.learners[0].checkpoint(progress, self.corpus.vocabulary.model)  # with the others' parts
+        self._saved = self.step
+        if self.group.rank != 0:
+            return
+        save_checkpoint(path, checkpoint)
+        if self.step > self._began:  # the final weights of an earlier end are not those of this run
+            (self.folder / MODEL).unlink(missing_ok=True)
+        self.log.write("checkpoint", step=self.step, file=path.name)
+        self.log.flush()
+        kept = {path, *self._regular()[-self.plan.keep :]}
+        for old in checkpoints(self.folder):
+            if old not in kept and not was_renamed(old):
+                old.unlink()
+        self._read_at = time.perf_counter()
+
+    def _regular(self) -> list[Path]:
+        """Return the checkpoints that a run which was never stopped has too: only they are averaged."""
+        plan = self.plan
+        steps = {path: step_of(path) for path in checkpoints(self.folder)}
+        return [path for path, step in steps.items() if step == plan.steps or (step and step % plan.save_every == 0)]
+
+    def _write_model(self) -> tuple[int, Mapping[str, ndarray]]:
+        """Write the final weights; return how many of the last checkpoints they are the average of, and themselves."""
+        chosen = self._regular()[-self.plan.average :]
+        config, weights = average_weights(chosen)
+        save_weights(self.folder / MODEL, config, weights, vocabulary=self.corpus.vocabulary.model)
+        return len(chosen), weights
+
+    def _validate_average(self, count: int, weights: Mapping[str, ndarray]) -> dict[str, dict[str, float]]:
+        learner = self.learners[0]
+        self.observer.say(f"the average of the last {count} checkpoints:")
+        if learner.where.plan is None:
+            own = learner.model.export_weights()
+            learner.set_weights(weights)
+            found = self._validate(None, averaged=count)
+            learner.set_weights(own)
+        else:  # on one device: the other processes have ended
+            self.learners = [learner.on_one_device(weights)]
+            found = self._validate(None, averaged=count)
+            self.learners = [learner]
+        return {f"{learner.backend}, {count} checkpoints averaged": found[learner.backend]}
+
+
+def longest_translation(held_out: Batches) -> int:
+    """Return the most tokens that a translation of what is held out may have."""
+    return max(target_width for _, _, target_width in held_out.shapes) + LONGER

@@ -1,0 +1,109 @@
+"""Translations and comparisons as lines of text or JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformer_parity.apps.translate.agreement import DIVERGENCE, NEAR_TIE, SAME, Comparison
+from transformer_parity.apps.translate.lines import Translation
+from transformer_parity.engine.system.errors import printable
+from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED
+from transformer_parity.transformer.compare.near_ties import summary
+from transformer_parity.transformer.compare.prefixes import Tokens
+from transformer_parity.transformer.compare.verdict import EXIT_CODES
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is written for a line.
+
+    Attributes:
+        as_json: One object.
+        nbest: So many hypotheses, numbered and scored.
+        scores: The score before the translation.
+    """
+
+    as_json: bool = False
+    nbest: int | None = None
+    scores: bool = False
+
+
+def answers(translation: Translation, form: Form) -> list[str]:
+    """Return the lines that answer one line."""
+    line, hypotheses = translation.line, list(translation.hypotheses)
+    if form.as_json:
+        found = [vars(hypothesis) for hypothesis in hypotheses]
+        return [_json({"line": line.number, "source": line.text, "hypotheses": found})]
+    scored = [f"{hypothesis.score:.4f}\t{hypothesis.text}" for hypothesis in hypotheses]
+    scored += ["-inf\t"] * ((form.nbest or 1) - len(hypotheses))
+    if form.nbest:
+        return [f"{line.number}\t{answer}" for answer in scored]
+    return scored if form.scores else [translation.text]
+
+
+def differences(found: Comparison, *, as_json: bool) -> list[str]:
+    """Return the lines that describe one difference: the translations, and the decisions that are in doubt."""
+    if as_json:
+        doubts = [
+            {"backend": backend, "token": doubt.step, "what": doubt.what}
+            | {"margin": doubt.margin if doubt.margin < math.inf else "inf", "noise": doubt.noise}
+            for backend, doubts in found.doubts.items()
+            for doubt in doubts
+        ]
+        said = {backend: vars(hypothesis) for backend, hypothesis in found.said.items()}
+        answer = {"line": found.line.number, "verdict": found.verdict, "source": found.line.text}
+        return [_json({**answer, "said": said, "doubts": doubts})]
+    by_ids: dict[Tokens, list[str]] = {}
+    for backend, hypothesis in found.said.items():
+        by_ids.setdefault(hypothesis.ids, []).append(backend)
+    texts = {"source": found.line.text}
+    texts |= {", ".join(backends): found.said[backends[0]].text for backends in by_ids.values()}
+    width = max(map(len, texts))
+    return [
+        f"line {found.line.number}: {found.verdict}",
+        *(f"  {name:{width}}  {printable(text)}" for name, text in texts.items()),
+        *(f"  {backend} in {summary(doubts)}" for backend, doubts in found.doubts.items() if doubts),
+    ]
+
+
+@dataclass
+class Tally:
+    """The verdicts of all lines, counted."""
+
+    backends: Sequence[str]
+    dtype: str
+    left_empty: int = 0  # lines that are too long
+    seconds: float = 0.0
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((SAME, NEAR_TIE, DIVERGENCE), 0))
+
+    def add(self, found: Comparison) -> None:
+        """Count a line."""
+        self.counts[found.verdict] += 1
+
+    @property
+    def exit_code(self) -> int:
+        """1 for a divergence, 3 if a line is left empty or none was compared, 0 otherwise."""
+        if self.counts[DIVERGENCE]:
+            return EXIT_CODES[DIVERGES]
+        return EXIT_CODES[FAILED if self.left_empty or not any(self.counts.values()) else AGREES]
+
+    def verdict_line(self, *, as_json: bool) -> str:
+        """Return the last line: the verdict and the counts."""
+        word = {0: "AGREE", 1: "DIVERGE", 3: "INCOMPLETE"}[self.exit_code]
+        lines = sum(self.counts.values())
+        if as_json:
+            head = {"verdict": word.lower(), "backends": list(self.backends), "dtype": self.dtype, "lines": lines}
+            return _json({**head, **self.counts, "left_empty": self.left_empty, "seconds": round(self.seconds, 1)})
+        counted = ", ".join(
+            f"{count:,} {what}" + "s" * (what != SAME and count != 1) for what, count in self.counts.items()
+        )
+        counted += f", {self.left_empty:,} too long" * (self.left_empty > 0)
+        compared = f"{', '.join(self.backends)} in {self.dtype}, {lines:,} line{'s' * (lines != 1)}"
+        return f"{word}  {compared}: {counted}; {self.seconds:.0f} s."
+
+
+def _json(answer: dict[str, object]) -> str:
+    return json.dumps(answer, ensure_ascii=False, allow_nan=False)

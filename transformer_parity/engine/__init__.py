@@ -1,0 +1,1 @@
+"""Compare any two implementations: processes, files and reports that know nothing of the Transformer."""

@@ -1,0 +1,278 @@
+"""Child processes: how they are started, what is said to them and by them, and how they end.
+
+Each runs ``module:function`` of ours, by this interpreter or another one, as the leader of a session: whatever it
+starts ends with it. They end with the block that started them and with this process, also if that is killed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Condition, Thread
+from typing import Any, Self
+
+from transformer_parity.engine.system import messages, orphans, start
+from transformer_parity.engine.system.silence import Silence
+
+PATIENCE = 10.0  # seconds for a process to end by itself
+GRACE = 0.5  # seconds for what a process has started to end after it, and to remove what it shares
+READ = (
+    5.0  # seconds without a message after its end, when something else may hold its pipe: a busy machine reads slowly
+)
+MOST_UNREAD = 16  # messages of a child: then it waits until one is read, instead of filling the memory
+PIPE = 2**20  # bytes, the most that Linux gives every user: 16 times as much as by default
+WAKE = 0.5  # seconds: on Windows, a wait without an end is not interrupted by Ctrl-C
+
+THREAD_SWITCHES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "TF_NUM_INTRAOP_THREADS",
+    "PJRT_NPROC",  # XLA's, behind JAX
+)
+
+
+def _widen(pipe: Any) -> None:
+    """Let a pipe take more before who writes has to wait: hundreds of megabytes are read in half the time."""
+    with suppress(ImportError, AttributeError, OSError):  # of other systems, or the limit of a user
+        import fcntl
+
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE)
+
+
+class ChildEndedError(Exception):
+    """A child process has ended, or was ended; the last line that it printed may say why."""
+
+    def __init__(self, how: str, last_line: str) -> None:
+        super().__init__(f"{how}: {last_line}")
+        self.how, self.last_line = how, last_line
+
+
+class StartError(OSError):
+    """An interpreter cannot be started."""
+
+
+class Child:
+    """A process, and three threads: one writes to it, one reads from it, one waits for its end.
+
+    Attributes:
+        process: The process.
+        silence: How long it has been silent.
+    """
+
+    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path, news: Condition) -> None:
+        self._log, self._news = log, news
+        with log.open("wb") as file:  # whatever a framework prints stays off the terminal
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=environment,
+                start_new_session=True,
+            )
+        _widen(self.process.stdout)
+        self.silence = Silence(self.process.pid)
+        self._received: deque[Any] = deque()
+        self._number = 0  # of messages received
+        self._is_stopped = False
+        self._unreadable = ""  # why what it sent cannot be read
+        self._to_send: SimpleQueue[bytes] = SimpleQueue()
+        self._has_ended = False
+        reader = Thread(target=self._read, daemon=True)
+        for thread in (reader, Thread(target=self._write, daemon=True)):
+            thread.start()
+        Thread(target=self._wait, args=(reader,), daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Send a message; one to a process that has ended is lost."""
+        self._to_send.put(b"".join(messages.parts(message)))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is a message, or there will be no more."""
+        return bool(self._received) or self._has_ended
+
+    def receive(self) -> Any:
+        """Return the next message, and wait for it if there is none.
+
+        Raises:
+            ChildEndedError: The process has ended without sending one.
+        """
+        with self._news:
+            while not self.has_news:
+                self._news.wait(WAKE)
+            if self._received:
+                self._news.notify_all()
+                return self._received.popleft()
+        raise ChildEndedError(self._how_it_ended(), self.last_line())
+
+    def last_line(self) -> str:
+        """Return the last line that the process has printed."""
+        return [*self._log.read_text("utf-8", "replace").strip().splitlines()[-1:], "it printed nothing"][0]
+
+    def stop(self, patience: float = 0.0) -> None:
+        """Give the process some seconds to end, then end it and all that it has started."""
+        with self._news:
+            self._is_stopped = True
+            self._news.notify_all()
+            self._news.wait_for(lambda: self._has_ended, patience)
+            self.process.kill()
+            self._news.wait_for(lambda: self._has_ended, PATIENCE)
+
+    def _how_it_ended(self) -> str:
+        if self._unreadable:
+            return self._unreadable
+        code = self.process.returncode
+        by_signal = code is not None and -code in {known.value for known in signal.Signals}
+        name = f" ({signal.Signals(-code).name})" if by_signal else ""
+        return f"the process ended with exit code {code}{name}"
+
+    def _write(self) -> None:
+        if (stream := self.process.stdin) is None:
+            raise ValueError("the process has no standard input")
+        with suppress(OSError), stream:  # of a dead process: nothing is read any more
+            while content := self._to_send.get():
+                stream.write(content)
+                stream.flush()
+
+    def _read(self) -> None:
+        if (stream := self.process.stdout) is None:
+            raise ValueError("the process has no standard output")
+        with suppress(OSError, EOFError), stream:
+            while True:
+                message = self._understood(messages.receive_parts(stream))
+                self.silence.heard()
+                with self._news:
+                    self._received.append(message)
+                    self._number += 1
+                    self._news.notify_all()
+                    self._news.wait_for(self._has_room)
+
+    def _understood(self, content: list[bytearray]) -> Any:
+        try:
+            return messages.unpickled(content)
+        except (Exception, SystemExit) as error:  # a module that is imported for it may raise anything
+            self._unreadable = f"it sent what cannot be read here: {type(error).__name__}: {error}"
+            self.process.kill()
+            raise EOFError("nothing more is read") from error
+
+    def _has_room(self) -> bool:
+        return len(self._received) < MOST_UNREAD or self._is_stopped
+
+    def _wait(self, reader: Thread) -> None:
+        """Wait for the process itself: its pipes stay open as long as something that it started holds them."""
+        self.process.wait()
+        deadline = time.monotonic() + GRACE
+        while orphans.members(self.process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        orphans.end_all(self.process.pid)
+        before = -1
+        while reader.is_alive() and before < self._number:  # all is read, unless another session holds the pipe
+            with self._news:
+                self._news.wait_for(self._has_room)
+                before = self._number
+            reader.join(READ)
+        self._to_send.put(b"")  # ends the writer
+        with self._news:
+            self._has_ended = True
+            self._news.notify_all()
+
+
+@contextmanager
+def removed_afterwards(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Remove a folder after the block, or when this process ends, also if that is killed; yield what waits for that."""
+    watch = subprocess.Popen(
+        [sys.executable, "-P", orphans.__file__, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield watch
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        watch.communicate()
+
+
+class Children:
+    """The child processes of a block, and a folder for them; all are gone after it.
+
+    Args:
+        environment: What they find in ``os.environ``; None is what there is here.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = dict(os.environ if environment is None else environment)
+        self._children: list[Child] = []
+        self._news = Condition()
+
+    def __enter__(self) -> Self:
+        self.folder = Path(tempfile.mkdtemp(prefix="parity-"))
+        self._logs = self.folder / "logs"
+        self._logs.mkdir()
+        self._block = ExitStack()
+        self._watch = self._block.enter_context(removed_afterwards(self.folder))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            for child in self._children:
+                child.process.kill()
+            for child in self._children:
+                self.stop(child)
+        finally:
+            self._block.close()
+
+    def start(self, function: str, python: str = sys.executable, environment: Mapping[str, str] | None = None) -> Child:
+        """Start a process.
+
+        Args:
+            function: What it runs, ``module:function``: called with its ``messages.Parent``.
+            python: The interpreter.
+            environment: What it finds in ``os.environ`` beside what all find.
+
+        Raises:
+            StartError: The interpreter cannot be started.
+        """
+        command = [python, "-u", start.__file__, function]  # -u: what is printed is kept even by a process that crashes
+        variables = {**self._environment, **(environment or {})}
+        try:
+            child = Child(command, variables, self._logs / str(len(self._children)), self._news)
+        except OSError as error:
+            raise StartError(f"the interpreter {python} cannot be started: {error.strerror}") from error
+        self._children.append(child)
+        self._tell(f"+{child.process.pid}\n")
+        return child
+
+    def stop(self, child: Child, patience: float = 0.0) -> None:
+        """Give a process some seconds to end, then end it and all that it has started."""
+        child.stop(patience)
+        self._tell(f"-{child.process.pid}\n")
+
+    def wait(self, among: Sequence[Child], seconds: float = math.inf) -> list[Child]:
+        """Wait until a child has news, but at most so long, and return those that have."""
+        deadline = time.monotonic() + seconds
+        with self._news:
+            while not (found := [child for child in among if child.has_news]) and time.monotonic() < deadline:
+                self._news.wait(min(WAKE, max(0.0, deadline - time.monotonic())))
+        return found
+
+    def _tell(self, line: str) -> None:
+        """Say which children there are to the process that ends them when this one is gone."""
+        if self._watch.stdin is None:
+            raise ValueError("the process has no standard input")
+        with suppress(OSError):
+            self._watch.stdin.write(line.encode())
+            self._watch.stdin.flush()

@@ -1,0 +1,90 @@
+"""One case: a config, weights, inputs, and the part and stage that they are run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from numpy import ndarray
+
+from transformer_parity.transformer.cases.inputs import hard_weights
+from transformer_spec.config import TransformerConfig
+from transformer_spec.files import load_weights
+from transformer_spec.search import Search
+from transformer_spec.training_config import TrainingConfig
+
+TOKENS = 37  # of either vocabulary
+ALL_DTYPES = ("float64", "float32", "bfloat16")
+ACTIVATIONS, GRADIENTS, STEPS, DECODE = STAGES = ("activations", "gradients", "steps", "decode")  # what is compared
+DISTRIBUTED = "distributed"  # training on several devices: a stage that is asked for by name
+
+
+@dataclass(frozen=True)
+class Case:
+    """One block of one model, and what goes into it."""
+
+    name: str
+    component: str
+    config: TransformerConfig
+    block: str
+    inputs: Mapping[str, ndarray] = field(repr=False)
+    weights_file: Path | None = None  # None: the hard weights of the config
+    seed: int = 0  # of the hard weights
+    fast: bool = True  # run the fast path too; False where attention is as in another case: compiling takes its time
+    dtypes: tuple[str, ...] = ALL_DTYPES  # presets differ in conventions, which bfloat16 cannot tell apart
+    stage: str = ACTIVATIONS
+    settings: TrainingConfig | None = None  # of the optimizer, for steps
+    search: Search | None = None  # for decode
+
+    @property
+    def training(self) -> TrainingConfig:
+        """The settings of the optimizer; ValueError if there are none."""
+        if self.settings is None:
+            raise ValueError(f"case {self.name} has no training settings")
+        return self.settings
+
+    @property
+    def options(self) -> Search:
+        """The options of the search; ValueError if there are none."""
+        if self.search is None:
+            raise ValueError(f"case {self.name} has no search options")
+        return self.search
+
+    def load_weights(self) -> Mapping[str, ndarray]:
+        """Return the weights that every port is given."""
+        return hard_weights(self.config, self.seed) if self.weights_file is None else load_weights(self.weights_file)[1]
+
+
+def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
+    """Return a preset's conventions at the sizes of the standard cases."""
+    sizes = {
+        "source_vocab_size": TOKENS,
+        "target_vocab_size": TOKENS,
+        "d_model": 24,
+        "num_heads": 3,
+        "d_k": 8,
+        "d_v": 10,
+        "d_ff": 40,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "max_length": 32,
+    }
+    return TransformerConfig.preset(preset, **{**sizes, **overrides})
+
+
+def shrunk(preset: str) -> TransformerConfig:
+    """Return a preset with the widths divided by 16 and the depths by 3, keeping what its row of Table 3 changes."""
+    full = TransformerConfig.preset(preset, source_vocab_size=TOKENS, target_vocab_size=TOKENS)
+    return full.replace(
+        d_model=full.d_model // 16,
+        d_k=full.d_k // 16,
+        d_v=full.d_v // 16,
+        d_ff=full.d_ff // 16,
+        num_encoder_layers=-(-full.num_encoder_layers // 3),
+        num_decoder_layers=-(-full.num_decoder_layers // 3),
+        max_length=32,
+    )
+
+
+SENTENCES = "sentences"  # the component of real text

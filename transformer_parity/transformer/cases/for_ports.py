@@ -1,0 +1,153 @@
+"""The cases of a port with conventions of its own: the whole model, from logits to searches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from reference_numpy.search import beam_search, greedy_search
+from reference_numpy.transformer import Transformer
+from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STAGES, TOKENS, Case, tiny
+from transformer_parity.transformer.cases.inputs import (
+    SOURCE,
+    generator,
+    hard_weights,
+    model_batches,
+    padded_ids,
+    token_ids,
+    with_labels,
+)
+from transformer_parity.transformer.cases.standard import LONGEST, SHORT, large_vocabulary, searches, step_case
+from transformer_parity.transformer.ports.user import PluginPort
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import tap_shapes
+from transformer_spec.search import Search
+from transformer_spec.taps import matches
+from transformer_spec.training_config import TrainingConfig
+
+MANY = 32  # sentences of a search that is to show a rule that seldom decides
+LENGTHY = 32  # positions of a model that has no limit
+SMALL_PENALTY = 1.5
+SEEDS = 32  # of which the one with the most to decide is taken
+LIKELY, ENOUGH = 18, (3, 5, 5)  # tried first: the best with the paper's conventions; what it has to decide
+PENALTY = 4.0  # so that a late end may be worth more than an early one
+
+
+def model_cases(config: TransformerConfig) -> list[Case]:
+    """Return the cases for a port with conventions of its own: the whole model, from logits to searches.
+
+    Fully masked rows are left to the ports that define them: elsewhere a sentence that is all padding does not occur.
+    A target that starts with padding is one of them only where padding is the start symbol.
+    """
+    seed = _varied_seed(config)
+    starts = ("starts_with_padding",) if config.bos_id == config.pad_id else ()
+    names = ("padded", "source_as_long_as_target", "one_token", "one_sentence", *starts)
+    batches = {name: inputs for name, inputs in model_batches(config).items() if name in names}
+    cases = [Case(f"full/{name}", "full model", config, "", inputs, seed=seed) for name, inputs in batches.items()]
+    for name in ("padded", "one_token", *starts):
+        inputs = with_labels(batches[name], config)
+        dtypes = ("float64",)
+        cases.append(
+            Case(f"gradients/{name}", "gradients", config, "", inputs, seed=seed, dtypes=dtypes, stage=GRADIENTS)
+        )
+    clipped: dict[str, Any] = {"clip_norm": 0.5, "accumulation_steps": 2}
+    for name, more in (("port", {}), ("port_clipped", clipped)):
+        settings = TrainingConfig(**SHORT, cooldown_steps=10, **more)
+        cases.append(replace(step_case(name, config, settings), seed=seed))
+    return [*cases, *searches("port", config, ("float64",), seed, length_penalty=PENALTY, num_hypotheses=1)]
+
+
+@cache
+def _varied_seed(config: TransformerConfig) -> int:
+    """Return the seed of weights with which hypotheses end after different numbers of tokens.
+
+    Of models with random weights, most repeat one token, and no mistake in a search would show.
+    """
+    ids = token_ids(config)["source_ids"]
+    variety = {}
+    for seed in sorted(range(SEEDS), key=lambda seed: seed != LIKELY):
+        model = Transformer.from_weights(config, hard_weights(config, seed), "float64")
+        greedy = greedy_search(model, ids, LONGEST).ids
+        beam, unpenalised = (beam_search(model, ids, 4, alpha, LONGEST).ids for alpha in (PENALTY, 0.0))
+        lengths = [(found != config.pad_id).sum(1).tolist() for found in (greedy, beam, unpenalised)]
+        ends = sum(int((found == config.eos_id).any(1).sum()) for found in (greedy, beam))
+        # What a wrong length penalty, beam or end would change, and how much there is to see.
+        decisions = (lengths[1] != lengths[2]) + (lengths[0] != lengths[1]) + (ends > 0)
+        variety[seed] = (decisions, len(set(lengths[0])) + len(set(lengths[1])), ends)
+        if variety[seed] >= ENOUGH:
+            break
+    return max(sorted(variety), key=variety.__getitem__)
+
+
+@cache
+def _seed_that_says_padding(config: TransformerConfig) -> int:
+    """Return the first seed of weights that find padding likelier than any token, so that a search must forbid it."""
+    source_ids = token_ids(config)["source_ids"]
+    for seed in range(SEEDS):
+        model = Transformer.from_weights(config, hard_weights(config, seed), "float64")
+        said = greedy_search(model, source_ids, LONGEST).ids
+        if (model(source_ids, said).argmax(-1) == config.pad_id)[said != config.pad_id].any():
+            return seed
+    return _varied_seed(config)
+
+
+def port_config(port: PluginPort) -> TransformerConfig:
+    """Return the sizes of the standard cases with the conventions of a port.
+
+    Raises:
+        ValueError: The port overrides a field, promises a tap or leaves out a case that does not exist.
+    """
+    known = [entry.name for entry in fields(TransformerConfig)]
+    if unknown := [name for name in port.kind.overrides if name not in known]:
+        raise ValueError(f"overrides of {port.name} has no field {unknown[0]!r}: known are {', '.join(known)}")
+    config = tiny(port.kind.preset, **{"d_k": None, "d_v": None, **port.kind.overrides})
+    for pattern in port.kind.taps:
+        if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
+            raise ValueError(f"taps of {port.name}: {pattern!r} is no tap: see `parity info --names`")
+    if port.left_out:
+        names = [case.name for case in port_cases(config)]
+        if unknown := [name for name in port.left_out if name not in names]:
+            raise ValueError(f"left_out of {port.name}: {unknown[0]!r} is no case: known are {', '.join(names)}")
+    return config
+
+
+def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
+    """Yield searches for so many sentences that a small difference in a rule shows in the tokens of some of them."""
+    lengths = [SOURCE] * (MANY // 2) + [1 + i % (SOURCE - 1) for i in range(MANY // 2)]
+    source_ids = padded_ids(generator("searches"), config.source_vocab_size, config.pad_id, lengths, SOURCE)
+    varied, dtypes = _varied_seed(config), ("float64",)
+    for name, search, seed in (
+        ("greedy", Search(max_length=LONGEST), _seed_that_says_padding(config)),
+        ("greedy_ends", Search(max_length=LONGEST), varied),  # so that half of the searches need no beam
+        ("beam", Search(4, PENALTY, LONGEST), varied),
+        ("narrow_beam", Search(3, SMALL_PENALTY, LONGEST), varied),
+    ):
+        inputs = {"source_ids": source_ids, "target_ids": np.full((MANY, 1), config.bos_id)}
+        names = f"decode/many_{name}", "decoding"
+        yield Case(*names, config, "", inputs, seed=seed, dtypes=dtypes, stage=DECODE, search=search)
+
+
+def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
+    """Yield cases of the first one's shapes with other padding and other weights, and one of the greatest length.
+
+    What is kept from one run to the next shows in the first two: a mask, a table or a result of such a shape, or
+    weights; and what ends before the model does, in the last.
+    """
+    seed, ids = _varied_seed(config), token_ids(config)
+    turned = {name: np.roll(array, 1, axis=0) for name, array in ids.items()}
+    yield Case("full/other_padding", "full model", config, "", turned, seed=seed)
+    yield Case("full/other_weights", "full model", config, "", ids, seed=seed + 1)
+    longest = config.max_positions or LENGTHY
+    yield Case("full/longest", "full model", config, "", token_ids(config, longest, longest), seed=seed)
+
+
+def port_cases(config: TransformerConfig, stages: Sequence[str] = STAGES) -> list[Case]:
+    """Return what a port with conventions of its own is compared on."""
+    cases = [*model_cases(config), *_unlike_the_first(config), *_searches_of_many(config)]
+    if config.source_vocab_size == config.target_vocab_size == TOKENS:  # the port leaves the vocabulary to the cases
+        cases.append(large_vocabulary(config))
+    return [case for case in cases if case.stage in stages]

@@ -1,0 +1,113 @@
+"""Inputs that let nothing hide.
+
+With freshly initialised weights and no padding, seven real mistakes leave the logits exactly as they are: a bias of
+zero cannot be missed, a scale of one need not be loaded, and no mask is needed where nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_spec.config import TransformerConfig
+from transformer_spec.init_weights import init_weights
+
+BATCH, SOURCE, TARGET = 4, 9, 7
+
+
+def generator(name: str) -> np.random.Generator:
+    """Return a random generator seeded by a name."""
+    return np.random.default_rng(list(name.encode()))
+
+
+def normal_floats(name: str, *shape: int) -> ndarray:
+    """Return standard normal float64 values that are exact in float32."""
+    return generator(name).normal(size=shape).astype(np.float32).astype(np.float64)
+
+
+def token_ids(config: TransformerConfig, source: int = SOURCE, target: int = TARGET) -> dict[str, ndarray]:
+    """Return a batch with full rows, shorter ones and one of a single token, on each side."""
+    rng = generator("ids")
+    return {
+        "source_ids": padded_ids(
+            rng, config.source_vocab_size, config.pad_id, [source, -(-source // 2), 1, source - 1], source
+        ),
+        "target_ids": padded_ids(
+            rng, config.target_vocab_size, config.pad_id, [target, -(-target // 2), 1, target], target
+        ),
+    }
+
+
+def padding_mask(length: int, *lengths: int) -> ndarray:
+    """Return the mask [B, length] of sequences of the given lengths: True where there is no padding."""
+    return np.arange(length) < np.array(lengths)[:, None]
+
+
+def model_batches(config: TransformerConfig) -> dict[str, dict[str, ndarray]]:
+    """Return the batches that a full model is run on, the hardest first."""
+    ids = token_ids(config)
+    empty_source = ids["source_ids"].copy()
+    empty_source[1] = config.pad_id
+    late_start = ids["target_ids"].copy()
+    late_start[1, 0] = config.pad_id
+    return {
+        "padded": ids,
+        "source_as_long_as_target": token_ids(config, TARGET, TARGET),
+        "one_token": {name: array[:, :1] for name, array in ids.items()},
+        "one_sentence": {name: array[:1] for name, array in ids.items()},
+        "source_all_padding": {**ids, "source_ids": empty_source},
+        "starts_with_padding": {**ids, "target_ids": late_start},
+    }
+
+
+def with_labels(ids: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
+    """Add the labels: what the decoder reads next, then the end symbol, then padding."""
+    target_ids = ids["target_ids"]
+    labels = np.full_like(target_ids, config.pad_id)
+    labels[:, :-1] = target_ids[:, 1:]
+    ends = np.where((labels == config.pad_id).any(1), (labels == config.pad_id).argmax(1), labels.shape[1] - 1)
+    labels[np.arange(len(labels)), ends] = config.eos_id
+    return {**ids, "labels": labels}
+
+
+TINY = 3e-3  # makes the variance of the next norm's input comparable to its epsilon
+
+
+def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
+    """Return float32 weights that make every known mistake visible.
+
+    Biases and scales are random; query and key kernels are doubled, so that attention is sharp. In a post-norm model,
+    one norm of the first encoder layer and of the last decoder layer is scaled down, with the feed-forward network
+    behind it, so that the next norm sees a variance as small as its epsilon.
+    """
+    rng = np.random.default_rng([seed, 1])
+    weights = init_weights(config, seed)
+    for name, array in weights.items():
+        parent, kind = name.split(".")[-2:] if name.count(".") else ("", name)
+        if kind == "scale":
+            weights[name] = rng.uniform(0.5, 1.5, array.shape)
+        elif kind == "bias":
+            weights[name] = rng.normal(0.0, 0.2 if parent.endswith("norm") else 0.1, array.shape)
+        elif kind == "kernel" and parent in ("query_proj", "key_proj"):
+            weights[name] = 2.0 * array
+    shrunk_at = ("encoder.layers.0.self_attention", f"decoder.layers.{config.num_decoder_layers - 1}.cross_attention")
+    for block in shrunk_at if config.norm_order == "post" else ():
+        layer = block.rpartition(".")[0]
+        shrunk = [f"{block}_norm.scale", f"{block}_norm.bias", f"{layer}.feed_forward.output_proj.kernel"]
+        if config.feed_forward_bias:
+            shrunk.append(f"{layer}.feed_forward.output_proj.bias")
+        for name in shrunk:
+            weights[name] = TINY * weights[name]
+        weights[f"{layer}.feed_forward.inner_proj.kernel"] = weights[f"{layer}.feed_forward.inner_proj.kernel"] / TINY
+    return {name: array.astype(np.float32) for name, array in weights.items()}
+
+
+def padded_ids(rng: np.random.Generator, vocab_size: int, pad_id: int, lengths: list[int], width: int) -> ndarray:
+    """Return random token ids, padded behind the given lengths."""
+    free = np.array([token for token in range(vocab_size) if token != pad_id])
+    ids = np.full((len(lengths), width), pad_id)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = rng.choice(free, length)
+    return ids

@@ -1,0 +1,287 @@
+"""The standard cases: every component alone, the stacks, the full model, every edge case and every preset.
+
+No two axes of a tensor have the same size, so that none can be confused: B 4, S 9, T 7, H 3, d_k 8, d_v 10,
+d_model 24, d_ff 40.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from reference_numpy.masks import causal_mask
+from transformer_parity.transformer.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STEPS, Case, shrunk, tiny
+from transformer_parity.transformer.cases.inputs import (
+    BATCH,
+    SOURCE,
+    TARGET,
+    generator,
+    model_batches,
+    normal_floats,
+    padding_mask,
+    token_ids,
+    with_labels,
+)
+from transformer_spec.config import DropoutRates, TransformerConfig
+from transformer_spec.presets import IMPLEMENTATIONS, PRESETS
+from transformer_spec.search import Search
+from transformer_spec.search_rules import SearchRules
+from transformer_spec.training_config import TrainingConfig
+
+EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # and yet nothing drops
+LONGEST = 12  # tokens of a hypothesis
+STEPWISE = 4  # positions that are decoded one after another
+LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
+OTHER_DECODER: dict[str, Any] = {  # of which no shape of a parameter of attention tells
+    "decoder_num_heads": 2,
+    "decoder_d_k": 12,
+    "decoder_d_v": 15,
+    "decoder_d_ff": 56,
+}
+VOCABULARY = 33_000  # tokens, of which int16 holds 32,768
+
+
+def standard_cases() -> list[Case]:
+    """Return all cases, those of the components first; cases with one config stand together."""
+    return [*_components(), *_full_models(), *map(preset_case, PRESETS), *_gradients(), *_steps(), *_searches()]
+
+
+def preset_case(preset: str, *, thorough: bool = False) -> Case:
+    """Return the full model of a preset, at a small size; thorough runs it in every dtype and on the fast path too."""
+    # For an implementation small sizes do: what matters is the convention.
+    config = tiny(preset, d_v=8) if preset in IMPLEMENTATIONS else shrunk(preset)
+    dtypes = ALL_DTYPES if thorough else ("float64", "float32")
+    return Case(f"preset/{preset}", "presets", config, "", token_ids(config), fast=thorough, dtypes=dtypes)
+
+
+def _components() -> Iterator[Case]:
+    config = tiny(attention_bias=True, final_norm=True, layer_norm_epsilon=1e-5, dropout=EVERYWHERE)
+    heads, d_model = config.num_heads, config.d_model
+    x, memory = normal_floats("x", BATCH, TARGET, d_model), normal_floats("memory", BATCH, SOURCE, d_model)
+    source_mask = padding_mask(SOURCE, 9, 5, 1, 8)[:, None, None, :]
+    target_mask = causal_mask(TARGET) & padding_mask(TARGET, 7, 4, 1, 7)[:, None, None, :]
+    holes = generator("holes").random((BATCH, heads, TARGET, SOURCE)) < 0.6
+    holes[1, :, 3] = False  # this query may attend to nothing
+
+    qkv = {
+        "query": normal_floats("query", BATCH, heads, TARGET, config.d_k),
+        "key": normal_floats("key", BATCH, heads, SOURCE, config.d_k),
+        "value": normal_floats("value", BATCH, heads, SOURCE, config.d_v),
+    }
+    square = {"query": qkv["query"], "key": qkv["query"][::-1].copy(), "value": qkv["value"][:, :, :TARGET]}
+    for name, inputs in {
+        "no_mask": qkv,
+        "padding": {**qkv, "mask": source_mask},
+        "causal": {**square, "mask": target_mask},
+        "fully_masked_row": {**qkv, "mask": holes},
+        "nothing_allowed": {**qkv, "mask": np.zeros((1, 1, TARGET, SOURCE), bool)},
+        "one_key": {**qkv, "key": qkv["key"][:, :, :1], "value": qkv["value"][:, :, :1]},
+        "sharp": {**qkv, "query": 30.0 * qkv["query"]},
+    }.items():
+        yield Case(f"attention/{name}", "attention", config, "scaled_dot_product_attention", inputs)
+
+    for name, block, inputs in (
+        ("self", "encoder.layers.0.self_attention", {"query": x, "memory": x}),
+        ("cross", "decoder.layers.0.cross_attention", {"query": x, "memory": memory, "mask": source_mask}),
+        ("fully_masked_row", "decoder.layers.1.cross_attention", {"query": x, "memory": memory, "mask": holes}),
+    ):
+        yield Case(f"multi_head_attention/{name}", "multi-head attention", config, block, inputs)
+
+    yield Case("feed_forward/relu", "feed-forward", config, "encoder.layers.1.feed_forward", {"x": x})
+    rows = x * np.array([3e-3, 1.0, 1.0, 1e3])[:, None, None] + np.array([0.0, 0.0, 1e3, 0.0])[:, None, None]
+    rows[0, 0] = 0.25  # a constant row
+    yield Case("layer_norm/standard", "layer norm", config, "encoder.layers.1.self_attention_norm", {"x": rows})
+    yield Case("embedding/tokens", "embedding", config, "source_embedding", {"ids": token_ids(config)["source_ids"]})
+    yield Case("embedding/positions", "embedding", config, "source_position", {"x": x})
+    long = np.zeros((1, LONG, d_model))
+    yield Case("embedding/long_positions", "embedding", config, "source_position", {"x": long})
+
+    yield Case("encoder_layer/post", "encoder layer", config, "encoder.layers.1", {"x": memory, "mask": source_mask})
+    masks = {"self_mask": target_mask, "cross_mask": source_mask}
+    inputs = {"x": x, "memory": memory, **masks}
+    yield Case("decoder_layer/post", "decoder layer", config, "decoder.layers.0", inputs)
+    yield Case("encoder/final_norm", "encoder", config, "encoder", {"x": memory, "mask": source_mask})
+    yield Case("decoder/final_norm", "decoder", config, "decoder", inputs)
+    ids = token_ids(config)
+    yield Case("encoder/encode", "encoder", config, "encode", {"source_ids": ids["source_ids"]})
+    yield Case("decoder/decode", "decoder", config, "decode", {**ids, "memory": memory})
+    once: dict[str, Any] = {"fast": False, "dtypes": ("float64", "float32")}  # they compute as the two before
+    yield Case("encoder/alone", "encoder", config, "Encoder", {"source_ids": ids["source_ids"]}, **once)
+    given = {"target_ids": ids["target_ids"], "memory": memory, "source_mask": source_mask[:, 0, 0]}
+    yield Case("decoder/alone", "decoder", config, "Decoder", given, **once)
+
+    pre = tiny(norm_order="pre", layer_norm_kind="annotated", activation="gelu", position_layout="split")
+    yield Case("encoder_layer/pre", "encoder layer", pre, "encoder.layers.0", {"x": memory, "mask": source_mask})
+    yield Case("decoder_layer/pre", "decoder layer", pre, "decoder.layers.1", inputs)
+    yield Case("feed_forward/gelu", "feed-forward", pre, "encoder.layers.1.feed_forward", {"x": x})
+    yield Case("layer_norm/annotated", "layer norm", pre, "encoder.layers.1.self_attention_norm", {"x": rows[1:]})
+    yield Case("embedding/split", "embedding", pre, "source_position", {"x": long})
+
+    learned = tiny(position_encoding="learned", position_offset=2, activation="gelu_tanh", feed_forward_bias=False)
+    yield Case("feed_forward/gelu_tanh", "feed-forward", learned, "encoder.layers.1.feed_forward", {"x": x})
+    yield Case("embedding/learned", "embedding", learned, "target_position", {"x": x})
+
+    marian = tiny("marian_cpp", position_offset=3)
+    yield Case("feed_forward/swish", "feed-forward", marian, "encoder.layers.1.feed_forward", {"x": x})
+    yield Case("embedding/m_minus_1", "embedding", marian, "source_position", {"x": long})
+
+
+def _full_models() -> Iterator[Case]:
+    config = tiny(dropout=EVERYWHERE)
+    ids = token_ids(config)
+    batches = model_batches(config)
+    batches["given_masks"] = {
+        **ids,
+        "source_mask": generator("source").random((BATCH, SOURCE)) < 0.5,
+        "target_mask": generator("target").random((BATCH, TARGET)) < 0.5,
+    }
+    same_attention = ("source_as_long_as_target", "one_token", "one_sentence")
+    for name, inputs in batches.items():
+        yield Case(f"full/{name}", "full model", config, "", inputs, fast=name not in same_attention)
+    for name, changed in {
+        "untied": tiny(tie_embeddings="none", target_vocab_size=41, output_bias=True, feed_forward_bias=False),
+        "tied_target": tiny(tie_embeddings="target_output", target_vocab_size=41),
+        "deeper_decoder": tiny(num_encoder_layers=1, num_decoder_layers=3, norm_order="pre", final_norm=True),
+        "other_decoder": tiny(**OTHER_DECODER),
+        "no_first_self_attention": tiny(skip_first_self_attention=True, norm_order="pre"),
+    }.items():
+        yield Case(f"full/{name}", "full model", changed, "", token_ids(changed), fast=name == "deeper_decoder")
+    sizes: dict[str, Any] = {"d_model": 8, "num_heads": 2, "d_k": 3, "d_v": 5, "d_ff": 6}
+    yield large_vocabulary(tiny(**sizes, num_encoder_layers=1, num_decoder_layers=1))
+
+
+def large_vocabulary(config: TransformerConfig) -> Case:
+    """Return a model with more tokens than a small integer counts, run on few of them."""
+    config = config.replace(source_vocab_size=VOCABULARY, target_vocab_size=VOCABULARY)
+    ids = {"source_ids": [[32_768, 5, VOCABULARY - 1]], "target_ids": [[config.bos_id, 32_900]]}
+    inputs = {name: np.array(rows) for name, rows in ids.items()}
+    dtypes = ("float64", "float32")
+    return Case("full/large_vocabulary", "full model", config, "", inputs, fast=False, dtypes=dtypes)
+
+
+def gradient_case(preset: str) -> Case:
+    """Return the gradients of a preset's full model, at a small size."""
+    case = preset_case(preset)
+    inputs = with_labels(case.inputs, case.config)
+    return Case(f"gradients/{preset}", "gradients", case.config, "", inputs, dtypes=("float64",), stage=GRADIENTS)
+
+
+def _gradients() -> Iterator[Case]:
+    """Yield the whole model's gradients; in float32 where no pre-activation is within rounding of a ReLU's kink."""
+    config = tiny(activation="gelu", attention_bias=True, dropout=EVERYWHERE)
+    ids = token_ids(config)
+    empty_source = ids["source_ids"].copy()
+    empty_source[1] = config.pad_id
+    nothing = np.full_like(ids["target_ids"], config.pad_id)
+    late_start = ids["target_ids"].copy()
+    late_start[:, 0] = config.pad_id
+    for name, inputs in {
+        "padded": with_labels(ids, config),
+        "source_all_padding": with_labels({**ids, "source_ids": empty_source}, config),
+        "one_token": {name: array[:, :1] for name, array in with_labels(ids, config).items()},
+        "no_label": {**ids, "labels": nothing},
+        "starts_with_padding": with_labels({**ids, "target_ids": late_start}, config),
+    }.items():
+        dtypes = ("float64", "float32") if name in ("padded", "source_all_padding") else ("float64",)
+        yield Case(f"gradients/{name}", "gradients", config, "", inputs, dtypes=dtypes, stage=GRADIENTS)
+    tied = tiny("annotated", tie_embeddings="target_output", target_vocab_size=41, activation="gelu_tanh")
+    inputs = with_labels(token_ids(tied), tied)
+    yield Case("gradients/tied_target", "gradients", tied, "", inputs, dtypes=("float64",), stage=GRADIENTS)
+    other = tiny(**OTHER_DECODER, skip_first_self_attention=True, activation="gelu")
+    inputs = with_labels(token_ids(other), other)
+    yield Case("gradients/other_decoder", "gradients", other, "", inputs, dtypes=("float64",), stage=GRADIENTS)
+    # The other rows of Table 3 differ in sizes and rates; `--preset` compares any of them.
+    yield from map(gradient_case, ("paper_base", *IMPLEMENTATIONS))
+
+
+def _steps() -> Iterator[Case]:
+    """Yield runs of twenty steps, by the compiled step that training uses."""
+    paper = tiny(attention_bias=True, activation="gelu")
+    pre = tiny("annotated", label_smoothing=0.2)
+    yield replace(step_case("paper", paper, TrainingConfig(**SHORT)), dtypes=("float64", "float32"))
+    clipped = TrainingConfig(
+        **SHORT, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2, activation_checkpointing=True
+    )
+    yield step_case("pre", pre, clipped)
+
+
+# At a learning rate of at most 1.4e-3: a larger one would amplify rounding.
+SHORT: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}
+
+
+def step_case(name: str, config: TransformerConfig, settings: TrainingConfig) -> Case:
+    """Return twenty optimizer steps of the full model of a config, without dropout."""
+    config = config.replace(dropout=DropoutRates(embedding=0.0, residual=0.0))
+    inputs = with_labels(token_ids(config), config)
+    dtypes = ("float64",)
+    return Case(f"steps/{name}", "optimizer steps", config, "", inputs, dtypes=dtypes, stage=STEPS, settings=settings)
+
+
+def search_cases(preset: str) -> Iterator[Case]:
+    """Yield greedy and beam search with a preset's full model, at a small size."""
+    yield from searches(preset, preset_case(preset).config, dtypes=("float64",))
+
+
+def _searches() -> Iterator[Case]:
+    """Yield searches with post- and pre-norm, with padding as start symbol, and with much to decide.
+
+    Of models with random weights, most repeat one token. That of seed 58 ends its hypotheses after 1
+    to 12 tokens, and a length penalty of 1.5 makes the late ones as good as the early ones.
+    """
+    yield from search_cases("paper_base")
+    yield from search_cases("marian")
+    config = tiny(norm_order="pre", final_norm=True, tie_embeddings="none", output_bias=True)
+    config = config.replace(source_vocab_size=13, target_vocab_size=13)
+    dtypes = ("float64", "float32")  # bfloat16 cannot tell neighbours apart
+    other = tiny(**OTHER_DECODER, skip_first_self_attention=True, embedding_norm=True)
+    yield from searches("other_decoder", other, dtypes=("float64",))
+    yield from searches("ends_apart", config, dtypes, seed=58, length_penalty=1.5)
+    yield from _searches_by_rules(config)
+
+
+def _searches_by_rules(config: TransformerConfig) -> Iterator[Case]:
+    """Yield beam searches as other programs do them, with weights of which every rule decides something."""
+    inputs, sizes = {"source_ids": token_ids(config)["source_ids"]}, {"beam_size": 4, "max_length": LONGEST}
+    forced_end = SearchRules.preset("hf", at_limit="forced")
+    opus = replace(forced_end, renormalize=True, banned_ids=(7,))
+    bart = replace(forced_end, stop="first", forced_ids=(5,), no_repeat_ngram_size=2)
+    for name, seed, search in (
+        ("opus", 83, Search.preset("hf", rules=opus, length_penalty=1.5, num_hypotheses=2, **sizes)),
+        ("bart", 21, Search.preset("hf", rules=bart, length_penalty=2.0, num_hypotheses=2, **sizes)),
+        ("fairseq", 14, Search.preset("fairseq", {"forced_ids": (5,)}, num_hypotheses=4, **sizes)),
+        ("marian", 78, Search.preset("marian", {"banned_ids": (7,)}, num_hypotheses=4, **sizes)),
+    ):
+        names = f"decode/rules_of_{name}", "decoding"
+        yield Case(*names, config, "", inputs, seed=seed, dtypes=("float64",), stage=DECODE, search=search)
+
+
+def searches(
+    name: str,
+    config: TransformerConfig,
+    dtypes: tuple[str, ...],
+    seed: int = 0,
+    length_penalty: float = 0.6,
+    num_hypotheses: int = 3,
+) -> Iterator[Case]:
+    """Yield greedy and beam search with the full model of a config."""
+    ids = token_ids(config)
+    target_ids = ids["target_ids"][:, :STEPWISE].copy()
+    target_ids[:, 0] = config.bos_id
+    for kind, search in {
+        "greedy": Search(max_length=LONGEST),
+        "beam": Search(4, length_penalty, LONGEST, num_hypotheses),
+    }.items():
+        yield Case(
+            f"decode/{name}_{kind}",
+            "decoding",
+            config,
+            "",
+            {"source_ids": ids["source_ids"], "target_ids": target_ids},
+            seed=seed,
+            dtypes=dtypes,
+            stage=DECODE,
+            search=search,
+        )

@@ -1,0 +1,159 @@
+"""The cases as tests of a port: one per case and dtype, one per dtype of the weights, and a known-answer test.
+
+The port runs in the process of the tests, and so does the reference: the known-answer test, which comes last, says
+whether the reference still computes there what it should.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from transformer_parity.transformer.cases.case import ALL_DTYPES, STAGES, Case
+from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.check import known_answer
+from transformer_parity.transformer.compare.comparator import Comparator
+from transformer_parity.transformer.compare.expected import Reference
+from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Finding, Setting
+from transformer_parity.transformer.compare.outputs import LOAD, OUTPUT, run_cases
+from transformer_parity.transformer.compare.verdict import WORDS
+from transformer_parity.transformer.ports.user import PluginPort
+
+WEIGHTS = "weights"  # the test that they come back as they were given
+KNOWN_ANSWER = "known_answer"  # the test of the reference
+
+
+class DisagreementError(Exception):
+    """A port does not agree; the message names the first tap that fails."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison of a port with the reference.
+
+    Attributes:
+        name: The name of the test.
+        title: The name of the port, unique among the ports that are tested.
+        port: The port.
+        case: What it is run on.
+        dtype: The working dtype.
+        reference: What computes the truth: one for all comparisons of a process.
+        of_weights: Whether only the weights that come back are compared.
+    """
+
+    name: str
+    title: str
+    port: PluginPort
+    case: Case
+    dtype: str
+    reference: Reference
+    of_weights: bool = False
+
+    @property
+    def stage(self) -> str:
+        """The stage that it counts for; the weights count for none."""
+        return "" if self.of_weights else self.case.stage
+
+    def findings(self) -> list[Finding]:
+        """Run the case and compare it."""
+        setting = Setting((self.dtype,))
+        comparator = Comparator(self.port.name, setting, self.reference)
+        for outputs in run_cases([self.case], self.port, [setting.placement(self.dtype)], lambda doing: None):
+            found = comparator.compare(self.case, outputs)
+            if self.of_weights:  # the first finding
+                return list(islice(found, 1))
+            return [finding for finding in found if finding.path != LOAD]  # which is no part of the case
+        return []
+
+
+@dataclass(frozen=True)
+class KnownAnswer:
+    """The test that the reference computes in this process what it computes in a new one.
+
+    Attributes:
+        name: The name of the test.
+        title: The name of the port.
+        cases: Its cases.
+    """
+
+    name: str
+    title: str
+    cases: tuple[Case, ...]
+
+    def check(self) -> None:
+        """Compare the main cases.
+
+        Raises:
+            DisagreementError: The reference was changed.
+        """
+        if why := known_answer.changed(self.cases):
+            raise DisagreementError(
+                f"FAILED {self.title} known answer: {why}\n"
+                "No comparison in this process is valid: a function of NumPy or of the reference was replaced."
+            )
+
+
+Test = Comparison | KnownAnswer
+
+
+def check(findings: Sequence[Finding]) -> str:
+    """Return why nothing was compared; empty if something was.
+
+    Raises:
+        DisagreementError: Something differs.
+    """
+    if failing := [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]:
+        raise DisagreementError(_describe(failing, len(findings)))
+    if any(finding.verdict == AGREES for finding in findings):
+        return ""
+    return "; ".join(dict.fromkeys(finding.detail for finding in findings)) or "nothing was compared"
+
+
+def find_tests(references: Sequence[str], stages: Sequence[str] = STAGES) -> list[Test]:
+    """Return the tests of some ports, in some stages.
+
+    Raises:
+        ValueError: A port cannot be imported, its conventions make no sense, or there is nothing to compare.
+    """
+    ports = [_import(reference) for reference in references]
+    names = Counter(port.name for port in ports)
+    known = Reference()
+    titles = [port.name if names[port.name] == 1 else port.reference for port in ports]
+    return [test for title, port in zip(titles, ports, strict=True) for test in _tests(title, port, stages, known)]
+
+
+def _import(reference: str) -> PluginPort:
+    try:
+        return PluginPort(reference)
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"port {reference!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _tests(title: str, port: PluginPort, stages: Sequence[str], known: Reference) -> Iterator[Test]:
+    dtypes = [dtype for dtype in ALL_DTYPES if dtype in port.kind.dtypes]
+    if not dtypes:
+        raise ValueError(f"port {title} must have dtypes among {', '.join(ALL_DTYPES)}: got {port.kind.dtypes!r}")
+    try:
+        cases = port_cases(port_config(port), stages)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"port {title} has no valid config: {error}") from error
+    for dtype in dtypes:
+        due = [case for case in cases if dtype in case.dtypes]
+        for case in due[:1]:
+            yield Comparison(f"{title}-{dtype}-{WEIGHTS}", title, port, case, dtype, known, of_weights=True)
+        for case in due:
+            yield Comparison(f"{title}-{dtype}-{case.name}", title, port, case, dtype, known)
+    yield KnownAnswer(f"{title}-{KNOWN_ANSWER}", title, tuple(cases))
+
+
+def _describe(failing: Sequence[Finding], number: int) -> str:
+    """Return where the first difference is: later ones may be inherited from it."""
+    first = failing[0]
+    where = first.tap + (" without taps" if first.path == "fast" and first.tap == OUTPUT else "")
+    place = f"{first.case} {where}".rstrip()
+    others = f"\n{len(failing)} of {number} comparisons fail." if number > 1 else ""
+    return f"{WORDS[first.verdict]} {first.backend} {first.dtype} {place}: {first.words}{others}"

@@ -1,0 +1,223 @@
+"""What a run compares: which ports, in which dtypes and stages, on which cases, and what that leaves out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import reference_numpy as ref
+from transformer_parity.transformer.cases.case import (
+    ACTIVATIONS,
+    ALL_DTYPES,
+    DISTRIBUTED,
+    SENTENCES,
+    STAGES,
+    STEPS,
+    Case,
+)
+from transformer_parity.transformer.cases.standard import gradient_case, preset_case, search_cases, standard_cases
+from transformer_parity.transformer.compare.findings import Setting
+from transformer_parity.transformer.compare.verdict import Asked
+from transformer_parity.transformer.distributed.environments import number_of_processes
+from transformer_parity.transformer.distributed.stage import Check
+from transformer_parity.transformer.ports.package import COMPILED_IN_FULL
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.sentences.pairs import read_pairs
+from transformer_parity.transformer.sentences.subwords import SPECIAL, VOCAB_SIZE, Subwords
+from transformer_parity.transformer.sentences.vocabulary import batch, pick
+from transformer_spec.config import TransformerConfig
+from transformer_spec.parallel_plan import Plan
+
+CASES, TEXT = ONLY = ("cases", "text")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What ``parity check`` was asked to compare.
+
+    Attributes:
+        backends: Packages, without the reference.
+        ports: Ports of the user's own: ``module:class``, or the names of entry points.
+        dtypes: Those that were named; None is all of them.
+        stages: Those that were named; None is all that there are cases for.
+        device: ``cpu`` or ``gpu``.
+        precision: ``highest`` or ``fast``.
+        presets: Those that were named; none is the standard cases.
+        only: ``cases`` or ``text``; None is both.
+        weights: A weight file of the user's own, in place of the standard cases.
+        text: Two line-aligned files of the user's own; none is the shipped text.
+        sentences: How many pairs of the text.
+        plans: Those of several devices that were named; none is the usual ones.
+        processes: How many share the devices of a plan; None is what is usual for each framework.
+
+    Raises:
+        ValueError: One option would be ignored beside another.
+    """
+
+    backends: Sequence[str]
+    ports: Sequence[str] = ()
+    dtypes: Sequence[str] | None = None
+    stages: Sequence[str] | None = None
+    device: str = "cpu"
+    precision: str = "highest"
+    presets: Sequence[str] = ()
+    only: str | None = None
+    weights: Path | None = None
+    text: Sequence[Path] = ()
+    sentences: int = 16
+    plans: Sequence[Plan] = ()
+    processes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.backends and not self.ports:
+            raise ValueError("numpy is the reference: name at least one port to compare with it")
+        self._check_devices()
+        about_text = bool(self.text or self.weights)
+        if self.only == CASES and about_text:
+            raise ValueError("--text and --weights are about the sentences, which --only cases leaves out")
+        if ACTIVATIONS not in self.chosen_stages and (about_text or self.only == TEXT):
+            raise ValueError(f"sentences are compared by --stage {ACTIVATIONS}")
+        if self.presets and self.stages and STEPS in self.stages:
+            raise ValueError("optimizer steps are compared on models of their own: leave out --preset")
+        if self.weights and self.presets:
+            raise ValueError("--weights brings its own config: leave out --preset")
+        if not self.backends and (self.presets or about_text or self.only == TEXT):
+            raise ValueError("a port defines its own cases: leave out --preset, --weights, --text and --only")
+        if self.sentences < 1:
+            raise ValueError(f"--sentences must be at least 1: got {self.sentences}")
+
+    def _check_devices(self) -> None:
+        """Refuse what several devices are not compared with."""
+        for option, value in (("--parallel", self.plans), ("--processes", self.processes)):
+            if value and not self.distributed:
+                raise ValueError(f"{option} is about several devices: add --stage {DISTRIBUTED}")
+        if not self.distributed:
+            return
+        for name in [*self.backends, *self.ports] if self.processes else ():
+            for plan in Check(self.plans).plans(name):
+                number_of_processes(name, plan, self.processes)
+        if len(self.chosen_stages) > 1:
+            raise ValueError(f"--stage {DISTRIBUTED} is compared alone: leave out the other stages")
+        others = (self.presets, self.only, self.device != "cpu", self.precision != "highest")
+        if any(others) or not {"float64", "float32"} & {*self.setting.dtypes}:
+            raise ValueError(
+                f"--stage {DISTRIBUTED} compares in float64 and float32 on CPUs, on models of its own: leave out "
+                "--preset, --only, --device, --precision and other dtypes"
+            )
+
+    @property
+    def distributed(self) -> bool:
+        """Whether training on several devices is compared."""
+        return DISTRIBUTED in self.chosen_stages
+
+    @property
+    def chosen_stages(self) -> Sequence[str]:
+        """The stages that were named, or all."""
+        return STAGES if self.stages is None else self.stages
+
+    @property
+    def setting(self) -> Setting:
+        """How the ports are run."""
+        return Setting(ALL_DTYPES if self.dtypes is None else self.dtypes, self.device, self.precision)
+
+    def cases(self) -> list[Case]:
+        """Return the cases of the packages; ports of the user's own have theirs from ``for_ports.port_cases``.
+
+        Raises:
+            OSError: A file cannot be read.
+            ValueError: A file is not what it should be.
+        """
+        if not self.backends:
+            return []
+        if self.distributed:
+            check = Check(self.plans, self.processes, self.setting.dtypes)
+            return list({case.name: case for name in self.backends for case in check.cases(name)}.values())
+        cases: list[Case] = []
+        if self.only != TEXT and self.weights is None:
+            cases = list(chain.from_iterable(map(_preset_cases, self.presets))) if self.presets else standard_cases()
+        if self.only != CASES and ACTIVATIONS in self.chosen_stages:
+            cases += self._sentence_cases()
+        return [case for case in cases if case.stage in self.chosen_stages]
+
+    def _sentence_cases(self) -> list[Case]:
+        pairs = read_pairs(*self.text)
+        lines = [line for pair in pairs for line in pair]
+        if self.weights is not None:
+            config, _ = ref.load_weights(self.weights)
+            smaller = min(config.source_vocab_size, config.target_vocab_size)
+            subwords = Subwords.train(lines, min(smaller - SPECIAL, VOCAB_SIZE))
+            configs = {self.weights.name: config}
+        else:
+            subwords = Subwords.train(lines)
+            sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), subwords.size + SPECIAL)
+            configs = {name: TransformerConfig.preset(name, **sizes) for name in self.presets or ["paper_base"]}
+        chosen = pick(pairs, self.sentences)
+        inputs = {name: batch(chosen, subwords.numbered(config), config) for name, config in configs.items()}
+        return [
+            Case(f"{SENTENCES}/{name}", SENTENCES, config, "", inputs[name], self.weights)
+            for name, config in configs.items()
+        ]
+
+    def asked(self, port: str, cases: Sequence[Case], offered: Sequence[str] = ALL_DTYPES) -> Asked:
+        """Return what has to be compared of a port.
+
+        Args:
+            port: Its name.
+            cases: Its cases.
+            offered: The dtypes that it computes in.
+        """
+        dtypes = [dtype for dtype in self.setting.dtypes if dtype in offered or dtype in (self.dtypes or ())]
+        stages = self.stages or [stage for stage in STAGES if any(case.stage == stage for case in cases)]
+        planned = Counter((case.stage, dtype) for case in cases for dtype in dtypes if dtype in case.dtypes)
+        pairs = self.stages is not None and self.dtypes is not None
+        elsewhere = {
+            stage: [
+                dtype
+                for dtype in ALL_DTYPES
+                if dtype in offered and any(case.stage == stage and dtype in case.dtypes for case in cases)
+            ]
+            for stage in stages
+        }
+        return Asked(port, tuple(stages), tuple(self.dtypes or ()), pairs, planned, elsewhere)
+
+    def not_tested(self, cases: Iterable[Case]) -> list[str]:
+        """Return what this run leaves out, and how to ask for it; ``cases`` are those of all ports."""
+        return [*self._left_out(), *self._without_a_case(list(cases))]
+
+    def _left_out(self) -> Iterator[str]:
+        if self.backends:
+            yield from (f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *self.backends))
+        dtypes = self.setting.dtypes
+        if unnamed := [dtype for dtype in ALL_DTYPES if dtype not in dtypes]:
+            yield f"{' and '.join(unnamed)} (left out of --dtype)"
+        if COMPILED_IN_FULL not in dtypes and self.backends:
+            yield f"what XLA makes of a program for users (compiled in full in {COMPILED_IN_FULL})"
+        if self.weights or self.only == TEXT:
+            yield "the packages' standard cases (left out by --weights or --only text)"
+        elif self.presets and self.backends:
+            yield "the other cases, and optimizer steps (left out by --preset)"
+        if unnamed := [stage for stage in STAGES if stage not in self.chosen_stages]:
+            yield f"{', '.join(unnamed)} (left out of --stage)"
+        if self.ports:
+            yield "sentences, fully masked rows and parts of the model alone in ports of yours (the packages have them)"
+        if self.only == CASES and self.backends:
+            yield "sentences (left out by --only cases)"
+        if self.backends and not self.distributed:
+            yield f"several devices (ask for them with --stage {DISTRIBUTED})"
+        other = "cpu" if self.device == "gpu" else "gpu"
+        yield f"{other} (ask for it with --device {other})"
+
+    def _without_a_case(self, cases: Sequence[Case]) -> Iterator[str]:
+        """Yield the stages that have no case in a dtype that was asked for."""
+        known = {(case.stage, dtype) for case in cases for dtype in case.dtypes}
+        present = dict.fromkeys(case.stage for case in cases)
+        for dtype in self.setting.dtypes:
+            if absent := [stage for stage in present if (stage, dtype) not in known]:
+                yield f"{', '.join(absent)} in {dtype} (there is no such case)"
+
+
+def _preset_cases(name: str) -> list[Case]:
+    return [preset_case(name, thorough=True), gradient_case(name), *search_cases(name)]

@@ -1,0 +1,290 @@
+"""Decoding, compared: the same tokens, or a decision that rounding may turn either way.
+
+A search that returns another hypothesis has decided differently somewhere. It is followed step by step: the float64
+reference finds the best continuations of the port's own prefixes. Where the port kept a worse one, within the rounding
+noise that the reference itself shows in that dtype, it is a near-tie. Anything larger is a divergence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy import search
+from reference_numpy.transformer import Transformer
+from transformer_parity.transformer.compare.prefixes import Continuations, PrefixScorer, Tokens, score, tokens_of
+from transformer_parity.transformer.compare.tolerances import EPS, POLICY, relative_error
+from transformer_parity.transformer.ports.protocol import Decoded
+from transformer_spec.search import Search, SearchPlan
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A decision that the reference would have taken otherwise.
+
+    Attributes:
+        sentence: The row of the batch.
+        step: After how many tokens; 0 where finished hypotheses were ranked.
+        margin: By how much the reference prefers its own choice: log-probability in nats, or score where hypotheses
+            are ranked.
+        noise: How much rounding may amount to here, likewise.
+        what: The decision in words.
+    """
+
+    sentence: int
+    step: int
+    margin: float
+    noise: float
+    what: str
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether rounding explains it."""
+        return self.margin <= self.noise
+
+    def __str__(self) -> str:
+        where = f"sentence {self.sentence}" + (f", token {self.step}" if self.step else "")
+        if self.margin == math.inf:  # which is no matter of rounding
+            return f"{where}: {self.what}"
+        return f"{where}: {self.what}, margin {self.margin:.1e}, rounding noise {self.noise:.1e}"
+
+
+def score_tolerance(exact: ndarray, rounded: ndarray | None) -> float:
+    """Return the largest relative error allowed to scores, from the reference's in float64 and in the working dtype."""
+    if rounded is None:
+        return POLICY["decode"]["float64"]["score"]
+    rule = POLICY["decode"]["float32"]
+    return rule["ratio"] * relative_error(rounded, exact) + rule["floor_in_eps"] * EPS["float32"]
+
+
+def differing(ids: ndarray, expected: ndarray, pad_id: int) -> list[int]:
+    """Return the sentences of which two searches do not return the same hypotheses in the same order."""
+    width = max(ids.shape[2], expected.shape[2])
+    wide, wanted = (
+        np.pad(array, ((0, 0), (0, 0), (0, width - array.shape[2])), constant_values=pad_id)
+        for array in (ids, expected)
+    )
+    return np.flatnonzero((wide != wanted).any((1, 2))).tolist()
+
+
+def summary(doubts: Sequence[Doubt]) -> str:
+    """Return the first decision that rounding does not explain, or else how many it does; empty if there is none."""
+    if wrong := [doubt for doubt in doubts if not doubt.is_near_tie]:
+        return str(wrong[0])
+    if not doubts:
+        return ""
+    largest = max(doubts, key=lambda doubt: doubt.margin)
+    return f"{len(doubts)} near-tie{'s' * (len(doubts) > 1)}; {largest}"
+
+
+def follow(scorer: PrefixScorer, sentence: int, found: Decoded, options: Search) -> list[Doubt]:
+    """Return every decision of a port's search of one sentence that the reference would have taken otherwise."""
+    config = scorer.truth.config
+    plan = options.plan(config, (scorer.source != config.pad_id)[None])
+    returned = [tokens_of(ids, config) for ids in found.result.nbest_ids[sentence]]
+    if options.beam_size is None:
+        return _follow_greedy(scorer, sentence, returned[0], plan)
+    if found.result.nbest_scores is None:  # a port that is not asked for more than what came out of its beam
+        return _weigh(scorer, sentence, returned[0], options, int(plan.limits[0]))
+    alive = [[tokens_of(ids, config) for ids in step[sentence]] for step in found.shown]
+    alive = [[tokens for tokens in step if tokens] for step in alive]
+    return _BeamFollower(scorer, sentence, plan).follow(alive, [tokens for tokens in returned if tokens])
+
+
+def explain(
+    truth: Transformer,
+    rounded: Transformer | None,
+    source_ids: ndarray,
+    found: Decoded,
+    expected: ndarray,
+    options: Search,
+) -> list[Doubt]:
+    """Return why a port does not return what the reference does, for every such sentence.
+
+    Args:
+        truth: The reference in float64.
+        rounded: The reference in the working dtype; None where that is float64.
+        source_ids: The sentences [B, S].
+        found: The result of the port.
+        expected: The hypotheses of the reference in float64, [B, N, L].
+        options: How was searched.
+    """
+    doubts: list[Doubt] = []
+    for row in differing(found.result.nbest_ids, expected, truth.config.pad_id):
+        own = follow(PrefixScorer(truth, rounded, source_ids[row]), row, found, options)
+        doubts += own or [Doubt(row, 0, math.inf, 0.0, "it returns something else, and no decision explains it")]
+    return doubts
+
+
+def _follow_greedy(scorer: PrefixScorer, sentence: int, tokens: Tokens, plan: SearchPlan) -> list[Doubt]:
+    eos_id, limit, doubts = plan.eos_id, int(plan.limits[0]), []
+    for n in range(1, len(tokens) + 1):
+        ways = scorer.continuations([tokens[: n - 1]], plan)
+        (best, total), *others = ways.best(2)
+        if tokens[:n] != best:
+            noise = ways.noise([best, tokens[:n], *(other for other, _ in others)])
+            said = f"{tokens[n - 1]} where the reference has {best[-1]}"
+            doubts.append(Doubt(sentence, n, total - ways.total(tokens[:n]), noise, said))
+    if eos_id in tokens[:-1] or not (len(tokens) == limit or (tokens[-1:] == (eos_id,) and len(tokens) < limit)):
+        doubts.append(Doubt(sentence, len(tokens), math.inf, 0.0, "the hypothesis does not end where it should"))
+    return doubts
+
+
+def _weigh(scorer: PrefixScorer, sentence: int, tokens: Tokens, options: Search, limit: int) -> list[Doubt]:
+    """Compare the score of a hypothesis with that of the one which the reference returns."""
+    truth, eos_id = scorer.truth, scorer.truth.config.eos_id
+    if eos_id in tokens[:-1] or not tokens or (tokens[-1] != eos_id and len(tokens) != limit):
+        return [Doubt(sentence, len(tokens), math.inf, 0.0, "the hypothesis does not end where it should")]
+    best = options.run(search, truth, scorer.source[None]).ids[0]
+    candidates = [tokens, tokens_of(best, truth.config)]
+    ids = np.full((1, 2, max(map(len, candidates))), truth.config.pad_id)
+    for row, candidate in zip(ids[0], candidates, strict=True):
+        row[: len(candidate)] = candidate
+    exact = score(truth, scorer.source[None], ids, options)
+    usual = None if scorer.rounded is None else score(scorer.rounded, scorer.source[None], ids, options)
+    noise = score_tolerance(exact, usual) * float(np.abs(exact).max())
+    margin = float(exact[0, 1] - exact[0, 0])
+    what = "less" if margin > 0.0 else "more, so that it was not found by such a beam"
+    return [Doubt(sentence, 0, abs(margin), noise, f"{_shortened(tokens)} is returned, and scores {what}")]
+
+
+class _BeamFollower:
+    """Goes through a beam search beside a port, always on from the port's own beam."""
+
+    def __init__(self, scorer: PrefixScorer, sentence: int, plan: SearchPlan) -> None:
+        self.scorer = scorer
+        self.sentence = sentence
+        self.plan = plan
+        self.limit = int(plan.limits[0])
+        self.doubts: list[Doubt] = []
+        self.finished: dict[Tokens, float] = {}  # the score of each hypothesis that the port may have finished
+        self.inside: dict[Tokens, float] = {}  # by how many nats it is one of those; below zero: only by rounding
+        self.noise = 0.0  # the largest so far
+
+    def follow(self, alive: Sequence[Sequence[Tokens]], returned: Sequence[Tokens]) -> list[Doubt]:
+        beam: Sequence[Tokens] = [()]
+        for n, kept in enumerate([*alive, []], 1):  # behind the last step, nothing goes on
+            if not beam or not all(doubt.is_near_tie for doubt in self.doubts):
+                break
+            ways = self.scorer.continuations(beam, self.plan)
+            best = ways.best(2 * self.plan.beam_size + 1)
+            self.noise = max(self.noise, ways.noise([*kept, *(tokens for tokens, _ in best)]))
+            # What is left of a beam that shrinks is as many as went on.
+            width = len(beam) if self.plan.rules.beam_shrinks and n > 1 else self.plan.beam_size
+            last_in = best[min(width, len(best)) - 1][1]
+            first_out = best[width][1] if len(best) > width else -math.inf
+            self._finish(best, (last_in, first_out), n)
+            going_on = self._going_on(ways, best[:width]) if n < self.limit else {}
+            if kept:
+                self._compare_beam(ways, going_on, kept, (last_in, first_out))
+            self._compare_stop(going_on, n, stops=not kept)
+            beam = kept
+        if all(doubt.is_near_tie for doubt in self.doubts):  # what a mistake led to is of no interest
+            self._compare_ranking(returned)
+        return self.doubts
+
+    def _penalty(self, length: int) -> float:
+        return float(self.plan.penalties[length])
+
+    def _doubt(self, step: int, margin: float, what: str, length: int = 0) -> None:
+        """Note a decision; about scores, if the length of the hypothesis is given."""
+        noise = self.noise / (self._penalty(length) if length else 1.0)
+        self.doubts.append(Doubt(self.sentence, step, margin, noise, what))
+
+    def _going_on(self, ways: Continuations, within: Sequence[tuple[Tokens, float]]) -> dict[Tokens, float]:
+        """Return what goes on: the best that do not end, or those of them that are within the beam if it shrinks."""
+        if self.plan.rules.beam_shrinks:
+            return {tokens: total for tokens, total in within if tokens[-1] != self.plan.eos_id}
+        return dict(ways.best(self.plan.beam_size, but=self.plan.eos_id))
+
+    def _finish(self, best: Sequence[tuple[Tokens, float]], edges: tuple[float, float], n: int) -> None:
+        """Note what ends here, if it is within the beam and the pool for certain or by rounding."""
+        last_in, first_out = edges
+        ended = [(tokens, total) for tokens, total in best if tokens[-1] == self.plan.eos_id or n == self.limit]
+        places, doubtful = len(ended), 0.0
+        if self.plan.rules.pool == "first":  # the pool may be full, and which ended before may be by rounding
+            unsure = [abs(inside) for inside in self.inside.values() if abs(inside) <= self.noise]
+            places, doubtful = self.plan.pool_size - len(self.inside), max(unsure, default=0.0)
+            left = places + len(unsure)
+            if len(ended) > left:
+                last_in, first_out = max(last_in, ended[left - 1][1]), max(first_out, ended[left][1])
+        for place, (tokens, total) in enumerate(ended):
+            if total >= last_in - self.noise:
+                inside = total - first_out if total > first_out else total - last_in
+                self.finished[tokens] = total / self._penalty(n)
+                self.inside[tokens] = min(inside, doubtful) if place >= places and doubtful else inside
+
+    def _compare_beam(
+        self, ways: Continuations, going_on: dict[Tokens, float], kept: Sequence[Tokens], edges: tuple[float, float]
+    ) -> None:
+        n, shrinks = len(kept[0]), self.plan.rules.beam_shrinks
+        dropped = [tokens for tokens in going_on if tokens not in kept]
+        instead = [tokens for tokens in kept if tokens not in going_on]
+        has_ended = any(tokens[-1] == self.plan.eos_id or n >= self.limit for tokens in instead)
+        if has_ended or (len(kept) > len(going_on) and not shrinks):
+            self._doubt(n, math.inf, "the beam keeps what has ended")
+        elif dropped or instead:
+            better = max((going_on[tokens] for tokens in dropped), default=-math.inf)
+            worse = min((ways.total(tokens) for tokens in instead), default=math.inf)
+            if shrinks:  # each is inside or outside by itself
+                margin = max(better - edges[1] if dropped else 0.0, edges[0] - worse)
+            else:
+                margin = better - worse if instead else math.inf
+            where = (dropped or instead)[0]
+            said = "lacks" if dropped else "has"
+            self._doubt(n, margin, f"the beam {said} {where[-1]} after {_shortened(where[:-1])}")
+
+    def _compare_stop(self, going_on: dict[Tokens, float], n: int, *, stops: bool) -> None:
+        """Check that the search stops where its rules say so: not before, nor after where that could matter."""
+        stop = self.plan.rules.stop
+        length = n if stop == "current" else self.limit
+        attainable = max(going_on.values(), default=-math.inf) / self._penalty(length)
+        needed = -math.inf if stop == "first" else attainable  # of the last in the pool, so that the search stops
+        worst = self._worst_of_pool(-math.inf if stops else self.noise)
+        if stops and attainable > worst and not worst > needed:
+            self._doubt(n, attainable - worst, "the search stops, though a better hypothesis may come", length)
+        elif not stops and stop != "attainable":  # which finds the same when it goes on
+            if worst > needed:
+                self._doubt(n, worst - needed, "the search goes on, though it has found what it keeps", length)
+            elif self._worst_of_pool(0.0) > needed:
+                closest = min(inside for inside in self.inside.values() if inside >= 0.0)
+                self._doubt(n, closest, "the search goes on, though it may have found what it keeps")
+
+    def _worst_of_pool(self, least: float) -> float:
+        """Return the last score in the pool, by what has ended with so many nats to spare; -inf if it is not full."""
+        scores = [score for tokens, score in self.finished.items() if self.inside[tokens] >= least]
+        size = self.plan.pool_size
+        return sorted(scores, reverse=True)[size - 1] if len(scores) >= size else -math.inf
+
+    def _compare_ranking(self, returned: Sequence[Tokens]) -> None:
+        if len(set(returned)) < len(returned):
+            self._doubt(0, math.inf, "a hypothesis is returned twice")
+        if unknown := [tokens for tokens in returned if tokens not in self.finished]:
+            self._doubt(0, math.inf, f"{_shortened(unknown[0])} is returned, and never was in the beam")
+        if any(doubt.margin == math.inf for doubt in self.doubts):
+            return
+        for tokens in returned:
+            if self.inside[tokens] < 0.0:
+                what = f"{_shortened(tokens)} ends, though not within the beam"
+                self._doubt(len(tokens), -self.inside[tokens], what)
+        scores = [self.finished[tokens] for tokens in returned]
+        worst = min(scores, default=-math.inf) if len(scores) == self.plan.num_hypotheses else -math.inf
+        for tokens in self.finished.keys() - set(returned):
+            better = self.finished[tokens] - worst
+            if self.inside[tokens] >= 0.0 < better:  # left out by its rank, or by the edge of the beam
+                noise = self.noise / self._penalty(len(tokens))
+                margin = better if better <= noise else self.inside[tokens]
+                what = f"{_shortened(tokens)} is better, and is not returned"
+                self._doubt(len(tokens), margin, what, len(tokens) * (better <= noise))
+        for tokens, (first, second) in zip(returned, pairwise(scores), strict=False):
+            if second > first:
+                self._doubt(0, second - first, "the hypotheses are not in the order of their scores", len(tokens))
+
+
+def _shortened(tokens: Tokens) -> str:
+    return "... " * (len(tokens) > 5) + " ".join(map(str, tokens[-5:]))

@@ -1,0 +1,200 @@
+"""Verdicts: when one tensor agrees, and when a whole run does.
+
+``decide`` is the only place where an error becomes a verdict, and ``Verdict.of`` the only one where findings become the
+word that a run ends with. docs/agreement.md says what AGREE promises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.compare.findings import (
+    AGREES,
+    DIVERGES,
+    FAILED,
+    IMPRECISE,
+    ROUND_TRIP,
+    SKIPPED,
+    Finding,
+)
+from transformer_parity.transformer.compare.outputs import LOAD
+
+EXIT_CODES = {AGREES: 0, DIVERGES: 1, IMPRECISE: 2, FAILED: 3}
+SEVERITY = (SKIPPED, AGREES, IMPRECISE, FAILED, DIVERGES)
+WORDS = {SKIPPED: "skip", AGREES: "ok", IMPRECISE: "IMPRECISE", DIVERGES: "DIVERGES", FAILED: "FAILED"}
+LAST_WORDS = {AGREES: "AGREE", DIVERGES: "DIVERGE", IMPRECISE: "IMPRECISE", FAILED: "INCOMPLETE"}
+
+
+def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str:
+    """Return the verdict on one tensor.
+
+    Args:
+        error: The relative error; NaN never agrees.
+        tolerance: The largest error that agrees.
+        dtype: The working dtype: below float64, an error above the tolerance may be a loss of precision.
+        problem: What no tolerance applies to: another name, shape or dtype, a value that is not finite.
+
+    Raises:
+        ValueError: The tolerance is negative, infinite or NaN.
+    """
+    if not 0.0 <= tolerance < math.inf:
+        raise ValueError(f"a tolerance must be finite and at least 0: got {tolerance}")
+    if problem:
+        return DIVERGES
+    if error <= tolerance:
+        return AGREES
+    return DIVERGES if dtype == "float64" else IMPRECISE
+
+
+@dataclass(frozen=True)
+class Author:
+    """Makes the findings of one case of one port in one dtype; every verdict comes from ``decide``."""
+
+    backend: str
+    dtype: str
+    case: Case
+
+    def compared(
+        self, path: str, tap: str, error: float, tolerance: float, *, problem: str = "", detail: str = ""
+    ) -> Finding:
+        """Return the finding about one tensor."""
+        error = math.inf if problem else error
+        verdict = decide(error, tolerance, self.dtype, problem)
+        return self._finding((self.case.component, path, tap), error, tolerance, verdict, problem or detail)
+
+    def round_trip(self, problem: str) -> Finding:
+        """Return the finding about the weights, which must come back bit by bit."""
+        error = math.inf if problem else 0.0
+        verdict = decide(error, 0.0, "float64", problem)
+        return self._finding(("weights", LOAD, ROUND_TRIP), error, 0.0, verdict, problem)
+
+    def failed(self, path: str, why: str) -> Finding:
+        """Return the finding that a case could not be compared."""
+        return self._finding((self.case.component, path, ""), math.inf, 0.0, FAILED, why)
+
+    def skipped(self, path: str, why: str) -> Finding:
+        """Return the finding that something is not offered, and so not compared."""
+        return self._finding((self.case.component, path, ""), 0.0, 0.0, SKIPPED, why)
+
+    def _finding(self, place: tuple[str, str, str], error: float, tolerance: float, verdict: str, why: str) -> Finding:
+        component, path, tap = place
+        where = (self.backend, self.dtype, component, self.case.name, path, tap)
+        return Finding(*where, error, tolerance, verdict, why, self.case.stage)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run has to compare of one port.
+
+    Attributes:
+        port: Its name.
+        stages: Those that were asked for, by name or by default; each must be compared in at least one dtype.
+        dtypes: Those that were asked for by name; each must be compared in at least one stage.
+        pairs: Whether stages and dtypes were both named, so that each stage must be compared in each dtype.
+        planned: The number of cases by stage and dtype.
+        elsewhere: Of each stage, the other dtypes in which it has cases.
+    """
+
+    port: str
+    stages: Sequence[str]
+    dtypes: Sequence[str] = ()
+    pairs: bool = False
+    planned: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    elsewhere: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def missing(self, findings: Iterable[Finding]) -> list[str]:
+        """Return what was asked for and not compared: nothing at all, or fewer than half of the cases."""
+        own = [finding for finding in findings if finding.backend == self.port]
+        if self.pairs:
+            wanted = [(f"{stage} in {dtype}", {stage}, {dtype}) for stage in self.stages for dtype in self.dtypes]
+        else:
+            every = {dtype for _, dtype in self.planned}
+            wanted = [(stage, {stage}, every) for stage in self.stages]
+            wanted += [(dtype, set(self.stages), {dtype}) for dtype in self.dtypes]
+        return [
+            f"{self.port}: {what}: {why}" for what, stages, dtypes in wanted if (why := self._why(own, stages, dtypes))
+        ]
+
+    def _why(self, findings: Sequence[Finding], stages: set[str], dtypes: set[str]) -> str:
+        """Return what is missing of some stages in some dtypes; empty if nothing is."""
+        planned = sum(n for (stage, dtype), n in self.planned.items() if stage in stages and dtype in dtypes)
+        if not planned:
+            return f"there is no such case{self._instead(stages)}"
+        inside = [finding for finding in findings if finding.stage in stages and finding.dtype in dtypes]
+        compared = {(finding.case, finding.dtype) for finding in inside if finding.is_numeric}
+        if 2 * len(compared) >= planned:
+            return ""
+        open_ = [finding for finding in inside if finding.verdict in (SKIPPED, FAILED)]
+        reasons = dict.fromkeys(one.detail for one in open_ if (one.case, one.dtype) not in compared)
+        reasons = reasons or dict.fromkeys(one.detail for one in open_)
+        why = f" ({'; '.join(list(reasons)[:2])})" if reasons else ""
+        if not compared:
+            return f"nothing was compared{why}"
+        return f"{len(compared)} of {planned} cases compared, and half are needed{why}"
+
+    def _instead(self, stages: set[str]) -> str:
+        """Return how to compare a stage in the dtypes in which it has cases; empty where there are none."""
+        ways = [(stage, dtypes) for stage, dtypes in self.elsewhere.items() if stage in stages and dtypes]
+        return "".join(
+            f"; {stage} are compared in {' and '.join(dtypes)}: leave out --dtype, or run "
+            f"--stage {stage} --dtype {','.join(dtypes)} by itself"
+            for stage, dtypes in ways
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run ends with.
+
+    Attributes:
+        verdict: ``AGREES``, ``DIVERGES``, ``IMPRECISE``, or ``FAILED`` where not everything was compared.
+        missing: What was asked for and not compared, each with its port and reason.
+        undecided: The ports that lost precision and were not compared in float64: any mistake looks like that.
+    """
+
+    verdict: str
+    missing: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, findings: Iterable[Finding], asked: Iterable[Asked] = ()) -> Verdict:
+        """Return the worst verdict of any port; AGREES only if all that was asked for was compared."""
+        findings, asked = list(findings), list(asked)
+        by_port: dict[str, list[Finding]] = {entry.port: [] for entry in asked}
+        for finding in findings:
+            by_port.setdefault(finding.backend, []).append(finding)
+        missing = [why for entry in asked for why in entry.missing(by_port[entry.port])]
+        undecided = [name for name, own in by_port.items() if _is_undecided(own)]
+        worst = max((_of_port(own) for own in by_port.values()), key=SEVERITY.index, default=FAILED)
+        incomplete = (missing or undecided) and worst != DIVERGES
+        return cls(FAILED if incomplete else worst, tuple(missing), tuple(undecided))
+
+    @property
+    def word(self) -> str:
+        """AGREE, DIVERGE, IMPRECISE or INCOMPLETE."""
+        return LAST_WORDS[self.verdict]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all agree, 1 for a semantic divergence, 2 for precision only, 3 if not everything was compared."""
+        return EXIT_CODES[self.verdict]
+
+
+def _of_port(findings: Sequence[Finding]) -> str:
+    """Return the worst verdict; a port of which no number was compared has failed."""
+    verdict = max((finding.verdict for finding in findings), key=SEVERITY.index, default=FAILED)
+    compared = any(finding.is_numeric for finding in findings)
+    return FAILED if verdict in (SKIPPED, AGREES, IMPRECISE) and not compared else verdict
+
+
+def _is_undecided(findings: Sequence[Finding]) -> bool:
+    imprecise = any(finding.verdict == IMPRECISE for finding in findings)
+    return imprecise and not any(finding.dtype == "float64" and finding.is_numeric for finding in findings)
+
+
+def worst(findings: Iterable[Finding]) -> Finding:
+    """Return the finding with the worst verdict, and among equals the one that uses most of its tolerance."""
+    return max(findings, key=lambda finding: (SEVERITY.index(finding.verdict), finding.share))

@@ -1,0 +1,347 @@
+"""Diagnosis: from a port's numbers to a sentence about what it does.
+
+The reference is run under each known mistake and each published convention, and under several at once where each makes
+more of the port's numbers right; one that reproduces all of them is what the port does. Where none does, the answer is
+"unknown"; what else is measured then stands in ``properties`` and ``signatures``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from numpy import ndarray
+
+from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.compare.outputs import OUTPUT
+from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
+from transformer_parity.transformer.diagnose.learning_rate import rate_hypotheses
+from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials
+from transformer_parity.transformer.mistakes.mistake import Mistake
+from transformer_spec.config import TransformerConfig
+
+Arrays = Mapping[str, ndarray]
+EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
+DEPTH = 3  # mistakes at once
+PROMISING = 6  # hypotheses that are tried together with every other
+BEAM = 4  # sets of hypotheses that are changed further, where no tap shows the way
+ATTEMPTS = 1000  # at that; a second for a hundred
+# What a tap shows by its name, where published code often has another value at hand.
+MEANINGS = {
+    "_norm.output": "the norm's own output; in post-norm, of the sum",
+    ".scores": "scaled, and before the mask",
+    ".weights": "after the softmax, and before dropout",
+    ".inner": "after the activation",
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a port does, as far as its numbers show.
+
+    Attributes:
+        sentence: In words; of several statements, the one with the strongest evidence.
+        confidence: ``exact`` where a hypothesis reproduces every number, ``likely`` where something else was measured
+            that points to a cause, or ``unknown``.
+        hypotheses: Those that reproduce every number; several where no number here tells them apart.
+        error: The largest relative error that the first of them leaves; infinite if there is none.
+        runner_up: The next best.
+        next_error: What it leaves, at the first tensor that it does not reproduce or in the last.
+        signatures: Further statements, each with its evidence, in the order of strength.
+    """
+
+    sentence: str
+    confidence: str
+    hypotheses: tuple[str, ...] = ()
+    error: float = math.inf
+    runner_up: str = ""
+    next_error: float = math.inf
+    signatures: tuple[str, ...] = ()
+
+    to_dict = asdict  # the fields as plain values
+
+
+def diagnose(
+    case: Case,
+    actual: Arrays,
+    port: str,
+    progress: Callable[[str], None] = lambda text: None,
+    known: Sequence[Mistake] | None = None,
+    others: Sequence[tuple[Case, Arrays | None]] = (),
+) -> Diagnosis:
+    """Find the hypothesis that reproduces every tensor of a port.
+
+    Where none does, the tensors of the kind that differs first are left out, and then all but the output: a tap may
+    show another value than its name stands for.
+
+    Args:
+        case: What was run.
+        actual: What the port showed in float64, in the order of computation (see ``outputs.tensors``).
+        port: What to call it.
+        progress: Receives what is tried next.
+        known: The mistakes and conventions to try; None is all that are known.
+        others: Cases of the same model that an exact hypothesis has to reproduce too, with what the port showed there;
+            None where it agrees with the reference.
+    """
+    known = hypotheses(case.config, case.stage) if known is None else known
+    trials = Trials.of(case, actual, others)
+    start = trials.run(TRUTH)
+    if start is None or start.is_exact:
+        return Diagnosis(f"every number that {port} shows here is right", UNKNOWN)
+    rates = rate_hypotheses(case, actual)
+    progress(f"{len(known) + len(rates)} hypotheses")
+    # Several at once take a training each; where the rate is known to be wrong, they would only guess at the schedule.
+    exact, tried = _search(trials, start, [*known, *rates], progress, together=not rates)
+    confirmed = [attempt for attempt in exact if trials.holds_elsewhere(attempt.hypothesis)]
+    if confirmed:
+        return _exact(port, confirmed, tried)
+    if not exact and case.stage == ACTIVATIONS and (found := _by_fewer_tensors(trials, start, known, port, progress)):
+        return found
+    if pairs := _and_another(trials, exact, known, progress):
+        return _exact(port, pairs, tried)
+    if exact and len(exact[0].hypothesis.parts) == 1:  # several together fit one case by chance
+        name = exact[0].hypothesis.name
+        sentence = f"in {case.name}, but not in every case, {port} behaves like the reference with {name}"
+        return Diagnosis(sentence, LIKELY, error=exact[0].worst)
+    return _unknown([attempt for attempt in tried if attempt not in exact], start)
+
+
+def reproducing_output(case: Case, actual: Arrays, known: Sequence[Mistake]) -> list[Hypothesis]:
+    """Return the single hypotheses that reproduce the output of a case, whatever they show at the taps."""
+    trials = Trials(case, actual, (), (OUTPUT,))
+    attempts = [trials.run(Hypothesis((mistake,))) for mistake in known]
+    return [attempt.hypothesis for attempt in attempts if attempt and attempt.is_exact]
+
+
+def _search(
+    trials: Trials, start: Attempt, known: Sequence[Mistake], progress: Callable[[str], None], *, together: bool = True
+) -> tuple[list[Attempt], list[Attempt]]:
+    """Return the hypotheses that reproduce every tensor, and all that were tried: one alone, or several together."""
+    singles = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
+    exact, tried = [attempt for attempt in singles if attempt.is_exact], list(singles)
+    if not exact and together:
+        for attempts in _together(trials, start, singles, known, progress):
+            tried += attempts
+            if exact := _simplest([attempt for attempt in attempts if attempt.is_exact]):
+                break
+    return exact, tried
+
+
+def _and_another(
+    trials: Trials, exact: Sequence[Attempt], known: Sequence[Mistake], progress: Callable[[str], None]
+) -> list[Attempt]:
+    """Return which hypotheses with another one hold in every case, where the first alone holds in this one only."""
+    failing = [(case, shown) for case, shown in trials.others if shown is not None]
+    for attempt in exact[:PROMISING]:
+        if len(attempt.hypothesis.parts) > 1:  # several together fit one case by chance
+            continue
+        runs = ((one, Trials.of(*one).run(attempt.hypothesis)) for one in failing)
+        there = next((one for one, run in runs if run is None or not run.is_exact), None)
+        if there is None:
+            continue
+        progress(f"{attempt.hypothesis.name} and another")
+        elsewhere = Trials.of(*there)
+        both = [
+            Hypothesis((*attempt.hypothesis.parts, one)) for one in known if not _clash(attempt.hypothesis.parts, one)
+        ]
+        both = [one for one in both if (seen := elsewhere.run(one)) is not None and seen.is_exact]
+        fits = [found for one in both if (found := trials.run(one)) and found.is_exact and trials.holds_elsewhere(one)]
+        if fits:
+            return fits
+    return []
+
+
+def _by_fewer_tensors(
+    trials: Trials, start: Attempt, known: Sequence[Mistake], port: str, progress: Callable[[str], None]
+) -> Diagnosis | None:
+    """Search without the tensors of the kind that differs first, and then among single hypotheses by the output alone.
+
+    Returns:
+        None if that shows no more.
+    """
+    first = trials.names[start.matched]
+    kind = next((ending for ending in MEANINGS if first.endswith(ending)), "")
+    if OUTPUT not in (differing := trials.differing(TRUTH)) and trials.without(differing).holds_elsewhere(TRUTH):
+        meaning = f", which is to be {MEANINGS[kind]}" if kind else ""
+        return Diagnosis(f"the output is right: of the taps, only {_counted(differing)} differ{meaning}", LIKELY)
+    alike = [name for name in trials.names if kind and name.endswith(kind)]
+    for left_out in (alike, [name for name in trials.names if name != OUTPUT]):
+        rest = trials.without(left_out)
+        usual = rest.run(TRUTH)
+        if not left_out or usual is None or usual.is_exact:
+            continue
+        exact, tried = _search(rest, usual, known, progress, together=left_out is alike)
+        confirmed = [attempt for attempt in exact if rest.holds_elsewhere(attempt.hypothesis)]
+        if confirmed:
+            note = f"; {_counted(left_out)} are not compared: they may show other values than their names stand for"
+            return _exact(port, confirmed, tried, note)
+    return None
+
+
+def _counted(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more of this kind"
+
+
+def _together(
+    trials: Trials,
+    start: Attempt,
+    singles: Sequence[Attempt],
+    known: Sequence[Mistake],
+    progress: Callable[[str], None],
+) -> Iterator[list[Attempt]]:
+    """Yield what becomes of several hypotheses at once, each of which makes more tensors right than those before."""
+    frontier = _promising(singles, start.matched)
+    if not frontier and start.of <= 2:  # published ports differ in conventions: these come first
+        for some in ([mistake for mistake in known if is_convention(mistake)], known):
+            yield from _closer(trials, singles, some, known, progress)
+        return
+    for _ in range(DEPTH - 1):
+        grown: list[Attempt] = []
+        for attempt in frontier:
+            progress(f"{attempt.hypothesis.name} and another")
+            attempts = [
+                found
+                for mistake in known
+                if not _clash(attempt.hypothesis.parts, mistake)
+                and (found := trials.run(Hypothesis((*attempt.hypothesis.parts, mistake))))
+            ]
+            grown += [found for found in attempts if found.matched > attempt.matched]
+            if any(found.is_exact for found in attempts):
+                break
+        yield grown
+        frontier = _promising(grown, start.matched + 1)
+
+
+def _closer(
+    trials: Trials,
+    singles: Sequence[Attempt],
+    some: Sequence[Mistake],
+    known: Sequence[Mistake],
+    progress: Callable[[str], None],
+) -> Iterator[list[Attempt]]:
+    """Yield what becomes of several hypotheses at once where no tap shows the way: of the closest, every change.
+
+    Whatever else is wrong, a hypothesis that is right mostly leaves a smaller error than one that is not. A change is
+    one mistake more, or another convention, the config's own among them.
+    """
+    fields = sorted({name for mistake in known if is_convention(mistake) for name in mistake.config})
+    own = [Mistake("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
+    seen = {_names(attempt.hypothesis.parts) for attempt in singles}
+    beam, left = sorted(singles, key=lambda attempt: attempt.worst)[:BEAM], ATTEMPTS
+    best = math.inf
+    while beam and beam[0].worst < best and left > 0:
+        best = beam[0].worst
+        grown: list[Attempt] = []
+        for attempt in beam:
+            progress(f"{attempt.hypothesis.name} and another")
+            for mistake in (*some, *own):
+                parts = _changed(attempt.hypothesis.parts, mistake, known, trials.case.config)
+                if not parts or _names(parts) in seen or left <= 0:
+                    continue
+                seen.add(_names(parts))
+                left -= 1
+                if found := trials.run(Hypothesis(parts)):
+                    grown.append(found)
+            if exact := [found for found in grown if found.is_exact]:
+                grown += _without_idle(trials, _simplest(exact)[0])
+                break
+        yield grown
+        beam = sorted(grown, key=lambda attempt: attempt.worst)[:BEAM]
+
+
+def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
+    """Return an exact attempt without the parts that change nothing."""
+    for part in attempt.hypothesis.parts:
+        fewer = Hypothesis(tuple(other for other in attempt.hypothesis.parts if other is not part))
+        if (found := trials.run(fewer)) and found.is_exact:
+            return [found, *_without_idle(trials, found)]
+    return []
+
+
+def _names(parts: Sequence[Mistake]) -> frozenset[str]:
+    return frozenset(part.name for part in parts)
+
+
+def _changed(
+    parts: Sequence[Mistake], mistake: Mistake, known: Sequence[Mistake], config: TransformerConfig
+) -> tuple[Mistake, ...]:
+    """Return some hypotheses with one more; what it says about a convention holds, whatever they have said before."""
+    others = [part for part in parts if not is_convention(part)]
+    fields: dict[str, Any] = {}
+    for part in (*parts, mistake):
+        if is_convention(part):
+            fields |= part.config
+    if not is_convention(mistake):
+        others.append(mistake)
+    fields = {name: value for name, value in fields.items() if value != getattr(config, name)}
+    named = []
+    for one in sorted(filter(is_convention, known), key=lambda one: -len(one.config)):  # presets first
+        if one.config.items() <= fields.items():
+            named.append(one)
+            fields = {name: value for name, value in fields.items() if name not in one.config}
+    return (*others, *named)
+
+
+def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
+    """Return the attempts that make more tensors right than that, the best first, one for each result."""
+    best: dict[tuple[int, float], Attempt] = {}
+    for attempt in sorted(attempts, key=lambda attempt: (-attempt.matched, len(attempt.hypothesis.parts))):
+        if attempt.matched > matched:
+            best.setdefault((attempt.matched, attempt.worst), attempt)
+    return list(best.values())[:PROMISING]
+
+
+def _clash(parts: Sequence[Mistake], other: Mistake) -> bool:
+    """Whether two say something about the same field, or are the same."""
+    return any(part is other or part.config.keys() & other.config.keys() for part in parts)
+
+
+def _simplest(exact: Sequence[Attempt]) -> list[Attempt]:
+    """Return those with the fewest parts, each set of parts once."""
+    fewest = min((len(attempt.hypothesis.parts) for attempt in exact), default=0)
+    found: dict[frozenset[str], Attempt] = {}
+    for attempt in exact:
+        if len(attempt.hypothesis.parts) == fewest:
+            found.setdefault(_names(attempt.hypothesis.parts), attempt)
+    return list(found.values())
+
+
+def _exact(port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "") -> Diagnosis:
+    """Name the hypotheses that reproduce every number, and what the next best leaves."""
+    runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
+    names = tuple(attempt.hypothesis.name for attempt in exact)
+    error = exact[0].worst
+    also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
+    sentence = f"{port} behaves exactly like the reference with {names[0]}{also} (error {error:.0e}"
+    meant = _if_it_is_meant(exact[0].hypothesis)
+    if runner_up is None:
+        return Diagnosis(f"{sentence}){note}", EXACT, names, error, signatures=meant)
+    name, left = runner_up.hypothesis.name, runner_up.worst
+    return Diagnosis(f"{sentence}, next best {left:.0e}){note}", EXACT, names, error, name, left, meant)
+
+
+def _if_it_is_meant(hypothesis: Hypothesis) -> tuple[str, ...]:
+    """Return how to declare what a port does, where that is a convention; nothing where it is a mistake."""
+    if not all(map(is_convention, hypothesis.parts)):
+        return ()
+    fields = {name: value for part in hypothesis.parts for name, value in part.config.items()}
+    return (f"mend it; or if you mean it, declare it in the port: overrides = {fields!r}",)
+
+
+def _unknown(tried: Sequence[Attempt], start: Attempt) -> Diagnosis:
+    """Say that nothing reproduces the numbers, and how far the best hypotheses come."""
+    runner_up = _best(tried)
+    name, left = (runner_up.hypothesis.name, runner_up.worst) if runner_up else ("", math.inf)
+    sentence = "unknown: no known mistake or convention, nor several of them together, reproduces these numbers"
+    further = max(tried, key=lambda attempt: attempt.matched, default=None)
+    if further is not None and further.matched > start.matched:
+        more = further.matched - start.matched
+        right = "one more tensor is right" if more == 1 else f"{more} more tensors are right"
+        sentence += f". With {further.hypothesis.name}, {right}"
+    return Diagnosis(sentence, UNKNOWN, (), math.inf, name, left)
+
+
+def _best(attempts: Sequence[Attempt]) -> Attempt | None:
+    return min(attempts, key=lambda attempt: attempt.worst, default=None)

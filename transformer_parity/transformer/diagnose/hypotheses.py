@@ -1,0 +1,194 @@
+"""Hypotheses: what a port might be doing instead, each as a reference that does just that.
+
+A hypothesis is a set of mistakes from the catalogue, or of published conventions, planted in the NumPy reference. The
+one that reproduces a port's numbers, all of them, says what the port does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, FORWARD, SEARCH, STRUCTURE, TRAINING
+from transformer_parity.transformer.mistakes.edited_package import edited_package
+from transformer_parity.transformer.mistakes.mistake import Mistake
+from transformer_parity.transformer.ports.package import LoadedPackage
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_spec.config import CHOICES, TransformerConfig
+from transformer_spec.names import parameter_shapes
+from transformer_spec.presets import IMPLEMENTATIONS
+
+EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-12)  # defaults of published layer norms
+# What a preset says about the mathematics; its sizes, rates, ids and tied tables are not in doubt.
+MATHEMATICS = (
+    "norm_order",
+    "final_norm",
+    "embedding_norm",
+    "layer_norm_epsilon",
+    "layer_norm_kind",
+    "position_layout",
+    "position_timescale",
+    "position_offset",
+    "scale_embedding",
+    "activation",
+    "label_smoothing_kind",
+)
+SWITCHED = ("final_norm", "embedding_norm", "skip_first_self_attention", "scale_embedding")  # on or off
+LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """Some mistakes or conventions at once."""
+
+    parts: tuple[Mistake, ...]
+
+    @property
+    def name(self) -> str:
+        """Say it in words."""
+        return " and ".join(part.name for part in self.parts)
+
+    @property
+    def content(self) -> Any:
+        """Return what tells it from all others."""
+        return tuple(map(content, self.parts))
+
+    def load(self, config: TransformerConfig, weights: Mapping[str, ndarray]) -> LoadedPackage:
+        """Return a float64 reference that does as the hypothesis says.
+
+        Raises:
+            ValueError: The parts contradict each other, or describe no model.
+        """
+        for part in self.parts:
+            config = config.replace(**part.config)
+            weights = part.convert(weights)
+        edits = tuple(edit for part in self.parts for edit in part.edits.get("numpy", ()))
+        package = edited_package("reference_numpy", edits)
+        model = package.Transformer.from_weights(config, _fitted(weights, config), "float64")
+        return LoadedPackage(package, model, Placement("float64"))
+
+
+def hypotheses(config: TransformerConfig, stage: str) -> list[Mistake]:
+    """Return every known mistake and every convention that a port of this config may follow instead.
+
+    Args:
+        config: What the port should do.
+        stage: ``activations``, ``gradients``, ``steps`` or ``decode``: mistakes of training cannot show in activations.
+    """
+    found = [*conventions(config, stage), *mixed_up_weights(config.d_k == config.d_v)]
+    parts = [*FORWARD.values(), EVERYWHERE, *STRUCTURE.values()]
+    if stage in ("gradients", "steps"):
+        parts += TRAINING.values()
+    if stage == "decode":
+        parts.append(SEARCH)
+    seen = {content(mistake) for mistake in found}
+    for mistake in (mistake for part in parts for mistake in part):
+        what = content(mistake)
+        if "numpy" in mistake.edits and what not in seen and _changes(mistake, config):
+            seen.add(what)
+            found.append(mistake)
+    return found
+
+
+def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
+    """Return every other value of each field of the config that is a convention, and every preset's own set of them."""
+    fields: list[dict[str, Any]] = []
+    for name, choices in CHOICES.items():
+        if name in ("tie_embeddings", "position_encoding"):  # which are a matter of parameters
+            continue
+        if name in LOSS_FIELDS and stage not in ("gradients", "steps"):
+            continue
+        fields += [{name: choice} for choice in choices if choice != getattr(config, name)]
+    fields += [{name: not getattr(config, name)} for name in SWITCHED]
+    fields += [{"layer_norm_epsilon": value} for value in EPSILONS if value != config.layer_norm_epsilon]
+    offsets = sorted({0, 1, 2, config.pad_id + 1} - {config.position_offset})
+    fields += [{"position_offset": offset} for offset in offsets]
+    named = [Mistake(_words(entry), "", config=entry) for entry in fields]
+    for preset, values in {"paper": {}, **IMPLEMENTATIONS}.items():
+        defaults = {entry.name: entry.default for entry in TransformerConfig.__dataclass_fields__.values()}
+        wanted = {name: values.get(name, defaults[name]) for name in MATHEMATICS}
+        entry = {
+            name: value
+            for name, value in wanted.items()
+            if value != getattr(config, name) and (stage in ("gradients", "steps") or name not in LOSS_FIELDS)
+        }
+        if len(entry) > 1:
+            named.append(Mistake(f"{_words(entry)} (the conventions of {preset})", "", config=entry))
+    return named
+
+
+@cache
+def mixed_up_weights(as_wide: bool) -> list[Mistake]:
+    """Return what converters do to the kernels of every attention block: turn some, or take them for each other.
+
+    Args:
+        as_wide: Whether values are as wide as queries and keys, so that they can be taken for each other.
+    """
+    every = ("query", "key", "value", "output")
+    families = [*((name,) for name in every[:3]), every[:3], every]  # the output's alone is in the catalogue
+    found = [
+        Mistake(f"{', '.join(names)} kernels of all attention blocks transposed", "", convert=partial(_turned, names))
+        for names in families
+    ]
+    for order in permutations(every[:3]):
+        if order != every[:3] and (as_wide or order[2] == "value"):
+            words = f"{', '.join(every[:3])} of all attention blocks taken from {', '.join(order)}"
+            found.append(Mistake(words, "", convert=partial(_reordered, dict(zip(every, order, strict=False)))))
+    return found
+
+
+def _turned(names: Sequence[str], weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
+    ends = tuple(f"_attention.{name}_proj.kernel" for name in names)
+    return {name: np.ascontiguousarray(value.T) if name.endswith(ends) else value for name, value in weights.items()}
+
+
+def _reordered(order: Mapping[str, str], weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
+    def source(name: str) -> str:
+        parent, found, rest = name.partition("_attention.")
+        kind = rest.partition("_proj")[0]
+        return f"{parent}{found}{order.get(kind, kind)}{rest.removeprefix(kind)}" if found else name
+
+    return {name: weights[source(name)] for name in weights}
+
+
+def is_convention(mistake: Mistake) -> bool:
+    """Whether it is nothing but another config."""
+    return bool(mistake.config) and not mistake.edits.get("numpy") and mistake.convert is dict
+
+
+def _words(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
+
+
+def _changes(mistake: Mistake, config: TransformerConfig) -> bool:
+    """Whether a mistake that is a config, or none at all, is anything else than what is asked for."""
+    return bool(
+        mistake.edits["numpy"]
+        or mistake.convert is not dict
+        or any(getattr(config, name) != value for name, value in mistake.config.items())
+    )
+
+
+def content(mistake: Mistake) -> Any:
+    """Return what a mistake changes in the reference, whatever it is called."""
+    return (repr(sorted(mistake.config.items())), tuple(mistake.edits.get("numpy", ())), mistake.convert)
+
+
+def _fitted(weights: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
+    """Return the weights of another config: what is new does nothing, what is gone is dropped."""
+    shapes = parameter_shapes(config)
+    fitted = {}
+    for name, shape in shapes.items():
+        if name in weights:
+            fitted[name] = weights[name]
+        elif name.endswith((".scale", ".bias")):
+            fitted[name] = np.full(shape, float(name.endswith(".scale")), np.float32)
+        else:
+            raise ValueError(f"no weight or default for {name}")
+    return fitted

@@ -1,0 +1,295 @@
+"""Failure reports: where a difference starts, what it amounts to, and the inputs of that block on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, STAGES, Case
+from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Kept, Setting
+from transformer_parity.transformer.compare.outputs import given
+from transformer_parity.transformer.diagnose import reproduce
+from transformer_parity.transformer.diagnose.blame import (
+    Arrays,
+    Blame,
+    Evidence,
+    Subject,
+    blame,
+    blame_files,
+    without_consequences,
+)
+from transformer_parity.transformer.diagnose.diagnosis import (
+    EXACT,
+    LIKELY,
+    UNKNOWN,
+    Diagnosis,
+    diagnose,
+    reproducing_output,
+)
+from transformer_parity.transformer.diagnose.hypotheses import hypotheses
+from transformer_parity.transformer.diagnose.learning_rate import of_learning_rate
+from transformer_parity.transformer.diagnose.own_forward import beside_forward
+from transformer_parity.transformer.diagnose.properties import is_random, lacking, of_path, rounding
+from transformer_parity.transformer.diagnose.signatures import places, signatures
+from transformer_parity.transformer.mistakes.mistake import Mistake
+from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Port
+from transformer_parity.transformer.ports.registry import PORTS
+
+FAR = {"float64": 1e-9, "float32": 1e-5}  # relative: more than rounding
+NAMES = "names"  # the tap of a finding about names and order
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """The report on one failing case.
+
+    Attributes:
+        backend: The port.
+        dtype: The working dtype.
+        case: The name of the case.
+        stage: What it compares.
+        blame: Where the difference starts; None where nothing can be replayed.
+        diagnosis: What the port does; None where nothing is wrong, and only its attention was asked for.
+        view: What the page shows of the case; None where it shows nothing.
+        folder: Where the inputs of the first wrong block are; None if they were not saved.
+    """
+
+    backend: str
+    dtype: str
+    case: str
+    stage: str
+    blame: Blame | None
+    diagnosis: Diagnosis | None
+    view: dict[str, Any] | None = None
+    folder: Path | None = None
+
+    def of(self, name: str) -> FailureReport:
+        """Return the same with another name for the port."""
+        blame = None if self.blame is None else replace(self.blame, backend=name)
+        view = None if self.view is None else {**self.view, "ports": [name]}
+        return replace(self, backend=name, blame=blame, view=view)
+
+
+@dataclass(frozen=True)
+class Investigation:
+    """Reports on the failures of one port.
+
+    Attributes:
+        port: The port.
+        setting: How it is run.
+        reference: By what the port can be loaded again: the name of a backend, or ``module:class``.
+        folder: Where to save the inputs of a wrong block; None saves nothing.
+        progress: Receives what is done next.
+        suspect: A hypothesis beside those that are known.
+        view: Makes of the evidence what a page shows of it.
+    """
+
+    port: Port
+    setting: Setting
+    reference: str
+    folder: Path | None = None
+    progress: Callable[[str], None] = lambda text: None
+    suspect: Mistake | None = None
+    view: Callable[[Evidence, Subject], dict[str, Any]] | None = None
+
+    def failures(self, findings: Sequence[Finding], kept: Kept, cases: Sequence[Case]) -> Iterator[FailureReport]:
+        """Report on the first failure of each stage, of the whole model where there is one.
+
+        Once activations differ, what follows from them is of no interest: gradients, steps and searches are reported on
+        only where activations agree; precision only where float64 agrees.
+
+        Args:
+            findings: All of this port.
+            kept: What it showed where it failed.
+            cases: What was compared.
+        """
+        known = {case.name: case for case in cases}
+        compared = {f.case for f in findings if f.verdict in (AGREES, DIVERGES) and f.dtype == "float64"}
+        for finding in _first_failures(findings, known):
+            if finding.verdict == FAILED:  # an exception names itself
+                continue
+            case = known[finding.case]
+            self.progress(f"diagnosing {finding.dtype} {case.name}")
+            others = [
+                (other, kept.get((name, "float64")))
+                for name, other in known.items()
+                if name in compared - {case.name} and _shared(other) == _shared(case)
+            ]
+            yield self._report(case, finding, kept.get((case.name, finding.dtype), {}), others)
+
+    def _report(
+        self, case: Case, finding: Finding, shown: Arrays, others: Sequence[tuple[Case, Arrays | None]]
+    ) -> FailureReport:
+        dtype = finding.dtype
+        unknown = Diagnosis(f"unknown: {finding.detail}" if finding.detail else "unknown", UNKNOWN)
+        report = FailureReport(self.port.name, dtype, case.name, case.stage, None, unknown)
+        if finding.tap in case.inputs:  # which are no tensors of the port
+            return replace(report, diagnosis=Diagnosis(f"{finding.tap}: {finding.detail}; it must copy it", LIKELY))
+        if random := self._randomness(case, dtype):
+            return replace(report, diagnosis=Diagnosis(random, LIKELY))
+        if finding.path == "fast" and case.stage == ACTIVATIONS:
+            with suppress(Exception):
+                sentence = of_path(self._loaded(case, dtype), case, finding.tolerance)
+                return replace(report, diagnosis=Diagnosis(sentence, LIKELY))
+            return report
+        if not shown:
+            return report
+        known = [*hypotheses(case.config, case.stage), *([self.suspect] if self.suspect else [])]
+        found = unknown
+        if dtype == "float64":
+            found = diagnose(case, shown, self.port.name, self.progress, known, others)
+            if finding.tap == NAMES:
+                found = _of_names(found, finding.detail)
+            if case.stage != ACTIVATIONS and found.confidence != EXACT:
+                found = self._beside_forward(found, [(case, shown), *others])
+        if case.stage not in (ACTIVATIONS, GRADIENTS):
+            return replace(report, diagnosis=found)
+        subject = Subject.of(case, self.port.name, dtype)
+        evidence = self._blame(subject)
+        if found.confidence == EXACT and case.stage == ACTIVATIONS and len(evidence.blame.introduced) > 1:
+            weights = case.load_weights()
+            alike = [one.load(case.config, weights) for one in reproducing_output(case, shown, known)]
+            evidence = without_consequences(evidence, alike, subject)
+        if evidence.blame.introduced and found.confidence != EXACT:
+            statements = self._measurements(case, evidence)
+            found = _with_statements(found, statements, evidence)
+        report = replace(report, blame=evidence.blame, diagnosis=found, folder=self._saved(evidence, case))
+        if self.view is None or case.stage != ACTIVATIONS or case.block:
+            return report
+        return replace(report, view=self.view(evidence, subject))
+
+    def _beside_forward(self, found: Diagnosis, shown: Sequence[tuple[Case, Arrays | None]]) -> Diagnosis:
+        """Add what the port's own forward shows where its gradients, steps or searches differ."""
+        with suppress(Exception):  # where it cannot be run, the rest of the report stands
+            if statement := beside_forward(self.port, self.setting.placement("float64"), shown):
+                return _first(found, [statement])
+        case, tensors = shown[0]
+        statement = of_learning_rate(case, tensors or {})
+        return _first(found, [statement]) if statement else found
+
+    def _randomness(self, case: Case, dtype: str) -> str:
+        """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""
+        if case.stage != ACTIVATIONS or case.block:
+            return ""
+        with suppress(Exception):
+            return is_random(self._loaded(case, dtype), case)
+        return ""
+
+    def _measurements(self, case: Case, evidence: Evidence) -> list[str]:
+        """Return what runs of the port show, and then what the error of the first wrong block is like."""
+        placement = self.setting.placement(evidence.blame.dtype)
+        runs = lacking(case, self.port, placement) if case.stage == ACTIVATIONS else []
+        found = [*runs, *_of_error(evidence, case)]
+        if not found and case.stage == ACTIVATIONS:
+            with suppress(Exception):  # a port need not take other weights
+                found = list(filter(None, [rounding(case, self.port, placement)]))
+        return found
+
+    def _blame(self, subject: Subject) -> Evidence:
+        return blame(self._loaded(subject.case, subject.dtype), subject)
+
+    def _loaded(self, case: Case, dtype: str) -> LoadedPort:
+        return self.port.load(case.config, given(case.load_weights(), dtype), self.setting.placement(dtype))
+
+    def _saved(self, evidence: Evidence, case: Case) -> Path | None:
+        """Save the inputs of the first wrong block, and return where they are."""
+        if self.folder is None or not evidence.blame.introduced:
+            return None
+        self.progress("saving the inputs of the first wrong block")
+        with suppress(Exception):  # where it cannot be saved, the rest of the report stands
+            return reproduce.save(evidence, case, self.reference, self.folder)
+        return None
+
+
+def investigate_files(
+    findings: Sequence[Finding], cases: Sequence[Case], shown: Callable[[Case], Arrays], backend: str
+) -> Iterator[FailureReport]:
+    """Report likewise on float64 tensors from files; ``shown`` returns those of a case."""
+    known = {case.name: case for case in cases}
+    for finding in _first_failures(findings, known):
+        case = known[finding.case]
+        actual = shown(case) if finding.dtype == "float64" else {}
+        if not actual:
+            continue
+        alike = [other for other in cases if other.name != case.name and _shared(other) == _shared(case)]
+        others = [(other, tensors) for other in alike if (tensors := shown(other))]
+        found = diagnose(case, actual, backend, others=others)
+        if found.confidence != EXACT and (statement := of_learning_rate(case, actual)):
+            found = _first(found, [statement])
+        report = FailureReport(backend, "float64", case.name, case.stage, None, found)
+        if case.stage not in (ACTIVATIONS, GRADIENTS):
+            yield report
+            continue
+        truth = PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
+        evidence = blame_files(case, actual, truth, backend)
+        if evidence.blame.introduced and found.confidence != EXACT:
+            found = _with_statements(found, _of_error(evidence, case), evidence)
+        yield replace(report, blame=evidence.blame, diagnosis=found)
+
+
+def _shared(case: Case) -> tuple[object, ...]:
+    """Return what two cases have in common if one hypothesis has to hold in both, whatever their weights are."""
+    fields = {name: value for name, value in case.config.to_dict().items() if not name.endswith("vocab_size")}
+    return fields, case.block, case.stage
+
+
+def _first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
+    failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
+    for dtype in ("float64", "float32"):
+        for stages in ((ACTIVATIONS,), tuple(stage for stage in STAGES if stage != ACTIVATIONS)):
+            chosen = []
+            for stage in stages:
+                of_stage = [f for f in failures if f.dtype == dtype and cases[f.case].stage == stage]
+                # Where all of the model is run, blame can tell its blocks apart.
+                of_stage.sort(key=lambda f: (f.verdict == FAILED, cases[f.case].block != ""))
+                chosen += of_stage[:1]
+            if chosen:
+                return chosen if stages != (ACTIVATIONS,) or dtype == "float32" else chosen[:1]
+    return []
+
+
+def _of_names(found: Diagnosis, detail: str) -> Diagnosis:
+    """Say first that the tensors themselves are not those that were promised."""
+    promise = f"what is shown is not what was promised: {detail}"
+    if found.confidence == EXACT:
+        return replace(found, signatures=(promise, *found.signatures))
+    return replace(found, sentence=f"{promise}. Besides, {found.sentence}")
+
+
+def _of_error(evidence: Evidence, case: Case) -> list[str]:
+    """Return what the error of the first wrong block is like."""
+    name, dtype = evidence.blame.introduced[0], evidence.blame.dtype
+    if name not in evidence.alone or name not in evidence.wanted:
+        return []
+    weights = given(case.load_weights(), dtype)
+    config = case.config.in_decoder if name.startswith("decoder.") else case.config
+    found = signatures(evidence.alone[name], evidence.wanted[name], config, weights, FAR[dtype])
+    return [f"at {name}, {statement}" for statement in found]
+
+
+def _with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
+    """Rank what was found: a hypothesis, what was measured beside it, and the places that are wrong.
+
+    Where no hypothesis was found, the first that was measured is the diagnosis. Places alone are none.
+    """
+    name, dtype = evidence.blame.introduced[0], evidence.blame.dtype
+    found = _first(found, statements, dtype)
+    where = []
+    if name in evidence.alone and name in evidence.wanted:
+        where = [f"at {name}, {words}" for words in places(evidence.alone[name], evidence.wanted[name], FAR[dtype])]
+    return replace(found, signatures=(*found.signatures, *where))
+
+
+def _first(found: Diagnosis, statements: Sequence[str], dtype: str = "float64") -> Diagnosis:
+    """Add statements with evidence: the first is the diagnosis where no hypothesis was found."""
+    if found.confidence == UNKNOWN and statements:
+        first, *rest = statements
+        closer = [found.sentence.partition(". ")[2]] if ". With " in found.sentence else []
+        sentence = f"no known mistake fits; {first}"
+        if dtype == "float32":
+            sentence = f"{first}: if float64 agrees, only precision is lost"
+        found, statements = replace(found, sentence=sentence, confidence=LIKELY), [*rest, *closer]
+    return replace(found, signatures=(*found.signatures, *statements))

@@ -1,0 +1,98 @@
+"""The port's own forward beside its gradients, its steps and its searches: which of the two is wrong.
+
+A search decides by the logits of some prefixes, and ``forward`` yields the logits of those prefixes too. Where
+``forward`` agrees with the reference and the search decides otherwise, what the search keeps between steps is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.transformer.cases.case import DECODE, Case
+from transformer_parity.transformer.compare.outputs import TOKENS, given
+from transformer_parity.transformer.compare.prefixes import searched_log_probabilities
+from transformer_parity.transformer.diagnose.blame import distance
+from transformer_parity.transformer.diagnose.properties import SAME, output
+from transformer_parity.transformer.ports.protocol import Placement, Port
+from transformer_parity.transformer.ports.registry import PORTS
+
+ROUNDING = 1e-9  # nats, and relative: what rounding may turn in float64
+FIRST = "compare it first, with --stage activations"
+EMPTY = "where a cache is still empty: look at the start symbol, at the memory, and at the masks"
+FULL = "The first token of every sentence follows it: look at the cache (positions, masks, the order of its rows)"
+
+
+def beside_forward(port: Port, placement: Placement, shown: Iterable[tuple[Case, Mapping[str, ndarray] | None]]) -> str:
+    """Say whether ``forward`` is wrong in failing cases of a stage, or else whether a greedy search does not follow it.
+
+    Args:
+        port: The port, which is run again.
+        placement: Where, in float64.
+        shown: Cases of one stage, and the port's tensors; None where they agree with the reference's.
+
+    Returns:
+        A sentence with its evidence; empty if there is none.
+    """
+    for case, tensors in shown:
+        if tensors is None or case.block:
+            continue
+        source_ids, target_ids = case.inputs["source_ids"], case.inputs.get("target_ids")
+        ids = None
+        if case.stage == DECODE:
+            if case.options.beam_size is not None or TOKENS not in tensors or tensors[TOKENS].ndim != 3:
+                continue
+            ids = tensors[TOKENS][:, 0].astype(np.int64) - 1  # -1 behind the last
+            ids = np.where(ids < 0, case.config.pad_id, ids)
+            start = np.full((len(ids), 1), case.options.plan(case.config, source_ids != case.config.pad_id).start_id)
+            target_ids = np.concatenate([start, ids[:, :-1]], 1)
+        if target_ids is None:
+            continue
+        inputs = {"source_ids": source_ids, "target_ids": target_ids}
+        weights = case.load_weights()
+        own = output(port.load(case.config, given(weights, "float64"), placement), inputs)
+        truth = output(PORTS["numpy"].load(case.config, weights, Placement("float64")), inputs)
+        error = distance("output", {"output": own}, {"output": truth})
+        if error > SAME["float64"]:
+            where = case.name if ids is None else f"{case.name}, on the tokens that it returns"
+            return f"`forward` itself differs from the reference in {where} (error {error:.0e}): {FIRST}"
+        if ids is not None and (found := _departure(case, own, ids)):
+            return (
+                f"in {case.name}, `forward` agrees with the reference on the tokens that it returns "
+                f"(error {error:.0e}), but the search does not follow it: {found}"
+            )
+    return ""
+
+
+def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
+    """Say from which token on a greedy search does not follow logits [B, T, V]; empty if it does.
+
+    Args:
+        case: What was searched.
+        logits: Those of the port's own ``forward`` on what it returned.
+        ids: What it returned [B, T].
+    """
+    config = case.config
+    plan = case.options.plan(config, case.inputs["source_ids"] != config.pad_id)
+    allowed = searched_log_probabilities(logits, ids, plan)  # [B, T, V]
+    best = allowed.argmax(-1)
+    behind = logits.max(-1, where=np.isfinite(allowed), initial=-np.inf) - _at(logits, ids)  # [B, T]
+    departs = behind > ROUNDING * (1.0 + np.abs(logits).max(-1))
+    ended = np.isin(ids, (config.pad_id, config.eos_id)).cumsum(1)  # what comes after the first is of no interest
+    departs &= (ended == 0) | ((ended == 1) & (ids == config.eos_id))
+    departs &= departs.cumsum(1) == 1
+    if not departs.any():
+        return ""
+    sentence, step = np.argwhere(departs)[0].tolist()
+    said, right = ids[sentence, step], best[sentence, step]
+    found = (
+        f"from token {step + 1} of sentence {sentence} on, it has {said}, where `forward` prefers {right} by "
+        f"{behind[sentence, step]:.1e} ({departs.any(1).sum()} of {len(ids)} sentences)"
+    )
+    return f"{found}, {EMPTY}" if departs[:, 0].any() else f"{found}. {FULL}"
+
+
+def _at(logits: ndarray, ids: ndarray) -> ndarray:
+    return np.take_along_axis(logits, ids[..., None], -1)[..., 0]

@@ -1,0 +1,170 @@
+"""Properties of every correct model, measured on a port: on what an error of unknown cause depends.
+
+The port is run on inputs that leave the reference's numbers as they are: twice, a sentence alone, without its padding,
+with another last token, with weights that are slightly disturbed. Each statement is what such a run shows, and not a
+guess from the size of an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.compare.outputs import given
+from transformer_parity.transformer.compare.tolerances import relative_error
+from transformer_parity.transformer.diagnose.blame import distance
+from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Port
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_spec.config import TransformerConfig
+
+SAME = {"float64": 1e-11, "float32": 1e-4}  # relative: another shape of a batch may round in another way
+SMALL = 2.0**-6  # relative: what rounding to any of the dtypes leaves is less
+LEAST = 1e-6  # relative: by how much weights, which come in float32, are disturbed at least
+CALLS = 20  # of which one at least differs, where a dropout of 0.001 is left on in one place
+REDRAWN = 0.3  # of an error, that changes with the weights at random; of any other, as little as the weights
+SINGLE = 2.0**-16  # relative: float32 leaves less, the narrower dtypes leave more
+Ids = Mapping[str, ndarray]
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of one port and the reference, in one dtype, on variants of a case."""
+
+    case: Case
+    port: Port
+    placement: Placement
+
+    def load(self, weights: Mapping[str, ndarray]) -> LoadedPort:
+        """Return the port with some weights."""
+        return self.port.load(self.case.config, given(weights, self.placement.dtype), self.placement)
+
+    def error(self, weights: Mapping[str, ndarray]) -> tuple[ndarray, ndarray]:
+        """Return the difference between the outputs of the port and of the reference, and the latter."""
+        truth = PORTS["numpy"].load(self.case.config, weights, Placement("float64"))
+        expected = truth.run("", self.case.inputs, taps=True).output
+        return output(self.load(weights), self.case.inputs) - expected, expected
+
+
+def lacking(case: Case, port: Port, placement: Placement) -> list[str]:
+    """Return which properties of a correct model a port lacks, those first that explain others.
+
+    Args:
+        case: A full model's case, run on source and target ids.
+        port: The port.
+        placement: In which dtype, and where.
+
+    Returns:
+        A sentence each; none if the port has all of them, or where such a case cannot show it.
+    """
+    if case.block or case.inputs.keys() != {"source_ids", "target_ids"} or placement.dtype not in SAME:
+        return []
+    found: list[str] = []
+    with suppress(Exception):  # a port need not run on other shapes than those of the case
+        loaded = _Runs(case, port, placement).load(case.load_weights())
+        if random := is_random(loaded, case):
+            return [random]
+        for test in (_of_the_batch, _of_the_target, _of_padding):
+            with suppress(Exception):
+                found += test(loaded, case.inputs, case.config, SAME[placement.dtype])
+    return found
+
+
+def output(loaded: LoadedPort, inputs: Ids) -> ndarray:
+    """Return the logits, computed from copies of the inputs."""
+    return np.asarray(loaded.run("", given(inputs, "float64"), taps=True).output, np.float64)
+
+
+def of_path(loaded: LoadedPort, case: Case, tolerance: float) -> str:
+    """Say whether the same input gives another output without taps than with them."""
+    fast, explicit = (loaded.run(case.block, given(case.inputs, "float64"), taps=taps).output for taps in (False, True))
+    error = distance("output", {"output": fast}, {"output": explicit})
+    if error <= tolerance / 2:
+        return "the difference is not reproduced: an earlier run caused it, for example by writing to an input"
+    return f"the output without taps differs from that with taps (error {error:.0e}): fused attention, or compilation"
+
+
+def is_random(loaded: LoadedPort, case: Case) -> str:
+    """Say whether calls on the same input differ; empty if they do not."""
+    once = output(loaded, case.inputs)
+    calls = (output(loaded, case.inputs) for _ in range(CALLS))
+    again = next((other for other in calls if not np.array_equal(once, other, equal_nan=True)), None)
+    if again is None:
+        return ""
+    error = distance("output", {"output": again}, {"output": once})
+    return f"two calls on the same input differ (error {error:.0e}): dropout is on, or something else is random"
+
+
+def rounding(case: Case, port: Port, placement: Placement) -> str:
+    """Say whether an error is one of rounding; empty if it is not, or where it cannot be told.
+
+    All weights are disturbed a little: an error of rounding is then another one, any other error nearly the same.
+    """
+    if case.block or placement.dtype not in SAME:
+        return ""
+    runs, weights = _Runs(case, port, placement), case.load_weights()
+    before, expected = runs.error(weights)
+    size = float(np.linalg.norm(before) / np.linalg.norm(expected))
+    if not 0.0 < size < SMALL:
+        return ""
+    rng = np.random.default_rng(0)
+    factor = max(size / 4, LEAST)
+    disturbed = {
+        name: (weight * (1.0 + factor * rng.normal(size=weight.shape))).astype(weight.dtype)
+        for name, weight in weights.items()
+    }
+    after, _ = runs.error(disturbed)
+    if not np.linalg.norm(after - before) > REDRAWN * np.linalg.norm(before):
+        return ""
+    kind = "in float32" if size < SINGLE else "in less than float32, such as TensorFloat32, float16 or bfloat16"
+    if placement.dtype == "float32" and size < SINGLE:
+        kind = "more often, or in another order, than the reference"
+    return f"the error ({size:.0e}) changes at random with the weights: something is rounded {kind}"
+
+
+def _of_the_batch(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
+    """Run each sentence alone."""
+    whole, alone = output(loaded, inputs), []
+    for row in range(len(whole)) if len(whole) > 1 else ():
+        sentence = {name: ids[row : row + 1] for name, ids in inputs.items()}
+        alone.append((relative_error(output(loaded, sentence)[0], whole[row]), row))
+    error, row = max(alone, default=(0.0, 0))
+    if not error <= same:
+        yield f"sentence {row} alone gives other logits than in its batch (error {error:.0e}): others affect it"
+
+
+def _of_the_target(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
+    """Put another token in the last place of a target, and then none."""
+    rows = np.flatnonzero((inputs["target_ids"] != config.pad_id).all(1))[:1]
+    if not len(rows) or inputs["target_ids"].shape[1] < 2:
+        return
+    sentence = {name: ids[rows] for name, ids in inputs.items()}
+    usual = output(loaded, sentence)[:, :-1]
+    other = sentence["target_ids"].copy()
+    special = {config.pad_id, config.bos_id, config.eos_id, int(other[0, -1])}
+    other[0, -1] = next(token for token in range(config.target_vocab_size) if token not in special)
+    error = relative_error(output(loaded, {**sentence, "target_ids": other})[:, :-1], usual)
+    if not error <= same:
+        yield f"a later target token changes earlier logits (error {error:.0e}): it is attended to, or counted"
+        return
+    error = relative_error(output(loaded, {**sentence, "target_ids": other[:, :-1]}), usual)
+    if not error <= same:
+        yield f"a target without its last token has other logits before it (error {error:.0e}): they depend on length"
+
+
+def _of_padding(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
+    """Cut off what is behind each source sentence."""
+    found = []
+    for row, ids in enumerate(inputs["source_ids"]):
+        length = int((ids != config.pad_id).sum())
+        if 0 < length < len(ids) and (ids[:length] != config.pad_id).all():
+            sentence = {name: batch[row : row + 1] for name, batch in inputs.items()}
+            cut = {**sentence, "source_ids": sentence["source_ids"][:, :length]}
+            found.append((relative_error(output(loaded, sentence), output(loaded, cut)), row))
+    error, row = max(found, default=(0.0, 0))
+    if not error <= same:
+        yield f"padding of source sentence {row} changes its logits (error {error:.0e}): it is attended to, or counted"

@@ -1,0 +1,178 @@
+"""The first wrong block alone: its inputs, what it computed from them, and what it should have, in one folder.
+
+``block.safetensors`` holds the arrays that the block reads (``inputs/...``), what the port computed from them
+(``actual``), what the reference computes (``expected``) and the batch (``batch/...``); ``model.safetensors`` has config
+and weights, ``about.json`` the rest. Any tool can read them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy import ndarray
+from safetensors.numpy import load_file, save_file
+
+from reference_numpy.backward import transformer_backward
+from reference_numpy.backward_functions import cross_entropy_backward
+from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.compare import training_outputs
+from transformer_parity.transformer.compare.outputs import OUTPUT, given
+from transformer_parity.transformer.diagnose.blame import Evidence, distance
+from transformer_parity.transformer.ports.package import LoadedPackage
+from transformer_parity.transformer.ports.protocol import Placement, Replay
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.user import PluginPort
+from transformer_spec.files import load_weights, save_weights
+from transformer_spec.taps import Recorder
+
+BLOCK, MODEL, ABOUT = "block.safetensors", "model.safetensors", "about.json"
+Arrays = Mapping[str, ndarray]
+
+
+@dataclass(frozen=True)
+class SavedBlock:
+    """Which block a folder holds.
+
+    Attributes:
+        port: By what the port can be loaded: the name of a backend, or ``module:class``.
+        dtype: The working dtype.
+        stage: ``activations`` or ``gradients``.
+        block: The path of what the case runs; empty for the whole model.
+        name: The tap, or the gradient, that is wrong.
+        replayed: What was run again to find it (see ``Blame``).
+        error: Its relative error.
+    """
+
+    port: str
+    dtype: str
+    stage: str
+    block: str
+    name: str
+    replayed: str
+    error: float
+
+
+def save(evidence: Evidence, case: Case, port: str, folder: Path) -> Path:
+    """Write the inputs of the first wrong block, and return the folder that they are in.
+
+    A folder of the same port and case is replaced, as a whole.
+    """
+    blame = evidence.blame
+    inputs, weights = (given(arrays, blame.dtype) for arrays in (case.inputs, case.load_weights()))
+    mark = next(mark for mark in blame.marks if mark.name == blame.introduced[0])
+    saved = SavedBlock(port, blame.dtype, blame.stage, case.block, mark.name, blame.replayed, mark.alone)
+    truth = PORTS["numpy"].load(case.config, weights, Placement("float64"))
+    read = _read_by_gradient if blame.stage != ACTIVATIONS else _read_by_tap
+    arrays = {
+        **{f"inputs/{name}": value for name, value in read(saved, truth, inputs, evidence).items()},
+        **{f"batch/{name}": value for name, value in inputs.items()},
+        "expected": evidence.wanted.get(mark.name, evidence.expected[mark.name]),
+    }
+    if mark.name in evidence.alone:
+        arrays["actual"] = evidence.alone[mark.name]
+    target = folder / re.sub(r"[^\w.-]+", "-", f"{port}-{blame.dtype}-{case.name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
+    try:
+        save_file({name: np.ascontiguousarray(value) for name, value in arrays.items()}, temporary / BLOCK)
+        save_weights(temporary / MODEL, case.config, dict(weights))
+        (temporary / ABOUT).write_text(json.dumps({"format": 1, **asdict(saved)}, indent=1) + "\n", "utf-8")
+        temporary.chmod(0o755)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.replace(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def snippet(folder: Path) -> str:
+    """Return the lines of Python that run the saved block alone."""
+    saved = _about(folder)
+    return f"""from transformer_parity.transformer.diagnose.reproduce import load, rerun
+
+block = load({str(folder)!r})  # {saved.name} of {saved.port}
+print({{name: array.shape for name, array in block.items()}})  # its inputs, "actual" and "expected"
+rerun({str(folder)!r})  # runs your port again on right inputs
+"""
+
+
+def load(folder: str | Path) -> dict[str, ndarray]:
+    """Return the arrays of the saved block: ``inputs/<tap>``, ``batch/<ids>``, ``actual`` and ``expected``."""
+    return load_file(Path(folder) / BLOCK)
+
+
+def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
+    """Run the saved block of the port again, from right inputs, and return its relative error."""
+    folder = Path(folder)
+    saved = _about(folder)
+    config, weights = load_weights(folder / MODEL)
+    arrays = load(folder)
+    batch = {name.removeprefix("batch/"): value for name, value in arrays.items() if name.startswith("batch/")}
+    port = PORTS[saved.port] if saved.port in PORTS else PluginPort(saved.port)
+    loaded = port.load(config, weights, Placement(saved.dtype))
+    expected = {saved.name: arrays["expected"]}
+    if saved.stage != ACTIVATIONS:
+        found = training_outputs.gradients(loaded, batch)
+    else:
+        truth = PORTS["numpy"].load(config, weights, Placement("float64"))
+        right = truth.run(saved.block, batch, taps=True).taps
+        result = loaded.run(saved.block, batch, taps=True, given=right if saved.replayed == "port" else {})
+        found = {**result.taps, OUTPUT: result.output}
+    error = distance(saved.name, found, expected)
+    show(f"{saved.name}: error {error:.1e}" + (f", was {saved.error:.1e}" if error != saved.error else ""))
+    return error
+
+
+def _about(folder: Path) -> SavedBlock:
+    about = json.loads((folder / ABOUT).read_text("utf-8"))
+    return SavedBlock(**{name: value for name, value in about.items() if name != "format"})
+
+
+def _read_by_tap(saved: SavedBlock, truth: LoadedPackage, inputs: Arrays, evidence: Evidence) -> dict[str, ndarray]:
+    """Return what a block reads: the taps that make a difference to it."""
+    read = {name: value for name, value in evidence.expected.items() if name != OUTPUT}
+    if saved.replayed != "port":
+        shown = {name: evidence.actual[name] for name in read if name in evidence.actual}
+        read = {name: np.asarray(value, np.float64) for name, value in shown.items() if value.shape == read[name].shape}
+
+    def run(values: Arrays) -> ndarray:
+        result = truth.run(saved.block, inputs, taps=True, given=values)
+        return {**result.taps, OUTPUT: result.output}[saved.name]
+
+    return _making_a_difference(read, run)
+
+
+def _read_by_gradient(
+    saved: SavedBlock, truth: LoadedPackage, inputs: Arrays, evidence: Evidence
+) -> dict[str, ndarray]:
+    """Return what a block reads backwards: the gradients behind it, and the values of the forward pass."""
+    model, seen, name = truth.model, Recorder(), saved.name.partition(" ")[2]
+    logits = model(inputs["source_ids"], inputs["target_ids"], tap=seen)
+    tokens = max(int((inputs["labels"] != model.config.pad_id).sum()), 1)
+    of_logits = cross_entropy_backward(logits, inputs["labels"], model.config) / tokens
+    gradients = {
+        tap.removeprefix("at "): np.asarray(value, np.float64)
+        for tap, value in evidence.actual.items()
+        if tap.startswith("at ") and tap in evidence.expected and value.shape == evidence.expected[tap].shape
+    }
+
+    def run(of_taps: Arrays, values: Arrays) -> ndarray:
+        found = Replay(replace=of_taps)
+        transformer_backward(model, inputs["source_ids"], inputs["target_ids"], of_logits, values, found)
+        return found[name]
+
+    behind = _making_a_difference(gradients, lambda values: run(values, seen))
+    before = _making_a_difference(dict(seen), lambda values: run(gradients, values))
+    return {**{f"at {tap}": value for tap, value in behind.items()}, **before}
+
+
+def _making_a_difference(given: dict[str, ndarray], run: Callable[[Arrays], ndarray]) -> dict[str, ndarray]:
+    usual = run(given).tobytes()
+    return {name: value for name, value in given.items() if run({**given, name: 1.5 * value + 0.25}).tobytes() != usual}

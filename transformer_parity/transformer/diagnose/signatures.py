@@ -1,0 +1,203 @@
+"""Signatures: what the error of one block is like, where no hypothesis explains it.
+
+Each is read off two tensors: what a block computed from right inputs, and what it should have. Each states what was
+found in them, and nothing that other mistakes would leave too: an error of some size, or in some places, has many
+causes, so that places are facts of their own (see ``places``). Axes are those of the taps: sentences first; heads
+second, where there are four; positions before the last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+import numpy as np
+from numpy import ndarray
+
+from transformer_spec.config import TransformerConfig
+
+FAR = 1e-9  # relative: beyond rounding in float64
+ENOUGH = 8  # numbers, from which on a pattern in them is no accident
+NARROW = ("bfloat16", "float16", "float32")
+
+
+def signatures(
+    actual: ndarray,
+    wanted: ndarray,
+    config: TransformerConfig,
+    weights: Mapping[str, ndarray] | None = None,
+    far: float = FAR,
+) -> list[str]:
+    """Return what the error of a tensor is like, the most telling first; none if nothing stands out.
+
+    Args:
+        actual: What the port computed.
+        wanted: What it should be.
+        config: The model's.
+        weights: The model's, to recognise a vector that is added or missing.
+        far: The relative error from which on an element counts as wrong.
+    """
+    if actual.shape != wanted.shape:
+        return [_shape(actual, wanted)]
+    narrow = list(_narrow(actual, wanted))
+    actual, wanted = np.asarray(actual, np.float64), np.asarray(wanted, np.float64)
+    if np.isfinite(wanted).all() and (filled := _filled(actual, wanted, far)):
+        return [filled]
+    if not np.isfinite(actual).all():
+        wrong = ~np.isfinite(actual)
+        return [f"{int(wrong.sum())} of {wrong.size} values are NaN or infinite"]
+    if actual.size < ENOUGH or not _wrong(actual, wanted, far).any():
+        return []
+    found = [*_masked(actual, wanted), *_factor(actual, wanted, far, config)]
+    return [*found, *_offset(actual, wanted, far, weights or {}), *_permuted(actual, wanted, far), *narrow]
+
+
+def places(actual: ndarray, wanted: ndarray, far: float = FAR) -> list[str]:
+    """Return which sentences, heads and positions of a tensor are wrong, where others are right."""
+    if actual.shape != wanted.shape or actual.ndim < 3:
+        return []
+    wrong = _wrong(np.asarray(actual, np.float64), np.asarray(wanted, np.float64), far)
+    axes = {"sentences": 0, "heads": 1, "positions": wrong.ndim - 2}
+    if wrong.ndim == 3:
+        del axes["heads"]
+    found = []
+    for what, axis in axes.items():
+        of_axis = np.asarray(wrong.any(axis=tuple(other for other in range(wrong.ndim) if other != axis)))
+        if of_axis.any() and not of_axis.all():
+            listed = _shortened(np.flatnonzero(of_axis).tolist())
+            found.append(f"{what} {listed} of {len(of_axis)} are wrong, and no others")
+    return found
+
+
+def _wrong(actual: ndarray, wanted: ndarray, far: float) -> ndarray:
+    scale = float(np.abs(wanted).max(initial=0.0, where=np.isfinite(wanted))) or 1.0
+    return ~(np.abs(actual - wanted) <= far * scale)
+
+
+def _filled(actual: ndarray, wanted: ndarray, far: float) -> str:
+    """Find one value, far below all others, in place of some: what masked scores are filled with."""
+    wrong = _wrong(actual, wanted, far)
+    values = np.unique(actual[wrong])
+    if len(values) != 1 or wrong.sum() < ENOUGH or wrong.all() or not values[0] < -10.0 * np.abs(wanted).max():
+        return ""
+    return f"{int(wrong.sum())} values are {values[0]:g}, and all others are right: as behind a mask"
+
+
+def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
+    """Compare where attention weights [B, H, L, M] are zero."""
+    sums = wanted.sum(-1)
+    if wanted.ndim != 4 or (wanted < 0.0).any() or not np.all((sums == 0.0) | (np.abs(sums - 1.0) < 1e-6)):
+        return
+    forbidden, hidden = (wanted == 0.0) & (actual != 0.0), (wanted > 1e-30) & (actual == 0.0)
+    if forbidden.any():
+        yield f"{int(forbidden.sum())} keys that the mask forbids get weight, up to {actual[forbidden].max():.2g}"
+    if hidden.any():
+        yield f"{int(hidden.sum())} keys that the mask allows get no weight"
+
+
+def _narrow(actual: ndarray, wanted: ndarray) -> Iterator[str]:
+    """Find values that are all of a narrower dtype, where they should not be."""
+    if actual.size < ENOUGH or not np.isfinite(actual).all():
+        return
+    with np.errstate(over="ignore"):
+        for dtype in NARROW:
+            if np.dtype(dtype).itemsize < actual.dtype.itemsize and _is_of(actual, dtype) and not _is_of(wanted, dtype):
+                yield f"every value is a number of {dtype}: it is rounded to {dtype} here"
+                return
+
+
+def _is_of(array: ndarray, dtype: str) -> bool:
+    return bool(np.array_equal(array.astype(dtype).astype(array.dtype), array))
+
+
+def _shape(actual: ndarray, wanted: ndarray) -> str:
+    if sorted(actual.shape) == sorted(wanted.shape):
+        for axes in itertools.permutations(range(wanted.ndim)):
+            turned = wanted.transpose(axes)
+            if turned.shape == actual.shape and np.allclose(actual, turned, rtol=1e-9, atol=0.0):
+                return f"the axes are in the order {list(axes)}: the values are right"
+    return f"the shape must be {list(wanted.shape)}: got {list(actual.shape)}"
+
+
+def _factor(actual: ndarray, wanted: ndarray, far: float, config: TransformerConfig) -> Iterator[str]:
+    """Find a constant factor."""
+    if not actual.any():
+        yield "everything is zero"
+        return
+    large = np.abs(wanted) > 1e-3 * np.abs(wanted).max()
+    ratio = float(np.median(actual[large] / wanted[large])) if large.any() else 1.0
+    if abs(ratio - 1.0) > far and _close(actual, ratio * wanted, far):
+        yield f"everything is {ratio:.6g} times what it should be{_known_number(ratio, config)}"
+
+
+def _known_number(ratio: float, config: TransformerConfig) -> str:
+    """Return which sizes of the model make up a factor; several where they are equal in this model."""
+    numbers: dict[str, float] = {
+        "sqrt(d_model)": math.sqrt(config.d_model),
+        "sqrt(d_k)": math.sqrt(config.d_k),
+        "sqrt(d_v)": math.sqrt(config.d_v),
+        "d_k": config.d_k,
+        "d_model": config.d_model,
+        "num_heads": config.num_heads,
+        "sqrt(d_model / d_k)": math.sqrt(config.d_model / config.d_k),
+    }
+    equal = [
+        wording
+        for words, value in numbers.items()
+        for wording, number in ((words, value), (f"1 / {words}", 1.0 / value), (f"-{words}", -value))
+        if math.isclose(ratio, number, rel_tol=1e-6) and not math.isclose(number, 1.0)
+    ]
+    return f", which is {' or '.join(equal)}" if equal else ""
+
+
+def _offset(actual: ndarray, wanted: ndarray, far: float, weights: Mapping[str, ndarray]) -> Iterator[str]:
+    """Find a vector that is added everywhere, or missing."""
+    difference = actual - wanted
+    if difference.ndim < 2 or difference.shape[-1] == difference.size:
+        return
+    if difference.ndim == 4:  # heads side by side again
+        difference = difference.transpose(0, 2, 1, 3).reshape(difference.shape[0], difference.shape[2], -1)
+    vector = difference.reshape(-1, difference.shape[-1])[0]
+    if not np.abs(vector).any() or not _close(difference, np.broadcast_to(vector, difference.shape), far):
+        return
+    for parameter, value in weights.items():
+        if value.shape == vector.shape:
+            for sign, word in ((1.0, "added once too often"), (-1.0, "missing")):
+                if _close(vector, sign * value.astype(np.float64), max(far, 1e-6)):
+                    yield f"{parameter} is {word}"
+                    return
+    yield "the same vector is added at every position"
+
+
+def _permuted(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
+    """Find the right values in the wrong places."""
+    if actual.ndim == 4 and actual.shape[1] > 1 and (order := _matching(actual, wanted, 1, far)):
+        yield f"the heads are in the order {order}"
+    elif order := _matching(actual, wanted, actual.ndim - 1, far):
+        yield f"the last axis is permuted: {_shortened(order)}"
+    elif actual.ndim >= 3 and (order := _matching(actual, wanted, actual.ndim - 2, far)):
+        yield f"the positions are in the order {_shortened(order)}"
+    elif _close(np.sort(actual, axis=None), np.sort(wanted, axis=None), far):
+        yield "the values are right, in other places: as after a reshape without a transpose"
+
+
+def _matching(actual: ndarray, wanted: ndarray, axis: int, far: float) -> list[int]:
+    """Return the permutation along an axis that makes both the same; none if that is the identity, or there is none."""
+    mine, theirs = (np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1) for array in (actual, wanted))
+    if len(mine) > 512:
+        return []
+    order = [int(np.abs(theirs - row).max(1).argmin()) for row in mine]
+    if order == sorted(order) or len(set(order)) != len(order) or not _close(mine, theirs[order], far):
+        return []
+    return order
+
+
+def _close(first: ndarray, second: ndarray, far: float) -> bool:
+    return bool(np.abs(first - second).max(initial=0.0) <= far * max(float(np.abs(second).max(initial=0.0)), 1e-300))
+
+
+def _shortened(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown + (", ..." if len(numbers) > 8 else "")

@@ -1,0 +1,124 @@
+"""Trials: the reference under a hypothesis, compared with the tensors of a port."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.transformer.compare import training_outputs
+from transformer_parity.transformer.compare.outputs import tensors
+from transformer_parity.transformer.diagnose.blame import distance
+from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
+
+Arrays = Mapping[str, ndarray]
+# What a hypothesis that is right may leave: rounding. The weakest mistake leaves 1.8e-10 in activations (an epsilon
+# rounded to float32) and 8e-9 in weights (1e-6 added to a norm before clipping).
+REPRODUCES = {ACTIVATIONS: 1e-12, DECODE: 1e-12, GRADIENTS: 1e-10, STEPS: 1e-10}
+OBSERVATIONS = 400  # results of hypotheses, kept in memory: some hundred kilobytes each
+TRUTH = Hypothesis(())
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The result of one hypothesis.
+
+    Attributes:
+        hypothesis: What was tried.
+        matched: How many tensors are right before the first that is not.
+        of: How many there are.
+        worst: The largest relative error: of all where all are right, or else of the first wrong one and the last.
+    """
+
+    hypothesis: Hypothesis
+    matched: int
+    of: int
+    worst: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every tensor is right."""
+        return self.matched == self.of
+
+
+@dataclass(frozen=True)
+class Trials:
+    """A case, what a port showed of it in float64, and its other cases.
+
+    Attributes:
+        case: What was run.
+        actual: The port's tensors, in the order of computation.
+        others: Cases of the same model, with the port's tensors; None where they agree with the reference's.
+        names: Which tensors are compared, in this case and in the others.
+    """
+
+    case: Case
+    actual: Arrays
+    others: Sequence[tuple[Case, Arrays | None]]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, case: Case, actual: Arrays, others: Sequence[tuple[Case, Arrays | None]] = ()) -> Trials:
+        """Compare all that the port shows."""
+        return cls(case, actual, others, tuple(name for name in actual if name != training_outputs.WHOLE))
+
+    def without(self, names: Sequence[str]) -> Trials:
+        """Return the same without some of the tensors."""
+        return replace(self, names=tuple(name for name in self.names if name not in names))
+
+    def run(self, hypothesis: Hypothesis) -> Attempt | None:
+        """Return how well a hypothesis does; None where it cannot be, or describes no model."""
+        found = observed(hypothesis, self.case)
+        if found is None:
+            return None
+        tolerance, worst = REPRODUCES[self.case.stage], 0.0
+        for matched, name in enumerate(self.names):
+            worst = max(worst, error := distance(name, self.actual, found))
+            if not error <= tolerance:
+                worst = max(worst, distance(self.names[-1], self.actual, found))
+                return Attempt(hypothesis, matched, len(self.names), worst)
+        return Attempt(hypothesis, len(self.names), len(self.names), worst)
+
+    def differing(self, hypothesis: Hypothesis) -> list[str]:
+        """Return which tensors a hypothesis does not reproduce; none where it describes no model."""
+        found = observed(hypothesis, self.case) or {}
+        return [name for name in self.names if not distance(name, self.actual, found) <= REPRODUCES[self.case.stage]]
+
+    def holds_elsewhere(self, hypothesis: Hypothesis) -> bool:
+        """Whether a hypothesis computes in the other cases what the port does there, as far as the port shows it."""
+        for case, shown in self.others:
+            found, usual = observed(hypothesis, case), observed(TRUTH, case)
+            actual = usual if shown is None else shown
+            if found is None or actual is None:
+                return False
+            names = [name for name in self.names if name in actual]
+            if not all(distance(name, actual, found) <= REPRODUCES[case.stage] for name in names):
+                return False
+        return True
+
+
+def observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
+    """Return what the reference computes under a hypothesis; None where it cannot be, or describes no model.
+
+    Kept for the next port that fails in the same case.
+    """
+    model = (repr(case.config), case.seed, case.weights_file)
+    key = (case.name, model, repr(case.settings), repr(case.search), training_outputs.SNAPSHOTS, hypothesis.content)
+    if key not in _OBSERVED:
+        if len(_OBSERVED) >= OBSERVATIONS:
+            _OBSERVED.popitem(last=False)
+        try:
+            with np.errstate(all="ignore"):
+                _OBSERVED[key] = tensors(hypothesis.load(case.config, case.load_weights()), case)
+        except Exception:  # the mistake does not go with this model
+            _OBSERVED[key] = None
+    _OBSERVED.move_to_end(key)
+    return _OBSERVED[key]
+
+
+_OBSERVED: OrderedDict[Any, Arrays | None] = OrderedDict()

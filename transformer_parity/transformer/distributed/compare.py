@@ -1,0 +1,189 @@
+"""What the processes of a run saw, against the same run on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.transformer.cases.case import DISTRIBUTED, Case
+from transformer_parity.transformer.compare.findings import AGREES, Finding
+from transformer_parity.transformer.compare.tolerances import EPS, POLICY, finite
+from transformer_parity.transformer.compare.training_outputs import LOSS, WHOLE, training_error, training_tolerance
+from transformer_parity.transformer.compare.verdict import Author
+from transformer_parity.transformer.distributed.cases import Probe
+from transformer_parity.transformer.distributed.holdings import Holdings
+from transformer_parity.transformer.distributed.signatures import Contributions, divisions, explain
+from transformer_parity.transformer.distributed.updates import known_mistake
+from transformer_parity.transformer.distributed.worker import Seen, Snapshot
+from transformer_spec.names import parameter_shapes
+from transformer_spec.parallel_plan import Plan
+
+RESUMED = "resumed"  # the name of a run that goes on from elsewhere
+COUNTED = ("tokens", "number of the step")  # exact in any precision
+REPLICAS, DIVIDED, NAMES = "replicas", "what is divided", "names"  # findings that are about no tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on several devices, as a report shows it.
+
+    Attributes:
+        probe: Model, settings and batches.
+        plan: The devices.
+        start: What it goes on from, and where that was; None is its beginning.
+        origin: Likewise, in words: framework and plan.
+        named: Whether the plan was asked for, so that it must not be refused.
+    """
+
+    probe: Probe
+    plan: Plan
+    start: Snapshot | None = None
+    origin: str = ""
+    named: bool = True
+
+    @property
+    def case(self) -> Case:
+        """The case that its findings are about."""
+        inputs = dict(zip(("source_ids", "target_ids", "labels"), self.probe.batch(0), strict=True))
+        name = f"{DISTRIBUTED}/{self.plan}/{RESUMED if self.start else self.probe.name}"
+        common: dict[str, Any] = {"dtypes": (self.probe.dtype,), "stage": DISTRIBUTED, "settings": self.probe.settings}
+        return Case(name, str(self.plan), self.probe.config, "", inputs, **common)
+
+
+def findings(
+    backend: str, run: Run, seen: Sequence[Seen], expected: Seen, baseline: Seen | None = None
+) -> list[Finding]:
+    """Return every comparison of a run.
+
+    Args:
+        backend: Who trained.
+        run: What was trained.
+        seen: What each process saw.
+        expected: The run on one device: of the reference, or where dropout is drawn of the framework itself.
+        baseline: Below float64, the run on one device with the same rounding.
+    """
+    author = Author(backend, run.probe.dtype, run.case)
+    if refused := next((one.refused for one in seen if one.refused), ""):
+        return [(author.failed if run.named else author.skipped)("run", refused)]
+    found = [*_tensors(author, seen, expected, baseline), *_held(author, run, seen)]
+    failing = next((i for i, finding in enumerate(found) if finding.verdict != AGREES), None)
+    if failing is not None and baseline is None and found[failing].tap not in (NAMES, REPLICAS, DIVIDED):
+        finding, wanted = found[failing], tensors(expected)
+        furthest = max(seen, key=lambda one: _distance(finding.tap, tensors(one), wanted))
+        why = explain(furthest, expected, _ways(run, furthest), run.plan)
+        if why.endswith("what follows differs") and not (draws(run.probe) or run.start):
+            known = known_mistake(run.probe, run.plan, furthest, expected)
+            why += f", as by this mistake: {known}" if known else ""
+        if why.endswith("that of a part alone") and _are_of_own_parts(seen, expected, run.plan):
+            why = why.replace("that of a part alone", "each device has that of its own part")
+        begun = f"begun by {run.origin}" if run.origin else ""
+        said = [finding.detail or f"error {finding.error:.1e}", why, begun]
+        found[failing] = replace(finding, detail="; ".join(filter(None, said)))
+    return found
+
+
+def _are_of_own_parts(seen: Sequence[Seen], expected: Seen, plan: Plan) -> bool:
+    """Whether each process has the norm of its own part of the gradient: the squares of all parts add up."""
+    squares = sum(one.norms[0] ** 2 for one in seen)
+    return math.isclose(squares, plan.data * expected.norms[0] ** 2, rel_tol=1e-9)
+
+
+def draws(probe: Probe) -> bool:
+    """Whether a run has dropout, which each framework draws in its own way."""
+    rates = probe.config.dropout
+    return any((rates.embedding, rates.residual, rates.attention, rates.feed_forward))
+
+
+def _ways(run: Run, seen: Seen) -> list[Contributions]:
+    """Return what each share contributes to the first gradient, for each way to divide the rows."""
+    probe, start = run.probe, run.start
+    if draws(probe):
+        return []
+    weights, step = (probe.weights(), 0) if start is None else (start.weights, seen.first)
+    rows = divisions(len(probe.lengths), probe.settings.accumulation_steps, run.plan.shares)
+    return [Contributions.of(probe, weights, step, each) for each in rows]
+
+
+def tensors(seen: Seen) -> dict[str, ndarray]:
+    """Return what a process saw as tensors by name, in the order in which a mistake shows."""
+    numbers: dict[str, ndarray] = {}
+    reported: dict[str, Sequence[float]] = {
+        LOSS: seen.losses,
+        "tokens": seen.tokens,
+        "norm of the gradient": seen.norms,
+    }
+    for i in range(len(seen.losses)):
+        numbers |= {
+            f"step {seen.first + i + 1} {what}": np.asarray(found[i]) for what, found in reported.items() if found
+        }
+    whole = [np.ravel(seen.gradient[name]) for name in sorted(seen.gradient)]
+    found = {
+        WHOLE: np.concatenate(whole) if whole else np.zeros(0),
+        **{f"of {name}": seen.gradient[name] for name in reversed([*seen.gradient])},
+        **numbers,
+    }
+    for step, snapshot in seen.snapshots.items():
+        weights = {name: array for name, array in snapshot.weights.items() if not name.endswith("key_proj.bias")}
+        if (state := snapshot.state) is not None:
+            for what, arrays in (("first moment", state.first_moment), ("second moment", state.second_moment)):
+                found |= {f"step {step} {what} {name}": array for name, array in arrays.items()}
+            found[f"step {step} number of the step"] = np.asarray(state.step)
+        # But those whose gradient is rounding noise.
+        found |= {f"step {step} weight {name}": array for name, array in weights.items()}
+    return found
+
+
+def _tensors(author: Author, seen: Sequence[Seen], expected: Seen, one_device: Seen | None) -> Iterator[Finding]:
+    """Compare each tensor with what is expected of it, in the process where it is furthest from that."""
+    wanted, of_all = tensors(expected), [tensors(one) for one in seen]
+    rounded = None if one_device is None else tensors(one_device)
+    baseline = {} if rounded is None else {name: _distance(name, rounded, wanted) for name in wanted}
+    for process, found in enumerate(of_all):
+        if found.keys() != wanted.keys():
+            absent = sorted(found.keys() ^ wanted.keys())
+            problem = f"process {process} must have {len(wanted)} tensors: got {len(found)}, without {absent[0]}"
+            yield author.compared("run", NAMES, math.inf, 0.0, problem=problem)
+            return
+    for name in wanted:
+        errors = [_distance(name, found, wanted) for found in of_all]
+        worst = errors.index(max(errors))
+        detail = f"error {errors[worst]:.1e} in process {worst}, {min(errors):.1e} in others"
+        tolerance = _tolerance(name, author.case.training.mixed_bfloat16, baseline)
+        apart = max(errors) > tolerance >= min(errors)
+        yield author.compared("run", name, errors[worst], tolerance, detail=detail if apart else "")
+
+
+def _tolerance(name: str, mixed: bool, baseline: dict[str, float]) -> float:
+    """Return the largest error allowed: in float64 fixed, below it by the errors on one device."""
+    if not baseline or name.endswith(COUNTED):
+        return training_tolerance(name, "float64", 0.0, 0.0)
+    if not mixed:
+        return training_tolerance(name, "float32", baseline[name], baseline[WHOLE])
+    rule = POLICY["distributed"]["mixed_bfloat16"]
+    # What is made of a gradient may be as wrong as gradients are; a square, twice.
+    of_gradients = 2.0 if " second moment " in name else float(" moment " in name or name.startswith("of "))
+    own = finite(max(baseline[name], of_gradients * baseline[WHOLE]), name)
+    return rule["ratio"] * own + rule["floor_in_eps"] * EPS["bfloat16"]
+
+
+def _distance(name: str, found: dict[str, ndarray], wanted: dict[str, ndarray]) -> float:
+    """Return the error of a tensor; infinite for another shape and for NaN."""
+    if np.shape(found[name]) != np.shape(wanted[name]) or not np.isfinite(found[name]).all():
+        return math.inf
+    return training_error(name, found, wanted)
+
+
+def _held(author: Author, run: Run, seen: Sequence[Seen]) -> Iterator[Finding]:
+    """Compare what the devices hold: what several have is equal, and what a plan divides is divided."""
+    held, shapes = Holdings.of(seen), parameter_shapes(run.probe.config)
+    problem = ""
+    if apart := held.apart():
+        problem = f"{len(apart)} of {len(shapes)} parameters differ between devices that have the same part: {apart[0]}"
+    yield author.compared("run", REPLICAS, 0.0, 0.0, problem=problem)
+    if seen[0].config is None:  # what a port of the user's own divides is its own business
+        yield author.compared("run", DIVIDED, 0.0, 0.0, problem=held.not_divided(run.plan, shapes))

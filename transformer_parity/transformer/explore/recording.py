@@ -1,0 +1,159 @@
+"""What the reference and several ports compute for a batch, and where the differences of each port start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.compare.exceptions import described
+from transformer_parity.transformer.compare.outputs import OUTPUT
+from transformer_parity.transformer.compare.tolerances import tolerance
+from transformer_parity.transformer.diagnose.blame import (
+    FINE,
+    INHERITED,
+    INTRODUCED,
+    Arrays,
+    Evidence,
+    Mark,
+    Subject,
+    blame,
+)
+from transformer_parity.transformer.ports.protocol import MissingAbilityError, Placement, Port
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_spec.config import TransformerConfig
+
+NEAR = 24  # taps before a tap among which its inputs are; a layer has fewer
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The taps of one port.
+
+    Attributes:
+        name: The port.
+        marks: The error at each tap, its tolerance, and whether it was introduced there.
+        actual: The values that the port showed.
+    """
+
+    name: str
+    marks: Sequence[Mark]
+    actual: Arrays
+
+    @property
+    def first_over(self) -> str | None:
+        """The first tap over its tolerance, or None."""
+        return next((mark.name for mark in self.marks if not mark.free <= mark.tolerance), None)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The taps of one batch.
+
+    Attributes:
+        dtype: In which the ports computed.
+        expected: The reference in float64, tap by tap, in the order of computation.
+        ports: What each port showed.
+        feeds: The first wrong tap of each port, and the taps that it is computed from.
+    """
+
+    dtype: str
+    expected: Arrays
+    ports: Sequence[Recorded]
+    feeds: dict[str, tuple[str, ...]]
+
+    @property
+    def sentence(self) -> int:
+        """Which sentence of the batch shows most: where the first wrong tap differs most, or else the first."""
+        for port in self.ports:
+            name = port.first_over
+            if name is not None and port.actual[name].shape == self.expected[name].shape:
+                apart = np.abs(np.asarray(port.actual[name], np.float64) - self.expected[name])
+                return int(np.nan_to_num(apart, nan=np.inf).reshape(len(apart), -1).max(1).argmax())
+        return 0
+
+
+def record(
+    config: TransformerConfig,
+    weights: Arrays,
+    inputs: Arrays,
+    ports: Sequence[Port],
+    dtype: str,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Recording:
+    """Run the reference and each port on a batch.
+
+    Args:
+        config: Of the model.
+        weights: By canonical name.
+        inputs: ``source_ids`` and ``target_ids`` [B, L].
+        ports: What is compared with the reference.
+        dtype: In which the ports compute, float64 or float32.
+        progress: Receives the name of what runs next.
+
+    Raises:
+        MissingFrameworkError: The framework of a backend is not installed.
+        UsageError: A port raises.
+    """
+    progress("the reference")
+    load = PORTS["numpy"].load
+    truth = load(config, weights, Placement("float64"))
+    same_dtype = load(config, weights, Placement("float32")) if dtype == "float32" else None
+    subject = Subject(Case("explore", "explore", config, "", inputs), "", dtype, inputs, truth, same_dtype)
+    found = []
+    for port in ports:
+        progress(port.name)
+        try:
+            loaded = port.load(config, weights, Placement(dtype))
+            found.append(blame(loaded, replace(subject, backend=port.name)))
+        except MissingAbilityError as error:
+            raise UsageError(str(error)) from error
+        except (UsageError, MemoryError):
+            raise
+        except Exception as error:  # of a port, which may raise anything
+            raise UsageError(f"{port.name}: {described(error)}") from error
+    return recording_of(found, subject)
+
+
+def recording_of(found: Sequence[Evidence], subject: Subject) -> Recording:
+    """Return what was recorded to find where the differences of each port start."""
+    expected = subject.of_truth()
+    baseline = subject.baseline({}, expected)
+    ports = [Recorded(one.blame.backend, _marks(one, baseline, subject.dtype), one.actual) for one in found]
+    return Recording(subject.dtype, expected, ports, _feeds(ports, subject, expected))
+
+
+def _marks(evidence: Evidence, baseline: Mapping[str, float], dtype: str) -> list[Mark]:
+    """Return the marks of a port with the tolerances of its own run, in which rounding has added up from tap to tap."""
+    marks = []
+    for mark in evidence.blame.marks:
+        allowed = tolerance(mark.name, dtype, baseline.get(mark.name, 0.0))
+        over = INTRODUCED if mark.verdict == INTRODUCED else INHERITED
+        marks.append(replace(mark, tolerance=allowed, verdict=FINE if mark.free <= allowed else over))
+    return marks
+
+
+def _feeds(ports: Sequence[Recorded], subject: Subject, expected: Arrays) -> dict[str, tuple[str, ...]]:
+    wrong = {port.first_over for port in ports}
+    one = {name: ids[:1] for name, ids in subject.inputs.items()}
+    return {name: feeds(name, replace(subject, inputs=one)) for name in expected if name in wrong}
+
+
+def feeds(name: str, subject: Subject) -> tuple[str, ...]:
+    """Return the taps that a tap is computed from: those that change it while all others are held."""
+    expected = subject.of_truth()
+    names = list(expected)
+    before = names[: names.index(name)]
+    given = {tap: value for tap, value in expected.items() if tap != OUTPUT}
+    found = []
+    for tap in before:
+        if ".layers." in tap and tap not in before[-NEAR:]:
+            continue
+        moved = given[tap] + np.cos(np.arange(given[tap].shape[-1]))
+        shown = subject.of_truth({**given, tap: moved})[name]
+        if not np.array_equal(shown, expected[name], equal_nan=True):
+            found.append(tap)
+    return tuple(found)

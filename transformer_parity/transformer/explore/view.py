@@ -1,0 +1,209 @@
+"""What the page holds of a recording: attention in full, norms of all else, the first wrong tap and its inputs in full.
+
+Numbers that are looked at are float32. They stand in one buffer; a port's are exclusive-ored with the reference's,
+which leaves few bits, and the bytes of one significance stand together: both deflate well.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.transformer.diagnose.blame import Evidence, Subject
+from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
+
+ATTENTION = ("scores", "weights")
+MOST_WEIGHTS = 150_000  # numbers of the reference's scores and weights together: a base model's of 20 and 20 tokens
+MOST_CHANNELS = 2048  # of a tap in full
+SIDES = ("source", "target")
+
+
+class Buffer:
+    """Collects float32 numbers."""
+
+    def __init__(self) -> None:
+        self.parts: list[ndarray] = []
+        self.size = 0
+
+    def add(self, values: ndarray, relative_to: ndarray | None = None) -> int:
+        """Append numbers, and return the place of the first."""
+        bits = _bits(values)
+        place, self.size = self.size, self.size + bits.size
+        self.parts.append(bits if relative_to is None else bits ^ _bits(relative_to))
+        return place
+
+    def encoded(self) -> str:
+        """Return everything: little-endian, all lowest bytes first and all highest last, deflated, in base64."""
+        bits = np.concatenate([*self.parts, np.zeros(0, "<u4")])
+        planes = bits.view(np.uint8).reshape(-1, 4).T.tobytes()
+        return base64.b64encode(zlib.compress(planes, 9)).decode()
+
+
+def _bits(values: ndarray) -> ndarray:
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(values, "<f4").ravel().view("<u4")
+
+
+def view(recording: Recording, title: str, tokens: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, Any]:
+    """Return what the page shows of a recording, as plain values.
+
+    Args:
+        recording: The taps of a batch, of which one sentence is shown.
+        title: What was run.
+        tokens: ``source`` and ``target`` tokens of each sentence, spelled out.
+    """
+    row = recording.sentence
+    shown = {side: list(tokens[side][row]) for side in SIDES}
+    windows, notes = _windows(recording, row, shown)
+    if len(tokens["source"]) > 1:
+        notes.insert(0, f"Sentence {row + 1} of {len(tokens['source'])} is shown; errors and tolerances are of all.")
+    buffer = Buffer()
+    taps = [_Tap(name, recording, row).entry(windows, buffer) for name in recording.expected]
+    return {
+        "title": title,
+        "dtype": recording.dtype,
+        "tokens": {side: shown[side][windows[side]] for side in SIDES},
+        "starts": {side: windows[side].start for side in SIDES},
+        "notes": notes,
+        "ports": [port.name for port in recording.ports],
+        "taps": taps,
+        "size": buffer.size,
+        "data": buffer.encoded(),
+    }
+
+
+def view_of_case(evidence: Evidence, subject: Subject) -> dict[str, Any]:
+    """Return what a report shows of a case that differs; tokens are ids."""
+    config = subject.case.config
+    special = {config.pad_id: "<pad>", config.bos_id: "<s>", config.eos_id: "</s>"}
+    tokens = {
+        side: [[special.get(token, str(token)) for token in row] for row in subject.inputs[f"{side}_ids"].tolist()]
+        for side in SIDES
+    }
+    return view(recording_of([evidence], subject), f"{subject.dtype} {subject.case.name}", tokens)
+
+
+def side_of(tap: str) -> str:
+    """Return whose positions the rows of a tap are."""
+    of_memory = tap.endswith(("cross_attention.key", "cross_attention.value"))
+    return "source" if of_memory or tap.startswith(("encoder.", "source_")) else "target"
+
+
+def keys_of(tap: str) -> str:
+    """Return whose positions the columns of scores or weights are."""
+    return "source" if ".cross_attention." in tap else side_of(tap)
+
+
+def _windows(recording: Recording, row: int, tokens: Mapping[str, Sequence[str]]) -> tuple[dict[str, slice], list[str]]:
+    """Return which positions are shown of each side: all, or as many around the worst as a page has room for."""
+    heads = [value.shape[1] for name, value in recording.expected.items() if name.rpartition(".")[2] in ATTENTION]
+    most = max(8, math.isqrt(MOST_WEIGHTS // max(sum(heads), 1)))
+    windows, notes = {}, []
+    for side in SIDES:
+        length = len(tokens[side])
+        start = max(0, min(_worst(recording, row, side) - most // 2, length - most))
+        windows[side] = slice(start, min(length, start + most))
+        if length > most:
+            notes.append(
+                f"{length} {side} tokens are too many for one page: {start} to {start + most - 1} are shown, counted "
+                "from 0; errors and tolerances are of all."
+            )
+    return windows, notes
+
+
+def _worst(recording: Recording, row: int, side: str) -> int:
+    """Return at which position of a side the first wrong tap differs most; 0 where nothing does."""
+    for port in recording.ports:
+        name = port.first_over
+        if name is not None and side_of(name) == side and port.actual[name].shape == recording.expected[name].shape:
+            apart = np.nan_to_num(np.abs(port.actual[name][row] - recording.expected[name][row]), nan=np.inf)
+            return int(np.moveaxis(apart, -2, 0).reshape(apart.shape[-2], -1).max(1).argmax())
+    return 0
+
+
+class _Tap:
+    """One tap of a recording."""
+
+    def __init__(self, name: str, recording: Recording, row: int) -> None:
+        self.name, self.recording, self.row = name, recording, row
+        self.is_attention = name.rpartition(".")[2] in ATTENTION
+        of_interest = {*recording.feeds, *(feed for feeds in recording.feeds.values() for feed in feeds)}
+        self.is_full = self.is_attention or name in of_interest
+
+    def entry(self, windows: Mapping[str, slice], buffer: Buffer) -> dict[str, Any]:
+        """Return what the page shows of it; its numbers go into the buffer."""
+        expected = self._cut(self.recording.expected[self.name], windows)
+        found = [self._of_port(port, windows) for port in self.recording.ports]
+        entry: dict[str, Any] = {"name": self.name, "full": self.is_full, "rows": side_of(self.name), "note": ""}
+        if self.is_attention:
+            entry["columns"] = keys_of(self.name)
+        elif self.is_full:
+            entry["columns"] = "channel"
+            if (width := expected.shape[-1]) > MOST_CHANNELS:
+                kept = _channels(expected, found)
+                entry["note"] = f"{len(kept):,} of {width:,} channels are shown: those that differ most."
+                entry["channels"] = kept.tolist()
+                expected = expected[..., kept]
+                found = [None if value is None else value[..., kept] for value in found]
+        reference = expected if self.is_full else np.linalg.norm(expected, axis=-1)
+        entry["shape"] = list(reference.shape)
+        entry["reference"] = buffer.add(reference)
+        both = zip(self.recording.ports, found, strict=True)
+        entry["ports"] = [self._port_entry(port, value, expected, buffer) for port, value in both]
+        return entry
+
+    def _cut(self, value: ndarray, windows: Mapping[str, slice]) -> ndarray:
+        """Return one sentence's heads [N, L, n], at the positions that are shown."""
+        value = value[self.row]
+        value = value.reshape(-1, *value.shape[-2:])[:, windows[side_of(self.name)]]
+        return value[..., windows[keys_of(self.name)]] if self.is_attention else value
+
+    def _of_port(self, port: Recorded, windows: Mapping[str, slice]) -> ndarray | None:
+        """Return likewise what a port showed, if it is of the same shape."""
+        value = port.actual.get(self.name)
+        if value is None or value.shape != self.recording.expected[self.name].shape:
+            return None
+        return self._cut(value, windows)
+
+    def _port_entry(
+        self, port: Recorded, value: ndarray | None, expected: ndarray, buffer: Buffer
+    ) -> dict[str, Any] | None:
+        """Return the errors of a port, and where its numbers are; None where it does not show this tap."""
+        mark = next((mark for mark in port.marks if mark.name == self.name), None)
+        if mark is None:
+            return None
+        entry: dict[str, Any] = {
+            "error": _number(mark.free),
+            "alone": _number(mark.alone),
+            "tolerance": _number(mark.tolerance),
+            "verdict": mark.verdict,
+        }
+        if value is None:
+            theirs, ours = port.actual[self.name].shape, self.recording.expected[self.name].shape
+            return {**entry, "problem": f"its shape is {list(theirs)} instead of {list(ours)}"}
+        if self.is_full:
+            return {**entry, "values": buffer.add(value, expected)}
+        with np.errstate(all="ignore"):  # what a mistake left may overflow
+            norms, apart = (np.linalg.norm(one, axis=-1) for one in (value, value - expected))
+        place = buffer.add(norms, np.linalg.norm(expected, axis=-1))
+        return {**entry, "values": place, "apart": buffer.add(apart)}
+
+
+def _channels(expected: ndarray, found: Sequence[ndarray | None]) -> ndarray:
+    """Return as many channels as a page has room for, ascending: those that differ most."""
+    apart = np.zeros(expected.shape[-1])
+    for value in found:
+        if value is not None:
+            apart = np.maximum(apart, np.nan_to_num(np.abs(value - expected), nan=np.inf).max((0, 1)))
+    return np.sort(np.argsort(-apart, kind="stable")[:MOST_CHANNELS])
+
+
+def _number(value: float) -> float | str:
+    """Return what JSON can hold."""
+    return value if math.isfinite(value) else str(value)

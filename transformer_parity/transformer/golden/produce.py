@@ -1,0 +1,113 @@
+"""Run a port on the cases of a folder of golden vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from transformer_parity.engine.system.machine import describe_machine
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.transformer.cases.for_ports import model_cases
+from transformer_parity.transformer.compare.outputs import FAST, LOAD, SCORES, TAPS, TOKENS, Outputs, Tensors, run_cases
+from transformer_parity.transformer.compare.training_outputs import WHOLE
+from transformer_parity.transformer.golden.vectors import LeftOut
+from transformer_parity.transformer.ports.package import PackagePort
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.user import PluginPort
+from transformer_spec.config import DropoutRates, TransformerConfig
+from transformer_spec.presets import IMPLEMENTATIONS
+
+Progress = Callable[[str], None]
+PRESETS = ("paper_base", "paper_learned", *IMPLEMENTATIONS)  # the others differ from these in sizes and rates
+NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
+OPTIONAL = {  # what a port need not show
+    GRADIENTS: {"at *": "gradients at taps are not shown"},
+    STEPS: {"* norm of the gradient": "norms of the gradient are not shown", "* moment *": "moments are not shown"},
+}
+
+
+def words(entry: LeftOut) -> str:
+    """Return what is left out, and why, in one line."""
+    what = " ".join(part for part in (entry.dtype, entry.case) if part != "*") or "everything"
+    if entry.tensors != ("*",):
+        what += f", {entry.tensors[0] if len(entry.tensors) == 1 else f'{len(entry.tensors)} tensors'}"
+    return f"{what}: {entry.reason}"
+
+
+def golden_cases(config: TransformerConfig) -> list[Case]:
+    """Return the cases, without dropout in their config, and with nothing among the inputs that has no part in it."""
+    cases = model_cases(config.replace(dropout=NO_DROPOUT))
+    cases = [case for case in cases if case.seed == cases[0].seed]  # a folder holds the weights of one model
+    return [
+        replace(
+            case, inputs={"source_ids": case.inputs["source_ids"]} if case.stage == DECODE else case.inputs, fast=False
+        )
+        for case in cases
+    ]
+
+
+def describe(port: PackagePort | PluginPort, dtypes: Sequence[str], device: str) -> dict[str, Any]:
+    """Return what computes, after a check that it can do so here."""
+    if isinstance(port, PluginPort):
+        return {"name": port.name, "versions": port.describe(), "machine": describe_machine()}
+    package = port.import_package()
+    for dtype in dtypes:
+        package.runtime.check_placement(dtype, device)
+    return {"name": port.name, "device": device, "versions": package.describe(), "machine": describe_machine()}
+
+
+def compute(
+    port: PackagePort | PluginPort, cases: Sequence[Case], dtypes: Sequence[str], device: str, advance: Progress
+) -> tuple[list[tuple[Case, dict[str, Tensors]]], list[LeftOut]]:
+    """Run all cases; return the tensors of each by dtype, and what the port does not offer.
+
+    Raises:
+        RuntimeError: A case ended with an exception, or the port changed its inputs.
+        TypeError: The tokens of a search are no integers.
+    """
+    known = {case.name: case for case in cases}
+    left_out: list[LeftOut] = []
+    computed: dict[str, dict[str, Tensors]] = {case.name: {} for case in cases}
+    for outputs in run_cases(cases, port, [Placement(dtype, device) for dtype in dtypes], advance):
+        case = known[outputs.case]
+        if unable := [why for _, why in outputs.failures if why.startswith(NotImplementedError.__name__)]:
+            left_out.append(LeftOut(case.name, unable[0], dtype=outputs.dtype))
+            continue
+        if tensors := _tensors(port.name, case, outputs):
+            computed[case.name][outputs.dtype] = tensors
+            left_out += [LeftOut(case.name, why, names) for names, why in _hidden(case, outputs, tensors)]
+        declared = port.left_out if isinstance(port, PluginPort) else {}
+        dtype = "*" if case.name in declared else outputs.dtype
+        left_out += [LeftOut(case.name, why, dtype=dtype) for path, why in outputs.skipped if path != LOAD]
+    return [(case, computed[case.name]) for case in cases if computed[case.name]], list(dict.fromkeys(left_out))
+
+
+def _tensors(port: str, case: Case, outputs: Outputs) -> Tensors:
+    """Return what is written of a case, in the order of computation."""
+    problems = [why for _, why in outputs.failures] + [f"{name}: {why}" for _, name, why in outputs.problems]
+    if problems:
+        raise RuntimeError(f"{port}, {outputs.dtype} {case.name}: {problems[0]}")
+    tensors = outputs.paths.get(TAPS if case.stage in (ACTIVATIONS, GRADIENTS) else FAST, {})
+    if TOKENS in tensors:
+        if tensors[TOKENS].dtype.kind not in "iu":
+            raise TypeError(f"{port}: tokens must be integers: got {tensors[TOKENS].dtype}")
+        tensors = {**tensors, TOKENS: tensors[TOKENS].astype(np.int64)}
+    return {name: value for name, value in tensors.items() if name != WHOLE}  # which is the others together
+
+
+def _hidden(case: Case, outputs: Outputs, tensors: Tensors) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the names of what a port does not promise to show, and why."""
+    unseen = outputs.hidden
+    if case.stage == ACTIVATIONS and unseen:
+        yield unseen, "these taps are not shown"
+    if case.stage == GRADIENTS and unseen and any(name.startswith("at ") for name in tensors):
+        yield tuple(f"at {tap}" for tap in unseen), "gradients at these taps are not shown"
+    if case.stage == DECODE and SCORES not in tensors:
+        yield (SCORES,), "scores are not shown"
+    for pattern, why in OPTIONAL.get(case.stage, {}).items():
+        if not any(fnmatchcase(name, pattern) for name in tensors):
+            yield (pattern,), why

@@ -1,0 +1,285 @@
+"""Golden vectors: what one small model computes, in files that any language can read and write.
+
+A folder holds a model's weights and inputs, and every tensor that was computed from them; its manifest names each file
+and each tensor. ``docs/golden.md`` describes the format. Nothing in it is ever executed, and no framework is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import safetensors.numpy
+from numpy import ndarray
+from safetensors import SafetensorError
+
+from transformer_parity.engine.system.errors import printable
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STAGES, STEPS, Case
+from transformer_spec.config import TransformerConfig
+from transformer_spec.files import load_weights
+from transformer_spec.search import Search
+from transformer_spec.training_config import TrainingConfig
+
+FORMAT = "transformer-parity golden vectors"
+VERSION = 2
+READABLE = (1, 2)  # version 1 called a stage a rung
+MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
+DTYPES = ("float64", "float32")
+COMPONENTS = {ACTIVATIONS: "full model", GRADIENTS: "gradients", STEPS: "optimizer steps", DECODE: "decoding"}
+KINDS: dict[type, str] = {str: "a string", dict: "an object", list: "a list"}
+Arrays = Mapping[str, ndarray]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a folder does not hold, and why; in names, ``*`` stands for any characters."""
+
+    case: str
+    reason: str
+    tensors: tuple[str, ...] = ("*",)
+    dtype: str = "*"
+
+    def covers(self, case: str, dtype: str) -> bool:
+        """Whether it is about a case, in a dtype."""
+        return fnmatchcase(case, self.case) and fnmatchcase(dtype, self.dtype)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Golden vectors that were read and checked.
+
+    Attributes:
+        path: Where they lie.
+        producer: What computed them.
+        config: What model.
+        weights: Its parameters by canonical name.
+        cases: What it was run on; ``dtypes`` of each are those in which something was computed.
+        dtypes: All dtypes of the folder.
+        left_out: What is not there, and why.
+    """
+
+    path: Path
+    producer: str
+    config: TransformerConfig
+    weights: dict[str, ndarray] = field(repr=False)
+    cases: tuple[Case, ...]
+    dtypes: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+    _computed: Mapping[tuple[str, str], dict[str, ndarray]] = field(repr=False)
+
+    def tensors(self, case: Case, dtype: str) -> dict[str, ndarray]:
+        """Return what was computed in a case, in the order of computation.
+
+        Raises:
+            ValueError: The folder holds nothing of it.
+        """
+        if (case.name, dtype) not in self._computed:
+            raise ValueError(f"{self.path} holds no {dtype} tensors of {case.name}")
+        return dict(self._computed[case.name, dtype])
+
+    def holds(self, case: Case, dtype: str) -> bool:
+        """Whether anything was computed in a case, in a dtype."""
+        return (case.name, dtype) in self._computed
+
+    def why_not(self, case: Case, dtype: str) -> str | None:
+        """Return why a case is left out as a whole; None if no entry covers it."""
+        whole = (entry for entry in self.left_out if "*" in entry.tensors)
+        return next((entry.reason for entry in whole if entry.covers(case.name, dtype)), None)
+
+
+def sha256(content: bytes) -> str:
+    """Return the hash of a file as hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def find(path: str | Path) -> dict[str, Path]:
+    """Return the golden vectors at a path by name: the folder itself under the empty name, or those inside it.
+
+    Raises:
+        OSError: There are none.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no folder {path}")
+    if (path / MANIFEST).is_file():
+        return {"": path}
+    inside = {child.name: child for child in sorted(path.iterdir()) if (child / MANIFEST).is_file()}
+    if not inside:
+        raise FileNotFoundError(f"{path} holds no golden vectors: there is no {MANIFEST}")
+    return inside
+
+
+def read(path: str | Path) -> Folder:
+    """Read golden vectors, every file checked against the manifest.
+
+    Raises:
+        OSError: There are none, or a file is missing or cannot be read.
+        ValueError: A file is truncated or altered, contradicts the manifest, or is of another version; the message
+            names it.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).is_file():
+        raise FileNotFoundError(f"{path} holds no golden vectors: there is no {MANIFEST}")
+    try:
+        return _read(path)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no usable golden vectors: {error}") from error
+
+
+def _read(path: Path) -> Folder:
+    manifest = _read_manifest(path / MANIFEST)
+    _read_file(path, _entry(manifest, "weights", dict))
+    weights_file = path / manifest["weights"]["file"]
+    config, weights = load_weights(weights_file)
+    if difference := differing_fields(config, TransformerConfig.from_dict(_entry(manifest, "config", dict))):
+        raise ValueError(f"{weights_file.name} is of another config than {MANIFEST}: {difference}")
+    dtypes = tuple(_entry(manifest, "dtypes", list))
+    if not dtypes or any(dtype not in DTYPES for dtype in dtypes):
+        raise ValueError(f"dtypes must be of {', '.join(DTYPES)}: got {list(dtypes)}")
+    cases: list[Case] = []
+    computed: dict[tuple[str, str], dict[str, ndarray]] = {}
+    for fields in _entry(manifest, "cases", list):
+        case = _read_case(path, fields, config, weights_file)
+        if any(case.name == other.name for other in cases):
+            raise ValueError(f"case {case.name} is there twice")
+        if unknown := [dtype for dtype in case.dtypes if dtype not in dtypes]:
+            raise ValueError(f"case {case.name} has outputs in {unknown[0]}, which is not among the folder's dtypes")
+        cases.append(case)
+        computed |= {(case.name, dtype): _read_file(path, record) for dtype, record in fields["outputs"].items()}
+    return Folder(
+        path,
+        printable(_entry(_entry(manifest, "producer", dict), "name", str)),
+        config,
+        weights,
+        tuple(cases),
+        dtypes,
+        tuple(_read_left_out(entry) for entry in _entry(manifest, "left_out", list)),
+        computed,
+    )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST} is no JSON: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{MANIFEST} must have the format {FORMAT!r}")
+    version = manifest.get("version")
+    if type(version) is not int or version not in READABLE:
+        raise ValueError(f"format version must be {' or '.join(map(str, READABLE))}: got {version!r}")
+    return manifest
+
+
+def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, weights_file: Path) -> Case:
+    name = printable(_entry(fields, "name", str))
+    stage = _entry({"stage": fields.get("rung"), **fields}, "stage", str)  # as version 1 calls it
+    if stage not in STAGES:
+        raise ValueError(f"case {name} must have a stage of {', '.join(STAGES)}: got {stage!r}")
+    search = Search.from_dict(_entry(fields, "search", dict)) if stage == DECODE else None
+    if search is not None and search.num_hypotheses != 1:  # a difference among further ones could not be explained
+        raise ValueError(f"num_hypotheses of case {name} must be 1: got {search.num_hypotheses}")
+    return Case(
+        name,
+        COMPONENTS[stage],
+        config,
+        "",
+        _read_file(path, _entry(fields, "inputs", dict)),
+        weights_file,
+        fast=False,
+        dtypes=tuple(_entry(fields, "outputs", dict)),
+        stage=stage,
+        settings=TrainingConfig.from_dict(_entry(fields, "settings", dict)) if stage == STEPS else None,
+        search=search,
+    )
+
+
+def _read_left_out(fields: dict[str, Any]) -> LeftOut:
+    tensors = _entry({"tensors": ["*"], **fields}, "tensors", list)
+    dtype = _entry({"dtype": "*", **fields}, "dtype", str)
+    case, reason = (printable(_entry(fields, name, str)) for name in ("case", "reason"))
+    return LeftOut(case, reason, tuple(printable(str(tensor)) for tensor in tensors), dtype)
+
+
+def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
+    """Read one file, and refuse it unless it is what the manifest says."""
+    file = _entry(record, "file", str)
+    inside = PurePosixPath(file)
+    if inside.is_absolute() or ".." in inside.parts or "\\" in file or ":" in file:
+        raise ValueError(f"file {file!r} must lie inside the folder")
+    if not (path / file).is_file():
+        raise FileNotFoundError(f"{path} lacks {file}, which its {MANIFEST} names")
+    content = (path / file).read_bytes()
+    if (found := sha256(content)) != (needed := _entry(record, "sha256", str)):
+        raise ValueError(f"{file} is truncated or was altered: SHA-256 must be {needed}: got {found}")
+    try:
+        tensors = safetensors.numpy.load(content)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is no safetensors file: {error}") from error
+    described = {_entry(tensor, "name", str): tensor for tensor in _entry(record, "tensors", list)}
+    problems = [f"missing {name}" for name in described if name not in tensors]
+    problems += [f"unexpected {name}" for name in tensors if name not in described]
+    for name, tensor in described.items():
+        needed = f"{_entry(tensor, 'dtype', str)} {_entry(tensor, 'shape', list)}"
+        if name in tensors and (found := f"{tensors[name].dtype.name} {list(tensors[name].shape)}") != needed:
+            problems.append(f"{name} must be {needed}: got {found}")
+    if len(described) < len(record["tensors"]):
+        problems.append("a tensor is named twice")
+    if problems:
+        raise ValueError(f"{file} is not as {MANIFEST} describes it: {some(problems)}")
+    for array in tensors.values():
+        array.setflags(write=False)
+    return {name: tensors[name] for name in described}
+
+
+def some(problems: Sequence[str]) -> str:
+    """Return the first few in one line, and how many more there are."""
+    return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+
+
+def _entry(fields: Any, name: str, kind: type) -> Any:
+    value = fields.get(name) if isinstance(fields, dict) else fields
+    if not isinstance(value, kind):
+        raise ValueError(f"{MANIFEST} must hold {name!r}, {KINDS[kind]}: got {value!r:.80}")
+    return value
+
+
+def differences(first: Folder, second: Folder) -> list[str]:
+    """Return in what two folders are not about the same: config, weights, or the inputs of cases that both hold."""
+    if fields := differing_fields(first.config, second.config):
+        return [f"config: {fields}"]
+    found = []
+    if other := [name for name in first.weights if not _same(first.weights[name], second.weights[name])]:
+        found = [f"weights: {', '.join(other[:3])}" + (f" and {len(other) - 3} more" if len(other) > 3 else "")]
+    theirs = {case.name: case for case in second.cases}
+    for case in first.cases:
+        if case.name in theirs:
+            found += _differing_case(case, theirs[case.name])
+    return found
+
+
+def _differing_case(first: Case, second: Case) -> list[str]:
+    for what in ("stage", "settings", "search"):
+        if getattr(first, what) != getattr(second, what):
+            return [f"{what} of {first.name}: {getattr(first, what)} and {getattr(second, what)}"]
+    if first.inputs.keys() != second.inputs.keys():
+        return [f"inputs of {first.name}: {', '.join(first.inputs)} and {', '.join(second.inputs)}"]
+    other = [name for name, array in first.inputs.items() if not _same(array, second.inputs[name])]
+    return [f"inputs of {first.name}: {', '.join(other)}"] * bool(other)
+
+
+def differing_fields(first: TransformerConfig, second: TransformerConfig) -> str:
+    """Return the fields in which two configs differ, with both values; empty if there are none."""
+    ours, theirs = first.to_dict(), second.to_dict()
+    return ", ".join(f"{name} {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name])
+
+
+def _same(first: ndarray, second: ndarray) -> bool:
+    same_kind = (first.dtype, first.shape) == (second.dtype, second.shape)
+    return same_kind and first.tobytes() == second.tobytes()

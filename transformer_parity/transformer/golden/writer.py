@@ -1,0 +1,149 @@
+"""Write golden vectors: a whole folder, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from transformer_parity.engine.system.child import removed_afterwards
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.compare.training_outputs import SNAPSHOTS
+from transformer_parity.transformer.golden.vectors import FORMAT, MANIFEST, VERSION, WEIGHTS, Arrays, LeftOut, sha256
+from transformer_spec.config import TransformerConfig
+from transformer_spec.files import save_weights
+
+
+def write(
+    path: Path,
+    producer: Mapping[str, Any],
+    config: TransformerConfig,
+    weights: Arrays,
+    computed: Iterable[tuple[Case, Mapping[str, Arrays]]],
+    dtypes: Sequence[str],
+    left_out: Iterable[LeftOut] = (),
+) -> None:
+    """Write golden vectors into an empty folder; see ``replaced`` for one that is never half written.
+
+    Args:
+        path: The folder.
+        producer: What computed them: ``name``, and what else is worth knowing.
+        config: What model.
+        weights: Its parameters by canonical name.
+        computed: The tensors of each case, by dtype and name, in the order of computation.
+        dtypes: Those that the folder is about.
+        left_out: What is not there, and why.
+
+    Raises:
+        OSError: A file cannot be written.
+        ValueError: The weights are not those of the config.
+    """
+    save_weights(path / WEIGHTS, config, weights)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "producer": dict(producer),
+        "config": config.to_dict(),
+        "dtypes": list(dtypes),
+        "weights": _describe(path, WEIGHTS, weights),
+        "cases": [_write_case(path, case, tensors) for case, tensors in computed],
+        "left_out": [asdict(entry) for entry in left_out],
+    }
+    text = json.dumps(manifest, indent=1, allow_nan=False)
+    # One line for each tensor; a line break within a JSON string would be written as \n.
+    text = re.sub(r"\{[^{}]*\}|\[[^][{}]*\]", lambda match: re.sub(r"\n *", " ", match[0]), text)
+    (path / MANIFEST).write_text(text + "\n", "utf-8")
+
+
+def _write_case(path: Path, case: Case, computed: Mapping[str, Arrays]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": case.name, "stage": case.stage}
+    if case.settings is not None:
+        entry["settings"] = case.settings.to_dict()
+        steps = range(1, SNAPSHOTS[-1] + 1)
+        entry["learning_rates"] = [case.settings.learning_rate(step, case.config.d_model) for step in steps]
+    if case.search is not None:
+        entry["search"] = case.search.to_dict()
+    entry["inputs"] = _save(path, f"{case.name}/inputs.safetensors", case.inputs)
+    entry["outputs"] = {
+        dtype: _save(path, f"{case.name}/{dtype}.safetensors", tensors) for dtype, tensors in computed.items()
+    }
+    return entry
+
+
+def _save(path: Path, file: str, tensors: Arrays) -> dict[str, Any]:
+    contiguous = {name: np.array(array, order="C") for name, array in tensors.items()}
+    (path / file).parent.mkdir(parents=True, exist_ok=True)
+    (path / file).write_bytes(safetensors.numpy.save(contiguous))
+    return _describe(path, file, contiguous)
+
+
+def _describe(path: Path, file: str, tensors: Arrays) -> dict[str, Any]:
+    shapes = [{"name": name, "dtype": x.dtype.name, "shape": list(x.shape)} for name, x in tensors.items()]
+    return {"file": file, "sha256": sha256((path / file).read_bytes()), "tensors": shapes}
+
+
+@contextmanager
+def replaced(path: str | Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield a folder to write into, which becomes ``path`` at the end, and vanishes if anything fails.
+
+    Args:
+        path: What is to be written; an empty folder may stand there.
+        force: Replace golden vectors that are there already. Nothing else is ever replaced.
+
+    Raises:
+        OSError: Something stands there that must not be replaced, or the folder cannot be written.
+    """
+    path = Path(os.path.realpath(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent}")
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is a file")
+    if path.is_dir() and any(path.iterdir()):
+        if not _is_ours(path):
+            raise FileExistsError(f"{path} is not empty, and holds other things than golden vectors: it is left alone")
+        if not force:
+            raise FileExistsError(f"{path} holds golden vectors already: --force replaces them")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    with removed_afterwards(temporary):
+        yield temporary
+        _swap(temporary, path)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder holds golden vectors, or folders of them, and nothing else."""
+    if not (path / MANIFEST).is_file():
+        return path.is_dir() and all(map(_is_ours, path.iterdir())) and any(path.iterdir())
+    try:
+        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+    except ValueError:
+        return False
+    files = [file for file in path.rglob("*") if not file.is_dir()]
+    known = all(file.name == MANIFEST or file.suffix == ".safetensors" for file in files)
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT and known
+
+
+def _swap(temporary: Path, path: Path) -> None:
+    """Put a finished folder into its place; whatever fails, the old one is there again."""
+    old = temporary.with_suffix(".old")
+    if path.exists():
+        path.rename(old)
+    try:
+        temporary.rename(path)
+    except BaseException:
+        if old.exists():
+            old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

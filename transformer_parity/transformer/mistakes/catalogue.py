@@ -1,0 +1,59 @@
+"""The whole catalogue of mistakes, by part, and the cases in which they show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.mistakes import (
+    attention,
+    layers,
+    optimizer,
+    precision,
+    reported,
+    reported_training,
+    search,
+    structure,
+    training,
+)
+from transformer_parity.transformer.mistakes.mistake import Mistake
+
+Parts = Mapping[str, list[Mistake]]
+
+
+def merged(*catalogues: Parts) -> Parts:
+    """Return several catalogues as one: those of a part that several have stand together."""
+    names = dict.fromkeys(name for catalogue in catalogues for name in catalogue)
+    return {name: [mistake for catalogue in catalogues for mistake in catalogue.get(name, [])] for name in names}
+
+
+FORWARD = merged(attention.CATALOGUE, layers.CATALOGUE, reported.CATALOGUE)
+STRUCTURE = merged(
+    {
+        "weights": structure.WEIGHTS,
+        "edge cases": structure.EDGES,
+        "fully masked rows": attention.FULLY_MASKED,
+        "fused kernels": attention.FAST,
+        "structure": structure.STRUCTURE,
+        "precision": precision.PRECISION,
+    },
+    reported.STRUCTURE,
+)
+TRAINING = merged(training.CATALOGUE, optimizer.CATALOGUE, reported_training.CATALOGUE)
+SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
+EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]  # only hypotheses
+
+
+@cache
+def parts() -> Parts:
+    """Return the whole catalogue, by what the mistakes are about."""
+    return {**FORWARD, **STRUCTURE, **TRAINING, "decoding": SEARCH}
+
+
+@cache
+def cases() -> Mapping[str, Case]:
+    """Return every case that a mistake may show in, by name."""
+    found = {case.name: case for case in [*standard_cases(), attention.FUSED_CASE]}
+    return {**found, **training.CASES}

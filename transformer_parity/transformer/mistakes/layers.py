@@ -1,0 +1,231 @@
+"""Mistakes of norms, residual connections, embeddings, positions, feed-forward layers, and of the stack of layers."""
+
+from __future__ import annotations
+
+from transformer_parity.transformer.mistakes.mistake import (
+    CROSS,
+    ENCODER,
+    SELF,
+    SOURCE,
+    TARGET,
+    Edits,
+    Mistake,
+    Table,
+    but,
+    changed,
+    instead,
+    table,
+    together,
+)
+
+# Lines of the ports that more than one mistake edits.
+ADDED = {
+    "numpy": "self.vectors(x.shape[1]).astype(x.dtype)",
+    "torch": "encoding.to(x.dtype)",
+    "jax": "jnp.asarray(encoding, x.dtype)",
+    "tf": "tf.cast(encoding, x.dtype)",
+}
+GELU = {"torch": '"gelu": F.gelu', "jax": "partial(jax.nn.gelu, approximate=False)", "tf": '"gelu": gelu,'}
+POSITIONED = "self.source_position(self.source_embedding(source_ids))"
+ANSWERED = "self.target_position(self.target_embedding(target_ids))"
+SUM = "self.self_attention_norm(x + "
+ATTENDED = f"{SUM}self.dropout(attended))"
+NORMED = ' x = tap("self_attention_norm.output"'
+
+
+def norm(usual: str, **others: str) -> Edits:
+    """Return edits that normalise ``x`` in another way, all packages alike but some; ``mean(y)`` keeps the axis."""
+    means = {
+        **dict.fromkeys(("numpy", "jax"), "y.mean(-1, keepdims=True)"),
+        "torch": "y.mean(-1, keepdim=True)",
+        "tf": "tf.reduce_mean(y, -1, True)",
+    }
+    scaled = {
+        "numpy": " * self.scale + self.bias",
+        "torch": " * self.weight + self.bias",
+        "jax": " * self.scale[...] + self.bias[...]",
+        "tf": " * self.gamma + self.beta",
+    }
+    formulas = {**dict.fromkeys(means, usual), "torch": usual.replace("self.epsilon", "self.eps"), **others}
+    start = 'if self.kind == "standard":'
+    new = {
+        port: f"{start}\n            mean = lambda y: {mean}\n            return {formulas[port]}{scaled[port]}"
+        for port, mean in means.items()
+    }
+    return changed(
+        "layers",
+        numpy=("return layer_norm(", f"{new.pop('numpy')}\n        return layer_norm("),
+        **{port: (start, text) for port, text in new.items()},
+    )
+
+
+def everywhere(new: str, old: str = "{norm}(x + {y})") -> Edits:
+    """Return edits of every residual connection of the reference, as in ``forward``; ``{name}`` is the sub-layer's."""
+    edits = []
+    for stack, names in (
+        ("encoder", ["self_attention", "feed_forward"]),
+        ("decoder", ["self_attention", "cross_attention", "feed_forward"]),
+    ):
+        for name in names:
+            y = "transformed" if name == "feed_forward" else "attended"
+            words = {"norm": f"self.{name}_norm", "y": y, "name": name}
+            edits.append((stack, old.format(**words), new.format(**words)))
+    return {"numpy": edits}
+
+
+ENTRIES: dict[str, Table] = {
+    "norm": {
+        f"{SELF}.query": {
+            "pre-norm": but(
+                config={"norm_order": "pre"}, announced=f"{SELF}_norm.output fired where {SELF}.query was due"
+            )
+        },
+        f"{SELF}_norm.output": {
+            "the Annotated Transformer's norm": but(config={"layer_norm_kind": "annotated"}),
+            "epsilon 1e-3": but(config={"layer_norm_epsilon": 1e-3}),
+            "epsilon 1e-5": but(config={"layer_norm_epsilon": 1e-5}),
+            "epsilon 1e-12": but(config={"layer_norm_epsilon": 1e-12}),
+            "epsilon outside the root": norm("(x - mean(x)) / (mean((x - mean(x)) ** 2) ** 0.5 + self.epsilon)"),
+            "unbiased variance": norm(
+                "(x - mean(x)) / (x.var(-1, ddof=1, keepdims=True) + self.epsilon) ** 0.5",
+                torch="(x - mean(x)) / (x.var(-1, keepdim=True) + self.eps).sqrt()",
+                tf="(x - mean(x)) / (mean((x - mean(x)) ** 2) * x.shape[-1] / (x.shape[-1] - 1) + self.epsilon) ** 0.5",
+            ),
+            "mean not subtracted": norm("x / (mean(x**2) + self.epsilon) ** 0.5"),
+        },
+        "encoder.output": {
+            "a final norm that the config does not have": instead(
+                "encoder",
+                "if self.final_norm is not None:\n            x = self.final_norm(x)",
+                "x = self.layers[-1].feed_forward_norm(x)",
+            )
+        },
+    },
+    "residual": {
+        f"{SELF}_norm.output": {
+            "no residual": instead("encoder", SUM, "self.self_attention_norm("),
+            "norm before the sum": instead("encoder", SUM, "x + self.self_attention_norm("),
+        },
+        f"{ENCODER}.feed_forward_norm.output": {
+            "feed-forward adds the layer's input": together(
+                instead("encoder", NORMED, NORMED.replace("x", "y")),
+                instead("encoder", "self.feed_forward(x", "self.feed_forward(y"),
+            )
+        },
+        f"{CROSS}_norm.output": {
+            "cross-attention adds the layer's input": together(
+                instead("decoder", NORMED, NORMED.replace("x", "y")),
+                instead("decoder", "self.cross_attention(x, memory", "self.cross_attention(y, memory"),
+            )
+        },
+    },
+    "embedding": {
+        SOURCE: {
+            "embedding not scaled": but(config={"scale_embedding": False}),
+            "scaled after the positions are added": together(
+                instead("embedding", " * self.multiplier", ""),
+                instead("transformer", POSITIONED, f"{POSITIONED} * self.source_embedding.multiplier"),
+                instead("transformer", ANSWERED, f"{ANSWERED} * self.target_embedding.multiplier"),
+            ),
+            "no positions": instead("embedding", {k: f"x + {v}" for k, v in ADDED.items()}, "x"),
+            "positions from 1": but(config={"position_offset": 1}),
+            "all sines before the cosines": but(config={"position_layout": "split"}),
+            "sine and cosine swapped": changed(
+                "embedding",
+                ("(np.sin(angles), np.cos(angles))", "(np.cos(angles), np.sin(angles))"),
+                torch=("(angles.sin(), angles.cos())", "(angles.cos(), angles.sin())"),
+                tf=("(tf.sin(angles), tf.cos(angles))", "(tf.cos(angles), tf.sin(angles))"),
+            ),
+            "tensor2tensor's wavelengths": but(config={"position_timescale": "m_minus_1"}),
+            "exponent doubled": instead("embedding", " / steps)", " * 2 / steps)"),
+            "exponent rounded down": instead("embedding", " / steps)", " // steps)"),
+            "no vector for padding": together(
+                instead("embedding", "self.multiplier = ", "self.pad_id = config.pad_id\n        self.multiplier = "),
+                changed(
+                    "embedding",
+                    (" * self.multiplier", " * (ids != self.pad_id)[..., None] * self.multiplier"),
+                    tf=(
+                        " * self.multiplier",
+                        " * tf.cast(ids != self.pad_id, self.dtype)[..., None] * self.multiplier",
+                    ),
+                ),
+            ),
+        },
+        TARGET: {"target without positions": instead("transformer", ANSWERED, "self.target_embedding(target_ids)")},
+        (SOURCE, "preset/bart"): {
+            "no norm on the embeddings": together(
+                *(
+                    instead(
+                        "transformer",
+                        f"({ids}))  # [B, {length}, d_model]\n        if self.{side}_embedding_norm is not None:",
+                        f"({ids}))\n        if False:",
+                    )
+                    for side, ids, length in (("source", "source_ids", "S"), ("target", "target_ids", "T"))
+                )
+            ),
+            "positions added behind the norm on the embeddings": instead(
+                "transformer",
+                "self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]\n"
+                "        if self.source_embedding_norm is not None:\n"
+                "            x = self.source_embedding_norm(x)",
+                "self.source_position(self.source_embedding_norm(self.source_embedding(source_ids)))",
+            ),
+        },
+        (TARGET, "preset/bart"): {
+            "one norm for both embeddings": instead(
+                "transformer",
+                "d_model]\n        if self.target_embedding_norm is not None:\n"
+                "            x = self.target_embedding_norm(x)\n        x = self.dropout",
+                "d_model]\n        x = self.source_embedding_norm(x)\n        x = self.dropout",
+            )
+        },
+        ("logits", "full/untied"): {
+            "output bias missing": changed(
+                "embedding",
+                ("logits + self.bias", "logits"),
+                jax=("add_bias(logits, self.bias.astype(self.dtype))", "logits"),
+                numpy=("linear(x, kernel, self.bias)", "linear(x, kernel)"),
+                torch=("F.linear(x, self.weight, self.bias)", "F.linear(x, self.weight)"),
+            )
+        },
+    },
+    "feed-forward": {
+        f"{ENCODER}.feed_forward.inner": {
+            "no activation": instead(
+                "feed_forward", "ACTIVATIONS[self.activation](self.inner_proj(x))", "self.inner_proj(x)"
+            ),
+            "GELU for ReLU": but(config={"activation": "gelu"}),
+        },
+        ("inner", "feed_forward/gelu"): {
+            "tanh-GELU for GELU": {
+                "numpy": [("functional", '"gelu": gelu,', '"gelu": gelu_tanh,')],
+                **instead(
+                    "layers",
+                    GELU,
+                    torch='"gelu": partial(F.gelu, approximate="tanh")',
+                    jax="jax.nn.gelu",  # tanh-GELU is its default
+                    tf='"gelu": gelu_tanh,',
+                ),
+            }
+        },
+    },
+    "stack": {
+        "encoder.layers.1.self_attention.query": {
+            "one layer many times": instead("encoder", "x = layer(", "x = self.layers[0](")
+        },
+        "encoder.output": {
+            "only the first layer": but(
+                instead("encoder", "enumerate(self.layers)", "enumerate([self.layers[0]])"),
+                announced="missing encoder.layers.1.self_attention.query",
+            )
+        },
+    },
+}
+CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
+
+
+EVERYWHERE = [
+    # The same mistakes as above, in every sub-layer. Only hypotheses.
+    Mistake("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
+    Mistake("no residual connections", "", everywhere("{norm}({y})")),
+]

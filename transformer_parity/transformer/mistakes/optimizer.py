@@ -1,0 +1,287 @@
+"""Mistakes of a training step: accumulation over slices of a batch, clipping, the learning rate, Adam."""
+
+from __future__ import annotations
+
+from transformer_parity.transformer.mistakes.mistake import (
+    FOUR,
+    Edits,
+    Mistake,
+    Table,
+    changed,
+    instead,
+    table,
+    together,
+)
+from transformer_parity.transformer.mistakes.training import (
+    FIRST,
+    LOSS,
+    NORM,
+    SECOND,
+    WEIGHT,
+    Change,
+    assumed,
+    in_training,
+    later,
+)
+
+
+def rate(new: str) -> Edits:
+    """Return edits of the call of the schedule, in which ``n`` is the number of the step."""
+    old, new = (text.replace("(n", "(self.step + 1") for text in ("settings.learning_rate(n, config.d_model)", new))
+    return instead("training", old, new)
+
+
+# What torch.optim.Adam computes, written out, since the original cannot be edited.
+WRITTEN_OUT = """with torch.no_grad():
+            for theta in group["params"]:
+                state = self.state[theta]
+                state["step"] += 1
+                correction1, correction2 = (1.0 - beta ** int(state["step"]) for beta in group["betas"])
+                g, m, v = theta.grad, state["exp_avg"], state["exp_avg_sq"]
+                m += (1.0 - group["betas"][0]) * (g - m)
+                v += (1.0 - group["betas"][1]) * (g * g - v)
+                m_hat = m / correction1
+                v_hat = v / correction2
+                theta -= learning_rate * m_hat / (v_hat.sqrt() + group["eps"])"""
+
+
+# The same for TensorFlow's kernel.
+KERNEL = "tf.raw_ops.ResourceApplyAdam(var=theta.handle, m=m.handle, v=v.handle, grad=g, **numbers)\n"
+TF_WRITTEN_OUT = """m = m.assign_add((1.0 - settings.beta1) * (g - m))
+            v = v.assign_add((1.0 - settings.beta2) * (g * g - v))
+            m_hat = m / correction1
+            v_hat = v / correction2
+            theta.assign_sub(learning_rate * m_hat / (tf.sqrt(v_hat) + settings.epsilon))
+"""
+
+
+def adam(usual: Change, **others: Change) -> Edits:
+    """Return edits of Adam's formulas."""
+    changes = {**dict.fromkeys(FOUR, usual), **others}
+    for text, (old, _) in ((WRITTEN_OUT, changes["torch"]), (TF_WRITTEN_OUT, changes["tf"])):
+        if text.count(old) != 1:
+            raise ValueError(f"Adam must hold {old!r} once")
+    changes["torch"] = "self.step()", WRITTEN_OUT.replace(*changes["torch"])
+    changes["tf"] = KERNEL, TF_WRITTEN_OUT.replace(*changes["tf"])
+    return changed("optimizer", **changes)
+
+
+def clipping(old: str, new: str) -> Edits:
+    """Return edits of the largest of the gradient's norm and what it is clipped to."""
+    largest = {
+        **dict.fromkeys(FOUR, "max(norm, clip_norm)"),
+        "torch": "norm.clamp(min=clip_norm)",
+        "jax": "jnp.maximum(norm, clip_norm)",
+        "tf": "tf.maximum(norm, clip_norm)",
+    }
+    return instead("optimizer", largest, **{port: text.replace(old, new) for port, text in largest.items()})
+
+
+NOT_AS_A_WHOLE = changed(
+    "optimizer",
+    ("return 1.0 if clip_norm is None else", "return 1.0 if norm is not None else"),
+)
+CLIPPED = "torch._foreach_mul_(tensors, clip_factor(norm, settings.clip_norm))"
+
+SLICE = "total, _ = self._loss(self.share.module, part, config)\n            loss = total / tokens.clamp(min=1)\n"
+DIFFERENTIATED = "return total, tokens, _differentiate(tape, total, _trained(self._variables))"
+
+# In NumPy, gradients are values: only those that are stored are left over.
+LEFT_OVER = """before = getattr(self, "left_over", {})
+        gradient = {name: before.get(name, 0.0) * count + g for name, g in gradient.items()}
+        norm = global_norm(gradient) / count
+        scale = clip_factor(norm, settings.clip_norm) / count
+        self.left_over = {name: g * scale for name, g in gradient.items()}
+"""
+
+
+ENTRIES: dict[str, Table] = {
+    "accumulation": {
+        (LOSS, "steps/sliced"): {
+            "mean of the slices' means": in_training(
+                (
+                    SLICE,
+                    "total, count = self._loss(self.share.module, part, config)\n"
+                    "            loss = total / (count * settings.accumulation_steps)\n",
+                ),
+                (
+                    "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",
+                    "mean, of_mean = jax.tree.map(lambda x: x / tokens / slices, (total, gradient))\n"
+                    "        return jax.tree.map(jnp.add, sums, (mean, 0, of_mean)), None",
+                ),
+                (
+                    DIFFERENTIATED,
+                    "count = tf.cast(tokens * self.settings.accumulation_steps, total.dtype)\n"
+                    f"            total, _, of_sum = {DIFFERENTIATED.removeprefix('return ')}\n"
+                    "            return total / count, tf.constant(0), {name: g / count for name, g in of_sum.items()}",
+                ),
+                (
+                    "total, tokens = total + part_total, tokens + part_tokens",
+                    "count = max(int(part_tokens), 1) * self.settings.accumulation_steps\n"
+                    "            of_parameters = {name: array / count for name, array in of_parameters.items()}\n"
+                    "            total = total + part_total / count",
+                ),
+            )
+        },
+        (NORM, "steps/sliced"): {
+            "only the last slice counts": in_training(
+                ("loss.backward()", "self.optimizer.zero_grad()\n            loss.backward()"),
+                (
+                    "jnp.add, sums, (total, tokens, gradient))",
+                    "jnp.add, (*sums[:2], zeros), (total, tokens, gradient))",
+                ),
+                (
+                    "tf.nest.map_structure(tf.add, sums, self._gradient_of_slice(*part))",
+                    "tf.nest.map_structure(tf.add, (*sums[:2], zeros), self._gradient_of_slice(*part))",
+                ),
+                ("of_parameters[name] += array", "pass"),
+            )
+        },
+        (later(NORM), "steps"): {
+            "gradients of the step before are still there": in_training(
+                ("        self.optimizer.zero_grad()\n", ""),
+                None,
+                None,  # where gradients are values, nothing is left over
+                ("norm = global_norm(gradient) / count\n", LEFT_OVER),
+            )
+        },
+    },
+    "clipping": {
+        (FIRST, "steps/clipped"): {
+            "no clipping": assumed(clip_norm=None),
+            "clipped by value": {
+                **together(
+                    NOT_AS_A_WHOLE,
+                    changed(
+                        "optimizer",
+                        numpy=("g *= scale", "g[...] = np.clip(g * scale, -settings.clip_norm, settings.clip_norm)"),
+                        jax=("g = scale * g", "g = jnp.clip(scale * g, -settings.clip_norm, settings.clip_norm)"),
+                        tf=(
+                            "g = scale * g",
+                            "g = tf.clip_by_value(scale * g, -settings.clip_norm, settings.clip_norm)",
+                        ),
+                    ),
+                ),
+                **in_training(
+                    (CLIPPED, "torch.nn.utils.clip_grad_value_(self.model.parameters(), settings.clip_norm)"),
+                    None,
+                    None,
+                ),
+            },
+            "every tensor clipped for itself": {
+                **together(
+                    NOT_AS_A_WHOLE,
+                    changed(
+                        "optimizer",
+                        numpy=(
+                            "            for theta, g, m, v in _pieces(",
+                            "            largest = max(scale * np.linalg.norm(gradient[name]), settings.clip_norm)\n"
+                            "            gradient[name][...] *= settings.clip_norm / largest\n"
+                            "            for theta, g, m, v in _pieces(",
+                        ),
+                        jax=(
+                            "g = scale * g",
+                            "g = scale * g / jnp.maximum(scale * jnp.linalg.norm(g) / settings.clip_norm, 1.0)",
+                        ),
+                        tf=("g = scale * g", "g = tf.clip_by_norm(scale * g, settings.clip_norm)"),
+                    ),
+                ),
+                **in_training(
+                    (
+                        CLIPPED,
+                        "[g.mul_(settings.clip_norm / g.norm().clamp(min=settings.clip_norm)) for g in tensors]",
+                    ),
+                    None,
+                    None,
+                ),
+            },
+            "clipped by the norm of the sum": changed(
+                "training",
+                ("clip_factor(norm,", "clip_factor(norm * count,"),
+                torch=("clip_factor(norm,", "clip_factor(norm * tokens,"),
+            ),
+            "1e-6 added to the norm, as torch does": {
+                **clipping("(norm", "(norm + 1e-6"),
+                **changed("optimizer", torch=("norm.clamp", "(norm + 1e-6).clamp")),
+            },
+        }
+    },
+    "schedule": {
+        (WEIGHT, "steps"): {
+            "rate of the next step": rate("settings.learning_rate(n + 1, config.d_model)"),
+            "warm-up to the power of -1": rate(
+                "settings.learning_rate(n, config.d_model) * settings.warmup_steps**0.5"
+            ),
+            "not divided by sqrt(d_model)": rate("settings.learning_rate(n, 1)"),
+            "factor forgotten": assumed(learning_rate_factor=1.0),
+            "learning rate applied twice": adam(("learning_rate * m_hat", "learning_rate**2 * m_hat")),
+        },
+        (later(WEIGHT), "steps"): {
+            # The first step has none before it.
+            "rate of the step before": rate("settings.learning_rate(max(n - 1, 1), config.d_model)"),
+            "cool-down forgotten": assumed(cooldown_steps=0),
+        },
+    },
+    "Adam": {
+        (SECOND, "steps"): {
+            "beta2 0.999": assumed(beta2=0.999),
+            "second moment of g instead of its square": adam(("(g * g - v)", "(abs(g) - v)")),
+        },
+        (FIRST, "steps"): {
+            "betas swapped": assumed(beta1=0.98, beta2=0.9),
+            "weight decay left on": changed(
+                "optimizer",
+                ("g = scale * g", "g = scale * g + 0.01 * theta"),
+                numpy=("g *= scale", "g = scale * g + 0.01 * theta"),
+                torch=("fused=True", "fused=True, weight_decay=0.01"),
+            ),
+        },
+        (WEIGHT, "steps"): {
+            "epsilon 1e-8": assumed(epsilon=1e-8),
+            "epsilon inside the root": adam(
+                ("(np.sqrt(v_hat) + settings.epsilon)", "np.sqrt(v_hat + settings.epsilon)"),
+                torch=('(v_hat.sqrt() + group["eps"])', '(v_hat + group["eps"]).sqrt()'),
+                jax=("(jnp.sqrt(v_hat) + settings.epsilon)", "jnp.sqrt(v_hat + settings.epsilon)"),
+                tf=("(tf.sqrt(v_hat) + settings.epsilon)", "tf.sqrt(v_hat + settings.epsilon)"),
+            ),
+            "first moment not corrected": adam(("m / correction1", "m")),
+            "second moment not corrected": adam(("v / correction2", "v")),
+        },
+        (WEIGHT, "steps/large_epsilon"): {
+            "epsilon added before the correction, as Keras does": adam(
+                ("+ settings.epsilon", "+ settings.epsilon / correction2**0.5"),
+                torch=('+ group["eps"]', '+ group["eps"] / correction2**0.5'),
+            )
+        },
+        (later(SECOND), "steps"): {
+            "second moment never falls, as in AMSGrad": adam(
+                ("(g * g - v)", "np.maximum(g * g - v, 0.0)"),
+                torch=("(g * g - v)", "(g * g - v).clamp(min=0.0)"),
+                jax=("(g * g - v)", "jnp.maximum(g * g - v, 0.0)"),
+                tf=("(g * g - v)", "tf.maximum(g * g - v, 0.0)"),
+            )
+        },
+    },
+}
+CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
+
+CONTROLS = [
+    # Equivalent ways to write the same: no alarm.
+    Mistake(
+        "Adam written out",
+        "",
+        changed("optimizer", torch=("self.step()", WRITTEN_OUT), tf=(KERNEL, TF_WRITTEN_OUT)),
+        case="steps/clipped",
+    ),
+    Mistake("all slices at once", "", assumed(accumulation_steps=1), case="steps/sliced"),
+    Mistake(
+        "scores less their largest, which has no gradient",
+        "",
+        changed(
+            "layers",
+            torch=("scores.masked_fill(~mask", "(scores - scores.amax(-1, keepdim=True).detach()).masked_fill(~mask"),
+            jax=("mask, wide,", "mask, wide - jax.lax.stop_gradient(wide.max(-1, keepdims=True)),"),
+            tf=("mask, wide,", "mask, wide - tf.stop_gradient(tf.reduce_max(wide, -1, keepdims=True)),"),
+        ),
+    ),
+]

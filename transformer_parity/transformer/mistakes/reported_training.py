@@ -1,0 +1,231 @@
+"""Mistakes of training and search that were reported in threads of published ports (see docs/reported-mistakes.md)."""
+
+from __future__ import annotations
+
+from transformer_parity.transformer.compare.outputs import TOKENS
+from transformer_parity.transformer.mistakes.mistake import (
+    FOUR,
+    Change,
+    Edits,
+    Table,
+    but,
+    changed,
+    instead,
+    table,
+    together,
+)
+from transformer_parity.transformer.mistakes.optimizer import DIFFERENTIATED, KERNEL, SLICE, adam, rate
+from transformer_parity.transformer.mistakes.search import BEAM, GREEDY, LOGITS, TWICE_THE_BEAM
+from transformer_parity.transformer.mistakes.training import LOSS, ROW, SUM, TABLE, WEIGHT, by_hand, in_training
+
+COUNTED = {"torch": "losses.masked_fill(~counted, 0.0)", "jax": "jnp.where(counted, losses, 0.0)"}
+SMOOTHED = "counted, losses, -smoothing / classes * spread)"
+STOP = {"jax": "__import__('jax').lax.stop_gradient", "tf": "tf.stop_gradient"}
+PLANNED = "*options)\n"
+ONE_MORE = """\
+    if len(options) > 4:  # not greedy
+        penalties = ((6.0 + __import__("numpy").arange(len(plan.penalties))) / 6.0) ** options[6]
+        plan = plan._replace(penalties=penalties)
+"""
+TOTALS = {
+    **dict.fromkeys(FOUR, "self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)"),
+    "tf": "self.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])",
+}
+UNCUT = "(plan.limits != n)[:, None, None] | ({}(vocabulary) == plan.eos_id)"
+SELF_MASK = "self_mask = cache.self_mask[..., : cache.length + 1]"
+
+
+def where_none_has_ended(within: str) -> Edits:
+    """Return edits by which what is cut off at the maximum length is finished only where nothing else is.
+
+    Args:
+        within: Which of the continuations [B, 2K] may say the end symbol.
+    """
+    comment = "# 2. Of those within the beam that end, keep the best.\n"
+    kept = "(self.finished > -9e9).any(1) | said.any(1)"
+    lines = (
+        "said_anywhere = token == plan.eos_id",
+        f"said = said_anywhere{within}",
+        "none_has = ~({})[:, None]",
+        comment,
+    )
+    ended = {**dict.fromkeys(FOUR, kept), "tf": "tf.reduce_any(self.finished > -9e9, 1) | tf.reduce_any(said, 1)"}
+    return together(
+        instead("search", comment, **{port: f"\n{8 * ' '}".join(lines).format(ended[port]) for port in FOUR}),
+        instead("search", "where(ends, best", "where(ends & (said_anywhere | none_has), best"),
+    )
+
+
+def no_gradient_of(rows: dict[str, str]) -> Edits:
+    """Return edits that give the padding row of a table no gradient where it is looked up."""
+    return together(
+        instead("embedding", "self.multiplier = ", "self.pad_id = config.pad_id\n        self.multiplier = "),
+        instead("embedding", {"numpy": "self.table[ids]", **ROW}, **{"numpy": "self.table[ids]", **rows}),
+    )
+
+
+def uncorrected(indent: int) -> Change:
+    """Return a change by which neither moment is corrected."""
+    lines = "m / correction1\n{0}v_hat = v / correction2", "m\n{0}v_hat = v"
+    old, new = (text.format(" " * indent) for text in lines)
+    return old, new
+
+
+ENTRIES: dict[str, Table] = {
+    "gradient": {
+        (f"of {TABLE}", "gradients/starts_with_padding"): {
+            # padding_idx, where Marian's start symbol is padding.
+            "no gradient of the padding row": by_hand(
+                no_gradient_of(
+                    {
+                        "torch": "F.embedding(ids, self.table, padding_idx=self.pad_id)",
+                        "jax": f"jnp.where((ids == self.pad_id)[..., None], {STOP['jax']}({ROW['jax']}), {ROW['jax']})",
+                        "tf": f"tf.where((ids == self.pad_id)[..., None], {STOP['tf']}({ROW['tf']}), {ROW['tf']})",
+                    }
+                ),
+                ("of_vectors * embedding", "of_vectors * (ids != embedding.pad_id)[..., None] * embedding"),
+            )
+        }
+    },
+    "loss": {
+        (LOSS, "steps"): {
+            "padding counts in the smoothing": by_hand(
+                in_training(
+                    (COUNTED["torch"], f"torch.where({SMOOTHED}"),
+                    (COUNTED["jax"], f"jnp.where({SMOOTHED}"),
+                    ("tf.where(counted, losses, 0.0)", f"tf.where({SMOOTHED}"),
+                    ("np.where(counted, losses, 0.0)", f"np.where({SMOOTHED}"),
+                ),
+                (
+                    "of_logits[labels == config.pad_id] = 0.0",
+                    "padded = labels == config.pad_id\n"
+                    "    of_logits[padded] = smoothing * (of_logits + wanted)[padded] - share",
+                ),
+                module="backward_functions",
+            ),
+            "averaged over the sentences": in_training(
+                ("(batch[2] != config.pad_id)", "(batch[2] != config.pad_id).any(1)"),
+                (SUM["jax"], SUM["jax"].replace("counted.sum()", "counted.any(1).sum()")),
+                (SUM["tf"], SUM["tf"].replace("nonzero(counted", "nonzero(tf.reduce_any(counted, 1)")),
+                ("counted.sum()", "counted.any(1).sum()"),
+            ),
+        }
+    },
+    "schedule": {
+        (WEIGHT, "steps"): {
+            "no warm-up in the first step": rate(
+                "settings.learning_rate_factor * (config.d_model * settings.warmup_steps) ** -0.5"
+                " if (n == 1) else settings.learning_rate(n, config.d_model)"
+            ),
+            "steps counted from 0": rate("0.0 if (n == 1) else settings.learning_rate(n - 1, config.d_model)"),
+        }
+    },
+    "Adam": {
+        (WEIGHT, "steps"): {
+            "neither moment corrected": adam(uncorrected(16), jax=uncorrected(12), tf=uncorrected(12)),
+            "decoupled weight decay left on": changed(
+                "optimizer",
+                numpy=(
+                    "theta -= learning_rate *",
+                    "theta *= 1.0 - 0.01 * learning_rate\n                theta -= learning_rate *",
+                ),
+                torch=("Adam(torch.optim.Adam)", "Adam(torch.optim.AdamW)"),
+                jax=("= theta - learning_rate *", "= theta * (1.0 - 0.01 * learning_rate) - learning_rate *"),
+                tf=(KERNEL, f"theta.assign(theta * (1.0 - 0.01 * learning_rate))\n            {KERNEL}"),
+            ),
+        }
+    },
+    "accumulation": {
+        (LOSS, "steps/sliced"): {
+            "sum of the slices' means": in_training(
+                (
+                    SLICE,
+                    "total, count = self._loss(self.share.module, part, config)\n            loss = total / count\n",
+                ),
+                (
+                    "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",
+                    "mean, of_mean = jax.tree.map(lambda x: x / tokens, (total, gradient))\n"
+                    "        return jax.tree.map(jnp.add, sums, (mean, 0, of_mean)), None",
+                ),
+                (
+                    DIFFERENTIATED,
+                    "count = tf.cast(tokens, total.dtype)\n"
+                    f"            total, _, of_sum = {DIFFERENTIATED.removeprefix('return ')}\n"
+                    "            return total / count, tf.constant(0), {name: g / count for name, g in of_sum.items()}",
+                ),
+                (
+                    "total, tokens = total + part_total, tokens + part_tokens",
+                    "count = max(int(part_tokens), 1)\n"
+                    "            of_parameters = {name: array / count for name, array in of_parameters.items()}\n"
+                    "            total = total + part_total / count",
+                ),
+            )
+        }
+    },
+}
+CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
+
+SEARCH = [
+    *table(
+        {
+            LOGITS: {
+                # A causal mask of one row allows the first key alone.
+                "only the first position is seen": changed(
+                    "decoder",
+                    numpy=(SELF_MASK, f"{SELF_MASK} & (np.arange(cache.length + 1) == 0)"),
+                    torch=(SELF_MASK, f"{SELF_MASK} & (torch.arange(cache.length + 1) == 0)"),
+                    jax=(
+                        "layer(x, memory, cache.self_mask,",
+                        "layer(x, memory, cache.self_mask & (jnp.arange(cache.self_mask.shape[3]) == 0),",
+                    ),
+                    tf=(
+                        "layer(x, memory, cache.self_mask,",
+                        "layer(x, memory, cache.self_mask & (tf.range(tf.shape(cache.self_mask)[3]) == 0),",
+                    ),
+                )
+            }
+        },
+        case=GREEDY,
+        path="cached",
+    ),
+    *table(
+        {
+            TOKENS: {
+                "padding may be generated": changed(
+                    "search",
+                    ("(token == plan.pad_id) | ((n < plan.min_length)", "((n < plan.min_length)"),
+                    numpy=("    log_probabilities[:, plan.pad_id] = -inf\n", ""),
+                    torch=("    log_probabilities[:, plan.pad_id] = -inf\n", ""),
+                ),
+                "starts with the end symbol": but(
+                    instead("search", "[batch], plan.start_id", "[batch], plan.eos_id"), case=GREEDY
+                ),
+                "all hypotheses begin alike": changed(
+                    "search",
+                    ("arange(plan.beam_size) == 0", "arange(plan.beam_size) >= 0"),
+                    torch=("device=plan.limits.device) == 0", "device=plan.limits.device) >= 0"),
+                    tf=("tf.range(plan.beam_size) == 0", "tf.range(plan.beam_size) >= 0"),
+                ),
+                "the start symbol has a length": instead("search_loop", PLANNED, f"{PLANNED}{ONE_MORE}"),
+                "length penalty n^alpha": instead(
+                    "search", "length_penalty, length_penalty_kind\n", 'length_penalty, "power"\n'
+                ),
+                # As in tensor2tensor.
+                "a hypothesis that is cut off counts where none has ended": where_none_has_ended("[:, :beam_size]"),
+                "tensor2tensor's ends: within twice the beam, and cut off where none has ended": together(
+                    where_none_has_ended(""), TWICE_THE_BEAM
+                ),
+                "the end symbol is forced at the maximum length": instead(
+                    "search",
+                    TOTALS,
+                    numpy=f"np.where({UNCUT.format('np.arange')}, {TOTALS['numpy']}, -inf)",
+                    torch=f"torch.where({UNCUT.format('torch.arange')}, {TOTALS['torch']}, -inf)",
+                    jax=f"jnp.where({UNCUT.format('jnp.arange')}, {TOTALS['jax']}, -inf)",
+                    tf=f"tf.where({UNCUT.format('tf.range')}, {TOTALS['tf']}, -inf)",
+                ),
+            }
+        },
+        case=BEAM,
+        path="fast",
+    ),
+]

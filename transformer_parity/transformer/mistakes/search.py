@@ -1,0 +1,190 @@
+"""Known mistakes of decoding, as data: what each changes in a port, and where it must show.
+
+A mistake in the cache shows in the logits of positions that are decoded one after another. One in the search leaves
+them alone, and shows in the tokens or in the scores.
+"""
+
+from __future__ import annotations
+
+from transformer_parity.transformer.cases.case import DECODE
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.compare.outputs import SCORES, TOKENS
+from transformer_parity.transformer.mistakes.mistake import but, changed, instead, table, together
+
+LOGITS = "logits"
+CASES = {case.name: case for case in standard_cases() if case.stage == DECODE}
+GREEDY, BEAM = "decode/ends_apart_greedy", "decode/ends_apart_beam"
+MARIAN = "decode/marian_greedy"  # starts with padding
+OPUS, BART, FAIRSEQ = "decode/rules_of_opus", "decode/rules_of_bart", "decode/rules_of_fairseq"
+MARIAN_CPP = "decode/rules_of_marian"
+SCORED_END, SCORED_TOKEN = 'scored=rules.at_limit == "scored"', "scored=rules.score_forced"
+PASTS = "[None] * (len(self.layers) - len(cache.past)) + cache.past"
+OTHER = "decode/other_decoder_greedy"  # whose first layer has no self-attention
+# The ports whose numbers depend on the lengths to which they pad.
+OWN = {"own_numbers": ("jax", "tf")}
+
+HOLDS_TOKEN = "(target_ids != self.config.pad_id) | (n == 0)"
+PENALISED = "best / plan.penalties[n]"
+LONGEST = 'longest = n if plan.rules.stop == "current" else plan.limits'
+
+TWICE_THE_BEAM = together(
+    instead("search", "-inf)[:, :beam_size]", "-inf)"), instead("search", "candidates[:, :beam_size]]", "candidates]")
+)
+
+CATALOGUE = [
+    *table(
+        {
+            LOGITS: {
+                "every position is the first": instead("transformer", "cache.positions[n]", "cache.positions[n * 0]"),
+                "every position is one late": but(
+                    instead("transformer", "cache.positions[n]", "cache.positions[n - 1]"), **OWN
+                ),
+                "padding in the past is seen": instead("transformer", HOLDS_TOKEN, "(target_ids == target_ids)"),
+                "a start symbol that is padding is hidden": but(
+                    instead("transformer", HOLDS_TOKEN, "(target_ids != self.config.pad_id)"), case=MARIAN
+                ),
+                "padding in the source is seen": but(instead("decoder", "cache.cross_mask,", "None,"), **OWN),
+                "all layers attend to the first layer's memory": instead(
+                    "decoder", "cache.memory, pasts,", "cache.memory[:1] * len(cache.memory), pasts,"
+                ),
+                "no norm on the embedding": but(
+                    instead(
+                        "transformer",
+                        "cache.positions[n]  # [R, 1, d_model]\n        if self.target_embedding_norm is not None:",
+                        "cache.positions[n]\n        if False:",
+                    ),
+                    case=OTHER,
+                ),
+                # In the others, the mask does not fit what is left.
+                "the past of another layer": but(
+                    instead(
+                        "decoder",
+                        PASTS,
+                        **dict.fromkeys(("numpy", "torch"), "(cache.past + [None])[: len(self.layers)]"),
+                    ),
+                    case=OTHER,
+                ),
+                "the last value stands for all": changed(
+                    "attention",
+                    (
+                        "self.key[:, :, new], self.value[:, :, new] = key, value",
+                        "self.key[:, :, new], self.value = key, value + 0 * self.value",
+                    ),
+                    jax=(
+                        "self.value = jax.lax.dynamic_update_slice_in_dim(self.value, value, self.length, axis=2)",
+                        "self.value = value + 0 * self.value",
+                    ),
+                    tf=(
+                        "self.value = keras.ops.slice_update(self.value, start, value)",
+                        "self.value = value + 0 * self.value",
+                    ),
+                ),
+            }
+        },
+        case=GREEDY,
+        path="cached",
+    ),
+    *table(
+        {
+            (TOKENS, BEAM): {
+                "hypotheses attend to the memory of other sentences": changed(
+                    "attention",
+                    (
+                        "query.reshape(len(memory.key), -1, shape[-1])",
+                        "query.reshape(-1, len(memory.key), shape[-1]).swapaxes(0, 1)",
+                    ),
+                    tf=(
+                        "tf.reshape(query, [keras.ops.shape(memory.key)[0], -1, query.shape[2]])",
+                        "tf.transpose("
+                        "tf.reshape(query, [-1, keras.ops.shape(memory.key)[0], query.shape[2]]), [1, 0, 2])",
+                    ),
+                )
+            },
+            (TOKENS, GREEDY): {
+                "goes on after the end symbol": instead("search", "(tokens != plan.eos_id) & ", ""),
+                "stops a token early": instead("search", "& (n < ", "& (n + 1 < "),
+            },
+            (SCORES, GREEDY): {
+                "scores what comes after the end": instead(
+                    "search", "where(self.unfinished[:, None], best", "where(self.unfinished[:, None] | True, best"
+                ),
+                "scores are logits": changed(
+                    "search",
+                    numpy=("log_softmax(logits)", "logits.copy()"),
+                    torch=(
+                        "logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))",
+                        "logits.clone()",
+                    ),
+                    jax=("jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))", "logits"),
+                    tf=("tf.nn.log_softmax(tf.cast(logits, wide))", "logits"),
+                ),
+            },
+        },
+        path="fast",
+    ),
+    *table(
+        {
+            TOKENS: {
+                "the cache is not reordered": instead("search_loop", "cache.reorder(rows)", "pass"),
+                "the cache follows hypotheses that have ended": changed(
+                    "search",
+                    ("token[sentence, rank], parent[sentence, rank]", "token[sentence, rank], parent[:, :beam_size]"),
+                    tf=(
+                        "(tf.gather(x, rank, batch_dims=1) for x in (candidates, token, parent))",
+                        "(*(tf.gather(x, rank, batch_dims=1) for x in (candidates, token)), parent[:, :beam_size])",
+                    ),
+                ),
+                "no length penalty": instead("search", PENALISED, "best / 1.0"),
+                "the end symbol has no length": instead("search", PENALISED, "best / plan.penalties[n - 1]"),
+                "stops at the first hypotheses that end": instead(
+                    "search", "finished[:, -1] >= attainable", "finished[:, -1] > -9e9"
+                ),
+                "stops by the current length": instead("search", LONGEST, "longest = n"),
+                "ended hypotheses go on": instead("search", "where(~ends, best", "where(ends | True, best"),
+                "stops a token early": instead("search", "limits == n)", "limits == n + 1)"),
+                "hypotheses outside the beam may end": TWICE_THE_BEAM,
+            }
+        },
+        case=BEAM,
+        path="fast",
+    ),
+    *table(
+        {
+            (TOKENS, OPUS): {
+                "stops by the maximum length": instead("search", LONGEST, "longest = plan.limits"),
+                "the pool holds what is returned": instead(
+                    "search", "finished[:, -1] >= attainable", "finished[:, plan.num_hypotheses - 1] >= attainable"
+                ),
+                "banned tokens are generated": instead("search_rules", "if rules.banned_ids:", "if False:"),
+                "what is banned keeps its share": instead("search_rules", " if rules.renormalize ", " if False "),
+            },
+            (TOKENS, BART): {
+                "goes on with a full pool": instead("search", 'plan.rules.stop == "first"', "False"),
+                "the forced end has its own score": instead("search_rules", SCORED_END, "scored=True"),
+                "the end is forced a token early": instead("search_rules", "plan.limits == n", "plan.limits == n + 1"),
+                "the forced token has its own score": instead("search_rules", SCORED_TOKEN, "scored=True"),
+                "the second token is forced": instead(
+                    "search_rules", "enumerate(rules.forced_ids, 1)", "enumerate(rules.forced_ids, 2)"
+                ),
+                "n-grams are a token too short": instead(
+                    "search_rules", "for back in range(1, size):", "for back in range(1, size - 1):"
+                ),
+                "the last n-gram may be repeated": changed(
+                    "search_rules",
+                    ("tokens.shape[1]) < n, last.shape)", "tokens.shape[1]) < n - 1, last.shape)"),
+                    torch=("device=ids.device) < n)", "device=ids.device) < n - 1)"),
+                    tf=("keras.ops.shape(tokens)[1]) < n, ", "keras.ops.shape(tokens)[1]) < n - 1, "),
+                ),
+            },
+            (TOKENS, FAIRSEQ): {
+                "the pool keeps the best": instead("search", 'plan.rules.pool == "first"', "False"),
+                "the forced token is certain": instead("search_rules", SCORED_TOKEN, "scored=False"),
+                "the forced end is certain": instead("search_rules", SCORED_END, "scored=False"),
+            },
+            (TOKENS, MARIAN_CPP): {
+                "the beam keeps its size": instead("search", "plan.rules.beam_shrinks", "False"),
+            },
+        },
+        path="fast",
+    ),
+]

@@ -1,0 +1,350 @@
+"""Mistakes of structure, of weights and of edge cases: taps, shapes and dtypes, misplaced weights, unusual inputs."""
+
+from __future__ import annotations
+
+from transformer_parity.transformer.compare.findings import FAILED
+from transformer_parity.transformer.mistakes.mistake import (
+    CAUSAL,
+    CROSS,
+    ENCODER,
+    FOUR,
+    SELF,
+    SOURCE,
+    TARGET,
+    Edits,
+    Mistake,
+    but,
+    changed,
+    in_ports_alone,
+    instead,
+    swapped,
+    table,
+    together,
+    transposed,
+)
+
+PROJECTED = "self.output_proj(merge_heads(context))"
+LOGITS = 'tap("logits", self.output_proj(x))'
+UNMASKED = "    if mask is None:"
+MEMORY_OF = "memory = self.encode(source_ids, source_mask, tap, "
+ENCODE = 'one vector per source position. Arguments and errors as in ``Transformer``."""\n'
+DECODE = 'where both are given, the mask counts.\n        """\n'
+LOOKED_UP, GIVEN = "TokenEmbedding(config.source_vocab_size, config", 'mask = to_mask("source_mask", mask'
+NO_MASK = "        source_mask = np.ones(np.shape(source_ids), bool) if source_mask is None else source_mask\n"
+WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
+QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
+KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
+
+
+def one_value(value: str) -> Edits:
+    """Return edits that set one number of the attention's output."""
+    returned = f'return tap("output", {PROJECTED}.reshape(shape))'
+    spoilt = f"x = {PROJECTED}\n        x[0, 0, 0] = {value}\n        return tap('output', x)"
+    return changed("attention", torch=(returned, spoilt), jax=(PROJECTED, f"{PROJECTED}.at[0, 0, 0].set({value})"))
+
+
+# The padding mask of the first batch of a shape is kept for all later ones.
+STALE = Mistake(
+    "a mask kept from the last batch",
+    f"{SELF}.weights",
+    instead(
+        "transformer",
+        "        return ids, (padding_mask if",
+        torch="        kept = self.__dict__.setdefault('kept', {})\n"
+        "        if side == 'source':\n"
+        "            return ids, kept.setdefault(ids.shape, padding_mask(ids, config.pad_id))\n"
+        "        return ids, (padding_mask if",
+    ),
+    case="full/source_all_padding",
+)
+
+STRUCTURE = table(
+    {
+        f"{SELF}.output": {
+            "NaN in one place": but(one_value("math.nan"), detail="1 of 864 values are NaN or infinite"),
+            "infinity in one place": but(
+                {"torch": one_value("math.inf")["torch"]},
+                dtype="bfloat16",
+                detail="1 of 864 values are NaN or infinite",
+            ),
+        },
+        "": {
+            "a tap missing": but(
+                in_ports_alone(instead("attention", 'tap("context", weights @ value)', "weights @ value")),
+                announced=f"missing {SELF}.context, encoder.layers.1.self_attention.context,"
+                f" {CAUSAL}.context and 3 more",
+            ),
+            "a tap of another name": but(
+                in_ports_alone(instead("attention", 'tap("weights", masked', 'tap("probabilities", masked')),
+                announced=f"missing {SELF}.weights",
+            ),
+            "a tap too many": but(
+                in_ports_alone(
+                    instead(
+                        "attention", 'tap("context", weights @ value)', 'tap("mean", tap("context", weights @ value))'
+                    )
+                ),
+                announced=f"unexpected {SELF}.mean",
+            ),
+            "taps in another order": but(
+                in_ports_alone(
+                    together(
+                        instead("attention", QUERY_TAP, "\n"),
+                        instead("attention", KEY_TAP, f"{KEY_TAP}            {QUERY_TAP}"),
+                    )
+                ),
+                announced=f"{SELF}.key fired where {SELF}.query was due",
+            ),
+            "a tap that fires twice": but(
+                in_ports_alone(instead("attention", 'tap("weights", masked', 'tap("scores", masked')),
+                path="run",
+                verdict=FAILED,
+                detail="tap encoder.layers.0.self_attention.scores fired twice",
+            ),
+            "an exception": but(
+                in_ports_alone(
+                    instead("encoder", "for i, layer in", 'raise NotImplementedError("later")\n        for i, layer in')
+                ),
+                path="run",
+                verdict=FAILED,
+                detail="later",
+            ),
+            "queries and memory of cross-attention swapped, of other lengths": but(
+                in_ports_alone(
+                    instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,")
+                ),
+                path="run",
+                verdict=FAILED,
+                detail="mask must broadcast to (4, 3, 9, 7): got (4, 1, 1, 9)",
+            ),
+        },
+        "logits": {
+            "float32 logits in float64": but(
+                instead(
+                    "transformer",
+                    LOGITS,
+                    numpy=LOGITS.replace("(x)", '(x).astype("float32")'),
+                    torch=LOGITS.replace("(x)", "(x).float()"),
+                    jax=LOGITS.replace("(x)", '(x).astype("float32")'),
+                ),
+                detail="dtype must be float64: got float32",
+            ),
+            "float32 logits in bfloat16": but(
+                changed("transformer", torch=(LOGITS, WIDE_LOGITS)),
+                dtype="bfloat16",
+                detail="dtype must be bfloat16: got float32",
+            ),
+            "logits of the last position only": but(
+                instead("transformer", "self.output_proj(x)", "self.output_proj(x[:, -1:])"),
+                detail="shape must be [4, 7, 37]: got [4, 1, 37]",
+            ),
+        },
+        "output": {
+            "probabilities for logits": {
+                "numpy": [
+                    ("transformer", "import Dropout,", "import masked_softmax, Dropout,"),
+                    ("transformer", LOGITS, f"masked_softmax({LOGITS})"),
+                ],
+                "torch": [("transformer", LOGITS, f"{LOGITS}.softmax(-1)")],
+                "jax": [("transformer", LOGITS, f"jax.nn.softmax({LOGITS})")],
+            },
+            "time before batch": but(
+                instead(
+                    "transformer",
+                    LOGITS,
+                    numpy=f"{LOGITS}.swapaxes(0, 1)",
+                    torch=f"{LOGITS}.transpose(0, 1)",
+                ),
+                detail="shape must be [4, 7, 37]: got [7, 4, 37]",
+            ),
+            "axes of size one squeezed": but(
+                instead("transformer", LOGITS, numpy=f"{LOGITS}.squeeze()", torch=f"{LOGITS}.squeeze()"),
+                case="full/one_sentence",
+                detail="shape must be [1, 7, 37]: got [7, 37]",
+                unseen=("full/padded",),
+            ),
+        },
+        f"{SELF}.query": {
+            "still in training mode": changed(
+                "transformer",
+                torch=("model.eval()", "model"),
+                jax=("        model.eval()\n", ""),
+                tf=(f"{MEMORY_OF}training)", f"{MEMORY_OF}True)"),
+            )
+        },
+    }
+)
+
+WEIGHTS = table(
+    {
+        f"{ENCODER}.feed_forward.inner": {
+            "a bias of another layer": but(
+                convert=swapped(
+                    f"{ENCODER}.feed_forward.inner_proj.bias", "encoder.layers.1.feed_forward.inner_proj.bias"
+                )
+            )
+        },
+        f"{SELF}.query": {"a square matrix transposed": but(convert=transposed(f"{SELF}.query_proj.kernel"))},
+        SOURCE: {
+            "source and target table swapped": but(
+                convert=swapped("source_embedding.table", "target_embedding.table"), case="preset/torch"
+            ),
+            "weights stored in float16": but(
+                {
+                    port: [("weights", f"rounded(name, {array},", f'rounded(name, {array}.astype("float16"),')]
+                    for port, array in {**dict.fromkeys(FOUR, "weights[name]"), "torch": "array"}.items()
+                },
+                announced="source_embedding.table does not come back as it was given",
+            ),
+        },
+        ("encoder.output", "full/deeper_decoder"): {
+            "the decoder's final norm in the encoder": but(
+                convert=swapped("encoder.final_norm.scale", "decoder.final_norm.scale")
+            )
+        },
+        f"{SELF}_norm.output": {
+            "biases of norms left at zero": but(
+                changed(
+                    "weights",
+                    numpy=("parameter[...] = ", 'parameter[...] = 0.0 if name.endswith("norm.bias") else '),
+                    tf=("parameter.assign(", 'name.endswith("norm.bias") or parameter.assign('),
+                ),
+                announced=f"{SELF}_norm.bias does not come back as it was given",
+            )
+        },
+        "": {
+            "weights given back in float32": but(
+                changed("weights", torch=("tensor.numpy().copy()", "tensor.float().numpy()")),
+                announced="source_embedding.table does not come back as it was given",
+            ),
+            "weights not given back": but(
+                {
+                    port: [("weights", f"{all_of_them}}}", f'{all_of_them} if "inner" not in name}}')]
+                    for port, all_of_them in {
+                        "jax": "parameter_shapes(model.config, model.part)",
+                        "tf": "_computed_with(model).items()",
+                    }.items()
+                },
+                announced=f"missing {ENCODER}.feed_forward.inner_proj.kernel",
+            ),
+            "matrices as they lie in the file": but(
+                changed("weights", torch=("whole = (bits.T if name", "whole = (bits if name")),
+                path="run",
+                verdict=FAILED,
+                detail="RuntimeError: The size of tensor",
+            ),
+        },
+    }
+)
+
+EDGES = [
+    # Each shows in a case of its own.
+    *table(
+        {
+            ("weights", "attention/fully_masked_row"): {
+                "every head has the mask of the first": {
+                    **instead("layers", UNMASKED, f"    mask = None if mask is None else mask[:, :1]\n{UNMASKED}"),
+                    **changed("functional", numpy=("np.where(mask, inf", "np.where(mask[:, :1], inf")),
+                }
+            },
+            ("output", "embedding/long_positions"): {
+                "positions end at max_length": changed(
+                    "embedding",
+                    torch=('offset + length, device="cpu")', 'offset + length, device="cpu").clamp(max=31)'),
+                    **dict.fromkeys(
+                        ("numpy", "jax"), ("(offset, offset + length)", "(offset, offset + length).clip(max=31)")
+                    ),
+                )
+            },
+            (f"{SELF}.weights", "encoder/encode"): {
+                "encode without padding mask": changed(
+                    "transformer", **dict.fromkeys(("numpy", "torch"), (ENCODE, f"{ENCODE}{NO_MASK}"))
+                )
+            },
+            (f"{CROSS}.weights", "decoder/decode"): {
+                "decode without padding mask": instead("transformer", DECODE, f"{DECODE}{NO_MASK}")
+            },
+            (f"{CROSS}.weights", "decoder/alone"): {
+                "a decoder alone attends to padding": instead("transformer", GIVEN, f"{GIVEN} | bool(self.part)")
+            },
+            (SOURCE, "encoder/alone"): {
+                "an encoder alone does not scale its embedding": instead(
+                    "transformer", LOOKED_UP, f"{LOOKED_UP}.replace(scale_embedding=self.part is None)"
+                )
+            },
+            (f"{SELF}.weights", "full/given_masks"): {
+                "given masks not used": instead(
+                    "transformer", "self.encode(source_ids, source_mask, tap", "self.encode(source_ids, None, tap"
+                )
+            },
+            (f"{CAUSAL}.weights", "full/starts_with_padding"): {
+                "a start symbol taken for padding": instead("masks", " | is_first", "")
+            },
+            ("", "full/deeper_decoder"): {
+                "decoder as deep as the encoder": but(
+                    in_ports_alone(instead("decoder", "config.num_decoder_layers", "config.num_encoder_layers")),
+                    path="run",
+                    verdict=FAILED,
+                )
+            },
+            (f"{CAUSAL}.query", "full/other_decoder"): {
+                "decoder with the encoder's heads": but(
+                    instead(
+                        "decoder",
+                        "config = config.in_decoder",
+                        "own = config.in_decoder\n"
+                        "        config = own.replace(num_heads=config.num_heads, d_k=config.d_k, d_v=config.d_v)",
+                    ),
+                    detail="shape must be [4, 2, 7, 12]: got [4, 3, 7, 8]",
+                )
+            },
+            ("", "full/other_decoder"): {
+                # JAX takes parameters of any shape, and computes what it should.
+                "decoder's feed-forward as wide as the encoder's": but(
+                    instead(
+                        "decoder",
+                        "config = config.in_decoder",
+                        **dict.fromkeys(("torch", "tf"), "config = config.in_decoder.replace(d_ff=config.d_ff)"),
+                    ),
+                    path="run",
+                    verdict=FAILED,
+                )
+            },
+            ("logits", "full/tied_target"): {
+                "output tied to the source table": but(
+                    {
+                        **instead("transformer", "(config, self.target_embedding,", "(config, self.source_embedding,"),
+                        "torch": [  # which ties again whatever moves its parameters
+                            ("transformer", "(config, self.target_embedding,", "(config, self.source_embedding,"),
+                            ("transformer", "weight = self.target_embedding", "weight = self.source_embedding"),
+                        ],
+                    },
+                    detail="shape must be [4, 7, 41]: got [4, 7, 37]",
+                )
+            },
+            (TARGET, "full/untied"): {
+                "target looked up in the source table": instead(
+                    "transformer",
+                    "self.target_embedding(target_ids)",
+                    "self.source_embedding(target_ids % self.config.source_vocab_size)",
+                )
+            },
+        },
+        unseen=("full/padded",),
+    ),
+    Mistake(
+        "offset of learned positions forgotten",
+        "output",
+        instead("embedding", "self.table[self.offset : self.offset + ", "self.table[: "),
+        case="embedding/learned",
+    ),
+    Mistake(
+        "softmax that overflows",
+        "weights",
+        changed("layers", torch=("scores.softmax(-1, dtype)", "(scores.exp() / scores.exp().sum(-1, keepdim=True))")),
+        case="attention/sharp",
+        dtype="float32",
+        detail="values are NaN or infinite",
+        unseen=("float64", "attention/no_mask"),
+    ),
+]

@@ -1,0 +1,283 @@
+"""Known mistakes of training, as data: what each changes in a port, and where it must show.
+
+Those in the loss, the gradients and the optimizer show in a comparison with the reference: in the loss, in the norm of
+the gradient, at the first tap from the logits backwards, in a parameter's gradient, in a moment or in a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformer_parity.transformer.cases.case import STEPS, Case, tiny
+from transformer_parity.transformer.cases.standard import gradient_case
+from transformer_parity.transformer.mistakes.layers import ATTENDED
+from transformer_parity.transformer.mistakes.mistake import ALL, Edits, Table, but, changed, instead, table
+from transformer_spec.training_config import TrainingConfig
+
+# One layer per stack, and few different sizes: JAX compiles every operation for every shape.
+_PAPER = gradient_case("paper_base")
+GRADIENTS = replace(
+    _PAPER,
+    config=tiny(
+        d_v=8, d_ff=24, num_encoder_layers=1, num_decoder_layers=1, dropout={"embedding": 0.0, "residual": 0.0}
+    ),
+    inputs={name: ids[:, :7] for name, ids in _PAPER.inputs.items()},
+)
+LATE_START = {**GRADIENTS.inputs, "target_ids": GRADIENTS.inputs["target_ids"].copy()}
+LATE_START["target_ids"][:, 0] = GRADIENTS.config.pad_id  # as in Marian, whose start symbol is padding
+
+
+def steps(name: str, kind: str = "uniform", **settings: Any) -> Case:
+    """Return two steps, the second of them in the cool-down."""
+    schedule: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 2, "cooldown_steps": 1}
+    config = GRADIENTS.config.replace(label_smoothing_kind=kind)
+    return replace(GRADIENTS, name=name, stage=STEPS, config=config, settings=TrainingConfig(**schedule, **settings))
+
+
+CASES = {
+    case.name: case
+    for case in (
+        GRADIENTS,
+        replace(GRADIENTS, name="gradients/starts_with_padding", inputs=LATE_START),
+        steps("steps"),
+        steps("steps/off_target", "off_target"),
+        steps("steps/off_target_and_pad", "off_target_and_pad"),
+        steps("steps/large_epsilon", epsilon=1e-4),  # of the size of a gradient's elements, so that its place matters
+        steps("steps/clipped", clip_norm=0.5),
+        replace(
+            steps("steps/sliced", accumulation_steps=2),
+            inputs={name: ids[[0, 1, 2, 3, 0, 0, 3, 1]] for name, ids in GRADIENTS.inputs.items()},
+        ),
+    )
+}
+
+TABLE = "source_embedding.table"  # the first parameter
+LOSS, NORM = "step 1 loss", "step 1 norm of the gradient"
+FIRST, SECOND, WEIGHT = (f"step 1 {what} {TABLE}" for what in ("first moment", "second moment", "weight"))
+
+
+def later(at: str) -> str:
+    """Return the same place one step later, for what the first step does not show."""
+    return at.replace("step 1", "step 2")
+
+
+Change = tuple[str, str]  # text that occurs once, text in its place
+
+
+def in_training(torch: Change | None, jax: Change | None, tf: Change | None, numpy: Change | None = None) -> Edits:
+    """Return an edit of each port's training; None where a port cannot have the mistake."""
+    edits = {"numpy": numpy, "torch": torch, "jax": jax, "tf": tf}
+    return changed("training", **{port: edit for port, edit in edits.items() if edit})
+
+
+def also_in_torch(edits: Edits, *changes: Change) -> Edits:
+    """Return the edits and more in PyTorch, which counts the tokens of a batch before the loss is computed."""
+    return {**edits, "torch": [*edits["torch"], *(("training", *change) for change in changes)]}
+
+
+def assumed(**settings: Any) -> Edits:
+    """Return edits after which a trainer uses other settings than the given ones."""
+    other = f"type(settings)(**{{**settings.to_dict(), **{settings!r}}})"
+    return instead("training", "self.settings = settings\n", f"self.settings = settings = {other}\n")
+
+
+def by_hand(edits: Edits, *changes: Change, module: str = "backward") -> Edits:
+    """Return the edits and the same for NumPy's backward pass, which the frameworks derive by themselves."""
+    return {**edits, "numpy": [*edits.get("numpy", []), *((module, old, new) for old, new in changes)]}
+
+
+def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
+    """Return an expression without a gradient, as each framework writes it."""
+    return {
+        "torch": f"({torch}).detach()",
+        "jax": f"__import__('jax').lax.stop_gradient({jax})",
+        "tf": f"__import__('tensorflow').stop_gradient({tf})",
+    }
+
+
+def disguised(module: str, old: Mapping[str, str], kept: Mapping[str, str]) -> Edits:
+    """Return edits that keep a value but give it the gradient of another; in NumPy, ``by_hand`` does."""
+    hidden = stopped(**{port: f"({old[port]}) - ({kept[port]})" for port in ALL})
+    return instead(module, old, **{port: f"({kept[port]}) + {hidden[port]}" for port in ALL})
+
+
+ROW = {"torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]", "tf": "tf.gather(self.table, ids)"}
+TIED = {
+    "torch": "self.weight, self.bias",
+    "jax": "self.table.T if",
+    "tf": "tf.tensordot(x, self.embedding.table, [2, 1])",
+}
+WEIGHTS = {
+    "torch": "weights.masked_fill(~mask, 0.0).to(scores.dtype)",
+    "jax": "jnp.where(mask, weights, 0.0).astype(scores.dtype)",
+    "tf": "tf.cast(tf.where(mask, weights, tf.zeros([], wide.dtype)), scores.dtype)",
+}
+NORMED = {"torch": "super().forward(x)", "jax": "super().__call__(x)", "tf": "super().call(x)"}
+SCALE_AND_BIAS = {"jax": ("self.scale[...]", "self.bias[...]"), "tf": ("self.gamma", "self.beta")}
+FROZEN = {  # in torch without a difference of two gradients, which would leave rounding noise
+    "torch": "weight, bias = (p.detach() + 0.0 * p for p in (self.weight, self.bias))\n"
+    "            return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)",
+    **{
+        port: f"return ({NORMED[port]} - {bias}) / {scale} * {stopped(scale, scale, scale)[port]}"
+        f" + {stopped(bias, bias, bias)[port]}"
+        for port, (scale, bias) in SCALE_AND_BIAS.items()
+    },
+}
+SUM = {
+    "torch": "losses.masked_fill(~counted, 0.0).sum(), counted.sum()",
+    "jax": "jnp.where(counted, losses, 0.0).sum(), counted.sum()",
+    "tf": "tf.reduce_sum(tf.where(counted, losses, 0.0)), tf.math.count_nonzero(counted, dtype=tf.int32)",
+}
+
+
+ENTRIES: dict[str, Table] = {
+    "gradient": {
+        "loss": {
+            "summed over the batch": in_training(
+                ("loss = total / tokens.clamp(min=1)\n    found", "loss = total\n    found"),
+                ("return total / jnp.maximum(tokens, 1)", "return total"),
+                ("loss = total / tf.cast(tf.maximum(tokens, 1), total.dtype)", "loss = total"),
+                ("scale = 1 / max(int(tokens), 1)  # a Python", "scale = 1  # a Python"),
+            )
+        },
+        f"of {TABLE}": {
+            "no gradient through the tied output projection": by_hand(
+                instead(
+                    "embedding",
+                    TIED,
+                    torch="self.weight.detach(), self.bias",
+                    jax="__import__('jax').lax.stop_gradient(self.table.T) if",
+                    tf="tf.tensordot(x, tf.stop_gradient(self.embedding.table), [2, 1])",
+                ),
+                ("return of_x, of_kernel.T", "return of_x, 0.0 * of_kernel.T"),
+            ),
+            "no gradient through the tied embedding": by_hand(
+                disguised("embedding", ROW, {port: f"0.0 * {row}" for port, row in ROW.items()}),
+                ("of_vectors * embedding.multiplier", "of_vectors * 0.0"),
+            ),
+            "embedding not scaled in the backward pass": by_hand(
+                disguised("embedding", {port: f"{row} * self.multiplier" for port, row in ROW.items()}, ROW),
+                ("of_vectors * embedding.multiplier", "of_vectors"),
+            ),
+        },
+        "at source_embedding.output": {
+            "no gradient through a residual connection": by_hand(
+                instead(
+                    "encoder",
+                    ATTENDED,
+                    **{port: ATTENDED.replace("x +", f"{x} +") for port, x in stopped("x", "x", "x").items()},
+                ),
+                (
+                    "return of_sum + sublayer",
+                    'return (isinstance(layer, DecoderLayer) or name == "feed_forward") * of_sum + sublayer',
+                ),
+            )
+        },
+        "of decoder.layers.0.feed_forward_norm.bias": {
+            "norms are frozen": by_hand(
+                instead("layers", {port: f"return {normed}" for port, normed in NORMED.items()}, **FROZEN),
+                (
+                    'trace.note("scale", of_scale)\n    trace.note("bias", of_bias)',
+                    'trace.note("scale", 0.0 * of_scale)\n    trace.note("bias", 0.0 * of_bias)',
+                ),
+            )
+        },
+        "at decoder.layers.0.cross_attention.scores": {
+            "softmax passes its gradient through unchanged": by_hand(
+                disguised("layers", WEIGHTS, dict.fromkeys(ALL, "scores")),
+                ("masked_softmax_backward(weights, of_weights)", "of_weights"),
+                module="backward_functions",
+            )
+        },
+    },
+    "loss": {
+        (LOSS, "steps"): {
+            "label smoothing missing": but(config={"label_smoothing": 0.0}),
+            "smoothing off the target": but(config={"label_smoothing_kind": "off_target"}),
+            "softmax twice": by_hand(
+                in_training(
+                    ("logits.log_softmax(-1", "logits.softmax(-1).log_softmax(-1"),
+                    ("wide = logits.astype(", "wide = jax.nn.softmax(logits).astype("),
+                    ("log_softmax(wide)", "log_softmax(tf.nn.softmax(wide))"),
+                    ("log_softmax(logits)", "log_softmax(np.exp(log_softmax(logits)))"),
+                ),
+                (
+                    "of_logits = masked_softmax(logits) - wanted",
+                    "once = masked_softmax(logits)\n"
+                    "    of_logits = masked_softmax_backward(once, masked_softmax(once) - wanted)",
+                ),
+                module="backward_functions",
+            ),
+            "padding counts": by_hand(
+                also_in_torch(
+                    instead("training", "counted = labels != config.pad_id", "counted = labels >= 0"),
+                    ("(batch[2] != config.pad_id)", "(batch[2] >= 0)"),
+                    ("ignore_index=config.pad_id, ", ""),
+                ),
+                ("of_logits[labels == config.pad_id] = 0.0", "pass"),
+                module="backward_functions",
+            ),
+            "averaged over padding too": in_training(
+                ("(batch[2] != config.pad_id)", "(batch[2] >= 0)"),
+                (SUM["jax"], SUM["jax"].replace("counted.sum()", "(labels >= 0).sum()")),
+                (SUM["tf"], SUM["tf"].replace("nonzero(counted", "nonzero(labels >= 0")),
+                ("counted.sum()", "(labels >= 0).sum()"),
+            ),
+            "averaged by sentence": by_hand(
+                also_in_torch(
+                    in_training(
+                        (
+                            SUM["torch"],
+                            "(losses.masked_fill(~counted, 0.0).sum(1) / counted.sum(1)).sum(), counted.sum()",
+                        ),
+                        (
+                            SUM["jax"],
+                            "(jnp.where(counted, losses, 0.0).sum(1) / counted.sum(1)).sum(), counted.any(1).sum()",
+                        ),
+                        (
+                            SUM["tf"],
+                            "tf.reduce_sum(tf.reduce_sum(tf.where(counted, losses, 0.0), 1)"
+                            " / tf.math.count_nonzero(counted, 1, dtype=losses.dtype)), tf.shape(labels)[0]",
+                        ),
+                        (
+                            "np.where(counted, losses, 0.0).sum()), np.asarray(counted.sum()",
+                            "(np.where(counted, losses, 0.0).sum(1) / counted.sum(1)).sum()),"
+                            " np.asarray(counted.any(1).sum()",
+                        ),
+                    ),
+                    ("pad_id).sum()\n", "pad_id).any(1).sum()\n"),
+                ),
+                (
+                    "of_logits[labels == config.pad_id] = 0.0",
+                    "counted = labels != config.pad_id\n"
+                    "    of_logits[~counted] = 0.0\n"
+                    "    of_logits /= counted.sum(1)[:, None, None]",
+                ),
+                module="backward_functions",
+            ),
+            "labels are what the decoder reads": changed(
+                "training",
+                ("), labels, config)", "), target_ids, config)"),
+                numpy=(
+                    "    config = model.config\n    losses",
+                    "    config, labels = model.config, target_ids\n    losses",
+                ),
+            ),
+        },
+        (LOSS, "steps/off_target_and_pad"): {
+            "smoothing on padding too": but(config={"label_smoothing_kind": "off_target"})
+        },
+        (LOSS, "steps/off_target"): {
+            "smoothing on the target too": but(config={"label_smoothing_kind": "uniform"}),
+            "smoothing on the target, over one class less": by_hand(
+                instead("training", "spread = spread - right", "pass"),
+                ('(share if kind == "uniform" else 0.0)', "share"),
+                ("masked_softmax(logits) - wanted", "masked_softmax(logits) * wanted.sum(-1, keepdims=True) - wanted"),
+                module="backward_functions",
+            ),
+        },
+    },
+}
+CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}

@@ -1,0 +1,126 @@
+"""The JAX package behind the port protocol."""
+
+# ruff: noqa: D102  methods are documented in LoadedPackage
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.transformer.ports.package import (
+    COMPILED_IN_FULL,
+    LoadedPackage,
+    call_tapped,
+    find,
+)
+from transformer_spec.search import OnStep, Search, SearchResult
+from transformer_spec.training_config import TrainingConfig
+
+
+class LoadedJax(LoadedPackage):
+    """A model of the JAX package: every block is compiled."""
+
+    def to_array(self, array: ndarray) -> Any:
+        import jax
+
+        return jax.device_put(array.copy(), self.model.device)
+
+    def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
+        from jax.experimental.multihost_utils import process_allgather
+
+        return process_allgather(np.array(numbers, np.float32)).sum(0)
+
+    def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        from flax import nnx
+
+        model, block = self.holding(block)
+        return self._compiled(tapped=True)(*nnx.split(model), block, arrays, given)
+
+    def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
+        from flax import nnx
+
+        model, block = self.holding(block)
+        return self._compiled(tapped=False)(*nnx.split(model), block, arrays, {})
+
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+        from flax import nnx
+
+        graph, state = nnx.split(self.model)
+        start, step = _compile_stepwise(self.package)
+        cache, found = start(graph, state, source_ids, target_ids.shape[1]), []
+        for ids in target_ids.T:
+            logits, cache = step(graph, state, ids, cache)
+            found.append(np.asarray(logits))
+        return np.stack(found, 1)
+
+    def _compiled(self, tapped: bool) -> Callable[..., Any]:
+        # With taps on, too, compiling takes longer than running.
+        return _compile(self.package, tapped, tapped or self.dtype != COMPILED_IN_FULL)
+
+    def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
+        from unittest.mock import patch  # which imports asyncio
+
+        quick = {} if self.dtype == COMPILED_IN_FULL else _compile_search(self.package)
+        with ExitStack() as stack:
+            for name, function in quick.items():
+                stack.enter_context(patch.object(self.package.search_loop, name, function))
+            return super().search(source_ids, options, on_step)
+
+    def trainer(self, settings: TrainingConfig) -> Any:
+        import jax
+
+        trainer = super().trainer(settings)
+        if self.dtype != COMPILED_IN_FULL:
+            quick = self.package.runtime.quick_compilation()
+            step = trainer._compiled_step
+            trainer._compiled_step = jax.jit(getattr(step, "__wrapped__", step), compiler_options=quick)
+        return trainer
+
+
+@cache
+def _compile(package: Any, tapped: bool, quick: bool) -> Callable[..., Any]:
+    """Return one function for all models of a package: JAX compiles it again only where something static differs."""
+    import jax
+    from flax import nnx
+
+    def run(graphdef: Any, state: Any, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> Any:
+        function = find(package, nnx.merge(graphdef, state), block)
+        return call_tapped(function, arrays, given) if tapped else function(**arrays)
+
+    options = package.runtime.quick_compilation() if quick else None
+    return jax.jit(run, static_argnums=(0, 2), compiler_options=options)
+
+
+@cache
+def _compile_stepwise(package: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what makes a cache and what decodes a position with it, for all models of a package."""
+    import jax
+    from flax import nnx
+
+    def start(graphdef: Any, state: Any, source_ids: Any, capacity: int) -> Any:
+        return nnx.merge(graphdef, state).init_cache(source_ids, capacity)
+
+    def step(graphdef: Any, state: Any, target_ids: Any, cache: Any) -> Any:
+        return nnx.merge(graphdef, state).decode_step(target_ids, cache)
+
+    quick = package.runtime.quick_compilation()
+    compiled = jax.jit(start, static_argnums=(0, 3), compiler_options=quick)
+    return compiled, jax.jit(step, static_argnums=0, compiler_options=quick)
+
+
+@cache
+def _compile_search(package: Any) -> dict[str, Callable[..., Any]]:
+    """Return the compiled functions of a package's search by name, compiled quickly."""
+    import jax
+
+    static = {"_start": ("structure", "kind", "beam_size", "pool_size"), "_advance": ("structure",)}
+    quick = package.runtime.quick_compilation()
+    return {
+        name: jax.jit(getattr(package.search_loop, name).__wrapped__, static_argnames=arguments, compiler_options=quick)
+        for name, arguments in static.items()
+    }

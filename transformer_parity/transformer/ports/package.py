@@ -1,0 +1,201 @@
+"""The port protocol, NumPy at the boundary, and the four built-in ports.
+
+A port loads canonical weights and runs any block of the model: the whole (path ``""``), a method (``encode``), a
+module by its attribute path (``encoder.layers.0.self_attention``), a function of the package
+(``scaled_dot_product_attention``), or a part that is loaded alone (``Encoder``, ``Decoder``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.engine.system.environment import prepare_environment
+from transformer_parity.engine.system.machine import DISTRIBUTION
+from transformer_parity.transformer.ports.protocol import MissingFrameworkError, Placement, Replay, Result
+from transformer_spec import names
+from transformer_spec.config import TransformerConfig
+from transformer_spec.search import OnStep, Search, SearchResult
+from transformer_spec.training_config import Gradients, TrainingConfig
+
+# The dtype in which XLA compiles as it does for users, and what it makes of a program is compared. float64 compares the
+# formulas, and bfloat16 is a smoke test: there XLA compiles quickly in JAX, and is left out in TensorFlow, which traces
+# whole models alone.
+COMPILED_IN_FULL = "float32"
+FUNCTIONS = ("scaled_dot_product_attention",)  # blocks that belong to the package, not to the model
+PARTS = ("Encoder", "Decoder")  # blocks that are models of their own, with the model's weights
+
+
+class LoadedPackage:
+    """A model of one of our four packages: they differ in how arrays go in and out, and in what is fast."""
+
+    def __init__(self, package: Any, model: Any, placement: Placement) -> None:
+        self.package = package
+        self.model = model
+        self.placement = placement
+        self.dtype = placement.dtype
+        self.parts: dict[str, Any] = {}  # loaded so far
+
+    def export(self) -> dict[str, ndarray]:
+        """Return every parameter by its canonical name."""
+        return self.model.export_weights()
+
+    def run(
+        self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
+    ) -> Result:
+        """Run one block in inference mode; with taps off, the way a user runs it for speed."""
+        arrays, instead = self._to_arrays(inputs), self._to_arrays(given or {})
+        output, seen = self.run_tapped(block, arrays, instead) if taps else (self.run_fast(block, arrays), {})
+        return Result(self.to_numpy(output), {name: self.to_numpy(value) for name, value in seen.items()})
+
+    def shows(self, tap: str) -> bool:
+        """Whether the port promises to show a tap: ours show all."""
+        return True
+
+    def _to_arrays(self, arrays: Mapping[str, ndarray]) -> dict[str, Any]:
+        rounded = {name: x.astype(self.dtype) if x.dtype == np.float64 else x for name, x in arrays.items()}
+        return {name: self.to_array(x) for name, x in rounded.items()}
+
+    def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
+        """Return the loss of a batch and its gradients."""
+        return self.package.gradients(self.model, **inputs)
+
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+        """Return the logits of each target position, decoded one after another with a cache."""
+        with self.inference():
+            found = [self.to_numpy(logits) for logits in decode_stepwise(self.model, source_ids, target_ids)]
+        return np.stack(found, 1)
+
+    def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
+        """Return the best hypotheses of a batch."""
+        return options.run(self.package, self.model, source_ids, on_step)
+
+    def trainer(self, settings: TrainingConfig) -> Any:
+        """Return what trains this model."""
+        return self.package.Trainer(self.model, settings)
+
+    def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Run a block of the model with every tap recorded."""
+        with self.inference():
+            return call_tapped(find(self.package, *self.holding(block)), arrays, given)
+
+    def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
+        """Run a block of the model the way a user runs it for speed."""
+        with self.inference():
+            return find(self.package, *self.holding(block))(**arrays)
+
+    def holding(self, block: str) -> tuple[Any, str]:
+        """Return the model that holds a block, this one or a part of it alone, and the block's path in it."""
+        if block not in PARTS:
+            return self.model, block
+        if block not in self.parts:
+            kind, weights = getattr(self.package, block), self.model.export_weights()
+            self.parts[block] = kind.from_weights(self.model.config, weights, *self.placement)
+        return self.parts[block], ""
+
+    def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
+        """Return the sum of each number over the processes of a mesh, all of which call this."""
+        return numbers
+
+    def inference(self) -> AbstractContextManager[Any]:
+        """Return the context that a model is run in."""
+        return nullcontext()
+
+    def to_array(self, array: ndarray) -> Any:
+        """Return the framework's own array."""
+        return array
+
+    def to_numpy(self, array: Any) -> ndarray:
+        """Return a NumPy array."""
+        return np.asarray(array)
+
+
+def find(package: Any, model: Any, block: str) -> Any:
+    """Return the module, method or function that a block's path leads to."""
+    if block in FUNCTIONS:
+        return getattr(package, block)
+    return names.find(model, block) if block else model
+
+
+def call_tapped(
+    function: Callable[..., Any], arrays: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Call a block with every tap recorded; norms and embeddings have none."""
+    written = getattr(function, "forward", None) or getattr(function, "call", None) or function
+    recorder = Replay(replace=given)
+    tap = {"tap": recorder} if "tap" in inspect.signature(written).parameters else {}
+    return function(**arrays, **tap), OrderedDict(recorder)  # of a plain dict, jax.jit would sort the keys
+
+
+def decode_stepwise(model: Any, source_ids: Any, target_ids: Any) -> list[Any]:
+    """Return the logits of each target position, decoded one after another with a cache."""
+    cache, found = model.init_cache(source_ids, target_ids.shape[1]), []
+    for position in range(target_ids.shape[1]):
+        logits, cache = model.decode_step(target_ids[:, position], cache)
+        found.append(logits)
+    return found
+
+
+def with_first_step(trainer: Any, compiling: Callable[[], AbstractContextManager[Any]]) -> Any:
+    """Return a trainer whose first step, which compiles all of them, runs in a context."""
+    step = trainer.train_step
+
+    def first_step(*batch: Any, **named: Any) -> Any:
+        trainer.train_step = step
+        with compiling():
+            return step(*batch, **named)
+
+    trainer.train_step = first_step
+    return trainer
+
+
+@dataclass(frozen=True)
+class PackagePort:
+    """One of our four packages."""
+
+    name: str
+    package: str
+    needs: tuple[str, ...]  # what has to be importable
+    loaded: type[LoadedPackage]
+
+    def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPackage:
+        """Build a model that holds a copy of the weights."""
+        package = self.import_package()
+        package.set_precision(placement.precision)  # also of what is called without a model
+        return self.loaded(package, package.Transformer.from_weights(config, weights, *placement), placement)
+
+    def import_package(self) -> Any:
+        """Import the package and its framework.
+
+        Raises:
+            MissingFrameworkError: The framework is not installed.
+        """
+        self.check_installed()
+        prepare_environment()
+        return importlib.import_module(self.package)
+
+    @property
+    def install(self) -> str:
+        """The line that installs its framework, and the command line."""
+        return f"pip install '{DISTRIBUTION}[cli,{self.name}]'"
+
+    def check_installed(self) -> None:
+        """Raise MissingFrameworkError, with the install line, unless the framework can be found."""
+        if missing := self.missing():
+            raise MissingFrameworkError(
+                f"backend {self.name!r} was asked for, but {missing} is not installed: "
+                f"{self.install}, or leave it out with --backends"
+            )
+
+    def missing(self) -> str | None:
+        """Return the first module that is not installed, or None."""
+        return next((module for module in self.needs if importlib.util.find_spec(module) is None), None)

@@ -1,0 +1,151 @@
+"""Where pieces of code differ from the reference's, token by token; used by ``parity source`` and by the site.
+
+Compared is what the code does: without comments and annotations, and with one name for the forward method.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import itertools
+import tokenize
+from collections.abc import Iterator, Mapping
+from difflib import SequenceMatcher
+from typing import NamedTuple
+
+from transformer_parity.transformer.ports.source_code import FORWARD
+
+LAYOUT = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
+MOVED = 4  # tokens: a run of so many counts as the same also where it stands elsewhere in its function
+
+
+class Token(NamedTuple):
+    """A token, and where it stands in the code."""
+
+    text: str
+    start: int
+    stop: int
+    owner: str  # the class or function, as Class.method
+
+
+class Marks(NamedTuple):
+    """The tokens of a piece that the reference does not have; of the reference, those that not all others have."""
+
+    spans: list[tuple[int, int]]  # of characters; neighbours on one line are one span
+    different: int  # tokens
+    missing: int  # tokens of the reference that the piece does not have
+    total: int  # tokens
+
+
+def compare(codes: Mapping[str, str], base: str) -> dict[str, Marks]:
+    """Return the marks of some pieces of code, each compared with the piece of one name; of that one, with all."""
+    reference = tokens(codes[base])
+    found, lacking = {}, set()
+    for name, code in codes.items():
+        ours = tokens(code)
+        same = _matched(reference, ours) if name != base else {i: i for i in range(len(ours))}
+        missing = set(range(len(reference))) - set(same)
+        different = set(range(len(ours))) - set(same.values())
+        lacking |= missing
+        found[name] = Marks(list(_spans(code, ours, different)), len(different), len(missing), len(ours))
+    spans = list(_spans(codes[base], reference, lacking))
+    return {**found, base: Marks(spans, len(lacking), 0, len(reference))}
+
+
+def note(marks: Marks, *, is_base: bool = False) -> str:
+    """Return a phrase: how much of the code differs."""
+    if is_base:
+        return f"{marks.total} tokens" + f", {marks.different} not in all ports" * bool(marks.different)
+    counts = {"added": marks.different, "missing": marks.missing}
+    return f"{marks.total} tokens, {', '.join(f'{n} {what}' for what, n in counts.items() if n) or 'the same'}"
+
+
+def tokens(code: str) -> list[Token]:
+    """Return the tokens of a piece of Python that are compared."""
+    tree, lines = ast.parse(code), code.splitlines(keepends=True)
+    starts = [0, *itertools.accumulate(map(len, lines))]
+    owners = list(_owners(tree))
+    unread = [
+        range(*(starts[row - 1] + len(lines[row - 1].encode()[:at].decode()) for row, at in ends))
+        for ends in _annotations(tree)  # in bytes
+    ]
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        start, stop = (starts[row - 1] + column if row <= len(lines) else len(code) for row, column in token[2:4])
+        if token.type not in LAYOUT and token.string != "->" and not any(start in span for span in unread):
+            owner = [name for name, span in owners if token.start[0] in span]
+            found.append(Token(token.string, start, stop, owner[-1] if owner else ""))
+    return found
+
+
+def _owners(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, range]]:
+    """Yield the lines of each class and function, and those of a class before those of its methods."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = prefix + _one_name(node.name)
+            yield name, range(min(part.lineno for part in (node, *node.decorator_list)), (node.end_lineno or 0) + 1)
+            if isinstance(node, ast.ClassDef):
+                yield from _owners(node, f"{name}.")
+
+
+def _annotations(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield from where to where annotations go, with the colon before them."""
+    for node in ast.walk(tree):
+        annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
+        if annotation is None:
+            continue
+        start = annotation.lineno, annotation.col_offset
+        if isinstance(node, ast.arg):
+            start = node.lineno, node.col_offset + len(node.arg.encode())
+        elif isinstance(node, ast.AnnAssign):
+            start = node.target.end_lineno or 0, node.target.end_col_offset or 0
+        yield start, (annotation.end_lineno, annotation.end_col_offset)
+
+
+def _one_name(text: str) -> str:
+    return FORWARD[0] if text in FORWARD else text
+
+
+def _matched(reference: list[Token], ours: list[Token]) -> dict[int, int]:
+    """Return which tokens of ours are which of the reference's, by index: those of one function or class each."""
+    found: dict[int, int] = {}
+    for owner in dict.fromkeys(token.owner for token in reference):
+        theirs_here = [i for i, token in enumerate(reference) if token.owner == owner]
+        ours_here = [i for i, token in enumerate(ours) if token.owner == owner]
+        shortest = 1
+        while True:  # first in order, then what has moved
+            left = [_one_name(reference[i].text) if i not in found else ("theirs", i) for i in theirs_here]
+            taken = set(found.values())
+            right = [_one_name(ours[i].text) if i not in taken else ("ours", i) for i in ours_here]
+            blocks = SequenceMatcher(None, left, right, autojunk=False).get_matching_blocks()
+            if not (blocks := [block for block in blocks if block.size >= shortest]):
+                break
+            for block in blocks:
+                at, to = theirs_here[block.a : block.a + block.size], ours_here[block.b : block.b + block.size]
+                found |= dict(zip(at, to, strict=True))
+            shortest = MOVED
+    return found
+
+
+def _whole_lines(code: str, found: list[Token], marked: set[int]) -> set[int]:
+    """Return the same number of marks: a run that starts with a line's end, ``, b`` of ``a, b, c``, is ``b,``."""
+    chosen = set(marked)
+    for first in sorted(marked):
+        behind = next(i for i in range(first, len(found) + 1) if i not in marked)
+        ends_a_line = first + 1 < len(found) and "\n" in code[found[first].stop : found[first + 1].start]
+        if first - 1 not in marked and ends_a_line and behind < len(found) and found[first].text == found[behind].text:
+            chosen = chosen - {first} | {behind}
+    return chosen
+
+
+def _spans(code: str, found: list[Token], marked: set[int]) -> Iterator[tuple[int, int]]:
+    """Yield the spans of the tokens of some indices; neighbours on one line are one, with what is not compared."""
+    spans: list[tuple[int, int]] = []
+    chosen = _whole_lines(code, found, marked)
+    for i in sorted(chosen):
+        _, start, stop, _ = found[i]
+        if i - 1 in chosen and "\n" not in code[spans[-1][1] : start]:
+            spans[-1] = spans[-1][0], stop
+        else:
+            spans.append((start, stop))
+    yield from spans

@@ -1,0 +1,101 @@
+"""The TensorFlow package behind the port protocol."""
+
+# ruff: noqa: D102  methods are documented in LoadedPackage
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from numpy import ndarray
+
+from transformer_parity.transformer.ports.compile_clock import COMPILING
+from transformer_parity.transformer.ports.package import COMPILED_IN_FULL, LoadedPackage, find, with_first_step
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_spec.search import OnStep, Search, SearchResult
+from transformer_spec.search_rules import SearchRules
+from transformer_spec.training_config import TrainingConfig
+
+
+class LoadedTf(LoadedPackage):
+    """A model of the TensorFlow package: in float32, what runs fast is compiled."""
+
+    def __init__(self, package: Any, model: Any, placement: Placement) -> None:
+        super().__init__(package, model, placement)
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._called: set[Any] = set()
+        self._sum: Any = None
+
+    def to_array(self, array: ndarray) -> Any:
+        import tensorflow as tf
+
+        with self.inference():
+            return tf.constant(array)
+
+    def to_numpy(self, array: Any) -> ndarray:
+        return array.numpy()
+
+    def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
+        import tensorflow as tf
+
+        def on_device(found: Any) -> Any:
+            return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(found))
+
+        if self._sum is None:
+            self._sum = tf.function(lambda found: mesh.run(on_device, (found,)), autograph=False)
+        return mesh.experimental_local_results(self._sum(tf.constant(numbers, tf.float64)))[0].numpy()
+
+    def inference(self) -> Any:
+        import tensorflow as tf
+
+        return tf.device(self.model.device)
+
+    def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
+        import tensorflow as tf
+
+        by_xla = self.dtype == COMPILED_IN_FULL
+        if block and not by_xla:  # to trace a part, once for each model, takes many times as long as to run it
+            return super().run_fast(block, arrays)
+        if block not in self._compiled:
+            function = find(self.package, *self.holding(block))
+            self._compiled[block] = tf.function(lambda arrays: function(**arrays), jit_compile=by_xla)
+        shapes = tuple((name, *array.shape) for name, array in arrays.items())
+        with self.inference(), self._compiling((block, shapes)):
+            return self._compiled[block](arrays)
+
+    def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
+        # Searches by other programs' rules run in float64 alone, and so by XLA: what it makes of each must be compared.
+        if self.dtype != COMPILED_IN_FULL and options.rules == SearchRules():
+            with _uncompiled():
+                return super().search(source_ids, options, on_step)
+        with self._compiling((options, source_ids.shape)) as stop:
+
+            def show(ids: ndarray) -> None:
+                stop()  # by the end of the first step, all is compiled
+                if on_step is not None:
+                    on_step(ids)
+
+            return super().search(source_ids, options, on_step and show)
+
+    def trainer(self, settings: TrainingConfig) -> Any:
+        return with_first_step(super().trainer(settings), COMPILING.running)
+
+    @contextmanager
+    def _compiling(self, what: Any) -> Iterator[Callable[[], None]]:
+        """Count the first call as time spent compiling: TensorFlow does not tell how much of it is."""
+        first = what not in self._called
+        self._called.add(what)
+        with COMPILING.running() if first else nullcontext(lambda: None) as stop:
+            yield stop
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Let TensorFlow run one operation after another, also where a graph, and XLA, were asked for."""
+    from unittest.mock import patch  # which imports asyncio
+
+    import tensorflow as tf
+
+    with patch.object(tf, "function", lambda function, *signature, **options: function):
+        yield

@@ -1,0 +1,44 @@
+"""The PyTorch package behind the port protocol."""
+
+# ruff: noqa: D102  methods are documented in LoadedPackage
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.transformer.ports.package import LoadedPackage
+
+
+class LoadedTorch(LoadedPackage):
+    """A model of the PyTorch package, in inference mode."""
+
+    def to_array(self, array: ndarray) -> Any:
+        import torch
+
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(self.model.device)
+        return torch.from_numpy(array.copy()).to(self.model.device)
+
+    def to_numpy(self, array: Any) -> ndarray:
+        import torch
+
+        array = array.detach().cpu()
+        if array.dtype == torch.bfloat16:
+            return array.contiguous().view(torch.int16).numpy().view("bfloat16")
+        return array.numpy()
+
+    def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
+        import torch
+
+        found = torch.tensor(numbers, dtype=torch.float64, device=mesh.device_type)
+        torch.distributed.all_reduce(found)
+        return found.tolist()
+
+    def inference(self) -> Any:
+        import torch
+
+        return torch.inference_mode()

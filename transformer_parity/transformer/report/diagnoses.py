@@ -1,0 +1,96 @@
+"""Failure reports and weight audits: printed in a terminal, and as rows of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from transformer_parity.engine.system.errors import printable
+from transformer_parity.transformer.cases.case import ACTIVATIONS, STAGES
+from transformer_parity.transformer.compare.findings import DIVERGES, IMPRECISE, Finding
+from transformer_parity.transformer.diagnose.blame import Blame
+from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
+from transformer_parity.transformer.diagnose.investigate import FailureReport
+from transformer_parity.transformer.diagnose.reproduce import snippet
+from transformer_parity.transformer.diagnose.weight_audit import WRONG, Fate, summary
+from transformer_parity.transformer.report.tables import print_line
+from transformer_parity.transformer.report.tree import print_blame
+
+STYLES = {EXACT: "bold", LIKELY: "default"}
+SHOWN = 12  # weights
+
+
+def print_audit(console: Console, backend: str, fates: Sequence[Fate]) -> None:
+    """Print how many weights of a port are used where they belong, and which are not."""
+    wrong = [fate for fate in fates if fate.verdict in WRONG]
+    console.print(Text(f"{backend}, {summary(fates)}", "bold red" if wrong else "bold"))
+    for fate in wrong[:SHOWN]:
+        print_line(console, f"  {fate.verdict:10}", "bold red", f" {fate.name}: {fate.detail}")
+    if len(wrong) > SHOWN:
+        console.print(f"  ... and {len(wrong) - SHOWN} more")
+    console.print()
+
+
+def print_failure_report(console: Console, report: FailureReport) -> None:
+    """Print in which block the difference starts, what the port does, and how to run that block alone."""
+    if report.diagnosis is None:
+        return
+    console.print()
+    if report.blame is not None:
+        print_blame(console, report.blame)
+    else:
+        console.print(Text(f"{report.backend} {report.dtype} {report.case}", "bold"))
+    if between := gap(report.blame):
+        console.print(between)
+    diagnosis = report.diagnosis
+    sentence = Text(printable(diagnosis.sentence), STYLES.get(diagnosis.confidence, "default"))
+    console.print(Text("DIAGNOSIS ", "bold") + sentence, soft_wrap=True)
+    for statement in diagnosis.signatures:
+        console.print(Text(f"          {printable(statement)}", "dim"), soft_wrap=True)
+    if report.folder is not None:
+        console.print(Text("To run this block alone:", "bold"))
+        console.print(Text(snippet(_relative(report.folder))), soft_wrap=True)  # to be copied: no line is broken
+
+
+def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Sequence[FailureReport]) -> None:
+    """Print which stages differ too, and are not diagnosed as long as activations do: they follow from these."""
+    for backend in dict.fromkeys(report.backend for report in reports if report.stage == ACTIVATIONS):
+        failed = {one.stage for one in findings if one.backend == backend and one.verdict in (DIVERGES, IMPRECISE)}
+        if rest := [stage for stage in STAGES if stage in failed - {ACTIVATIONS}]:
+            said = f"{', '.join(rest)} of {backend} differ too: they are diagnosed when its activations agree."
+            console.print(f"\n{said}", soft_wrap=True, markup=False, highlight=False)
+
+
+def gap(blame: Blame | None) -> str:
+    """Return between which two taps a difference starts, where the port shows so few that others lie between them."""
+    if blame is None or not blame.introduced or blame.stage != ACTIVATIONS or blame.replayed == "nothing":
+        return ""
+    names = [mark.name for mark in blame.marks]
+    first = blame.introduced[0]
+    parts = first.split(".")
+    siblings = [name for name in names if name.split(".")[:4] == parts[:4]]
+    if len(siblings) > 1 or len(parts) < 4 or first.endswith("_norm.output"):
+        return ""
+    before = names[names.index(first) - 1] if names.index(first) else "the input"
+    return f"It lies between {before} and {first}: show more taps in between to narrow it down."
+
+
+def to_row(report: FailureReport) -> dict[str, Any]:
+    """Return the diagnosis of a failure report as plain values."""
+    found = report.diagnosis.to_dict() if report.diagnosis else {}
+    return {
+        "backend": report.backend,
+        "dtype": report.dtype,
+        "case": report.case,
+        "stage": report.stage,
+        "folder": None if report.folder is None else str(_relative(report.folder)),
+        **found,
+    }
+
+
+def _relative(folder: Path) -> Path:
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

@@ -1,0 +1,210 @@
+"""The result as one page: self-contained, for a screen of any size, in light and dark, and for paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from transformer_parity.engine.system.files import write_text
+from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
+from transformer_parity.transformer.diagnose.blame import FINE, INHERITED, INTRODUCED, Mark
+from transformer_parity.transformer.explore.page import environment, parts
+from transformer_parity.transformer.report.matrix import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    STEP_NAMES,
+    TOP,
+    WIDTH,
+    matrices,
+    number,
+    percent,
+    share,
+)
+from transformer_parity.transformer.report.result import MAIN_CASE
+from transformer_parity.transformer.report.tree import WAYS, Node, first_places, nodes
+
+Result = Mapping[str, Any]
+VERDICTS = {AGREES: "Agree", DIVERGES: "Diverge", IMPRECISE: "Imprecise", FAILED: "Incomplete"}
+SEVERITY = (FAILED, DIVERGES, IMPRECISE, AGREES, SKIPPED)  # the worst first
+MATRICES = 6  # cases of which every tap is shown
+FOLDED_LENGTH = 3  # of lists, before the rest is folded
+
+
+def write_html(path: Path, result: Result) -> None:
+    """Write a result (see ``result.build``), atomically."""
+    write_text(path, html(result))
+
+
+def html(result: Result) -> str:
+    """Return the page."""
+    templates = environment("transformer_parity.transformer.report")
+    templates.filters |= {"number": number, "share": share, "percent": percent, "breakable": breakable}
+    found, trees = matrices(result), _trees(result)
+    return templates.get_template("report.html").render(
+        **parts(result["views"]),
+        result=result,
+        verdict=VERDICTS[result["verdict"]],
+        counts=_counts(result),
+        ports=_ports(result),
+        trees=trees[0],
+        more_trees=trees[1],
+        matrices=found[:MATRICES],
+        more_matrices=[matrix.case for matrix in found[MATRICES:]],
+        components=_components(result),
+        skips=_skips(result),
+        configs=_configs(result),
+        steps=list(enumerate(STEP_NAMES)),
+        folded=FOLDED_LENGTH,
+        size=(WIDTH, HEIGHT),
+        frame=(LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM),
+    )
+
+
+def breakable(name: str) -> Markup:
+    """Allow a line to end behind the dots of a name, and nowhere else."""
+    return Markup(".<wbr>").join(name.split("."))
+
+
+def _counts(result: Result) -> list[tuple[str, str]]:
+    cases = len({row["case"] for row in result["cases"] if row["case"]})
+    counted = [
+        (len(result["backends"]), "port"),
+        (cases, "case"),
+        (result["comparisons"], "comparison"),
+        (len(result["failures"]), "failure"),
+        (result["skipped"], "skip"),
+        (len(result["near_ties"]), "near-tie"),
+    ]
+    return [(f"{count:,}", noun if count == 1 else f"{noun}s") for count, noun in counted]
+
+
+def _ports(result: Result) -> list[dict[str, Any]]:
+    """Return, for each port: what became of it, and what it is thought to do."""
+    names = list(dict.fromkeys([row["backend"] for row in result["summary"]])) or list(result["backends"])
+    ports = []
+    for name in names:
+        rows = [row for row in result["summary"] if row["backend"] == name]
+        worst = [row["worst"] for row in rows if row["verdict"] not in (SKIPPED, FAILED)]
+        ports.append(
+            {
+                "name": name,
+                "verdicts": _verdicts(row for row in result["cases"] if row["backend"] == name and row["case"]),
+                "comparisons": sum(row["comparisons"] for row in result["cases"] if row["backend"] == name),
+                "worst": max(worst, key=lambda finding: float(finding["share"]), default=None),
+                "problems": [row["worst"]["detail"] for row in rows if row["verdict"] == FAILED],
+                "diagnoses": _diagnoses([entry for entry in result["diagnoses"] if entry["backend"] == name]),
+                "version": result["environment"].get(name, {}).get("version", ""),
+            }
+        )
+    return ports
+
+
+def _verdicts(rows: Iterable[Result]) -> list[tuple[str, int]]:
+    """Return how many cases ended with each verdict: a case with the worst of all dtypes."""
+    worst: dict[str, int] = {}
+    for row in rows:
+        worst[row["case"]] = min(worst.get(row["case"], len(SEVERITY)), SEVERITY.index(row["verdict"]))
+    return [(verdict, count) for i, verdict in enumerate(SEVERITY) if (count := list(worst.values()).count(i))]
+
+
+def _components(result: Result) -> dict[str, Any]:
+    """Return the table of a terminal: for each component, the worst of each dtype and port."""
+    rows = [row for row in result["summary"] if row["component"] and row["dtype"]]
+    columns = list(dict.fromkeys((row["dtype"], row["backend"]) for row in rows))
+    columns.sort(key=lambda column: [row["dtype"] for row in rows].index(column[0]))
+    cells = {(row["component"], row["dtype"], row["backend"]): row for row in rows}
+    return {
+        "columns": columns,
+        "rows": [
+            (component, [cells.get((component, *column)) for column in columns])
+            for component in dict.fromkeys(row["component"] for row in rows)
+        ],
+    }
+
+
+def _diagnoses(entries: Iterable[Result]) -> list[dict[str, Any]]:
+    """Merge what is the same in several cases."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for entry in _main_first(entries):
+        key = tuple(entry["hypotheses"]) or (entry["sentence"],)
+        group = found.setdefault(key, {"folder": None, **entry, "places": []})
+        group["places"].append(f"{entry['dtype']} {entry['case']}")
+    return list(found.values())
+
+
+def _main_first(entries: Iterable[Result]) -> list[Any]:
+    """Return what is about the main case first, float64 before other dtypes, as it stands otherwise."""
+    return sorted(entries, key=lambda entry: (entry["case"] != MAIN_CASE, entry["dtype"] != "float64"))
+
+
+def _trees(result: Result) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the first tree of each port, and all others."""
+    first: dict[str, dict[str, Any]] = {}
+    others = []
+    for blame in _main_first(result["blames"]):
+        tree = _tree(blame)
+        if first.setdefault(blame["backend"], tree) is not tree:
+            others.append(tree)
+    return list(first.values()), others
+
+
+def _tree(blame: Result) -> dict[str, Any]:
+    marks = [
+        Mark(**{**mark, **{key: float(mark[key]) for key in ("free", "alone", "tolerance")}}) for mark in blame["marks"]
+    ]
+    return {
+        **{key: blame[key] for key in ("backend", "dtype", "case", "stage")},
+        "way": WAYS[blame["replayed"]],
+        "counts": [
+            (verdict, sum(mark.verdict == verdict for mark in marks)) for verdict in (INTRODUCED, INHERITED, FINE)
+        ],
+        "parts": [_part(node, first_places(marks)) for node in nodes(marks)],
+    }
+
+
+def _part(node: Node, first: Mapping[str, int]) -> dict[str, Any]:
+    """Return a node with all that the page shows of it; open where something is introduced first."""
+    marks = list(node.marks())
+    return {
+        "name": node.name,
+        "verdict": node.verdict,
+        "mark": node.mark,
+        "count": len(marks),
+        "failing": sum(mark.verdict != FINE for mark in marks),
+        "origin": sum(mark.verdict == INTRODUCED for mark in marks),
+        "is_open": any(mark.name in first for mark in marks),
+        "others": first.get(node.mark.name, 0) if node.mark else 0,
+        "parts": [_part(part, first) for part in node.parts],
+    }
+
+
+def _skips(result: Result) -> list[dict[str, Any]]:
+    """Take the skips of one backend for one reason together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for skip in result["skips"]:
+        places = groups.setdefault((skip["backend"], skip["detail"]), [])
+        places.append(f"{skip['dtype']} {skip['case']}".strip())
+    return [
+        {"backend": backend, "why": why, "places": list(dict.fromkeys(places))}
+        for (backend, why), places in groups.items()
+    ]
+
+
+def _configs(result: Result) -> list[dict[str, Any]]:
+    """Return the first config whole, and of each other one the fields that differ from it."""
+    configs = result["fingerprint"]["config"]
+    if not configs:
+        return []
+    first = configs[0]["fields"]
+    return [
+        {
+            "cases": config["cases"],
+            "fields": {key: value for key, value in config["fields"].items() if not i or value != first[key]},
+        }
+        for i, config in enumerate(configs)
+    ]

@@ -1,0 +1,196 @@
+"""The matrix of a case on the page: every tap by every port and dtype; and the plot of its errors along the depth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformer_parity.engine.style import BACKENDS
+from transformer_parity.transformer.compare.findings import AGREES
+from transformer_parity.transformer.diagnose.blame import FINE, INTRODUCED
+from transformer_parity.transformer.report.result import MAIN_CASE
+
+Result = Mapping[str, Any]
+# Upper ends of the steps of a logarithmic scale: shares of the tolerance. Up to 1 it is kept.
+STEPS = (0.0, 0.01, 0.1, 1.0, 10.0, 1e3, 1e6, math.inf)
+STEP_NAMES = ("exact", "≤ 1 %", "≤ 10 %", "≤ 100 %", "≤ 10 times", "≤ 1,000", "≤ 1,000,000", "more")
+WIDTH, HEIGHT = 960, 300  # of the plot; its margins:
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of the matrix."""
+
+    error: str
+    share: str
+    verdict: str
+    step: int
+    blame: str  # introduced or inherited, where that is known; empty otherwise
+
+
+@dataclass
+class Row:
+    """A tap, and its cell in each column; None where a column has no such tap."""
+
+    tap: str
+    block: str
+    cells: list[Cell | None]
+
+    @property
+    def fails(self) -> bool:
+        """Whether any column is over its tolerance."""
+        return any(cell is not None and cell.verdict != AGREES for cell in self.cells)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of the plot: of one backend in one dtype."""
+
+    colour: str
+    dtype: str
+    name: str
+    path: str
+    marks: list[tuple[float, float, str]]  # x, y, and what was introduced there
+
+
+@dataclass
+class Plot:
+    """The error along the depth."""
+
+    lines: list[Line]
+    decades: list[tuple[float, str]]  # y, label
+    blocks: list[tuple[float, str]]  # x, label
+    tolerances: list[tuple[str, str]] = field(default_factory=list)  # path, label
+
+
+@dataclass
+class Matrix:
+    """Every tap of one case."""
+
+    case: str
+    columns: list[tuple[str, str]]  # backend, dtype
+    rows: list[Row]
+    plot: Plot
+
+    @property
+    def failing(self) -> int:
+        """How many rows fail."""
+        return sum(row.fails for row in self.rows)
+
+
+def matrices(result: Result) -> list[Matrix]:
+    """Return every tap of every case that has its taps in the result, the main case first."""
+    blames = {
+        (blame["backend"], blame["dtype"], blame["case"], mark["name"]): mark["verdict"]
+        for blame in result["blames"]
+        for mark in blame["marks"]
+        if mark["verdict"] != FINE
+    }
+    cases: dict[str, list[Result]] = {}
+    for entry in sorted(result["taps"], key=lambda entry: entry["case"] != MAIN_CASE):
+        cases.setdefault(entry["case"], []).append(entry)
+    return [_matrix(case, entries, blames) for case, entries in cases.items()]
+
+
+def _matrix(case: str, entries: Sequence[Result], blames: Mapping[tuple[str, str, str, str], str]) -> Matrix:
+    found = list(dict.fromkeys((entry["backend"], entry["dtype"]) for entry in entries))
+    backends = [backend for backend, _ in found]
+    columns = sorted(found, key=lambda column: backends.index(column[0]))
+    rows: dict[str, Row] = {}
+    for entry in entries:
+        tap = entry["tap"]
+        row = rows.setdefault(tap, Row(tap, _block(tap), [None] * len(columns)))
+        blame = blames.get((entry["backend"], entry["dtype"], case, tap), "")
+        cell = Cell(number(entry["error"]), share(entry["share"]), entry["verdict"], _step(entry["share"]), blame)
+        row.cells[columns.index((entry["backend"], entry["dtype"]))] = cell
+    return Matrix(case, columns, list(rows.values()), _plot(case, entries, columns, list(rows), blames))
+
+
+def _step(value: float | str) -> int:
+    """Return where a share stands on the scale; NaN stands beyond."""
+    return next((i for i, end in enumerate(STEPS) if float(value) <= end), len(STEPS) - 1)
+
+
+def _block(tap: str) -> str:
+    path = tap.split(".")
+    return ".".join(path[:3]) if path[1:2] == ["layers"] else path[0]
+
+
+def _plot(
+    case: str,
+    entries: Sequence[Result],
+    columns: Sequence[tuple[str, str]],
+    taps: Sequence[str],
+    blames: Mapping[tuple[str, str, str, str], str],
+) -> Plot:
+    """Lay the errors out over the taps, on a logarithmic axis; nothing and infinity stand at its ends."""
+    positive = [float(entry[key]) for entry in entries for key in ("error", "tolerance")]
+    exponents = [math.log10(value) for value in positive if 0.0 < value < math.inf]
+    low, high = math.floor(min(exponents, default=-16.0)) - 1, math.ceil(max(exponents, default=0.0)) + 1
+
+    def x(tap: str) -> float:
+        return round(LEFT + 8 + (WIDTH - LEFT - RIGHT - 16) * taps.index(tap) / max(len(taps) - 1, 1), 1)
+
+    def y(value: float) -> float:
+        exponent = math.log10(value) if 0.0 < value < math.inf else (high if value else low)
+        return round(HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * (exponent - low) / (high - low), 1)
+
+    def path(own: Sequence[Result], key: str) -> str:
+        return "M" + "L".join(f"{x(entry['tap'])},{y(float(entry[key]))}" for entry in own)
+
+    lines: list[Line] = []
+    tolerances: dict[str, str] = {}
+    for backend, dtype in columns:
+        own = [entry for entry in entries if (entry["backend"], entry["dtype"]) == (backend, dtype)]
+        marks = [
+            (x(entry["tap"]), y(float(entry["error"])), entry["tap"])
+            for entry in own
+            if blames.get((backend, dtype, case, entry["tap"])) == INTRODUCED
+        ]
+        colour = backend if backend in BACKENDS else "other"
+        lines.append(Line(colour, dtype, f"{backend} {dtype}", path(own, "error"), marks))
+        tolerances.setdefault(dtype, path(own, "tolerance"))
+    firsts: dict[str, str] = {}
+    for tap in taps:
+        firsts.setdefault(_block(tap), tap)
+    blocks = [(x(tap), _label(block)) for block, tap in firsts.items()]
+    every = max(1, (high - low) // 8)
+    decades = [(y(10.0**exponent), f"1e{exponent}") for exponent in range(low + 1, high, every)]
+    values = {float(entry["error"]) for entry in entries}
+    decades += [(y(end), label) for end, label in ((0.0, "0"), (math.inf, "∞")) if end in values]
+    return Plot(lines, decades, blocks, [(path, dtype) for dtype, path in tolerances.items()])
+
+
+def _label(block: str) -> str:
+    """Return what stands below a block: the stack at its first layer, then a number; nothing where it is no layer."""
+    stack, _, layer = block.partition(".layers.")
+    return f"{stack} {layer}" if layer == "0" else layer
+
+
+def number(value: float | str) -> str:
+    """Write an error; a string is an infinite one, or NaN."""
+    value = float(value)
+    if value == 0.0:
+        return "exact"
+    return f"{value:.1e}" if math.isfinite(value) else str(value)
+
+
+def share(value: float | str) -> str:
+    """Write a share of the tolerance: a percentage of what is kept, a multiple of what is not."""
+    value = float(value)
+    if not math.isfinite(value):
+        return "beyond any tolerance"
+    if value > 1.0:
+        return f"{value:.2g} times its tolerance" if value < 1e3 else f"{value:.0e} times its tolerance"
+    return f"{100.0 * value:.2g} % of its tolerance" if value >= 0.001 or not value else "<0.1 % of its tolerance"
+
+
+def percent(value: float | str) -> str:
+    """Write a share in short."""
+    share = 100.0 * float(value)
+    if not share < 1000.0:
+        return ">999 %"
+    return f"{share:.0f} %" if share == 0.0 or share >= 1.0 else "<1 %"

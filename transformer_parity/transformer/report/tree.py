@@ -1,0 +1,194 @@
+"""The blocks of a model as a tree, with a mark at those that introduce a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from transformer_parity.transformer.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
+from transformer_parity.transformer.diagnose.diagnosis import Diagnosis
+
+LINES = 25
+STYLES = {FINE: "green", INHERITED: "dim", INTRODUCED: "bold red"}
+TITLES = {"at": "gradients at the taps, from the logits backwards", "of": "gradients of the parameters"}
+WAYS = {
+    "port": "each block of the port was run again on the reference's inputs",
+    "reference": "each block of the reference was run again on the port's inputs",
+    "nothing": "no tap is shown: nothing could be run again, and each that is wrong may follow from another",
+}
+
+
+@dataclass
+class Node:
+    """A part of a model: a leaf has a mark, any other has parts."""
+
+    name: str
+    mark: Mark | None = None
+    parts: list[Node] = field(default_factory=list)
+
+    def marks(self) -> Iterator[Mark]:
+        """Yield the marks of all leaves below, in the order of computation."""
+        if self.mark is not None:
+            yield self.mark
+        for part in self.parts:
+            yield from part.marks()
+
+    @property
+    def verdict(self) -> str:
+        """Introduced if it was anywhere below; otherwise inherited, if anything was."""
+        verdicts = {mark.verdict for mark in self.marks()}
+        return next(verdict for verdict in (INTRODUCED, INHERITED, FINE) if verdict in verdicts)
+
+
+def nodes(marks: Iterable[Mark]) -> list[Node]:
+    """Return the parts of a model: ``encoder.layers.0``, its ``self_attention``, its ``scores``.
+
+    Backwards, those of the gradients at taps come before those of parameters, in a part for each.
+    """
+    root = Node("")
+    for mark in marks:
+        kind, _, path = mark.name.rpartition(" ")
+        node = root
+        for name in [*([TITLES[kind]] if kind else []), *_path(path)]:
+            if not node.parts or node.parts[-1].name != name or node.parts[-1].mark is not None:
+                node.parts.append(Node(name))
+            node = node.parts[-1]
+        node.mark = mark
+    return [_shortened(part) for part in root.parts]
+
+
+def role(name: str) -> str:
+    """Return the role of a tensor in its layer: the same in every layer, and in each kind of attention and norm."""
+    path = name.split(".")
+    if path[1:2] == ["layers"]:
+        path = path[3:]
+    kind = {"self_attention": "attention", "cross_attention": "attention"}.get(path[0], path[0])
+    if kind.endswith("_norm"):
+        kind = "norm"
+    return ".".join((kind, *path[1:]))
+
+
+def first_places(marks: Iterable[Mark]) -> dict[str, int]:
+    """Return the first place where each kind of difference was introduced, and in how many others it was."""
+    places: dict[str, list[str]] = {}
+    for mark in marks:
+        if mark.verdict == INTRODUCED:
+            places.setdefault(role(mark.name), []).append(mark.name)
+    return {names[0]: len(names) - 1 for names in places.values()}
+
+
+def print_blame(console: Console, blame: Blame, diagnosis: Diagnosis | None = None) -> None:
+    """Print the tree of a model's blocks: what is fine is one line, what introduces a difference is spelled out.
+
+    Args:
+        console: Where to print.
+        blame: Where the differences start.
+        diagnosis: What they amount to, if that is known.
+    """
+    title = Text(f"{blame.backend} {blame.dtype} {blame.case}", "bold")
+    if diagnosis is not None:
+        title += Text(f": {diagnosis.sentence} [{diagnosis.confidence}]", "default")
+    title += Text(f"\n{WAYS[blame.replayed]}", "dim")
+    if all(mark.verdict == FINE for mark in blame.marks):
+        console.print(title)
+        console.print(Text(f"fine: all {len(blame.marks)} tensors", STYLES[FINE]))
+        return
+    places = first_places(blame.marks)
+    attempts = [(len(places), False), *((number, True) for number in range(len(places), -1, -1))]
+    for number, folds in attempts:
+        tree = Tree(title, guide_style="dim")
+        _add_all(tree, nodes(blame.marks), dict(list(places.items())[:number]), folds)
+        if _count(tree) <= LINES:
+            break
+    console.print(tree)
+
+
+def _shortened(node: Node) -> Node:
+    """Join a part with its only part, such as a norm with its output."""
+    node.parts = [_shortened(part) for part in node.parts]
+    if len(node.parts) == 1 and node.parts[0].mark is not None:
+        return Node(f"{node.name}.{node.parts[0].name}", node.parts[0].mark)
+    return node
+
+
+def _path(name: str) -> list[str]:
+    """Split a name into stack and layer, sublayer, and tensor."""
+    path = name.split(".")
+    if path[1:2] != ["layers"]:
+        return path[:1] if len(path) == 1 else [".".join(path)]
+    layer = ".".join(path[:3])
+    return [layer, *path[3:4], *([".".join(path[4:])] if path[4:] else [])]
+
+
+def _add_all(tree: Tree, parts: Sequence[Node], first: Mapping[str, int], folds: bool) -> None:
+    """Add the parts; neighbours of the same content become one line together."""
+    groups: list[list[Node]] = []
+    for part in parts:
+        together = groups and not any(_is_spelled_out(other, first, folds) for other in (part, groups[-1][-1]))
+        if together and _content(part) == _content(groups[-1][-1]):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    for alike in groups:
+        part = alike[0]
+        if len(alike) == 1 and part.mark is not None and part.mark.verdict != FINE:
+            tree.add(_leaf(part.name, part.mark, first.get(part.mark.name)))
+        elif _is_spelled_out(part, first, folds):
+            _add_all(tree.add(Text(part.name, "bold")), part.parts, first, folds)
+        else:
+            tree.add(_folded(alike))
+
+
+def _content(part: Node) -> tuple[object, ...]:
+    if part.mark is not None:
+        return (part.mark.verdict,)
+    return tuple((role(mark.name), mark.verdict) for mark in part.marks())
+
+
+def _is_spelled_out(part: Node, first: Mapping[str, int], folds: bool) -> bool:
+    """Whether a part is drawn with its own parts, and a leaf on a line of its own."""
+    if any(mark.name in first for mark in part.marks()):
+        return True
+    return part.mark is not None and part.mark.verdict != FINE and not folds
+
+
+def _leaf(name: str, mark: Mark, others: int | None) -> Text:
+    line = Text(f"{name}  error {mark.free:.1e}, tolerance {mark.tolerance:.0e}  ", STYLES[mark.verdict])
+    if mark.verdict != INTRODUCED:
+        return line + Text(mark.verdict, STYLES[mark.verdict])
+    line += Text("<- introduced here" if others is not None else "<- introduced here too", STYLES[INTRODUCED])
+    return line + Text(
+        f", and the same in {others} other place{'s' if others > 1 else ''}" if others else "", "default"
+    )
+
+
+def _folded(alike: Sequence[Node]) -> Text:
+    """Return one line for parts that are alike."""
+    name = alike[0].name
+    if len(alike) > 1:
+        number = alike[-1].name.rpartition(".")[2]
+        together = f"{name} to {number}" if number.isdecimal() else ", ".join(part.name for part in alike)
+        name = together if len(together) < 60 else f"{name} to {alike[-1].name}"
+    marks = [mark for part in alike for mark in part.marks()]
+    counts = {verdict: sum(mark.verdict == verdict for mark in marks) for verdict in STYLES}
+    verdict = next(verdict for verdict in (INTRODUCED, INHERITED, FINE) if counts[verdict])
+    taps = f", {len(marks)} tensors" if len(marks) > 1 else ""
+    if verdict == FINE:
+        return Text(f"{name}  fine{taps}", STYLES[FINE])
+    worst = max(mark.free for mark in marks)
+    if verdict == INHERITED:
+        return Text(
+            f"{name}  inherited, {counts[INHERITED]} of {len(marks)}, error up to {worst:.1e}", STYLES[INHERITED]
+        )
+    starts = dict.fromkeys(".".join(mark.name.split(".")[3:]) for mark in marks if mark.verdict == INTRODUCED)
+    what = ", ".join(list(starts)[:2]) + (f" and {len(starts) - 2} more" if len(starts) > 2 else "")
+    line = Text(f"{name}  {counts[INHERITED]} of {len(marks)} inherited  ", STYLES[INHERITED])
+    return line + Text(f"<- introduced here too: {what}", STYLES[INTRODUCED])
+
+
+def _count(tree: Tree) -> int:
+    return 1 + sum(map(_count, tree.children))

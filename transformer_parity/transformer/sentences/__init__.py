@@ -1,0 +1,1 @@
+"""Sentence pairs, vocabularies and subwords."""

@@ -1,0 +1,29 @@
+"""Initial weights: the same numbers for every backend."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import parameter_shapes
+
+
+def init_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
+    """Draw initial weights in float32.
+
+    Kernels are Xavier uniform (Glorot and Bengio, 2010), embedding matrices normal with variance 1 / d_model, biases
+    zero, and scales one.
+    """
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in parameter_shapes(config).items():
+        kind = name.rpartition(".")[2]
+        if kind == "kernel":
+            limit = np.sqrt(6.0 / sum(shape))
+            weights[name] = rng.uniform(-limit, limit, shape).astype(np.float32)
+        elif kind == "table":
+            weights[name] = rng.normal(0.0, config.d_model**-0.5, shape).astype(np.float32)
+        else:
+            weights[name] = np.full(shape, 1.0 if kind == "scale" else 0.0, np.float32)
+    return weights

@@ -1,0 +1,239 @@
+"""The one table of names: every parameter and every tap, in order, with its shape.
+
+A name is the attribute path in each package. ``kernel`` is always [in, out]; heads are contiguous in the
+last axis of the query, key and value kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from transformer_spec.checks import check_choice, check_integer
+from transformer_spec.config import TransformerConfig
+from transformer_spec.training_config import TrainingState
+
+FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+PARTS = {"encoder": ("source_", "encoder."), "decoder": ("target_", "decoder.", "output_proj.")}  # how names begin
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A Transformer of any package, or a part: the attribute path of each of its parameters is the parameter's name."""
+
+    config: TransformerConfig
+    part: str | None
+
+
+def find(model: Any, path: str) -> Any:
+    """Return the attribute of a model that a dotted path leads to."""
+
+    def step(owner: Any, key: str) -> Any:
+        return owner[int(key)] if key.isdecimal() else getattr(owner, key)
+
+    return reduce(step, path.split("."), model)
+
+
+def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every stored parameter, in the order of Figure 1.
+
+    A tied matrix is listed once, under the name it is stored by.
+
+    Args:
+        config: The model.
+        part: ``encoder`` or ``decoder``: the parameters of that alone, a table that both share among them.
+
+    Raises:
+        ValueError: There is no such part.
+    """
+    if part is None:
+        return dict(_parameters(config))
+    check_choice("part", part, tuple(PARTS))
+    other = "num_decoder_layers" if part == "encoder" else "num_encoder_layers"
+    begins = (*PARTS[part], *(["source_embedding."] if config.tie_embeddings == "all" else []))
+    shapes = _parameters(config.replace(**{other: 2}))  # however many there are
+    return {name: shape for name, shape in shapes if name.startswith(begins)}
+
+
+def tap_shapes(
+    config: TransformerConfig, batch: int, source_length: int, target_length: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every tap of one call of the full model in inference, in the order they fire."""
+    return dict(_taps(config, batch, source_length, target_length))
+
+
+def count_parameters(config: TransformerConfig) -> int:
+    """Return how many numbers the model learns; a tied matrix counts once."""
+    depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
+    shapes = parameter_shapes(config.replace(**{f"num_{stack}_layers": min(n, 2) for stack, n in depths.items()}))
+    return sum(
+        math.prod(shape) * (depths[name.partition(".")[0]] - 1 if ".layers.1." in name else 1)  # as in all later ones
+        for name, shape in shapes.items()
+    )
+
+
+def check_weights(
+    config: TransformerConfig, weights: Mapping[str, np.ndarray], what: str = "weights", part: str | None = None
+) -> None:
+    """Refuse weights that are not exactly those of the config; ``what`` names them in the message.
+
+    Of an encoder or a decoder alone, those of the other ``part`` may be among them, and are not looked at.
+
+    Raises:
+        TypeError: A tensor is not of a floating-point dtype, or the config is none.
+        ValueError: Missing, extra, mis-shaped or non-finite tensors; the message names them.
+    """
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"config must be a TransformerConfig: got {type(config).__name__}")
+    layers = sum(getattr(config, f"num_{stack}_layers") for stack in PARTS if part in (None, stack))
+    if layers > len(weights):  # before the names of that many layers are spelled out
+        raise ValueError(f"{what} hold {len(weights)} tensors, too few for the config's {layers} layers")
+    shapes = parameter_shapes(config, part)
+    others = () if part is None else tuple(start for stack in PARTS if stack != part for start in PARTS[stack])
+    unknown = [name for name in weights if name not in shapes and not name.startswith(others)]
+    problems = [f"missing {name} {list(shape)}" for name, shape in shapes.items() if name not in weights]
+    problems += [f"unexpected {name} {list(np.shape(weights[name]))}" for name in unknown]
+    for name, shape in shapes.items():
+        if name in weights and tuple(np.shape(weights[name])) != shape:
+            problems.append(f"{name} must have shape {list(shape)}: got {list(np.shape(weights[name]))}")
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise ValueError(f"{what} do not fit the config: {shown}")
+    for name in shapes:
+        array = np.asarray(weights[name])
+        if array.dtype.name not in FLOAT_DTYPES:
+            raise TypeError(f"{name} must be one of {', '.join(FLOAT_DTYPES)}: got {array.dtype.name}")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} must be finite: got {int((~np.isfinite(array)).sum())} NaN or infinite values")
+
+
+def check_training_state(config: TransformerConfig, state: TrainingState, dtype: str | None = None) -> None:
+    """Refuse what cannot be the state of a run that trains a model of the config, in a dtype if one is given.
+
+    Raises:
+        TypeError: Step or seed is not an integer, or a moment is not of a floating-point dtype.
+        ValueError: A negative step or seed; missing, extra, mis-shaped, non-finite or impossible moments, or moments
+            that overflow the dtype.
+    """
+    check_integer("step", state.step, minimum=0)
+    check_integer("seed", state.seed, minimum=0)
+    check_weights(config, state.first_moment, "first moments")
+    check_weights(config, state.second_moment, "second moments")
+    for name, array in state.second_moment.items():
+        if (np.asarray(array) < 0).any():
+            raise ValueError(f"the second moment of {name} must not be negative: got {np.min(array)}")
+    if dtype is not None:  # a trainer asks before it changes anything
+        for moments in (state.first_moment, state.second_moment):
+            for name, array in moments.items():
+                rounded(name, array, dtype)
+
+
+def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+    """Return a C-contiguous copy of a weight in another dtype.
+
+    Raises:
+        ValueError: A finite value overflows the dtype.
+    """
+    with np.errstate(over="ignore"):
+        copy = np.array(array, dtype=dtype, order="C")
+    if not np.isfinite(copy).all():
+        raise ValueError(f"{name} overflows {dtype}: its largest magnitude is {np.abs(array).max()}")
+    return copy
+
+
+def _parameters(config: TransformerConfig) -> Shapes:
+    d_model = config.d_model
+    yield "source_embedding.table", (config.source_vocab_size, d_model)
+    if config.tie_embeddings != "all":
+        yield "target_embedding.table", (config.target_vocab_size, d_model)
+    if config.position_encoding == "learned":
+        yield "source_position.table", (config.max_length, d_model)
+        yield "target_position.table", (config.max_length, d_model)
+    if config.embedding_norm:
+        yield from _norm("source_embedding_norm", config)
+        yield from _norm("target_embedding_norm", config)
+    for stack, sizes, layers in _stacks(config):
+        for i, sublayers in enumerate(layers):
+            for sublayer in sublayers:
+                path = f"{stack}.layers.{i}.{sublayer}"
+                yield from _feed_forward(path, sizes) if sublayer == "feed_forward" else _attention(path, sizes)
+                yield from _norm(f"{path}_norm", config)
+        if config.final_norm:
+            yield from _norm(f"{stack}.final_norm", config)
+    if config.tie_embeddings == "none":
+        yield "output_proj.kernel", (d_model, config.target_vocab_size)
+    if config.output_bias:
+        yield "output_proj.bias", (config.target_vocab_size,)
+
+
+def _stacks(config: TransformerConfig) -> Iterator[tuple[str, TransformerConfig, list[tuple[str, ...]]]]:
+    """Yield each stack's name, its sizes, and the sub-layers of each of its layers."""
+    yield "encoder", config, [("self_attention", "feed_forward")] * config.num_encoder_layers
+    layers: list[tuple[str, ...]] = [("self_attention", "cross_attention", "feed_forward")] * config.num_decoder_layers
+    if config.skip_first_self_attention:
+        layers[0] = layers[0][1:]
+    yield "decoder", config.in_decoder, layers
+
+
+def _linear(path: str, d_in: int, d_out: int, bias: bool) -> Shapes:
+    yield f"{path}.kernel", (d_in, d_out)
+    if bias:
+        yield f"{path}.bias", (d_out,)
+
+
+def _attention(path: str, config: TransformerConfig) -> Shapes:
+    keys, values = config.num_heads * config.d_k, config.num_heads * config.d_v
+    yield from _linear(f"{path}.query_proj", config.d_model, keys, config.attention_bias)
+    yield from _linear(f"{path}.key_proj", config.d_model, keys, config.attention_bias)
+    yield from _linear(f"{path}.value_proj", config.d_model, values, config.attention_bias)
+    yield from _linear(f"{path}.output_proj", values, config.d_model, config.attention_bias)
+
+
+def _feed_forward(path: str, config: TransformerConfig) -> Shapes:
+    yield from _linear(f"{path}.inner_proj", config.d_model, config.d_ff, config.feed_forward_bias)
+    yield from _linear(f"{path}.output_proj", config.d_ff, config.d_model, config.feed_forward_bias)
+
+
+def _norm(path: str, config: TransformerConfig) -> Shapes:
+    yield f"{path}.scale", (config.d_model,)
+    yield f"{path}.bias", (config.d_model,)
+
+
+def _taps(config: TransformerConfig, batch: int, source_length: int, target_length: int) -> Shapes:
+    lengths = {"encoder": source_length, "decoder": target_length}
+    for (stack, sizes, layers), side in zip(_stacks(config), ("source", "target"), strict=True):
+        length = lengths[stack]
+        yield f"{side}_embedding.output", (batch, length, config.d_model)
+        for i, sublayers in enumerate(layers):
+            for sublayer in sublayers:
+                path = f"{stack}.layers.{i}.{sublayer}"
+                norm = (f"{path}_norm.output", (batch, length, config.d_model))
+                if config.norm_order == "pre":
+                    yield norm
+                if sublayer == "feed_forward":
+                    yield f"{path}.inner", (batch, length, sizes.d_ff)
+                    yield f"{path}.output", (batch, length, config.d_model)
+                else:
+                    memory_length = source_length if sublayer == "cross_attention" else length
+                    yield from _attention_taps(path, sizes, batch, length, memory_length)
+                if config.norm_order == "post":
+                    yield norm
+            yield f"{stack}.layers.{i}.output", (batch, length, config.d_model)
+        yield f"{stack}.output", (batch, length, config.d_model)
+    yield "logits", (batch, target_length, config.target_vocab_size)
+
+
+def _attention_taps(path: str, config: TransformerConfig, batch: int, length: int, memory_length: int) -> Shapes:
+    heads = config.num_heads
+    yield f"{path}.query", (batch, heads, length, config.d_k)
+    yield f"{path}.key", (batch, heads, memory_length, config.d_k)
+    yield f"{path}.value", (batch, heads, memory_length, config.d_v)
+    yield f"{path}.scores", (batch, heads, length, memory_length)
+    yield f"{path}.weights", (batch, heads, length, memory_length)
+    yield f"{path}.context", (batch, heads, length, config.d_v)
+    yield f"{path}.output", (batch, length, config.d_model)

@@ -1,0 +1,304 @@
+"""What all searches have in common: their limits, how hypotheses of different lengths compare, and what they return."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_spec.checks import check_choice, check_fields, check_integer, check_number, check_positions
+from transformer_spec.config import TransformerConfig
+from transformer_spec.search_rules import LONGEST, SearchRules
+from transformer_spec.shapes import Bool, Float, Int
+
+LENGTH_PENALTIES = ("gnmt", "power")
+
+OnStep = Callable[[ndarray], None]  # is shown the unfinished hypotheses after each step, [B, K, n]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best hypotheses of each sentence, best first.
+
+    Attributes:
+        nbest_ids: The tokens without the start symbol, up to and including ``eos_id``, padded with ``pad_id``. L is the
+            length of the longest hypothesis.
+        nbest_scores: What they are ranked by: the log-probability in nats, over the length penalty in beam search. -inf
+            where there are fewer hypotheses than were asked for.
+    """
+
+    nbest_ids: Int[ndarray, "B N L"]
+    nbest_scores: Float[ndarray, "B N"]
+
+    @property
+    def ids(self) -> Int[ndarray, "B L"]:
+        """The tokens of the best hypotheses."""
+        return self.nbest_ids[:, 0]
+
+    @property
+    def scores(self) -> Float[ndarray, " B"]:
+        """The scores of the best hypotheses."""
+        return self.nbest_scores[:, 0]
+
+
+class SearchPlan(NamedTuple):
+    """The arguments of a search, checked, and what follows from them.
+
+    Attributes:
+        pad_id: Never generated; it fills the places behind a hypothesis.
+        eos_id: What ends a hypothesis.
+        start_id: What the decoder reads first.
+        min_length: The fewest tokens of a hypothesis, ``eos_id`` included.
+        limits: The most tokens of a hypothesis of each sentence, ``eos_id`` included.
+        penalties: What the log-probability of a hypothesis of n tokens is divided by, for n up to the capacity.
+        beam_size: How many unfinished hypotheses of each sentence are kept.
+        num_hypotheses: How many finished hypotheses of each sentence are returned.
+        pool_size: How many of them are kept.
+        rules: Which other program's search it is.
+    """
+
+    pad_id: int
+    eos_id: int
+    start_id: int
+    min_length: int
+    limits: Any  # [B]; an array of NumPy as planned, and of the framework in its loop
+    penalties: Any  # [n]; likewise
+    beam_size: int
+    num_hypotheses: int
+    pool_size: int
+    rules: SearchRules
+
+    @property
+    def capacity(self) -> int:
+        """How many steps the longest hypothesis may take: as many target positions are read."""
+        return len(self.penalties) - 1
+
+
+LARGEST = {  # of the sizes of a search that a file asks for
+    **{"beam_size": 1000, "num_hypotheses": 1000, "no_repeat_ngram_size": 1000},
+    **{"max_length": 2**16, "min_length": 2**16, "max_length_extra": 2**16, "max_length_factor": 100},
+}
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to search: what ``greedy_search`` and ``beam_search`` are asked for. A beam size of None is greedy search."""
+
+    beam_size: int | None = None
+    length_penalty: float = 0.6
+    max_length: int | None = None
+    num_hypotheses: int = 1
+    length_penalty_kind: str = "gnmt"
+    min_length: int = 1
+    start_id: int | None = None
+    rules: SearchRules = field(default_factory=SearchRules)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no search.
+
+        Raises:
+            TypeError: A size or an id is no integer, or the rules are of another type.
+            ValueError: A size is below 1, an id or the penalty negative, or the kind of penalty not known.
+        """
+        for name in ("beam_size", "max_length", "num_hypotheses", "min_length"):
+            if getattr(self, name) is not None or name == "min_length":
+                object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=1))
+        if self.start_id is not None:
+            object.__setattr__(self, "start_id", check_integer("start_id", self.start_id, minimum=0))
+        penalty = check_number("length_penalty", self.length_penalty, "at least 0", lambda number: number >= 0.0)
+        object.__setattr__(self, "length_penalty", penalty)
+        check_choice("length_penalty_kind", self.length_penalty_kind, LENGTH_PENALTIES)
+        if self.beam_size is not None and self.num_hypotheses > self.beam_size:
+            raise ValueError(
+                f"num_hypotheses must be at most beam_size: got {self.num_hypotheses} and {self.beam_size}"
+            )
+        if not isinstance(self.rules, SearchRules):
+            kind = type(self.rules).__name__
+            raise TypeError(f"rules must be SearchRules, such as SearchRules.preset('hf'): got {kind}")
+
+    @classmethod
+    def preset(cls, name: str, rules: SearchRules | Mapping[str, Any] | None = None, **options: Any) -> Search:
+        """Return how a program searches, with its own length penalty, and lengths as it counts them.
+
+        Args:
+            name: ``paper``, ``hf``, ``fairseq`` or ``marian``.
+            rules: What is otherwise than in ``SearchRules.preset``; or rules to take instead.
+            options: What is otherwise than by default.
+
+        Raises:
+            TypeError: An option does not exist, or has the wrong type.
+            ValueError: The name is unknown, or an option makes no sense.
+        """
+        usual: dict[str, Any] = {} if name == "paper" else {"length_penalty": 1.0, "length_penalty_kind": "power"}
+        if name == "fairseq":  # where an end symbol that stands alone is no hypothesis
+            usual["min_length"] = 2
+        if not isinstance(rules, SearchRules):
+            rules = SearchRules.preset(name, **(rules or {}))
+        return cls(**{**usual, **options}, rules=rules)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every option as plain values that JSON can hold."""
+        return {**dataclasses.asdict(self), "rules": self.rules.to_dict()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Search:
+        """Rebuild options from ``to_dict``, as a file may hold them; what is missing is as by default.
+
+        Raises:
+            TypeError: A field has the wrong type.
+            ValueError: A field is unknown, makes no sense, or asks for more memory than any search needs.
+        """
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"search options must be a mapping of field names: got {type(fields).__name__}")
+        known = {entry.name for entry in dataclasses.fields(cls)}
+        check_fields("search options", fields, known & fields.keys())
+        found = cls(**{**fields, "rules": SearchRules.from_dict(fields.get("rules", {}))})
+        for name, most in LARGEST.items():
+            value = getattr(found if name in known else found.rules, name)
+            if value is not None and value > most:
+                raise ValueError(f"{name} of a search in a file must be at most {most:,}: got {value:,}")
+        return found
+
+    def run(self, package: Any, model: Any, source_ids: Any, on_step: OnStep | None = None) -> SearchResult:
+        """Run this search in one of the four packages."""
+        common = {"max_length": self.max_length, "min_length": self.min_length, "start_id": self.start_id}
+        if self.beam_size is None:
+            return package.greedy_search(model, source_ids, on_step=on_step, rules=self.rules, **common)
+        return package.beam_search(
+            model,
+            source_ids,
+            self.beam_size,
+            self.length_penalty,
+            num_hypotheses=self.num_hypotheses,
+            length_penalty_kind=self.length_penalty_kind,
+            on_step=on_step,
+            rules=self.rules,
+            **common,
+        )
+
+    def plan(self, config: TransformerConfig, source_mask: Bool[ndarray, "B S"]) -> SearchPlan:
+        """Return the numbers that this search needs for some sentences; errors as in ``beam_search``."""
+        if config.eos_id == config.pad_id:
+            raise ValueError(f"a search needs an end symbol that is not padding: both are {config.eos_id}")
+        start_id = config.bos_id if self.start_id is None else self.start_id
+        if start_id >= config.target_vocab_size:
+            raise ValueError(f"start_id must lie in [0, {config.target_vocab_size}): got {start_id}")
+        self.rules.check_ids(config)
+        limits = self._limits(config, source_mask)
+        if self.min_length > limits.min():
+            raise ValueError(f"min_length must be at most max_length: got {self.min_length} and {limits.min()}")
+        rules = self.rules
+        if len(rules.forced_ids) >= limits.min():
+            raise ValueError(
+                f"forced_ids must be fewer than max_length: got {len(rules.forced_ids)} and {limits.min()}"
+            )
+        if rules.no_repeat_ngram_size > limits.max():
+            rules = dataclasses.replace(rules, no_repeat_ngram_size=0)  # no hypothesis has that many tokens
+        beam_size, num_hypotheses = (self.beam_size, self.num_hypotheses) if self.beam_size else (1, 1)
+        return SearchPlan(
+            pad_id=config.pad_id,
+            eos_id=config.eos_id,
+            start_id=start_id,
+            min_length=self.min_length,
+            limits=limits,
+            penalties=self._penalties(limits.max()),
+            beam_size=beam_size,
+            num_hypotheses=num_hypotheses,
+            pool_size=num_hypotheses if rules.pool == "num_hypotheses" else beam_size,
+            rules=rules,
+        )
+
+    def _limits(self, config: TransformerConfig, source_mask: Bool[ndarray, "B S"]) -> Int[ndarray, " B"]:
+        """Return the maximum length of each sentence's hypotheses."""
+        if self.max_length is None:
+            limits = self.rules.max_lengths(source_mask.sum(1))
+            if config.max_positions is not None:
+                limits = np.minimum(limits, config.max_positions)
+        else:
+            max_length = check_positions("max_length", self.max_length, config.max_positions)
+            limits = np.full(len(source_mask), max_length)
+        if limits.max() > LONGEST:
+            raise ValueError(f"max_length must be at most {LONGEST}: got {limits.max()}")
+        return limits
+
+    def _penalties(self, longest: int) -> Float[ndarray, " n"]:
+        """Return the length penalty of each number of tokens, from 0 to the maximum length."""
+        if self.beam_size is None:
+            return np.ones(longest + 1)
+        lengths = np.arange(longest + 1, dtype=np.float64)
+        penalties = length_penalty(lengths, self.length_penalty, self.length_penalty_kind)
+        penalties[0] = 1.0  # no hypothesis is that short
+        return penalties
+
+    def limit(self, source_length: int, config: TransformerConfig) -> int:
+        """Return the most tokens of a hypothesis."""
+        limit = int(self.rules.max_lengths(source_length)) if self.max_length is None else self.max_length
+        return min(limit, config.max_positions or limit)
+
+    def penalty(self, length: int) -> float:
+        """Return what the log-probability of a hypothesis is divided by."""
+        if self.beam_size is None:
+            return 1.0
+        return float(length_penalty(length, self.length_penalty, self.length_penalty_kind))
+
+
+def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
+    """Return what the log-probability of a hypothesis is divided by, so that long ones can compete.
+
+    Args:
+        length: How many tokens the hypothesis has, ``eos_id`` included; a number or an array.
+        alpha: 0 compares log-probabilities as they are; the paper uses 0.6.
+        kind: ``gnmt`` is ((5 + n) / 6)^alpha (Wu et al., 2016, equation 14; the paper); ``power`` is n^alpha (fairseq,
+            Hugging Face).
+    """
+    return length**alpha if kind == "power" else ((5.0 + length) / 6.0) ** alpha
+
+
+def pad_search(
+    source_ids: Int[ndarray, "B S"],
+    source_mask: Bool[ndarray, "B S"],
+    plan: SearchPlan,
+    max_positions: int | None,
+    round_up: Callable[[int], int],
+) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
+    """Return source and plan with padding behind them, so that there are few sizes to compile for.
+
+    The batch is rounded up to a power of two, by sentences whose limit is 0; lengths as ``round_up`` says, at most to
+    ``max_positions``.
+    """
+    batch, length = source_ids.shape
+    rows = (0, power_of_two(batch) - batch)
+    room, capacity = (min(round_up(size), max_positions or sys.maxsize) for size in (length, plan.capacity))
+    padding, more = (rows, (0, room - length)), (0, capacity - plan.capacity)
+    return (
+        np.pad(source_ids, padding, constant_values=plan.pad_id),
+        np.pad(source_mask, padding),
+        plan._replace(limits=np.pad(plan.limits, rows), penalties=np.pad(plan.penalties, more, constant_values=1.0)),
+    )
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is large enough."""
+    return 1 << (number - 1).bit_length()
+
+
+def search_result(
+    nbest_ids: Int[ndarray, "B P capacity"], nbest_scores: Float[ndarray, "B P"], pad_id: int, num_hypotheses: int = 1
+) -> SearchResult:
+    """Return the best that was found, without the columns that no hypothesis needs.
+
+    Raises:
+        ValueError: A sentence has no hypothesis, because the model computes NaN or infinity for it.
+    """
+    nbest_ids, nbest_scores = nbest_ids[:, :num_hypotheses], nbest_scores[:, :num_hypotheses]
+    best = nbest_scores[:, 0]
+    if not np.isfinite(best).all():
+        sentence = int(np.flatnonzero(~np.isfinite(best))[0])
+        raise ValueError(f"a hypothesis must have a finite score: the best of sentence {sentence} has {best[sentence]}")
+    length = int((nbest_ids != pad_id).any((0, 1)).nonzero()[0].max()) + 1  # no hypothesis has padding inside
+    return SearchResult(nbest_ids[:, :, :length], nbest_scores)
