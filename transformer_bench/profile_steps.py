@@ -1,8 +1,8 @@
 """Where the time of a forward pass, a training step or a search goes: the share of each kind of work.
 
 Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The work is that of ``parity bench``,
-after two calls that are not counted. NumPy is profiled by Python's ``cProfile``, by processor time: a function is of one
-kind (``linear``, ``layer_norm``), and what it calls is its own, unless that has a kind too. PyTorch is profiled by
+after two calls that are not counted. NumPy is profiled by Python's ``cProfile``, by processor time: a function is of
+one kind (``linear``, ``layer_norm``), and what it calls is its own, unless that has a kind too. PyTorch is profiled by
 ``torch.profiler``, operation by operation. JAX and TensorFlow are profiled by their own profilers, by what XLA has made
 of the program, and TensorFlow's training step by the operations of its graph: in both, attention's products are
 products like others. XLA leaves sums as well as products to its library YNN; those without a product are named

@@ -19,7 +19,8 @@ from transformer_parity.engine.system.machine import needs, release
 WIDTH = 80  # characters of a description
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
 
-# Command: its module (in this directory, unless it has a dot), the function there that describes its options, and its line of help.
+# Command: its module (in this directory unless it has a dot), the function that describes its options, and its line
+# of help.
 COMMANDS = {
     "check": ("check", "add_parser", "compare every port with the reference, tap by tap"),
     "init-port": ("init_port", "add_parser", "write a port that runs and agrees, to put your own model into"),

@@ -94,7 +94,8 @@ def run(options: argparse.Namespace) -> int:
     said = (
         f"{len(found):,} of {expected:,} mistakes planted: {sum(trial.caught for trial in found):,} caught, "
         f"{sum(trial.located for trial in found):,} located, "
-        f"{sum(bool(trial.named) for trial in nameable):,} of {len(nameable):,} named; {time.monotonic() - started:.0f} s."
+        f"{sum(bool(trial.named) for trial in nameable):,} of {len(nameable):,} named; "
+        f"{time.monotonic() - started:.0f} s."
     )
     word = {0: "PASS", 1: "FAIL", 3: "INCOMPLETE"}[code]
     console.print(Text(word, "bold green" if code == 0 else "bold red") + Text(f"  {said}", "default"))
