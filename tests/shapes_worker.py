@@ -104,10 +104,6 @@ def run(backend, build, record):
     if backend.name == "numpy":  # what no other component of it calls
         plan = package.search_plan.plan_search(model.config, source != 0, None, 9, 1, None)
         package.search_plan.pad_search(source, source != 0, plan, None, lambda length: 16)
-        shapes = ((2, 5, 24), (2, 7, 24), (2, 7, 13), (24, 11), (24, 11), (11,), (2, 5, 7))
-        package.additive_attention(
-            *(np.ones(shape, bool if len(shape) == 3 and shape[2] == 7 else float) for shape in shapes)
-        )
 
 
 def misfits(backend, model):

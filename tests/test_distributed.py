@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 
+import distributed_ports
 import psutil
 import pytest
 from test_reports import SCHEMA_VALIDATOR
@@ -21,7 +22,6 @@ from transformer_parity.transformer.distributed.cases import PLANS, probes, roun
 from transformer_parity.transformer.distributed.compare import DIVIDED, NAMES, REPLICAS, Run, findings
 from transformer_parity.transformer.distributed.stage import Check
 from transformer_parity.transformer.distributed.worker import Seen, Task, train
-from transformer_parity.transformer.mistakes import distributed_ports
 from transformer_parity.transformer.mistakes.distributed import MISTAKES
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 

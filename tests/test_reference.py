@@ -72,21 +72,6 @@ def test_query_that_may_attend_to_nothing():
     assert seen["context"][1, :, 3].all()
 
 
-def test_additive_attention_pair_by_pair():
-    query, key, value = random(2, 3, 5), random(2, 4, 5, seed=1), random(2, 4, 6, seed=2)
-    query_kernel, key_kernel, score_vector = random(5, 7, seed=3), random(5, 7, seed=4), random(7, seed=5)
-    mask = np.random.default_rng(6).random((2, 3, 4)) < 0.6
-    mask[0, 1] = False
-    hidden_query, hidden_key, expected = query @ query_kernel, key @ key_kernel, np.zeros((2, 3, 6))
-    for b, i in np.ndindex(2, 3):
-        allowed = [j for j in range(4) if mask[b, i, j]]
-        scores = [math.exp(score_vector @ np.tanh(hidden_query[b, i] + hidden_key[b, j])) for j in allowed]
-        for j, score in zip(allowed, scores, strict=True):
-            expected[b, i] += score / sum(scores) * value[b, j]
-    close(ref.additive_attention(query, key, value, query_kernel, key_kernel, score_vector, mask), expected)
-    assert not expected[0, 1].any()
-
-
 def test_layer_norm_by_hand():
     scale, bias = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.1, 0.2, 0.3, 0.4])
     np.testing.assert_array_equal(functional.layer_norm(np.full((1, 4), 7.0), scale, bias, 1e-6), bias[None])

@@ -23,7 +23,7 @@ from sphinx.errors import ExtensionError
 
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.importer import export_checkpoint, load
-from transformer_parity.apps.figures import style
+from transformer_parity.engine import style
 from transformer_parity.transformer.ports.source_marks import compare, tokens
 
 ROOT = Path(__file__).parents[1]

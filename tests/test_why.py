@@ -1,4 +1,4 @@
-"""`parity why`: measurements against theory and finite differences; what the command prints, draws and refuses."""
+"""The measurements behind docs/why.md: against theory and finite differences; what the script prints and refuses."""
 
 from __future__ import annotations
 
@@ -6,84 +6,87 @@ import dataclasses
 import json
 import math
 import re
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-import reference_numpy as ref
-from transformer_parity.apps.figures import why_measurements, why_tables
-from transformer_parity.cli import show
-from transformer_parity.cli.main import main
+from reference_numpy.functional import masked_softmax
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+sys.path.insert(0, str(DOCS / "examples" / "why"))
+
+import measurements  # noqa: E402  of the example
+import tables  # noqa: E402
+
+specification = spec_from_file_location("why", DOCS / "examples" / "why" / "__main__.py")
+why = module_from_spec(specification)
+specification.loader.exec_module(why)
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Measure little, and print as into a pipe of 80 columns."""
-    monkeypatch.setattr(why_tables, "D_KS", [1, 16, 256])
-    monkeypatch.setattr(why_tables, "LAYER_D_KS", [8, 512])
-    monkeypatch.setattr(why_tables, "LENGTHS", [16, 32])
-    monkeypatch.setattr(why_tables, "COST_D_KS", [1, 64])
-    monkeypatch.setattr(why_tables, "COST_LENGTH", 32)
-    monkeypatch.setattr(why_measurements, "LAYERS", 2)
-    for function in (why_measurements.measure_cost, why_measurements.measure_steps):
+    monkeypatch.setattr(tables, "D_KS", [1, 16, 256])
+    monkeypatch.setattr(tables, "LAYER_D_KS", [8, 512])
+    monkeypatch.setattr(tables, "LENGTHS", [16, 32])
+    monkeypatch.setattr(tables, "COST_D_KS", [1, 64])
+    monkeypatch.setattr(tables, "COST_LENGTH", 32)
+    monkeypatch.setattr(measurements, "LAYERS", 2)
+    for function in (measurements.measure_cost, measurements.measure_steps):
         monkeypatch.setattr(function, "__defaults__", (64, 0.0))
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def parity(capsys, *arguments):
-    """Run a command and return its exit code and what it printed."""
+def run(capsys, *arguments):
+    """Run the script and return its exit code and what it printed."""
     try:
-        code = main(list(map(str, arguments)))
+        code = why.main(list(map(str, arguments)))
     except SystemExit as leaving:  # argparse's way out
         code = leaving.code
     return code, *capsys.readouterr()
 
 
 def test_the_gain_is_the_norm_of_the_jacobian():
-    weights = ref.layers.masked_softmax(np.random.default_rng(0).normal(0, 3, (4, 7)))
+    weights = masked_softmax(np.random.default_rng(0).normal(0, 3, (4, 7)))
     jacobians = weights[:, :, None] * np.eye(7) - weights[:, :, None] * weights[:, None, :]
-    np.testing.assert_allclose(
-        why_measurements.softmax_gain(weights), np.linalg.norm(jacobians, axis=(1, 2)), rtol=1e-13
-    )
-    np.testing.assert_allclose(
-        why_measurements.softmax_gain(np.full(64, 1 / 64)), why_tables.uniform_gain(), rtol=1e-13
-    )
+    np.testing.assert_allclose(measurements.softmax_gain(weights), np.linalg.norm(jacobians, axis=(1, 2)), rtol=1e-13)
+    np.testing.assert_allclose(measurements.softmax_gain(np.full(64, 1 / 64)), tables.uniform_gain(), rtol=1e-13)
     saturated = np.array([1.0, 1e-30, 0.0])  # the sum of its squared Jacobian's entries: four of 1e-60
-    np.testing.assert_allclose(why_measurements.softmax_gain(saturated), 2e-30, rtol=1e-13)
+    np.testing.assert_allclose(measurements.softmax_gain(saturated), 2e-30, rtol=1e-13)
 
 
 @pytest.mark.parametrize("d_k", [1, 4, 64, 1024])
 def test_the_variance_is_that_of_footnote_4(d_k):
-    raw, divided = (why_measurements.measure_saturation(d_k, divided=divided) for divided in (False, True))
+    raw, divided = (measurements.measure_saturation(d_k, divided=divided) for divided in (False, True))
     assert raw.variance == pytest.approx(d_k, rel=0.06)
     assert divided.variance == pytest.approx(raw.variance / d_k)
 
 
 def test_only_raw_scores_saturate():
-    raw = {d_k: why_measurements.measure_saturation(d_k, divided=False) for d_k in (64, 1024, 4096)}
-    divided = {d_k: why_measurements.measure_saturation(d_k, divided=True) for d_k in raw}
+    raw = {d_k: measurements.measure_saturation(d_k, divided=False) for d_k in (64, 1024, 4096)}
+    divided = {d_k: measurements.measure_saturation(d_k, divided=True) for d_k in raw}
     assert [entry.gradient.median for entry in raw.values()] == pytest.approx([0.1976, 3.66e-4, 6.38e-9], rel=0.01)
     assert [entry.largest.median for entry in raw.values()] == pytest.approx([0.860, 1.0, 1.0], abs=1e-3)
     assert raw[1024].entropy.median < 0.01
     for entry in divided.values():
         assert 0.15 < entry.gradient.low < entry.gradient.median < entry.gradient.high < 0.25
         assert entry.largest.high < 0.2
-        assert 3.5 < entry.entropy.median < math.log(why_measurements.POSITIONS)
-    assert why_measurements.measure_saturation(64, divided=False) == raw[64]  # seeded
-    assert why_measurements.measure_saturation(1, divided=False) == dataclasses.replace(
-        why_measurements.measure_saturation(1, divided=True), divided=False
+        assert 3.5 < entry.entropy.median < math.log(measurements.POSITIONS)
+    assert measurements.measure_saturation(64, divided=False) == raw[64]  # seeded
+    assert measurements.measure_saturation(1, divided=False) == dataclasses.replace(
+        measurements.measure_saturation(1, divided=True), divided=False
     )
 
 
 def test_few_queries_carry_the_gradient_of_a_layer_that_does_not_divide(monkeypatch):
-    monkeypatch.setattr(why_measurements, "LAYERS", 4)
-    raw, divided = (why_measurements.measure_layer(256, divided=divided) for divided in (False, True))
+    monkeypatch.setattr(measurements, "LAYERS", 4)
+    raw, divided = (measurements.measure_layer(256, divided=divided) for divided in (False, True))
     assert raw.num_heads == 2
     assert raw.carriers.high < 0.25 < 0.7 < divided.carriers.low
     assert raw.query_kernel.low > 10 * divided.query_kernel.high
@@ -96,10 +99,10 @@ def test_the_gradient_of_a_layer_is_that_of_finite_differences(divided):
         return np.random.default_rng(3)
 
     d_model, d_k = 12, 4
-    _, of_query_kernel, of_key_kernel = why_measurements._layer_gradients(rng(), d_k, divided, d_model)
+    _, of_query_kernel, of_key_kernel = measurements._layer_gradients(rng(), d_k, divided, d_model)
     draws = rng()
-    layer = why_measurements.random_layer(draws, d_k, d_model)
-    x, upstream = draws.standard_normal((2, 1, why_measurements.POSITIONS, d_model))
+    layer = measurements.random_layer(draws, d_k, d_model)
+    x, upstream = draws.standard_normal((2, 1, measurements.POSITIONS, d_model))
     upstream /= np.linalg.norm(upstream)
 
     def scale(name, value):  # undo the division where the scores are looked at
@@ -116,17 +119,17 @@ def test_the_gradient_of_a_layer_is_that_of_finite_differences(divided):
 
 
 def test_carriers():
-    assert why_measurements.carriers(np.ones((2, 5, 3))) == pytest.approx(0.9)
-    assert why_measurements.carriers(np.eye(10)[:, :1]) == pytest.approx(0.1)
-    assert why_measurements.carriers(np.sqrt([[[8.0], [1.0]], [[0.5], [0.5]]])) == pytest.approx(
+    assert measurements.carriers(np.ones((2, 5, 3))) == pytest.approx(0.9)
+    assert measurements.carriers(np.eye(10)[:, :1]) == pytest.approx(0.1)
+    assert measurements.carriers(np.sqrt([[[8.0], [1.0]], [[0.5], [0.5]]])) == pytest.approx(
         0.5
     )  # 9 of 10, of two of four
 
 
 @pytest.mark.parametrize(("length", "d_k"), [(128, 16), (256, 64)])
 def test_the_cost_is_as_the_formulas_have_it(length, d_k):
-    cost = why_measurements.measure_cost(length, d_k, seconds=0.0)
-    shapes = [(length, why_measurements.D_MODEL, d_k)] * 2 + [
+    cost = measurements.measure_cost(length, d_k, seconds=0.0)
+    shapes = [(length, measurements.D_MODEL, d_k)] * 2 + [
         (length, d_k, length),
         (length, length, 64),
     ]  # of matrix products
@@ -135,38 +138,55 @@ def test_the_cost_is_as_the_formulas_have_it(length, d_k):
     # Pre-activation and tanh of every pair; queries, keys, scores, which become weights in place, and the average.
     assert cost.additive_bytes == pytest.approx(4 * 2 * length**2 * d_k, rel=0.03)
     assert cost.dot_bytes == pytest.approx(4 * (2 * length * d_k + length**2 + length * 64), abs=12_000)
-    assert cost.rounds >= why_measurements.LEAST_ROUNDS
+    assert cost.rounds >= measurements.LEAST_ROUNDS
     for spread in (cost.dot_seconds, cost.additive_seconds, cost.ratio):
         assert 0 < spread.low <= spread.median <= spread.high < math.inf
 
 
+def test_additive_attention_pair_by_pair():
+    shapes = [(2, 3, 5), (2, 4, 5), (2, 4, 6), (5, 7), (5, 7), (7,)]
+    arrays = [np.random.default_rng(seed).normal(size=shape) for seed, shape in enumerate(shapes)]
+    query, key, value, query_kernel, key_kernel, score_vector = arrays
+    mask = np.random.default_rng(6).random((2, 3, 4)) < 0.6
+    mask[0, 1] = False
+    hidden_query, hidden_key, expected = query @ query_kernel, key @ key_kernel, np.zeros((2, 3, 6))
+    for b, i in np.ndindex(2, 3):
+        allowed = [j for j in range(4) if mask[b, i, j]]
+        scores = [math.exp(score_vector @ np.tanh(hidden_query[b, i] + hidden_key[b, j])) for j in allowed]
+        for j, score in zip(allowed, scores, strict=True):
+            expected[b, i] += score / sum(scores) * value[b, j]
+    actual = measurements.additive_attention(query, key, value, query_kernel, key_kernel, score_vector, mask)
+    np.testing.assert_allclose(actual, expected, rtol=1e-13, atol=1e-13)
+    assert not expected[0, 1].any()
+
+
 def test_both_sides_of_a_timing_are_the_functions_of_the_reference():
-    inputs = why_measurements.attention_inputs(9, 5, 7)
+    inputs = measurements.attention_inputs(9, 5, 7)
     shared = {name: value for name, value in inputs.items() if name != "score_vector"}
-    assert ref.additive_attention(**inputs).shape == (1, 9, 7)
+    assert measurements.additive_attention(**inputs).shape == (1, 9, 7)
     scores = (inputs["query"] @ inputs["query_kernel"]) @ (inputs["key"] @ inputs["key_kernel"]).mT / math.sqrt(5)
-    expected = ref.layers.masked_softmax(scores) @ inputs["value"]
-    np.testing.assert_allclose(why_measurements.dot_product_attention(**shared)[:, 0], expected, rtol=1e-5, atol=1e-6)
+    expected = masked_softmax(scores) @ inputs["value"]
+    np.testing.assert_allclose(measurements.dot_product_attention(**shared)[:, 0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_steps_add_up_to_the_multiply_adds():
-    steps = why_measurements.measure_steps(32, 16, seconds=0.0)
+    steps = measurements.measure_steps(32, 16, seconds=0.0)
     assert [step.used_by for step in steps] == ["both", "dot", *["additive"] * 3, "both", "both"]
     by_name = {step.name: step for step in steps}
     products = ("projections", "query @ key.mT", "weights @ value")
-    assert sum(by_name[name].operations for name in products) == 2 * why_measurements.count_multiply_adds(32, 16, 64)
+    assert sum(by_name[name].operations for name in products) == 2 * measurements.count_multiply_adds(32, 16, 64)
     assert by_name["hidden @ v"].operations == by_name["query @ key.mT"].operations
     assert by_name["tanh"].operations == 32 * 32 * 16
     assert by_name["tanh"].bytes_moved == 4 * 2 * 32 * 32 * 16
-    assert why_tables.intensity(by_name["query @ key.mT"]) > 10 * why_tables.intensity(by_name["tanh"])
+    assert tables.intensity(by_name["query @ key.mT"]) > 10 * tables.intensity(by_name["tanh"])
 
 
 @pytest.mark.usefixtures("small")
 def test_why_prints_draws_and_writes(capsys, tmp_path):
     folder, file = tmp_path / "new" / "pictures", tmp_path / "why.json"
-    code, out, err = parity(capsys, "why", "--out", folder, "--json", file)
+    code, out, err = run(capsys, "--out", folder, "--json", file)
     assert (code, err) == (0, "")
-    paths = [folder / f"why-{question}.svg" for question in show.QUESTIONS]
+    paths = [folder / f"why-{question}.svg" for question in why.QUESTIONS]
     assert [line for line in out.splitlines() if line.endswith(".svg")] == list(map(str, paths))
     assert max(len(line) for line in out.splitlines() if not line.endswith(".svg")) <= 80
     assert "…" not in out
@@ -185,38 +205,38 @@ def test_why_prints_draws_and_writes(capsys, tmp_path):
 
 @pytest.mark.usefixtures("small")
 def test_why_answers_one_question(capsys, tmp_path):
-    code, out, _ = parity(capsys, "why", "sqrt-dk", "--out", tmp_path, "--format", "png")
+    code, out, _ = run(capsys, "sqrt-dk", "--out", tmp_path, "--format", "png")
     assert code == 0
     assert "multiply-adds" not in out
     assert [path.name for path in tmp_path.iterdir()] == ["why-sqrt-dk.png"]
 
 
 def test_why_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(show, "QUESTIONS", {"sqrt-dk": None})
+    monkeypatch.setattr(why, "QUESTIONS", {"sqrt-dk": None})
     file = tmp_path / "file"
     file.touch()
-    error = "parity why: error: "
-    assert parity(capsys, "why", "--out", file) == (3, "", f"{error}--out must be a folder: {file} is a file\n")
+    error = "python docs/examples/why: error: "
+    assert run(capsys, "--out", file) == (2, "", f"{error}--out must be a folder: {file} is a file\n")
     nowhere = tmp_path / "nowhere"
-    assert parity(capsys, "why", "--json", nowhere / "a") == (3, "", f"{error}there is no folder {nowhere}\n")
-    assert parity(capsys, "why", "--json", tmp_path) == (3, "", f"{error}{tmp_path} is a folder\n")
-    code, out, err = parity(capsys, "why", "--out", file / "below")
-    assert (code, out, err.startswith(error)) == (3, "", True)
-    code, out, err = parity(capsys, "why", "because")
-    assert (code, out) == (3, "")
+    assert run(capsys, "--json", nowhere / "a") == (2, "", f"{error}there is no folder {nowhere}\n")
+    assert run(capsys, "--json", tmp_path) == (2, "", f"{error}{tmp_path} is a folder\n")
+    code, out, err = run(capsys, "--out", file / "below")
+    assert (code, out, err.startswith(error)) == (2, "", True)
+    code, out, err = run(capsys, "because")
+    assert (code, out) == (2, "")
     assert "invalid choice: 'because'" in err
 
 
 def test_the_page_shows_both_pictures_and_the_seeded_numbers():
     page = " ".join((DOCS / "why.md").read_text("utf-8").split())
     links = re.findall(r"\]\(([^)]+)\)", page)
-    assert {f"why-{question}.svg" for question in show.QUESTIONS} < set(links)
+    assert {f"why-{question}.svg" for question in why.QUESTIONS} < set(links)
     for link in links:
         assert (DOCS / link).exists(), link
-    raw, divided = (why_measurements.measure_layer(512, divided=divided) for divided in (False, True))
+    raw, divided = (measurements.measure_layer(512, divided=divided) for divided in (False, True))
     assert f"{raw.query_kernel.median / divided.query_kernel.median:.0f} times as large at d_k = 512" in page
     assert f"{100 * raw.carriers.median:.0f} % of the queries carry 90 %" in page
     assert f"divided, it is {100 * divided.carriers.median:.0f} %" in page
-    low = [why_measurements.measure_saturation(64, divided=divided).gradient.low for divided in (False, True)]
+    low = [measurements.measure_saturation(64, divided=divided).gradient.low for divided in (False, True)]
     assert round(low[1] / low[0], -1) == 50
     assert "the lowest tenth of them would get a fiftieth" in page

@@ -70,6 +70,19 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, draw, and return the exit code."""
     options = parser().parse_args(arguments)
+    try:
+        answer(options)
+    except UsageError as error:
+        parser().exit(2, f"python docs/examples/why: error: {error}\n")
+    return 0
+
+
+def answer(options: argparse.Namespace) -> None:
+    """Measure, print and draw the chosen questions.
+
+    Raises:
+        UsageError: If a file or directory can't be written.
+    """
     check_writable(options.json)
     console = PlainConsole()
     chosen = [options.question] if options.question else list(QUESTIONS)
@@ -89,7 +102,6 @@ def main(arguments: list[str] | None = None) -> int:
                 _write_picture(draw, found, path)
                 console.print(f"{path}\n", soft_wrap=True)
     write_results(report, (options.json, write_json))
-    return 0
 
 
 def _write_picture(draw: Callable[..., Figure], found: dict[str, Any], path: Path) -> None:
