@@ -26,7 +26,7 @@ from test_files import flipped, header_size, tensor_at
 from reference_numpy import PRESETS, load_weights, save_weights
 from transformer_spec.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint
 from transformer_spec.checkpoint_folder import RUN, read_run
-from transformer_spec.files import load_vocabulary
+from transformer_spec.files import checksum, load_vocabulary
 from transformer_spec.training_config import TrainingConfig, TrainingState
 
 NAME = "decoder.layers.0.cross_attention.key_proj.kernel"
@@ -177,14 +177,6 @@ def test_a_weight_file_is_no_checkpoint(path):
         load_checkpoint(path.with_name("nowhere"))
 
 
-def test_checkpoints_of_version_1_are_read(path, saved):
-    rewrite(path)
-    with safe_open(path, framework="numpy") as file:
-        (description,) = file.metadata().values()
-    assert set(json.loads(description)) == {"version", "config", "training"}
-    assert_same(load_checkpoint(path), make())
-
-
 def test_flipped_bits_of_tensors_are_noticed(path, saved):
     """Each of 40, in weights, moments and vocabulary, and the tensor is named."""
     rng = np.random.default_rng(0)
@@ -287,15 +279,14 @@ def test_what_load_would_refuse_is_not_saved(path, saved, change, error, reason)
 
 
 def rewrite(path, *, tensors=None, description=None, without=()):
-    """Write the file anew, itself in order, with other tensors or another description; in version 1, no checksums."""
+    """Write the file anew, itself in order, with different tensors or a different description."""
     with safe_open(path, framework="numpy") as file:
         old = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         (text,) = file.metadata().values()
-    content = {**json.loads(text), "version": 1}
-    content.pop("sha256", None)
+    new = {name: array for name, array in {**old, **(tensors or {})}.items() if name not in without}
+    content = {**json.loads(text), "sha256": {name: checksum(name, array) for name, array in new.items()}}
     if description is not None:
         content = description(content)
-    new = {name: array for name, array in {**old, **(tensors or {})}.items() if name not in without}
     save_file(new, path, metadata={"transformer-parity": json.dumps(content)})
 
 
@@ -331,12 +322,12 @@ CORRUPTIONS = {
     "NaN weight": ({"tensors": {NAME: FITS * np.nan}}, f"{NAME} must be finite"),
     "vocabulary": ({"tensors": {"vocabulary": np.ones(5, np.int8)}}, r"vocabulary must be uint8 .* got int8 \[5\]"),
     "square vocabulary": ({"tensors": {"vocabulary": np.ones((2, 2), np.uint8)}}, r"vocabulary must .* \[2, 2\]"),
-    "version": ({"description": lambda c: {**c, "version": 3}}, "format version must be 1 or 2: got 3"),
+    "version": ({"description": lambda c: {**c, "version": 3}}, "format version must be 2: got 3"),
     "unknown entry": ({"description": lambda c: {**c, "trainer": 1}}, "metadata has unknown entries: trainer"),
     "no training": ({"description": lambda c: {**c, "training": None}}, "training state must be an object .* NoneType"),
     "training list": ({"description": lambda c: {**c, "training": [1]}}, "training state must be an object .* list"),
     "forgotten training": (
-        {"description": lambda c: {"version": 1, "config": c["config"]}},
+        {"description": lambda c: {name: c[name] for name in ("version", "config", "sha256")}},
         "weights .* unexpected first_moment",
     ),
     "no step": ({"description": training_without("step")}, "missing fields of the training state: step"),
@@ -348,7 +339,7 @@ CORRUPTIONS = {
     "progress list": ({"description": training(progress=[])}, "progress must be a dict: got list"),
     "progress NaN": ({"description": training(progress={"x": math.nan})}, r"progress\['x'\] must be made of"),
     "settings list": ({"description": training(settings=[])}, "training settings must be a mapping"),
-    "no settings": ({"description": training(settings={})}, "missing training settings: accumulation_steps, beta1"),
+    "no settings": ({"description": training(settings={})}, "missing training settings: accumulation_steps, activation_checkpointing, beta1"),
     "settings": ({"description": training(settings={**OPTIMIZER, "x": 1})}, "unknown training settings: x"),
     "setting": ({"description": training(settings={**OPTIMIZER, "beta1": 1.0})}, r"beta1 must be in \[0, 1\)"),
     "NaN setting": ({"description": training(settings={**OPTIMIZER, "epsilon": math.nan})}, "epsilon must be positive"),

@@ -11,7 +11,7 @@ import pytest
 from conftest import tiny_config
 
 from reference_numpy import PRESETS, DropoutRates, TransformerConfig
-from transformer_spec.config import CHOICES, DECODER_SIZES, DEPTHS, LATER, SIZES, SWITCHES
+from transformer_spec.config import CHOICES, DECODER_SIZES, DEPTHS, SIZES, SWITCHES
 
 RATES = [field.name for field in dataclasses.fields(DropoutRates)]
 IDS = ("pad_id", "bos_id", "eos_id")
@@ -139,13 +139,6 @@ def test_survives_json(preset):
     assert TransformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.replace() == config
     assert config.replace(d_ff=7).d_ff == 7
-
-
-@pytest.mark.parametrize("field", LATER)
-def test_a_file_from_before_a_field_was_there_means_its_default(field):
-    config = TransformerConfig(source_vocab_size=11, target_vocab_size=11)
-    older = {name: value for name, value in config.to_dict().items() if name != field}
-    assert TransformerConfig.from_dict(older) == config
 
 
 @pytest.mark.parametrize(

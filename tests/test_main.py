@@ -96,13 +96,6 @@ def test_a_word_that_is_unknown_leads_to_one_that_is_known(line, says, capsys):
     assert error.startswith(f"{command}: error: {says}")
 
 
-def test_an_old_option_name_is_taken_with_a_note(capsys):
-    assert main(["check", "--rung=decode", "--backends", "numpy"]) == 3
-    note, error = capsys.readouterr().err.splitlines()
-    assert note == "parity: --rung is now called --stage; the old name goes with the next release"
-    assert error == "parity check: error: numpy is the reference: name at least one port to compare with it"
-
-
 def test_a_usage_error_is_one_line_and_an_error_of_the_program_a_traceback(capsys, monkeypatch):
     def raising(error):
         def describe(*given):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import re
@@ -20,6 +21,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_layout import ROOT, imported
 
+import transformer_spec
+from transformer_parity.cli.main import main
 from transformer_parity.engine.system.machine import LIBRARIES
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -29,10 +32,28 @@ PACKAGES = {
     "transformer_jax": {"jax", "flax"},
     "transformer_tf": {"tensorflow", "keras"},
 }
+SHARED = ("transformer_spec", "transformer_parity", "transformer_bench")
 BASE = {"numpy", "safetensors", "ml_dtypes"}
 OPTIONAL = {"orbax"}  # for folders of parts alone
 
 # --- What each install brings ---
+
+
+@pytest.mark.parametrize("name", [*PACKAGES, *SHARED])
+def test_a_package_has_a_version_public_names_and_types(name):
+    """The version of the distribution, which `parity --version` prints too; all public names exist, each named once."""
+    package = importlib.import_module(name)
+    assert package.__version__ == transformer_spec.__version__
+    assert "__version__" in package.__all__
+    assert len(package.__all__) == len(set(package.__all__))
+    assert all(hasattr(package, public) for public in package.__all__)
+    assert (Path(package.__file__).parent / "py.typed").is_file()
+
+
+def test_parity_prints_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"parity {transformer_spec.__version__}\n"
+
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -43,7 +64,7 @@ def test_a_package_imports_the_base_install_and_its_own_framework(package):
         for path in (ROOT / package).glob("*.py")
         for name in imported(f"{package}.{path.stem}", path, types=False)
     }
-    outside = found - set(sys.stdlib_module_names) - {package, "reference_numpy"}
+    outside = found - set(sys.stdlib_module_names) - {package, "transformer_spec"}
     assert PACKAGES[package] <= outside <= BASE | PACKAGES[package] | OPTIONAL
 
 
@@ -152,7 +173,7 @@ def test_everything_that_comes_along_is_pinned():
 
 # --- What is shipped ---
 
-FOLDERS = ("transformer_parity", *PACKAGES, "tests", "docs", "benchmarks", ".ci")
+FOLDERS = (*SHARED, *PACKAGES, "tests", "docs", "benchmarks", ".ci")
 FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "constraints.txt", "pyproject.toml", "setup.py")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
@@ -198,7 +219,7 @@ def test_the_source_distribution_has_everything(built):
 
 def test_the_wheel_has_every_package_and_nothing_else(built):
     _, wheel = built
-    packages = ("transformer_parity", *PACKAGES)
+    packages = (*SHARED, *PACKAGES)
     assert contents(wheel, packages) == contents(ROOT, packages)
     (info,) = {path.name for path in wheel.iterdir()} - set(packages)
     assert info.endswith(".dist-info")

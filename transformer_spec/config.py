@@ -25,11 +25,16 @@ CHOICES = {
 }
 SIZES = ("source_vocab_size", "target_vocab_size", "d_model", "num_heads", "d_k", "d_v", "d_ff", "max_length")
 DEPTHS = ("num_encoder_layers", "num_decoder_layers")
-LATER_SWITCHES = ("embedding_norm", "skip_first_self_attention")
-SWITCHES = ("final_norm", "scale_embedding", "attention_bias", "feed_forward_bias", "output_bias", *LATER_SWITCHES)
+SWITCHES = (
+    "final_norm",
+    "scale_embedding",
+    "attention_bias",
+    "feed_forward_bias",
+    "output_bias",
+    "embedding_norm",
+    "skip_first_self_attention",
+)
 DECODER_SIZES = ("num_heads", "d_k", "d_v", "d_ff")  # of which the decoder may have its own
-# Fields that older files do not have: their defaults say what was meant.
-LATER = (*LATER_SWITCHES, *(f"decoder_{name}" for name in DECODER_SIZES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,5 +295,5 @@ class TransformerConfig:
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"a config must be a mapping of field names: got {type(fields).__name__}")
-        check_fields("config fields", {*LATER, *fields}, (entry.name for entry in dataclasses.fields(cls)))
+        check_fields("config fields", fields, (entry.name for entry in dataclasses.fields(cls)))
         return cls(**fields)

@@ -7,8 +7,7 @@ model as the tensor ``vocabulary``, or files of another kind as tensors ``vocabu
 The metadata has one entry, an object in JSON: ``version``, ``config``, ``sha256`` with the checksum of each tensor by
 its name, in a checkpoint ``training``, and ``part`` (``encoder`` or ``decoder``) where the file holds no more than that
 part's tensors. A weight file may also have ``search``, how to search with its model, and ``origin``, where it came
-from: objects, each with a checksum of its own among those of the tensors. Version 1 is without checksums, and is still
-read.
+from: objects, each with its checksum among those of the tensors.
 """
 
 from __future__ import annotations
@@ -333,7 +332,7 @@ def _read_bytes(description: Mapping[str, Any], file: safe_open, name: str) -> b
 def _read_tensor(description: Mapping[str, Any], file: safe_open, name: str) -> ndarray:
     """Read a tensor of an open file, and refuse one that is not what was written."""
     array = file.get_tensor(name)
-    if description["version"] > 1 and (found := checksum(name, array)) != (needed := description["sha256"].get(name)):
+    if (found := checksum(name, array)) != (needed := description["sha256"].get(name)):
         raise ValueError(f"{name} is damaged: its SHA-256 must be {needed}: got {found}")
     return array
 
@@ -343,11 +342,10 @@ def _read_description(text: str | None) -> dict[str, Any]:
         raise ValueError(f"its metadata has no entry {METADATA_KEY!r}")
     content = json.loads(text)
     version = content.get("version") if isinstance(content, dict) else None
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-        raise ValueError(f"format version must be 1 or {FORMAT_VERSION}: got {version!r}")
-    if version > 1 and not isinstance(content.get("sha256"), dict):
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise ValueError(f"format version must be {FORMAT_VERSION}: got {version!r}")
+    if not isinstance(content.get("sha256"), dict):
         raise ValueError("its metadata must have an object 'sha256', with the checksum of each tensor")
-    usual = {"version", "config", "part", "training"}
-    if unknown := sorted(set(content) - usual - {*(("sha256", *NOTES) if version > 1 else ())}):
+    if unknown := sorted(set(content) - {"version", "config", "part", "training", "sha256", *NOTES}):
         raise ValueError(f"its metadata has unknown entries: {', '.join(unknown)}")
     return content

@@ -90,7 +90,6 @@ class TrainingConfig:
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"training settings must be a mapping of field names: got {type(fields).__name__}")
-        fields = {"activation_checkpointing": False, **fields}  # which older files lack
         check_fields("training settings", fields, (entry.name for entry in dataclasses.fields(cls)))
         return cls(**fields)
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from transformer_parity import __version__
 from transformer_parity.engine.system.environment import lasting_streams
 from transformer_parity.engine.system.errors import UsageError, printable, reason
 from transformer_parity.engine.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
-from transformer_parity.engine.system.machine import needs, release
+from transformer_parity.engine.system.machine import needs
 
 WIDTH = 80  # characters of a description
 INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
@@ -62,7 +63,6 @@ EPILOG = """`parity COMMAND --help` describes a command, with examples and exit 
 Exit code 3 always means that nothing, or not everything, was done; wrong usage included. A training run that
 was stopped and saved exits with 130 or 143.
 """
-RENAMED = {"--rung": "--stage"}  # option names of the release before
 
 
 class Parser(argparse.ArgumentParser):
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with sigterm_is_ctrl_c(), lasting_streams():
             try:
-                return _run(_renamed(sys.argv[1:] if arguments is None else arguments))
+                return _run(sys.argv[1:] if arguments is None else arguments)
             finally:
                 sys.stdout.flush()
                 if error := getattr(sys.stdout, "error", None):
@@ -136,7 +136,7 @@ def _run(given: Sequence[str]) -> int:
         if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if options.version:
-            print(f"parity {release()}")
+            print(f"parity {__version__}")
             return 0
         if "run" not in options:
             parser.print_help()
@@ -156,18 +156,6 @@ def _run(given: Sequence[str]) -> int:
     except Exception:  # whose exit code of 1 would read as a semantic divergence
         traceback.print_exc()
     return INCOMPLETE
-
-
-def _renamed(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with the present names of options, and print a note for each old one."""
-    found = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name in RENAMED:
-            note = f"parity: {name} is now called {RENAMED[name]}; the old name goes with the next release"
-            print(note, file=sys.stderr)
-        found.append(RENAMED.get(name, name) + equals + value)
-    return found
 
 
 if __name__ == "__main__":

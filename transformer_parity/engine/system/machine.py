@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from transformer_parity import __version__
 from transformer_parity.engine.system.errors import UsageError
 
 DISTRIBUTION = "transformer-parity"
@@ -41,20 +42,10 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def release() -> str:
-    """Return the version of this distribution."""
-    from importlib.metadata import PackageNotFoundError, version  # half of the time that `parity --help` takes
-
-    try:
-        return version(DISTRIBUTION)
-    except PackageNotFoundError:
-        return "not installed, run from its folder"
-
-
 def describe_machine() -> dict[str, Any]:
     """Return what the comparison runs on."""
     return {
-        DISTRIBUTION: release(),
+        DISTRIBUTION: __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": processor(),

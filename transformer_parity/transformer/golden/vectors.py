@@ -27,7 +27,6 @@ from transformer_spec.training_config import TrainingConfig
 
 FORMAT = "transformer-parity golden vectors"
 VERSION = 2
-READABLE = (1, 2)  # version 1 called a stage a rung
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 DTYPES = ("float64", "float32")
@@ -172,14 +171,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST} must have the format {FORMAT!r}")
     version = manifest.get("version")
-    if type(version) is not int or version not in READABLE:
-        raise ValueError(f"format version must be {' or '.join(map(str, READABLE))}: got {version!r}")
+    if type(version) is not int or version != VERSION:
+        raise ValueError(f"format version must be {VERSION}: got {version!r}")
     return manifest
 
 
 def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, weights_file: Path) -> Case:
     name = printable(_entry(fields, "name", str))
-    stage = _entry({"stage": fields.get("rung"), **fields}, "stage", str)  # as version 1 calls it
+    stage = _entry(fields, "stage", str)
     if stage not in STAGES:
         raise ValueError(f"case {name} must have a stage of {', '.join(STAGES)}: got {stage!r}")
     search = Search.from_dict(_entry(fields, "search", dict)) if stage == DECODE else None
