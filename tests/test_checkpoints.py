@@ -339,7 +339,10 @@ CORRUPTIONS = {
     "progress list": ({"description": training(progress=[])}, "progress must be a dict: got list"),
     "progress NaN": ({"description": training(progress={"x": math.nan})}, r"progress\['x'\] must be made of"),
     "settings list": ({"description": training(settings=[])}, "training settings must be a mapping"),
-    "no settings": ({"description": training(settings={})}, "missing training settings: accumulation_steps, activation_checkpointing, beta1"),
+    "no settings": (
+        {"description": training(settings={})},
+        "missing training settings: accumulation_steps, activation_checkpointing, beta1",
+    ),
     "settings": ({"description": training(settings={**OPTIMIZER, "x": 1})}, "unknown training settings: x"),
     "setting": ({"description": training(settings={**OPTIMIZER, "beta1": 1.0})}, r"beta1 must be in \[0, 1\)"),
     "NaN setting": ({"description": training(settings={**OPTIMIZER, "epsilon": math.nan})}, "epsilon must be positive"),

@@ -55,7 +55,6 @@ def test_parity_prints_the_version(capsys):
     assert capsys.readouterr().out == f"parity {transformer_spec.__version__}\n"
 
 
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_the_base_install_and_its_own_framework(package):
     """And jaxtyping for the type checker alone."""
