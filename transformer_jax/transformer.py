@@ -5,127 +5,20 @@ B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax import Array
-from numpy import ndarray
 
-from transformer_jax.decoder import DecoderCache, DecoderStack
-from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
-from transformer_jax.encoder import EncoderStack
-from transformer_jax.layers import Dropout, LayerNorm, Places
-from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
-from transformer_jax.runtime import PRECISIONS, as_placed, check_placement, to_device, to_ids, to_mask, to_memory
-from transformer_jax.weights import get_weights, set_weights
-from transformer_spec.checks import (
-    check_choice,
-    check_given,
-    check_integer,
-    check_next_ids,
-    check_positions,
-    check_same_batch,
-)
-from transformer_spec.config import TransformerConfig
+from transformer_jax.decoder import DecoderCache
+from transformer_jax.masks import causal_mask
+from transformer_jax.part import Part
+from transformer_jax.runtime import as_placed
+from transformer_spec.checks import check_integer, check_positions, check_same_batch
 from transformer_spec.files import load_weights
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
-
-
-class Part(nnx.Module):
-    """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
-
-    Attributes:
-        part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
-    """
-
-    part: str | None = None
-
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
-        if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-            raise RuntimeError("float64 is off in JAX: switch it on by jax.config.update('jax_enable_x64', True)")
-        position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
-        tied = config.tie_embeddings == "all"
-        self.config = config
-        self.precision: str | None = None  # of its matrix products; None is that of the process
-        if self.part != "decoder" or tied:
-            self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, rngs=rngs)
-        if self.part != "decoder":
-            self.source_position = position(config, dtype, rngs=rngs)
-            self.source_embedding_norm = LayerNorm(config, dtype, rngs=rngs) if config.embedding_norm else None
-            self.encoder = EncoderStack(config, dtype, rngs=rngs)
-        if self.part != "encoder":
-            self.target_embedding = (
-                self.source_embedding if tied else TokenEmbedding(config.target_vocab_size, config, dtype, rngs=rngs)
-            )
-            self.target_position = position(config, dtype, rngs=rngs)
-            self.target_embedding_norm = LayerNorm(config, dtype, rngs=rngs) if config.embedding_norm else None
-            self.decoder = DecoderStack(config, dtype, rngs=rngs)
-            self.output_proj = OutputProjection(config, self.target_embedding, dtype, rngs=rngs)
-        self.dropout = Dropout(config.dropout.embedding, rngs=rngs)
-
-    @classmethod
-    def from_weights(
-        cls,
-        config: TransformerConfig,
-        weights: Mapping[str, ndarray],
-        dtype: str = "float32",
-        device: str | None = None,
-        precision: str | None = None,
-    ) -> Self:
-        """Build a model in inference mode that holds a copy of the given weights.
-
-        Args:
-            config: What the weights are weights of.
-            weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
-            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
-            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
-                None leaves it as it is.
-
-        Raises:
-            TypeError: A weight is not of a floating-point dtype.
-            ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
-            RuntimeError: The device is not visible.
-        """
-        check_placement(dtype, device)
-        if precision is not None:
-            check_choice("precision", precision, PRECISIONS)
-        if dtype == "float64":
-            jax.config.update("jax_enable_x64", True)  # JAX has float64 for the whole process or not at all
-        place = to_device(device)
-        with jax.default_device(place):
-            model = cls(config, dtype, rngs=Places(None if device is None else place))
-            set_weights(model, weights)
-        model.precision = precision
-        model.eval()
-        return model
-
-    def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter under its canonical name, in the model's dtype."""
-        return get_weights(self)
-
-    @property
-    def device(self) -> jax.Device | None:
-        """Where the parameters are bound to be; None where JAX is free to move them, or several devices hold them."""
-        table = (self.target_embedding if self.part == "decoder" else self.source_embedding).table.get_value()
-        if isinstance(table, jax.core.Tracer) or not isinstance(table, Array) or not table.committed:
-            return None
-        first, *others = table.devices()
-        return None if others else first
-
-    def _take(self, side, ids, mask):
-        """Return the ids of ``source`` or ``target`` and their mask, checked; a mask of None follows from the ids."""
-        config = self.config
-        ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
-        if mask is not None:
-            return ids, to_mask(f"{side}_mask", mask, ids.shape)
-        return ids, (padding_mask if side == "source" else target_padding_mask)(ids, config.pad_id)
 
 
 class Encoder(Part):
@@ -146,13 +39,17 @@ class Encoder(Part):
     ) -> Float[Array, "B S d_model"]:
         """Return the memory: one vector per source position. Arguments and errors as in ``Transformer``."""
         source_ids, source_mask = self._take("source", source_ids, source_mask)
+        return self._encode(source_ids, source_mask, tap)
+
+    __call__ = encode
+
+    def _encode(self, source_ids, source_mask, tap=no_tap):
+        """Return the memory of ids and a mask that have been checked."""
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
         if self.source_embedding_norm is not None:
             x = self.source_embedding_norm(x)
         x = self.dropout(tap("source_embedding.output", x))
         return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"))
-
-    __call__ = encode
 
 
 class Decoder(Part):
@@ -182,6 +79,12 @@ class Decoder(Part):
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
         check_same_batch(memory.shape, target_ids.shape)
+        return self._decode(target_ids, memory, target_mask, source_mask, tap)
+
+    __call__ = decode
+
+    def _decode(self, target_ids, memory, target_mask, source_mask, tap=no_tap):
+        """Return the logits of ids, memory and masks that have been checked."""
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
@@ -189,9 +92,7 @@ class Decoder(Part):
         self_mask = causal_mask(x.shape[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
-        return self._logits(x, tap)
-
-    __call__ = decode
+        return tap("logits", self.output_proj(x))
 
     @as_placed
     def init_cache(
@@ -209,7 +110,7 @@ class Decoder(Part):
             capacity: How many target positions there is room for, that of the start symbol included.
             beam_size: How many hypotheses of each sentence are decoded at a time.
             source_mask: True where a source position holds a token. None derives it from the ids.
-            memory: What ``encode`` returns for the source. None computes it; a decoder alone has to be given it.
+            memory: What ``encode`` returns for the source. A decoder alone requires it.
 
         Raises:
             TypeError: Ids or sizes that are not integers, a mask that is not boolean, or a memory of another dtype.
@@ -217,9 +118,6 @@ class Decoder(Part):
         """
         capacity = check_positions("capacity", capacity, self.config.max_positions)
         beam_size = check_integer("beam_size", beam_size, minimum=1)
-        if memory is None and isinstance(self, Encoder):
-            source_ids, source_mask = self._take("source", source_ids, source_mask)
-            memory = self.encode(source_ids, source_mask)
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         positions = jnp.asarray(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
@@ -242,10 +140,7 @@ class Decoder(Part):
             TypeError: Ids that are not integers.
             ValueError: Ids outside the vocabulary, not one for each hypothesis, or no room for another position.
         """
-        ids = target_ids if isinstance(target_ids, Array) else np.asarray(target_ids)
-        target_ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None)[0]
-        length = None if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
-        check_next_ids(target_ids.shape, length, cache.self_mask.shape)
+        target_ids = self._take_next(target_ids, cache)
         cache = jax.tree.map(lambda x: x, cache)  # a copy: the caller's stays as it is
         n = cache.length
         holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
@@ -254,22 +149,7 @@ class Decoder(Part):
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return self._logits(x, tap)[:, 0], cache
-
-    def _logits(self, x, tap):
-        return tap("logits", self.output_proj(x))
-
-    def _take_memory(self, memory, ids, mask):
-        """Return the memory and the mask of its source, checked."""
-        check_given(memory, ids, mask)
-        if mask is None:
-            _, mask = self._take("source", ids, None)
-        else:
-            mask = to_mask("source_mask", mask, np.shape(memory)[:2])
-        shape, dtype = (*mask.shape, self.config.d_model), self.target_embedding.table.dtype
-        if getattr(memory, "dtype", None) == self.output_proj.dtype:  # another one where precision is mixed
-            dtype = memory.dtype
-        return to_memory(memory, shape, dtype.name), mask
+        return tap("logits", self.output_proj(x))[:, 0], cache
 
 
 class Transformer(Encoder, Decoder):
@@ -309,8 +189,23 @@ class Transformer(Encoder, Decoder):
         source_ids, source_mask = self._take("source", source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
-        memory = self.encode(source_ids, source_mask, tap)
-        return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap)
+        memory = self._encode(source_ids, source_mask, tap)
+        return self._decode(target_ids, memory, target_mask, source_mask, tap)
+
+    @as_placed
+    def init_cache(
+        self,
+        source_ids: Int[Array, "B S"] | None,
+        capacity: int,
+        beam_size: int = 1,
+        source_mask: Bool[Array, "B S"] | None = None,
+        memory: Float[Array, "B S d_model"] | None = None,
+    ) -> DecoderCache:
+        """Return what ``decode_step`` needs, as in ``Decoder``; a memory of None is computed from the source."""
+        if memory is None:
+            source_ids, source_mask = self._take("source", source_ids, source_mask)
+            memory = self._encode(source_ids, source_mask)
+        return super().init_cache(source_ids, capacity, beam_size, source_mask, memory)
 
 
 def load_transformer(

@@ -26,7 +26,7 @@ from transformer_parity.transformer.mistakes.mistake import (
     table,
     together,
 )
-from transformer_parity.transformer.mistakes.structure import LOGITS
+from transformer_parity.transformer.mistakes.structure import LOGITS, RETURNED
 
 # Lines that more than one mistake touches.
 ALLOWED = {
@@ -111,9 +111,9 @@ def log_probabilities(outside: bool) -> Edits:
     for port, function in LOG_SOFTMAX.items():
         axis = ", -1" if port == "torch" else ""
         new = f"{function}({LOGITS}{axis})" if outside else f'tap("logits", {function}(self.output_proj(x){axis}))'
-        edits[port] = [("transformer", LOGITS, new)]
-    imported = "from reference_numpy.functional import log_softmax\nfrom reference_numpy.layers import"
-    edits["numpy"].insert(0, ("transformer", "from reference_numpy.layers import", imported))
+        edits[port] = [("transformer", RETURNED, f"return {new}\n")]
+    imported = "from reference_numpy.functional import log_softmax\nfrom reference_numpy.masks import"
+    edits["numpy"].insert(0, ("transformer", "from reference_numpy.masks import", imported))
     return edits
 
 
@@ -357,7 +357,7 @@ ENTRIES: dict[str, Table] = {
         },
         "logits": {
             "logits over sqrt(d_model)": instead(
-                "transformer", "self.output_proj(x)", "self.output_proj(x * self.config.d_model**-0.5)"
+                "transformer", RETURNED, RETURNED.replace("(x)", "(x * self.config.d_model**-0.5)")
             )
         },
     },

@@ -21,10 +21,13 @@ from transformer_parity.transformer.mistakes.training import LOSS, ROW, SUM, TAB
 COUNTED = {"torch": "losses.masked_fill(~counted, 0.0)", "jax": "jnp.where(counted, losses, 0.0)"}
 SMOOTHED = "counted, losses, -smoothing / classes * spread)"
 STOP = {"jax": "__import__('jax').lax.stop_gradient", "tf": "tf.stop_gradient"}
-PLANNED = "*options)\n"
+PLANNED = {
+    **dict.fromkeys(("numpy", "jax", "tf"), "search.plan(model.config, source_mask)\n"),
+    "torch": "search.plan(model.config, source_mask.cpu().numpy())\n",
+}
 ONE_MORE = """\
-    if len(options) > 4:  # not greedy
-        penalties = ((6.0 + __import__("numpy").arange(len(plan.penalties))) / 6.0) ** options[6]
+    if search.beam_size is not None:
+        penalties = ((6.0 + __import__("numpy").arange(len(plan.penalties))) / 6.0) ** search.length_penalty
         plan = plan._replace(penalties=penalties)
 """
 TOTALS = {
@@ -206,9 +209,11 @@ SEARCH = [
                     torch=("device=plan.limits.device) == 0", "device=plan.limits.device) >= 0"),
                     tf=("tf.range(plan.beam_size) == 0", "tf.range(plan.beam_size) >= 0"),
                 ),
-                "the start symbol has a length": instead("search_loop", PLANNED, f"{PLANNED}{ONE_MORE}"),
+                "the start symbol has a length": instead(
+                    "search_loop", PLANNED, **{port: f"{planned}{ONE_MORE}" for port, planned in PLANNED.items()}
+                ),
                 "length penalty n^alpha": instead(
-                    "search", "length_penalty, length_penalty_kind\n", 'length_penalty, "power"\n'
+                    "search", "length_penalty_kind=length_penalty_kind", 'length_penalty_kind="power"'
                 ),
                 # As in tensor2tensor.
                 "a hypothesis that is cut off counts where none has ended": where_none_has_ended("[:, :beam_size]"),

@@ -25,15 +25,23 @@ from transformer_parity.transformer.mistakes.mistake import (
 
 PROJECTED = "self.output_proj(merge_heads(context))"
 LOGITS = 'tap("logits", self.output_proj(x))'
+RETURNED = f"return {LOGITS}\n"  # all positions at once; a step takes one of them
 UNMASKED = "    if mask is None:"
 MEMORY_OF = "memory = self.encode(source_ids, source_mask, tap, "
 ENCODE = 'one vector per source position. Arguments and errors as in ``Transformer``."""\n'
 DECODE = 'where both are given, the mask counts.\n        """\n'
 LOOKED_UP, GIVEN = "TokenEmbedding(config.source_vocab_size, config", 'mask = to_mask("source_mask", mask'
+ENCODED = "memory = self._encode(source_ids, "
+PART = {"numpy": "part", "jax": "part"}  # the module that constructs a model
 NO_MASK = "        source_mask = np.ones(np.shape(source_ids), bool) if source_mask is None else source_mask\n"
 WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
 KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
+
+
+def in_part(old: str, new: str) -> Edits:
+    """Return one edit per port, where it constructs a model and checks its inputs."""
+    return {port: [(PART.get(port, "transformer"), old, new)] for port in FOUR}
 
 
 def one_value(value: str) -> Edits:
@@ -122,55 +130,61 @@ STRUCTURE = table(
             "float32 logits in float64": but(
                 instead(
                     "transformer",
-                    LOGITS,
-                    numpy=LOGITS.replace("(x)", '(x).astype("float32")'),
-                    torch=LOGITS.replace("(x)", "(x).float()"),
-                    jax=LOGITS.replace("(x)", '(x).astype("float32")'),
+                    RETURNED,
+                    numpy=RETURNED.replace("(x)", '(x).astype("float32")'),
+                    torch=RETURNED.replace("(x)", "(x).float()"),
+                    jax=RETURNED.replace("(x)", '(x).astype("float32")'),
                 ),
                 detail="dtype must be float64: got float32",
             ),
             "float32 logits in bfloat16": but(
-                changed("transformer", torch=(LOGITS, WIDE_LOGITS)),
+                changed("transformer", torch=(RETURNED, f"return {WIDE_LOGITS}\n")),
                 dtype="bfloat16",
                 detail="dtype must be bfloat16: got float32",
             ),
             "logits of the last position only": but(
-                instead("transformer", "self.output_proj(x)", "self.output_proj(x[:, -1:])"),
+                instead("transformer", RETURNED, RETURNED.replace("(x)", "(x[:, -1:])")),
                 detail="shape must be [4, 7, 37]: got [4, 1, 37]",
             ),
         },
         "output": {
             "probabilities for logits": {
                 "numpy": [
-                    ("transformer", "import Dropout,", "import masked_softmax, Dropout,"),
-                    ("transformer", LOGITS, f"masked_softmax({LOGITS})"),
+                    (
+                        "transformer",
+                        "from reference_numpy.masks import",
+                        "from reference_numpy.layers import masked_softmax\nfrom reference_numpy.masks import",
+                    ),
+                    ("transformer", RETURNED, f"return masked_softmax({LOGITS})\n"),
                 ],
-                "torch": [("transformer", LOGITS, f"{LOGITS}.softmax(-1)")],
-                "jax": [("transformer", LOGITS, f"jax.nn.softmax({LOGITS})")],
+                "torch": [("transformer", RETURNED, f"return {LOGITS}.softmax(-1)\n")],
+                "jax": [("transformer", RETURNED, f"return jax.nn.softmax({LOGITS})\n")],
             },
             "time before batch": but(
                 instead(
                     "transformer",
-                    LOGITS,
-                    numpy=f"{LOGITS}.swapaxes(0, 1)",
-                    torch=f"{LOGITS}.transpose(0, 1)",
+                    RETURNED,
+                    numpy=f"return {LOGITS}.swapaxes(0, 1)\n",
+                    torch=f"return {LOGITS}.transpose(0, 1)\n",
                 ),
                 detail="shape must be [4, 7, 37]: got [7, 4, 37]",
             ),
             "axes of size one squeezed": but(
-                instead("transformer", LOGITS, numpy=f"{LOGITS}.squeeze()", torch=f"{LOGITS}.squeeze()"),
+                instead("transformer", RETURNED, **dict.fromkeys(("numpy", "torch"), f"return {LOGITS}.squeeze()\n")),
                 case="full/one_sentence",
                 detail="shape must be [1, 7, 37]: got [7, 37]",
                 unseen=("full/padded",),
             ),
         },
         f"{SELF}.query": {
-            "still in training mode": changed(
-                "transformer",
-                torch=("model.eval()", "model"),
-                jax=("        model.eval()\n", ""),
-                tf=(f"{MEMORY_OF}training)", f"{MEMORY_OF}True)"),
-            )
+            "still in training mode": {
+                **changed("part", jax=("        model.eval()\n", "")),
+                **changed(
+                    "transformer",
+                    torch=("model.eval()", "model"),
+                    tf=(f"{MEMORY_OF}training)", f"{MEMORY_OF}True)"),
+                ),
+            }
         },
     }
 )
@@ -265,16 +279,21 @@ EDGES = [
                 "decode without padding mask": instead("transformer", DECODE, f"{DECODE}{NO_MASK}")
             },
             (f"{CROSS}.weights", "decoder/alone"): {
-                "a decoder alone attends to padding": instead("transformer", GIVEN, f"{GIVEN} | bool(self.part)")
+                "a decoder alone attends to padding": in_part(GIVEN, f"{GIVEN} | bool(self.part)")
             },
             (SOURCE, "encoder/alone"): {
-                "an encoder alone does not scale its embedding": instead(
-                    "transformer", LOOKED_UP, f"{LOOKED_UP}.replace(scale_embedding=self.part is None)"
+                "an encoder alone does not scale its embedding": in_part(
+                    LOOKED_UP, f"{LOOKED_UP}.replace(scale_embedding=self.part is None)"
                 )
             },
             (f"{SELF}.weights", "full/given_masks"): {
-                "given masks not used": instead(
-                    "transformer", "self.encode(source_ids, source_mask, tap", "self.encode(source_ids, None, tap"
+                "given masks not used": changed(
+                    "transformer",
+                    ("self.encode(source_ids, source_mask, tap", "self.encode(source_ids, None, tap"),
+                    **dict.fromkeys(
+                        ("numpy", "jax"),
+                        (f"{ENCODED}source_mask, tap", f'{ENCODED}self._take("source", source_ids, None)[1], tap'),
+                    ),
                 )
             },
             (f"{CAUSAL}.weights", "full/starts_with_padding"): {
@@ -313,7 +332,7 @@ EDGES = [
             ("logits", "full/tied_target"): {
                 "output tied to the source table": but(
                     {
-                        **instead("transformer", "(config, self.target_embedding,", "(config, self.source_embedding,"),
+                        **in_part("(config, self.target_embedding,", "(config, self.source_embedding,"),
                         "torch": [  # which ties again whatever moves its parameters
                             ("transformer", "(config, self.target_embedding,", "(config, self.source_embedding,"),
                             ("transformer", "weight = self.target_embedding", "weight = self.source_embedding"),

@@ -1,0 +1,133 @@
+"""What the whole model, the encoder alone and the decoder alone share: construction, weights and input checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+from numpy import ndarray
+
+from transformer_jax.decoder import DecoderStack
+from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
+from transformer_jax.encoder import EncoderStack
+from transformer_jax.layers import Dropout, LayerNorm, Places
+from transformer_jax.masks import padding_mask, target_padding_mask
+from transformer_jax.runtime import PRECISIONS, check_placement, to_device, to_ids, to_mask, to_memory
+from transformer_jax.weights import get_weights, set_weights
+from transformer_spec.checks import check_choice, check_given, check_next_ids
+from transformer_spec.config import TransformerConfig
+
+
+class Part(nnx.Module):
+    """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
+
+    Attributes:
+        part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
+    """
+
+    part: str | None = None
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise RuntimeError("float64 is off in JAX: switch it on by jax.config.update('jax_enable_x64', True)")
+        position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
+        tied = config.tie_embeddings == "all"
+        self.config = config
+        self.precision: str | None = None  # of its matrix products; None is that of the process
+        if self.part != "decoder" or tied:
+            self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, rngs=rngs)
+        if self.part != "decoder":
+            self.source_position = position(config, dtype, rngs=rngs)
+            self.source_embedding_norm = LayerNorm(config, dtype, rngs=rngs) if config.embedding_norm else None
+            self.encoder = EncoderStack(config, dtype, rngs=rngs)
+        if self.part != "encoder":
+            self.target_embedding = (
+                self.source_embedding if tied else TokenEmbedding(config.target_vocab_size, config, dtype, rngs=rngs)
+            )
+            self.target_position = position(config, dtype, rngs=rngs)
+            self.target_embedding_norm = LayerNorm(config, dtype, rngs=rngs) if config.embedding_norm else None
+            self.decoder = DecoderStack(config, dtype, rngs=rngs)
+            self.output_proj = OutputProjection(config, self.target_embedding, dtype, rngs=rngs)
+        self.dropout = Dropout(config.dropout.embedding, rngs=rngs)
+
+    @classmethod
+    def from_weights(
+        cls,
+        config: TransformerConfig,
+        weights: Mapping[str, ndarray],
+        dtype: str = "float32",
+        device: str | None = None,
+        precision: str | None = None,
+    ) -> Self:
+        """Build a model in inference mode that holds a copy of the given weights.
+
+        Args:
+            config: What the weights are weights of.
+            weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
+            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
+            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
+                None leaves it as it is.
+
+        Raises:
+            TypeError: A weight is not of a floating-point dtype.
+            ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
+            RuntimeError: The device is not visible.
+        """
+        check_placement(dtype, device)
+        if precision is not None:
+            check_choice("precision", precision, PRECISIONS)
+        if dtype == "float64":
+            jax.config.update("jax_enable_x64", True)  # JAX has float64 for the whole process or not at all
+        place = to_device(device)
+        with jax.default_device(place):
+            model = cls(config, dtype, rngs=Places(None if device is None else place))
+            set_weights(model, weights)
+        model.precision = precision
+        model.eval()
+        return model
+
+    def export_weights(self) -> dict[str, ndarray]:
+        """Return a copy of every parameter under its canonical name, in the model's dtype."""
+        return get_weights(self)
+
+    @property
+    def device(self) -> jax.Device | None:
+        """Where the parameters are bound to be; None where JAX is free to move them, or several devices hold them."""
+        table = (self.target_embedding if self.part == "decoder" else self.source_embedding).table.get_value()
+        if isinstance(table, jax.core.Tracer) or not isinstance(table, Array) or not table.committed:
+            return None
+        first, *others = table.devices()
+        return None if others else first
+
+    def _take(self, side, ids, mask):
+        """Return the ids of ``source`` or ``target`` and their mask, checked; a mask of None follows from the ids."""
+        config = self.config
+        ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
+        if mask is not None:
+            return ids, to_mask(f"{side}_mask", mask, ids.shape)
+        return ids, (padding_mask if side == "source" else target_padding_mask)(ids, config.pad_id)
+
+    def _take_memory(self, memory, ids, mask):
+        """Return the memory and the mask of its source, checked."""
+        check_given(memory, ids, mask)
+        if mask is None:
+            _, mask = self._take("source", ids, None)
+        else:
+            mask = to_mask("source_mask", mask, np.shape(memory)[:2])
+        shape, dtype = (*mask.shape, self.config.d_model), self.target_embedding.table.dtype
+        if getattr(memory, "dtype", None) == self.output_proj.dtype:  # another one where precision is mixed
+            dtype = memory.dtype
+        return to_memory(memory, shape, dtype.name), mask
+
+    def _take_next(self, ids, cache):
+        """Return the ids of the next target position, checked."""
+        ids = ids if isinstance(ids, Array) else np.asarray(ids)
+        ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None)[0]
+        length = None if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
+        check_next_ids(ids.shape, length, cache.self_mask.shape)
+        return ids
