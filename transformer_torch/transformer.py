@@ -5,121 +5,20 @@ B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import torch
-from numpy import ndarray
-from torch import Tensor, nn
+from torch import Tensor
 
-from transformer_spec.checks import check_given, check_integer, check_next_ids, check_positions, check_same_batch
-from transformer_spec.config import TransformerConfig
+from transformer_spec.checks import check_integer, check_next_ids, check_positions, check_same_batch
 from transformer_spec.files import load_weights
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
-from transformer_torch.decoder import DecoderCache, DecoderStack
-from transformer_torch.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
-from transformer_torch.encoder import EncoderStack
-from transformer_torch.layers import Dropout, LayerNorm
-from transformer_torch.masks import causal_mask, padding_mask, target_padding_mask
-from transformer_torch.runtime import check_placement, dtype_name, set_precision, to_device, to_ids, to_mask, to_memory
-from transformer_torch.weights import get_weights, set_weights
-
-
-class Part(nn.Module):
-    """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
-
-    Attributes:
-        part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
-    """
-
-    part: str | None = None
-
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
-        super().__init__()
-        position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
-        tied = config.tie_embeddings == "all"
-        self.config = config
-        if self.part != "decoder" or tied:
-            self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype)
-        if self.part != "decoder":
-            self.source_position = position(config, dtype)
-            self.source_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
-            self.encoder = EncoderStack(config, dtype)
-        if self.part != "encoder":
-            self.target_embedding = (
-                self.source_embedding if tied else TokenEmbedding(config.target_vocab_size, config, dtype)
-            )
-            self.target_position = position(config, dtype)
-            self.target_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
-            self.decoder = DecoderStack(config, dtype)
-            self.output_proj = OutputProjection(config, self.target_embedding, dtype)
-        self.dropout = Dropout(config.dropout.embedding)
-        self.register_load_state_dict_pre_hook(_complete)
-        self.register_load_state_dict_post_hook(_settle)
-
-    @classmethod
-    def from_weights(
-        cls,
-        config: TransformerConfig,
-        weights: Mapping[str, ndarray],
-        dtype: str = "float32",
-        device: str | None = None,
-        precision: str | None = None,
-    ) -> Self:
-        """Build a model in inference mode that holds a copy of the given weights.
-
-        Args:
-            config: What the weights are weights of.
-            weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
-            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
-            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
-                None leaves it as it is.
-
-        Raises:
-            TypeError: A weight is not of a floating-point dtype.
-            ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
-            RuntimeError: The device is not visible.
-        """
-        check_placement(dtype, device)
-        if precision is not None:
-            set_precision(precision)
-        with torch.device("meta"):  # shapes only: no time is spent on initial values
-            model = cls(config, dtype)
-        place = to_device(device)
-        model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=place))  # to_empty would import SymPy
-        set_weights(model, weights)
-        return model.eval()
-
-    def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter under its canonical name, in the model's dtype."""
-        return get_weights(self)
-
-    def _apply(self, fn, recurse=True):
-        """Let a tied table stay one parameter also where new parameters are made, as by ``to_empty``."""
-        super()._apply(fn, recurse)
-        self._tie()
-        return self
-
-    def _tie(self):
-        if self.config.tie_embeddings != "none" and self.part != "encoder":
-            self.output_proj.weight = self.target_embedding.table
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return (self.target_embedding if self.part == "decoder" else self.source_embedding).table.device
-
-    def _take(self, side, ids, mask):
-        """Return the ids of ``source`` or ``target`` and their mask, checked; a mask of None follows from the ids."""
-        config = self.config
-        ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions, self.device)
-        if mask is not None:
-            return ids, to_mask(f"{side}_mask", mask, ids.shape, self.device)
-        return ids, (padding_mask if side == "source" else target_padding_mask)(ids, config.pad_id)
+from transformer_torch.decoder import DecoderCache
+from transformer_torch.masks import causal_mask
+from transformer_torch.part import Part
+from transformer_torch.runtime import to_ids
 
 
 class Encoder(Part):
@@ -139,13 +38,17 @@ class Encoder(Part):
     ) -> Float[Tensor, "B S d_model"]:
         """Return the memory: one vector per source position. Arguments and errors as in ``Transformer``."""
         source_ids, source_mask = self._take("source", source_ids, source_mask)
+        return self._encode(source_ids, source_mask, tap)
+
+    forward = encode
+
+    def _encode(self, source_ids, source_mask, tap=no_tap):
+        """Return the memory of ids and a mask that have been checked."""
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
         if self.source_embedding_norm is not None:
             x = self.source_embedding_norm(x)
         x = self.dropout(tap("source_embedding.output", x))
         return self.encoder(x, source_mask[:, None, None, :], within(tap, "encoder"))
-
-    forward = encode
 
 
 class Decoder(Part):
@@ -174,6 +77,12 @@ class Decoder(Part):
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
         check_same_batch(memory.shape, target_ids.shape)
+        return self._decode(target_ids, memory, target_mask, source_mask, tap)
+
+    forward = decode
+
+    def _decode(self, target_ids, memory, target_mask, source_mask, tap=no_tap):
+        """Return the logits of ids, memory and masks that have been checked."""
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
@@ -181,9 +90,7 @@ class Decoder(Part):
         self_mask = causal_mask(x.shape[1], x.device) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, within(tap, "decoder"))
-        return self._logits(x, tap)
-
-    forward = decode
+        return tap("logits", self.output_proj(x))
 
     @torch.no_grad()
     def init_cache(
@@ -201,7 +108,7 @@ class Decoder(Part):
             capacity: How many target positions there is room for, that of the start symbol included.
             beam_size: How many hypotheses of each sentence are decoded at a time.
             source_mask: True where a source position holds a token. None derives it from the ids.
-            memory: What ``encode`` returns for the source. None computes it; a decoder alone has to be given it.
+            memory: What ``encode`` returns for the source. A decoder alone requires it.
 
         Raises:
             TypeError: Ids or sizes that are not integers, a mask that is not boolean, or a memory of another dtype.
@@ -209,9 +116,6 @@ class Decoder(Part):
         """
         capacity = check_positions("capacity", capacity, self.config.max_positions)
         beam_size = check_integer("beam_size", beam_size, minimum=1)
-        if memory is None and isinstance(self, Encoder):
-            source_ids, source_mask = self._take("source", source_ids, source_mask)
-            memory = self.encode(source_ids, source_mask)
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         positions = self.target_position.vectors(capacity).to(memory.dtype)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
@@ -243,20 +147,7 @@ class Decoder(Part):
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return self._logits(x, tap)[:, 0], cache
-
-    def _logits(self, x, tap):
-        return tap("logits", self.output_proj(x))
-
-    def _take_memory(self, memory, ids, mask):
-        """Return the memory and the mask of its source, checked."""
-        check_given(memory, ids, mask)
-        if mask is None:
-            _, mask = self._take("source", ids, None)
-        else:
-            mask = to_mask("source_mask", mask, np.shape(memory)[:2], self.device)
-        shape = (*mask.shape, self.config.d_model)
-        return to_memory(memory, shape, dtype_name(self.target_embedding.table), self.device), mask
+        return tap("logits", self.output_proj(x))[:, 0], cache
 
 
 class Transformer(Encoder, Decoder):
@@ -295,23 +186,23 @@ class Transformer(Encoder, Decoder):
         source_ids, source_mask = self._take("source", source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
         check_same_batch(source_ids.shape, target_ids.shape)
-        memory = self.encode(source_ids, source_mask, tap)
-        return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap)
+        memory = self._encode(source_ids, source_mask, tap)
+        return self._decode(target_ids, memory, target_mask, source_mask, tap)
 
-
-def _complete(model, state_dict, prefix, *_):
-    """Let a state dict that has a tied table once have it in both places."""
-    table, weight = prefix + "target_embedding.table", prefix + "output_proj.weight"
-    if model.config.tie_embeddings != "none" and model.part != "encoder" and table in state_dict:
-        state_dict.setdefault(weight, state_dict[table])
-
-
-def _settle(model, incompatible_keys):
-    """Let a tied table stay one parameter, and positions have values, where ``assign=True`` made new parameters."""
-    model._tie()
-    for position in model.modules():
-        if isinstance(position, SinusoidalPosition) and position.table.device != model.device:
-            position.to_empty(device=model.device).to(next(model.parameters()).dtype)
+    @torch.no_grad()
+    def init_cache(
+        self,
+        source_ids: Int[Tensor, "B S"] | None,
+        capacity: int,
+        beam_size: int = 1,
+        source_mask: Bool[Tensor, "B S"] | None = None,
+        memory: Float[Tensor, "B S d_model"] | None = None,
+    ) -> DecoderCache:
+        """Return what ``decode_step`` needs, as in ``Decoder``; a memory of None is computed from the source."""
+        if memory is None:
+            source_ids, source_mask = self._take("source", source_ids, source_mask)
+            memory = self._encode(source_ids, source_mask)
+        return super().init_cache(source_ids, capacity, beam_size, source_mask, memory)
 
 
 def load_transformer(

@@ -32,7 +32,7 @@ ENCODE = 'one vector per source position. Arguments and errors as in ``Transform
 DECODE = 'where both are given, the mask counts.\n        """\n'
 LOOKED_UP, GIVEN = "TokenEmbedding(config.source_vocab_size, config", 'mask = to_mask("source_mask", mask'
 ENCODED = "memory = self._encode(source_ids, "
-PART = {"numpy": "part", "jax": "part"}  # the module that constructs a model
+PART = {"numpy": "part", "torch": "part", "jax": "part"}  # the module that constructs a model
 NO_MASK = "        source_mask = np.ones(np.shape(source_ids), bool) if source_mask is None else source_mask\n"
 WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
@@ -56,7 +56,7 @@ STALE = Mistake(
     "a mask kept from the last batch",
     f"{SELF}.weights",
     instead(
-        "transformer",
+        "part",
         "        return ids, (padding_mask if",
         torch="        kept = self.__dict__.setdefault('kept', {})\n"
         "        if side == 'source':\n"
@@ -178,12 +178,8 @@ STRUCTURE = table(
         },
         f"{SELF}.query": {
             "still in training mode": {
-                **changed("part", jax=("        model.eval()\n", "")),
-                **changed(
-                    "transformer",
-                    torch=("model.eval()", "model"),
-                    tf=(f"{MEMORY_OF}training)", f"{MEMORY_OF}True)"),
-                ),
+                **changed("part", torch=("model.eval()", "model"), jax=("        model.eval()\n", "")),
+                **changed("transformer", tf=(f"{MEMORY_OF}training)", f"{MEMORY_OF}True)")),
             }
         },
     }
@@ -291,7 +287,7 @@ EDGES = [
                     "transformer",
                     ("self.encode(source_ids, source_mask, tap", "self.encode(source_ids, None, tap"),
                     **dict.fromkeys(
-                        ("numpy", "jax"),
+                        ("numpy", "torch", "jax"),
                         (f"{ENCODED}source_mask, tap", f'{ENCODED}self._take("source", source_ids, None)[1], tap'),
                     ),
                 )
@@ -334,8 +330,8 @@ EDGES = [
                     {
                         **in_part("(config, self.target_embedding,", "(config, self.source_embedding,"),
                         "torch": [  # which ties again whatever moves its parameters
-                            ("transformer", "(config, self.target_embedding,", "(config, self.source_embedding,"),
-                            ("transformer", "weight = self.target_embedding", "weight = self.source_embedding"),
+                            ("part", "(config, self.target_embedding,", "(config, self.source_embedding,"),
+                            ("part", "weight = self.target_embedding", "weight = self.source_embedding"),
                         ],
                     },
                     detail="shape must be [4, 7, 41]: got [4, 7, 37]",
