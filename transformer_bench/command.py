@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer_bench import tables
-from transformer_bench.imports import Pair, run_imports
-from transformer_bench.measurements import Entry, exponents, fastest, ratio
-from transformer_bench.options import Run, add_tasks
-from transformer_bench.participants import OURS
+from transformer_bench.measurements import Entry, exponents
+from transformer_bench.options import ONLY, add_options
 from transformer_bench.plots import draw_growth, draw_times, place_of
 from transformer_bench.rounds import Tell
 from transformer_bench.run import Setting, Timing, grown, work_title
@@ -23,10 +19,8 @@ from transformer_bench.workload import DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.cli.options import check_installed
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.engine.style import FORMATS, OPEN_STYLE, write
-from transformer_parity.engine.system.errors import UsageError, refusals
+from transformer_parity.engine.system.errors import UsageError
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
-from transformer_parity.transformer.compare.findings import AGREES, FAILED
-from transformer_parity.transformer.compare.verdict import EXIT_CODES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,15 +29,16 @@ STEPS = 4  # before the rounds: import, load, and two calls
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the command, its tasks and their options."""
-    runs: dict[str, Run] = {task: partial(run_one, task=task) for task in OURS}
-    add_tasks(commands, {**runs, "compile": run_compile, "import": run_import})
+    """Describe the command and its options."""
+    add_options(commands).set_defaults(run=run)
 
 
-def run_one(options: argparse.Namespace, task: str) -> int:
+def run(options: argparse.Namespace) -> int:
     """Time one task, at one size or over a size that grows, and return the exit code."""
-    work, setting = _work(options, task), _setting(options)
-    axis, values = getattr(options, "scale", None) or (None, ())
+    _check_task(options)
+    work = _work(options)
+    setting = Setting(options.backends, options.peers, options.threads, options.rounds, options.parallel)
+    axis, values = options.scale or (None, ())
     works = [grown(work, axis, value) for value in values] if axis else [work]
     _check(options, setting, works)
     console = make_console()
@@ -51,8 +46,7 @@ def run_one(options: argparse.Namespace, task: str) -> int:
     for work in works:
         entries = timing.add(work, show_rounds)
         if setting.rounds:
-            against = next((entry for entry in entries if entry.name == setting.against and entry.is_timed), None)
-            tables.print_times(console, work, entries, against or fastest(entries), setting.threads, timing.limits[-1])
+            tables.print_times(console, work, entries, setting.threads, timing.limits[-1])
         if setting.plans:
             tables.print_costs(console, work, setting.plans)
         if timing.interrupted:
@@ -70,88 +64,38 @@ def run_one(options: argparse.Namespace, task: str) -> int:
         if axis:
             return draw_growth(work_title(works[0], axis), works[0].details, axis, values, timing.races, place)
         timed = [entry for entry in timing.entries if entry.is_timed]
-        against = next((entry for entry in timed if entry.name == setting.against), fastest(timed))
-        return draw_times(works[0].title, works[0].details, timed, against, place)
+        return draw_times(works[0].title, works[0].details, timed, place)
 
-    found = {"task": task, "rounds": setting.rounds, "scale": axis, **timing.to_dict()}
+    found = {"task": options.task, "rounds": setting.rounds, "scale": axis, **timing.to_dict()}
     if axis:
         found["exponents"] = exponents(values, timing.races)
     _write(options, found, draw if any(entry.is_timed for entry in timing.entries) else None)
     return timing.exit_code
 
 
-def run_compile(options: argparse.Namespace) -> int:
-    """Time first calls and later ones, and return the exit code."""
-    works, setting = [_work(options, task) for task in OURS], _setting(options)
-    _check(options, setting, works)
-    console = make_console()
-    timing = Timing.begin(setting)
-    for work in works:
-        timing.add(work, show_rounds)
-        timing.races[-1] = [entry for entry in timing.races[-1] if entry.has_result]
-        if timing.interrupted:
-            break
-    tables.print_first_calls(console, works, timing.races, timing.machine)
-    tables.print_environment(console, timing.races[0], timing.machine)
-    _write(options, {"task": "compile", **timing.to_dict()})
-    return timing.exit_code
+def _check_task(options: argparse.Namespace) -> None:
+    """Raise UsageError for options of a different task."""
+    task = options.task
+    if wrong := [f"--{name.replace('_', '-')}" for name in ONLY if getattr(options, name) and ONLY[name] != task]:
+        raise UsageError(f"{task} does not take {', '.join(wrong)}: `parity bench --help` says which task does")
+    if not options.rounds and task != "train":
+        raise UsageError(f"--rounds must be positive for {task}: got 0")
 
 
-def run_import(options: argparse.Namespace) -> int:
-    """Time imports, and return the exit code."""
-    check_installed(options.backends)
-    _check_files(options)
-    console, machine = make_console(), tables.describe(1)
-    pairs = [Pair(name) for name in options.backends]
-    interrupted = False
-    with Progress([pair.name for pair in pairs], options.rounds + 1) as progress, refusals(ImportError):
-
-        def tell(name: str, number: int) -> None:
-            progress.update(name, f"round {number}", completed=number)
-            progress.log(f"round {number} of {options.rounds}: {name}")
-
-        try:
-            run_imports(pairs, options.rounds, tell)
-        except KeyboardInterrupt:
-            interrupted = True
-    pairs = [pair for pair in pairs if pair.package.seconds]
-    tables.print_imports(console, pairs)
-    tables.print_environment(console, [], machine)
-    code = EXIT_CODES[FAILED if interrupted else AGREES]
-    if interrupted:
-        console.print("INTERRUPTED.")
-    entries = [entry for pair in pairs for entry in (pair.alone, pair.package)]
-    found = {
-        "task": "import",
-        "machine": machine,
-        "interrupted": interrupted,
-        "exit_code": code,
-        "imports": [entry.to_dict() for entry in entries],
-        "ratios": {pair.name: asdict(ratio(pair.package, pair.alone)) for pair in pairs},
-    }
-    details = "each in a fresh process; grey: the framework alone"
-    draw = partial(draw_times, "import", details, entries, None, place_of(machine))
-    _write(options, found, draw if entries else None)
-    return code
-
-
-def _work(options: argparse.Namespace, task: str) -> Work:
+def _work(options: argparse.Namespace) -> Work:
     """Return the work that the options describe."""
-    common = {name: getattr(options, name) for name in ("batch", "source", "target", "layers", "device")}
-    common |= {"size": options.config, "dtype": getattr(options, "dtype", Work.dtype)}
-    if task == "forward":
-        return ForwardWork(**common)
-    if task == "decode":
-        return DecodeWork(**common, beam_size=getattr(options, "beam", None))
-    checkpointing = getattr(options, "activation_checkpointing", False)
-    return TrainWork(**common, dropout=getattr(options, "dropout", 0.0), activation_checkpointing=checkpointing)
-
-
-def _setting(options: argparse.Namespace) -> Setting:
-    """Return the participants and the rounds; compiling is timed in one."""
-    rounds, against = getattr(options, "rounds", 1), getattr(options, "against", None)
-    plans = getattr(options, "parallel", ())
-    return Setting(options.backends, options.peers, options.threads, rounds, against, plans)
+    given = {name: getattr(options, name) for name in ("batch", "source", "target") if getattr(options, name)}
+    given |= {name: getattr(options, name) for name in ("layers", "dtype", "device")}
+    if options.task == "forward":
+        return ForwardWork(options.config, **given)
+    if options.task == "decode":
+        return DecodeWork(options.config, **given, beam_size=options.beam)
+    return TrainWork(
+        options.config,
+        **given,
+        dropout=options.dropout or 0.0,
+        activation_checkpointing=options.activation_checkpointing,
+    )
 
 
 def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work]) -> None:
@@ -159,14 +103,9 @@ def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work])
     check_installed(setting.backends)
     for work in works:
         setting.check(work)
-    _check_files(options)
-
-
-def _check_files(options: argparse.Namespace) -> None:
-    plot = getattr(options, "plot", None)
-    check_writable(options.json, plot)
-    if plot is not None and plot.suffix.lower()[1:] not in FORMATS:
-        raise UsageError(f"--plot must end in {' or '.join(FORMATS)}: got {plot.name}")
+    check_writable(options.json, options.plot)
+    if options.plot is not None and options.plot.suffix.lower()[1:] not in FORMATS:
+        raise UsageError(f"--plot must end in {' or '.join(FORMATS)}: got {options.plot.name}")
 
 
 @contextmanager
@@ -195,5 +134,4 @@ def _write(options: argparse.Namespace, found: dict[str, Any], draw: Callable[[]
                 write(draw(), path)
 
     head = {"format": 3, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    plot = getattr(options, "plot", None)
-    write_results({**head, **found}, (options.json, write_json), (plot, write_picture))
+    write_results({**head, **found}, (options.json, write_json), (options.plot, write_picture))

@@ -40,7 +40,7 @@ def main() -> None:
         write(size, folder)
         return
     folder.mkdir()
-    subprocess.run([sys.executable, __file__, size, folder, "write"], check=True)
+    subprocess.run([sys.executable, "-m", "transformer_bench.import_checkpoint", size, folder, "write"], check=True)
     from transformer_parity.apps.checkpoints.importer import import_checkpoint, save
 
     times = [time.process_time()]

@@ -10,6 +10,7 @@ from transformer_bench.measurements import (
     Spread,
     at_sizes,
     exponents,
+    fastest,
     median_seconds,
     ratio,
     work_bytes,
@@ -29,18 +30,18 @@ def place_of(machine: Mapping[str, Any]) -> str:
     return f"{machine['processor']}, {machine['cpus']} processors"
 
 
-def draw_times(title: str, details: str, entries: Sequence[Entry], against: Entry | None, machine: str) -> Figure:
+def draw_times(title: str, details: str, entries: Sequence[Entry], machine: str) -> Figure:
     """Draw medians as bars, the fastest on top, and the lowest and highest time as a line.
 
     Args:
         title: Of the work.
         details: Its sizes.
         entries: Those that have times.
-        against: The entry whose time is the unit; None prints no multiples.
         machine: In a few words.
     """
     from matplotlib.figure import Figure
 
+    against = fastest(entries)
     ordered = sorted(entries, key=lambda entry: (not entry.has_result, Spread.of(entry.seconds).median))
     figure = Figure(figsize=(8.0, 1.5 + 0.4 * len(ordered)), layout="constrained")
     axes = figure.subplots()

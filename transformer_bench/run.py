@@ -34,7 +34,6 @@ class Setting:
         peers: Whether other implementations take part too, and other forms of ours.
         threads: Of each participant.
         rounds: Calls of each participant that are timed; 0 is only what plans cost.
-        against: The participant whose time is the unit; None is the fastest.
         plans: Of several devices, on which our packages train too.
     """
 
@@ -42,7 +41,6 @@ class Setting:
     peers: bool = False
     threads: int = 1
     rounds: int = 1
-    against: str | None = None
     plans: Sequence[Plan] = ()
 
     def participants(self, work: Work) -> list[Participant]:
@@ -77,9 +75,6 @@ class Setting:
         numbers = ref.count_parameters(work.config) * sum(participant.processes for participant in participants)
         numbers += work.batch * max(work.source, work.target) * work.config.d_model
         check_memory(4 * numbers, f"{work.title}, {work.details},")
-        names = [participant.name for participant in participants if participant.has_result]
-        if self.against is not None and self.against not in names:
-            raise UsageError(f"--against must be one of {', '.join(names)}: got {self.against}")
         if self.threads > processors():
             raise UsageError(f"--threads must be at most {processors()}, the processors there are: got {self.threads}")
         if self.peers and work.device != "cpu":

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from transformer_bench.costs import HELD, Batch, held, sent
-from transformer_bench.imports import Pair
 from transformer_bench.limit import Limit
 from transformer_bench.measurements import (
     FITTED,
@@ -21,6 +20,7 @@ from transformer_bench.measurements import (
     Spread,
     at_sizes,
     exponents,
+    fastest,
     median_seconds,
     ratio,
     verdict,
@@ -40,11 +40,12 @@ Machine = Mapping[str, Any]
 
 
 def print_times(
-    console: Console, work: Work, entries: Sequence[Entry], against: Entry | None, threads: int, limit: Limit | None
+    console: Console, work: Work, entries: Sequence[Entry], threads: int, limit: Limit | None
 ) -> None:
     """Print the times, the fastest first, and the verdict of those without a time."""
     console.print(work.title, style="bold")
     console.print(f"{work.details}; threads: {threads}")
+    against = fastest(entries)
     name = against.name if against else ""
     times = table("median\nms", "lowest to\nhighest", "tokens\nper s", f"times\n{name}", "lowest to\nhighest")
     process = table("GFLOP/s", "of the\nlimit", "cores", "first\ncall s", "memory\nMiB", "of it for\nthe work")
@@ -151,40 +152,6 @@ def print_growth(console: Console, axis: str, values: Sequence[int], results: Se
         "exponent: of the power of the size that it grows with, by least squares over the last "
         f"{FITTED} sizes; 1 is linear, 2 quadratic."
     )
-
-
-def print_first_calls(
-    console: Console, works: Sequence[Work], results: Sequence[Sequence[Entry]], machine: Machine
-) -> None:
-    """Print the first call of each task, and a later one."""
-    console.print(f"first calls, seconds; {works[0].details}; threads: {machine['threads']}", style="bold")
-    rows = table(*(f"{work.task}\n{when}" for work in works[: len(results)] for when in ("first", "later")))
-    by_name = [{entry.name: entry for entry in entries} for entries in results]
-    for name in dict.fromkeys(entry.name for entries in results for entry in entries):
-        cells = []
-        for found in by_name:
-            entry = found.get(name)
-            if entry is not None and entry.is_timed:
-                cells += [f"{entry.first_seconds:.2f}", f"{Spread.of(entry.seconds).median:.3f}"]
-            else:
-                cells += [WORDS[entry.verdict] if entry else "-", ""]
-        rows.add_row(name, *cells)
-    console.print(rows)
-    for entry in (entry for entries in results for entry in entries if not entry.is_timed):
-        print_line(console, f"{WORDS[entry.verdict]:9}", "", f" {entry.name}: {entry.problem}")
-
-
-def print_imports(console: Console, pairs: Sequence[Pair]) -> None:
-    """Print how long each package takes to import, beside its framework alone."""
-    rows = table("framework\nalone ms", "package\nms", "times", "lowest to\nhighest")
-    for pair in pairs:
-        medians = [1e3 * Spread.of(entry.seconds).median for entry in (pair.alone, pair.package)]
-        relative = ratio(pair.package, pair.alone)
-        spread = f"{relative.low:.2f} .. {relative.high:.2f}"
-        rows.add_row(pair.package.name, *(f"{ms:,.0f}" for ms in medians), f"{relative.median:.2f}", spread)
-    console.print(rows)
-    alone = "; ".join(f"{pair.package.name}: {pair.alone.name}" for pair in pairs)
-    console.print(f"Alone: {alone}. Medians of interleaved rounds, each import in a fresh process.")
 
 
 def print_costs(console: Console, work: Work, plans: Sequence[Plan]) -> None:
