@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -316,7 +315,11 @@ GROWING_REFUSED = [
     ("forward", ["--scale", "batch=2,2"], "must grow: got 2,2"),
     ("forward", ["--dtype", "bfloat16", "--peers"], "--peers compute in float32"),
     ("forward", ["--dtype", "bfloat16"], "reference_numpy has no bfloat16 worth timing"),
-    ("forward", ["--beam", "2", "--activation-checkpointing"], "forward does not take --beam, --activation-checkpointing"),
+    (
+        "forward",
+        ["--beam", "2", "--activation-checkpointing"],
+        "forward does not take --beam, --activation-checkpointing",
+    ),
     ("train", ["--activation-checkpointing", "--peers"], "--peers have no activation checkpointing"),
     ("train", ["--dropout", "1"], "must be a number from 0 up to but not including 1: got '1'"),
 ]
@@ -424,7 +427,7 @@ def test_imports_are_compared_with_their_frameworks(capsys, tmp_path):
 
 def test_an_import_that_fails_is_said(monkeypatch):
     monkeypatch.setitem(imports.FRAMEWORKS, "numpy", "no_such_module")
-    with pytest.raises(ImportError, match="^import no_such_module: ModuleNotFoundError"):
+    with pytest.raises(ImportError, match=r"^import no_such_module: ModuleNotFoundError"):
         imports.main(["--backends", "numpy", "--rounds", "1"])
 
 

@@ -100,7 +100,6 @@ exit code: 0 all agree and are timed, 1 a result does not agree, 3 not everythin
 """
 
 
-
 ONLY = {  # option: the task it is about
     "beam": "decode",
     "dropout": "train",

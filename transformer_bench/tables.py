@@ -39,9 +39,7 @@ MEBI = 2**20
 Machine = Mapping[str, Any]
 
 
-def print_times(
-    console: Console, work: Work, entries: Sequence[Entry], threads: int, limit: Limit | None
-) -> None:
+def print_times(console: Console, work: Work, entries: Sequence[Entry], threads: int, limit: Limit | None) -> None:
     """Print the times, the fastest first, and the verdict of those without a time."""
     console.print(work.title, style="bold")
     console.print(f"{work.details}; threads: {threads}")

@@ -193,7 +193,10 @@ def main() -> None:
             given = [*sys.argv[1:], "--translators", name, "--model", model]
             switches = dict.fromkeys(THREADS, str(options.threads))
             run = subprocess.run(
-                [sys.executable, "-m", "transformer_bench.translate_lines", *given], env={**os.environ, **switches}, check=True, stdout=subprocess.PIPE
+                [sys.executable, "-m", "transformer_bench.translate_lines", *given],
+                env={**os.environ, **switches},
+                check=True,
+                stdout=subprocess.PIPE,
             )
             answer = json.loads(run.stdout.splitlines()[-1])
             found = answer["found"]
