@@ -24,6 +24,7 @@ from transformer_bench.rounds import Participant, Reply
 from transformer_bench.tables import costs_for_machines
 from transformer_bench.workload import TrainWork
 from transformer_parity.cli.main import main
+from transformer_parity.engine.processes import team
 
 PLANS = (" data=", " fsdp=")  # how rows of a table begin
 QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1", "--rounds", "2"]
@@ -105,7 +106,7 @@ def refuse_the_second(answer, show):
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 def test_the_process_that_ends_is_the_reason_and_all_end(how, monkeypatch):
-    monkeypatch.setattr(rounds, "CAUSE", 0.5)
+    monkeypatch.setattr(team, "CAUSE", 0.5)
     with rounds.started([Two(fails=how)], [rounds.Entry("two")], threads=2) as ((process,), _):
         process.receive("prepare")
         started = [child for child in child_processes() if rounds.WORK in child.cmdline()]

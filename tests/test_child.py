@@ -16,9 +16,10 @@ import psutil
 import pytest
 from conftest import child_processes, still_running
 
-from transformer_parity.engine.system import messages, orphans
-from transformer_parity.engine.system.child import ChildEndedError, Children
-from transformer_parity.engine.system.silence import Silence
+from transformer_parity.engine.processes import messages, orphans
+from transformer_parity.engine.processes.child import ChildEndedError
+from transformer_parity.engine.processes.children import Children
+from transformer_parity.engine.processes.silence import Silence
 
 posix = pytest.mark.needs(os.name != "nt", "signals")
 
@@ -214,7 +215,7 @@ def test_a_block_ends_what_was_started_in_it(tmp_path, monkeypatch):
 PARENT = """
 import signal
 import time
-from transformer_parity.engine.system.child import Children
+from transformer_parity.engine.processes.children import Children
 from transformer_parity.engine.system.interrupts import sigterm_is_ctrl_c
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup, around the tests, ignores
@@ -297,7 +298,7 @@ class Clock:
 def test_silence_is_counted_in_seconds_of_its_own(used, idle, own, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(Silence, "_measure", lambda silence: clock.measure(silence))
-    monkeypatch.setattr("transformer_parity.engine.system.silence.time.monotonic", lambda: clock.now)
+    monkeypatch.setattr("transformer_parity.engine.processes.silence.time.monotonic", lambda: clock.now)
     silence = Silence(0)
     for second in range(1, 4):
         clock.now, clock.used = float(second), used * second

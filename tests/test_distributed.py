@@ -100,7 +100,7 @@ def test_a_mistake_in_a_port_is_found_located_and_named(two, name, mistake):
     _, plan, case = mistake.case.split("/")
     run_of = replace(task(case, Plan.parse(plan)), edits=tuple(mistake.edits[name]))
     if not mistake.at:
-        with processes.group(name, 2, timeout=200) as group, pytest.raises(processes.RunError, match=mistake.detail):
+        with processes.group(name, 2, timeout=200) as group, pytest.raises(processes.GroupError, match=mistake.detail):
             group.train(run_of)
         return
     seen = two(name).train(run_of)
@@ -215,7 +215,7 @@ def test_a_process_that_dies_ends_the_run():
     with processes.group("numpy", 1, timeout=200) as group:
         children = [one for one in psutil.Process().children() if processes.WORK in one.cmdline()]
         max(children, key=psutil.Process.create_time).kill()  # those of other tests are older
-        with pytest.raises(processes.RunError, match=r"^process 0 of 1: the process ended with exit code"):
+        with pytest.raises(processes.GroupError, match=r"^process 0 of 1: the process ended with exit code"):
             group.train(task("short", Plan(data=2)))
 
 

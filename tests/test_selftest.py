@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from transformer_parity.cli.main import main
-from transformer_parity.engine.system.child import ChildEndedError
+from transformer_parity.engine.processes.child import ChildEndedError
 from transformer_parity.transformer.check import selftest
 from transformer_parity.transformer.compare.findings import DIVERGES, Finding
 from transformer_parity.transformer.mistakes import catalogue

@@ -12,7 +12,7 @@ import pytest
 import tiers
 
 import reference_numpy
-from transformer_parity.engine.system import child, start
+from transformer_parity.engine.processes import children, start
 from transformer_parity.engine.system.machine import processors
 from transformer_parity.transformer.cases.case import ACTIVATIONS, STAGES, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
@@ -263,7 +263,7 @@ def test_standard_input_is_at_its_end(write):
 
 
 def test_threads_are_shared_out_and_memory_is_kept(write, monkeypatch):
-    for switch in child.THREAD_SWITCHES:
+    for switch in children.THREAD_SWITCHES:
         monkeypatch.delenv(switch, raising=False)
     for switch in ("OMP_WAIT_POLICY", "MALLOC_MMAP_MAX_"):
         monkeypatch.delenv(switch, raising=False)

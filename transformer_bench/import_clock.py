@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformer_parity.engine.system.messages import Parent
+    from transformer_parity.engine.processes.messages import Parent
 
 
 def work(parent: Parent) -> None:

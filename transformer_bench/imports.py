@@ -19,7 +19,8 @@ from transformer_bench import tables
 from transformer_bench.measurements import Entry, Spread, ratio
 from transformer_parity.cli.options import add_backends, check_installed, positive
 from transformer_parity.cli.progress import Progress, make_console
-from transformer_parity.engine.system.child import ChildEndedError, Children
+from transformer_parity.engine.processes.child import ChildEndedError
+from transformer_parity.engine.processes.children import Children
 from transformer_parity.engine.system.environment import prepare_environment
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.transformer.ports.registry import PORTS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,14 +10,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from transformer_bench.measurements import DisagreementError, Entry
-from transformer_parity.engine.system.child import THREAD_SWITCHES, Child, ChildEndedError, Children
+from transformer_parity.engine.processes.child import ChildEndedError
+from transformer_parity.engine.processes.children import THREAD_SWITCHES, Children
+from transformer_parity.engine.processes.messages import Parent
+from transformer_parity.engine.processes.team import Broken, Team, TeamError
 from transformer_parity.engine.system.machine import forget_peak, held_bytes, peak_bytes
-from transformer_parity.engine.system.messages import Parent
 from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED
 
 SWITCHES = (*THREAD_SWITCHES, "VECLIB_MAXIMUM_THREADS")
 WORK = "transformer_bench.rounds:work"  # what a process runs
-CAUSE = 2.0  # seconds for the process that failed first to say so: others of its participant fail because it is gone
 PAUSE = 0.25  # seconds between two runs: threads that are out of work go on spinning for up to 0.2 (Intel's OpenMP)
 
 
@@ -114,10 +114,9 @@ class ParticipantProcess:
         entry: Where its measurements are kept.
     """
 
-    def __init__(self, entry: Entry, children: Children, members: Sequence[Child]) -> None:
+    def __init__(self, entry: Entry, team: Team) -> None:
         self.entry = entry
-        self._children = children
-        self._members = members
+        self._team = team
 
     def ask(self, method: str, *arguments: Any) -> Reply:
         """Call a method of the participant and wait for its reply."""
@@ -126,8 +125,7 @@ class ParticipantProcess:
 
     def send(self, method: str, *arguments: Any) -> None:
         """Call a method of the participant, whose reply has to be received later."""
-        for member in self._members:
-            member.send((method, arguments))
+        self._team.send((method, arguments))
 
     def receive(self, method: str) -> Reply:
         """Wait for the reply to a call.
@@ -135,38 +133,12 @@ class ParticipantProcess:
         Raises:
             ParticipantError: The call raised an error, or a process has ended; now all have.
         """
-        replies: dict[Child, Reply] = {}
-        failed: dict[Child, str | ChildEndedError] = {}
-        deadline = math.inf
-        while waiting := [member for member in self._members if member not in replies and member not in failed]:
-            for member in self._children.wait(waiting, deadline - time.monotonic()):
-                try:
-                    reply = member.receive()
-                except ChildEndedError as error:
-                    reply = error
-                if isinstance(reply, Reply):
-                    replies[member] = reply
-                else:
-                    failed[member] = reply
-            if failed:
-                deadline = min(deadline, time.monotonic() + CAUSE)
-            if time.monotonic() >= deadline:
-                break
-        if failed:
-            raise self._error(method, failed)
-        return Reply.of([replies[member] for member in self._members])
-
-    def _error(self, method: str, failed: Mapping[Child, str | ChildEndedError]) -> ParticipantError:
-        """End all processes, and return why: a process that has ended, or else the one that failed first."""
-        for member in self._members:
-            self._children.stop(member)
-        ended = [member for member, why in failed.items() if isinstance(why, ChildEndedError)]
-        member = [*ended, *failed][0]
-        why = failed[member]
-        message = f"{why.how} in {method}: {why.last_line}" if isinstance(why, ChildEndedError) else why
-        if len(self._members) > 1:
-            message = f"process {self._members.index(member)} of {len(self._members)}: {message}"
-        return ParticipantError(message)
+        try:
+            return Reply.of(self._team.replies())
+        except TeamError as error:
+            cause = error.cause
+            why = f"{cause.how} in {method}: {cause.last_line}" if isinstance(cause, ChildEndedError) else cause.why
+            raise ParticipantError(why if len(self._team) == 1 else f"{error.where}: {why}") from error
 
 
 @contextmanager
@@ -188,7 +160,7 @@ def started(
             members = [children.start(WORK, environment={**switches, **variables}) for variables in told]
             for member in members:
                 member.send(participant)
-            processes.append(ParticipantProcess(entry, children, members))
+            processes.append(ParticipantProcess(entry, Team(children, members)))
         for process in processes:
             process.send("prepare")
         yield processes, children.folder
@@ -264,12 +236,12 @@ def work(parent: Parent) -> None:
             return
         forget_peak()
         start, processor_start = time.perf_counter(), time.process_time()
-        reply: Reply | str
+        reply: Reply | Broken
         try:
             answer = getattr(participant, method)(*arguments)
             taken = time.perf_counter() - start, time.process_time() - processor_start
             memory = peak_bytes(), held_bytes()
             reply = Reply(participant.result(answer) if method == "run" else answer, *taken, *memory)
         except Exception as error:  # the parent's to report
-            reply = f"{type(error).__name__}: {error}"
+            reply = Broken(f"{type(error).__name__}: {error}")
         parent.send(reply)

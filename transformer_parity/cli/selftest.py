@@ -14,7 +14,7 @@ from rich.text import Text
 
 from transformer_parity.cli.options import check_installed, one_or_more
 from transformer_parity.cli.progress import Progress, make_console
-from transformer_parity.engine.system.child import ChildEndedError
+from transformer_parity.engine.processes.child import ChildEndedError
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.transformer.check.selftest import Trial, all_trials
 from transformer_parity.transformer.compare.findings import FAILED

@@ -15,7 +15,7 @@ from transformer_parity.apps.checkpoints.imported import Imported, Origin
 from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.checkpoints.unrecognised import seen
 from transformer_parity.apps.text.kinds import build_vocabulary
-from transformer_parity.engine.system.child import removed_afterwards
+from transformer_parity.engine.processes.children import removed_afterwards
 from transformer_spec.checks import check_choice, check_integer
 from transformer_spec.config import CHOICES, SWITCHES, TransformerConfig
 from transformer_spec.files import VocabularyFiles, open_file, read_notes, read_vocabulary, read_weights, save_weights

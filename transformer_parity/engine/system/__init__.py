@@ -1,1 +1,1 @@
-"""Child processes, files, signals, and the machine."""
+"""Files, signals, errors, and the machine."""

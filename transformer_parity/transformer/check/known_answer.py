@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.engine.system.child import ChildEndedError, Children
-from transformer_parity.engine.system.messages import Parent
+from transformer_parity.engine.processes.child import ChildEndedError
+from transformer_parity.engine.processes.children import Children
+from transformer_parity.engine.processes.messages import Parent
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.compare.exceptions import described
 from transformer_parity.transformer.compare.expected import Reference

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformer_parity.engine.system.messages import Parent
+from transformer_parity.engine.processes.messages import Parent
 from transformer_parity.transformer.cases.case import ACTIVATIONS, ALL_DTYPES, SENTENCES, STAGES, Case
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.check.kept_programs import kept_by_tensorflow

@@ -12,14 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from transformer_parity.engine.system.child import (
-    PATIENCE,
-    THREAD_SWITCHES,
-    Child,
-    ChildEndedError,
-    Children,
-    StartError,
-)
+from transformer_parity.engine.processes.child import PATIENCE, Child, ChildEndedError, StartError
+from transformer_parity.engine.processes.children import THREAD_SWITCHES, Children
 from transformer_parity.engine.system.machine import processors
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.check.kept_programs import keep_programs
@@ -82,7 +76,6 @@ class Outcome:
 WORK = "transformer_parity.transformer.check.one_port:work"  # what a process runs
 SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # to compile, on all cases
 SILENCE = 600.0  # seconds, of a process' own, without a message, after which it is ended
-LONGEST_INTERVAL = 5.0  # seconds between two looks at the processor time: a busy machine gives every process some
 
 # Of glibc, which by default gives memory back to Linux and asks for it again: an eighth of JAX's time for compiling.
 # As ``system.environment.keep_freed_memory``, of processes that are yet to start.
@@ -106,32 +99,34 @@ def run_all(
     cores = processors()
     at_once = max(1, min(len(jobs), cores))
     threads = dict.fromkeys(THREAD_SWITCHES, str(max(1, cores // at_once)))
-    patience = math.inf if timeout is None else timeout
-    interval = min(patience / 10.0, LONGEST_INTERVAL)
     waiting = sorted(jobs, key=_when)
-    running: list[_Running] = []
+    running: dict[Child, _Running] = {}
     reference = Reference(ports=sum(job.cases is not None for job in jobs) or 1)
     # Read by the frameworks when a process imports them.
     # The threads of small models mostly wait for one another: asleep, not by counting, which takes a processor each.
     defaults = {**threads, "OMP_WAIT_POLICY": "passive", **MEMORY, **keep_programs(os.environ)}
     with Children({**defaults, **os.environ}) as children:
-        while waiting or running:
+
+        def begin() -> Iterator[Message]:
+            """Start as many jobs as there is room for, and yield what cannot be started."""
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
-                python = (interpreters or {}).get(job.backend, sys.executable)
                 try:
-                    running.append(_Running(job, children.start(WORK, python), reference))
+                    child = children.start(WORK, (interpreters or {}).get(job.backend, sys.executable))
                 except StartError as error:
                     yield Message(job.backend, findings=(failure(job.title, str(error)),), done=True)
-            news = children.wait([one.child for one in running], interval) if running else []
-            for one in list(running):
-                message = one.receive() if one.child in news else one.silent(patience, interval)
-                if message is not None:
-                    yield message
-                    if message.done:
-                        running.remove(one)
-                        # A framework may hang at exit; a process that is silent, or has ended, is not waited for.
-                        children.stop(one.child, PATIENCE if one.is_done else 0.0)
+                else:
+                    child.send(job)
+                    running[child] = _Running(job, child, reference)
+
+        yield from begin()
+        for child, message in children.listen(running, patience=math.inf if timeout is None else timeout):
+            found = running[child].received(message)
+            yield found
+            if found.done:
+                del running[child]
+                children.stop(child, PATIENCE)  # a framework may hang at exit
+                yield from begin()
 
 
 def _when(job: Job) -> int:
@@ -144,18 +139,15 @@ class _Running:
     def __init__(self, job: Job, child: Child, reference: Reference) -> None:
         self.job, self.child, self.reference = job, child, reference
         self.name, self.doing = job.title, "starting"
-        self.is_done = False
         self.findings: list[Finding] = []
         self.kept: Kept = {}
-        child.send(job)
 
-    def receive(self) -> Message:
-        """Return the next message with its findings, or one that says that the process has ended."""
-        try:
-            message: Message = self.child.receive()
-        except ChildEndedError as error:
-            return self._last(error.how, error.last_line)
-        self.doing, self.is_done = message.doing or self.doing, message.done
+    def received(self, message: Message | ChildEndedError) -> Message:
+        """Return a message with its findings, or one that says that the process has ended."""
+        if isinstance(message, ChildEndedError):
+            problem = f"{message.how} at {self.doing}: {message.last_line}"
+            return Message(self.job.backend, findings=(failure(self.name, problem),), done=True)
+        self.doing = message.doing or self.doing
         if message.facts is not None:
             self.name = message.facts.name
             self.cases = {case.name: case for case in cases_of(self.job, message.facts)}
@@ -173,14 +165,3 @@ class _Running:
         if message.ran:
             self.child.send((self.findings, self.kept))
         return replace(message, outputs=None, findings=tuple(found))
-
-    def silent(self, patience: float, interval: float) -> Message | None:
-        """Return a message that says so if the process has been silent for too long."""
-        if self.child.silence.count(interval) < patience:
-            return None
-        return self._last(f"no answer for {patience:g} s", self.child.last_line())
-
-    def _last(self, problem: str, last_line: str) -> Message:
-        """Return the finding that the process cannot make itself, with the last line that it printed."""
-        found = failure(self.name, f"{problem} at {self.doing}: {last_line}")
-        return Message(self.job.backend, findings=(found,), done=True)

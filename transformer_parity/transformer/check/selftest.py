@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from transformer_parity.engine.system.child import Child, ChildEndedError, Children
+from transformer_parity.engine.processes.child import Child, ChildEndedError
+from transformer_parity.engine.processes.children import Children
+from transformer_parity.engine.processes.messages import Parent
 from transformer_parity.engine.system.machine import free_bytes, processors
-from transformer_parity.engine.system.messages import Parent
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.transformer.check.planted_ports import planted
-from transformer_parity.transformer.check.processes import LONGEST_INTERVAL, SILENCE
+from transformer_parity.transformer.check.processes import SILENCE
 from transformer_parity.transformer.check.uncompiled import interpreted, interpreted_training
 from transformer_parity.transformer.compare import training_outputs
 from transformer_parity.transformer.compare.comparator import compare
@@ -57,6 +58,10 @@ class Trial:
     said: str
 
     to_dict = asdict  # the fields as plain values
+
+
+class PartDone:
+    """A process has tried a whole part of the catalogue."""
 
 
 def try_out(backend: str, part: str, mistake: Mistake) -> Trial:
@@ -169,43 +174,28 @@ def all_trials(backends: Sequence[str], chosen: Sequence[str], timeout: float = 
     Raises:
         ChildEndedError: A process has ended in the middle of a part, or was silent for too long.
     """
-    interval = min(timeout / 10.0, LONGEST_INTERVAL)
     jobs = sorted(
         ((backend, part) for backend in backends for part in chosen),
         key=lambda job: (job[0] == "torch", -len(parts()[job[1]])),  # the longest first
     )
     with Children({"OMP_NUM_THREADS": "1", **os.environ}) as children:
-        running = {}
+        running: dict[Child, tuple[str, str]] = {}
         for _ in range(number_of_processes(len(jobs))):
             child = children.start(WORK)
             child.send(tuple(backends))
             child.send(jobs[0])
             running[child] = jobs.pop(0)
-        while running:
-            news = children.wait(list(running), interval)
-            for child, job in list(running.items()):
-                trial = _next(child, job) if child in news else None
-                if trial is not None:
-                    yield trial
-                elif child in news:  # it has done its job
+        for child, message in children.listen(running, patience=timeout):
+            match message:
+                case Trial():
+                    yield message
+                case ChildEndedError():
+                    raise ChildEndedError(f"{message.how} at {': '.join(running[child])}", message.last_line)
+                case PartDone() if jobs:
+                    child.send(jobs[0])
+                    running[child] = jobs.pop(0)
+                case PartDone():
                     del running[child]
-                    if jobs:
-                        child.send(jobs[0])
-                        running[child] = jobs.pop(0)
-                elif child.silence.count(interval) >= timeout:
-                    raise _ended(f"no answer for {timeout:g} s", job, child.last_line())
-
-
-def _next(child: Child, job: tuple[str, str]) -> Trial | None:
-    """Return the next result of a process; None if it has done its job."""
-    try:
-        return child.receive()
-    except ChildEndedError as error:
-        raise _ended(error.how, job, error.last_line) from None
-
-
-def _ended(how: str, job: tuple[str, str], last_line: str) -> ChildEndedError:
-    return ChildEndedError(f"{how} at {': '.join(job)}", last_line)
 
 
 def work(parent: Parent) -> None:
@@ -222,4 +212,4 @@ def work(parent: Parent) -> None:
         for mistake in parts()[part]:
             if backend in mistake.edits:
                 parent.send(try_out(backend, part, mistake))
-        parent.send(None)
+        parent.send(PartDone())

@@ -8,23 +8,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from transformer_parity.engine.system.child import PATIENCE, THREAD_SWITCHES, Child, ChildEndedError, Children
+from transformer_parity.engine.processes.children import THREAD_SWITCHES, Children
+from transformer_parity.engine.processes.team import Team, TeamError
 from transformer_parity.transformer.distributed.environments import environments, number_of_processes
 from transformer_parity.transformer.distributed.worker import Seen, Task
 from transformer_spec.parallel_plan import Plan
 
 WORK = "transformer_parity.transformer.distributed.worker:work"  # what a process runs
-INTERVAL = 2.0  # seconds between two looks at the processor time
 ALL_PLANS = ("numpy", "jax")  # in one process: a mesh may leave devices out; others want processes for each size
 # In float64 the formulas are compared, not what XLA makes of them.
 LITTLE_OPTIMIZED = {"jax": {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}}
 
 
-class RunError(Exception):
+class GroupError(Exception):
     """A run on several devices did not come to its end; all of its processes have ended."""
 
 
-class Group:
+class TrainingGroup:
     """The processes of one framework that train together, one run after another.
 
     Attributes:
@@ -33,56 +33,31 @@ class Group:
 
     environment: dict[str, str] | None = None
 
-    def __init__(self, children: Children, processes: Sequence[Child], timeout: float | None) -> None:
-        self._children, self._processes = children, processes
-        self._timeout = math.inf if timeout is None else timeout
-        self._has_failed = False
+    def __init__(self, team: Team, timeout: float | None) -> None:
+        self._team = team
+        self._patience = math.inf if timeout is None else timeout
 
     def train(self, task: Task) -> list[Seen]:
         """Return what each process saw of a run; those that leave all devices to another saw nothing.
 
         Raises:
-            RunError: A process ended or said nothing for too long; or it could not go on, as it says.
+            GroupError: A process ended or said nothing for too long; or it could not go on, as it says.
         """
-        for process in self._processes:
-            process.send(task)
-        return [seen for seen in self._receive() if seen is not None]
+        self._team.send(task)
+        return [seen for seen in self._replies() if seen is not None]
 
     def stop(self) -> None:
         """End the processes."""
-        if self._has_failed:
-            return
-        for process in self._processes:
-            process.send(None)
-        self.environment = self._receive()[0]
-        for process in self._processes:
-            self._children.stop(process, PATIENCE)
+        if not self._team.is_over:
+            self._team.send(None)
+            self.environment = self._replies()[0]
+            self._team.stop()
 
-    def _receive(self) -> list:
-        """Return the next message of each process, in their order; where one fails, the others wait in vain for it."""
-        found: dict[Child, object] = {}
-        while waiting := [process for process in self._processes if process not in found]:
-            for process in self._children.wait(waiting, min(INTERVAL, self._timeout / 10.0)):
-                found[process] = self._next(process)
-            for process in waiting:
-                if process not in found and process.silence.count(INTERVAL) > self._timeout:
-                    raise self._failed(process, f"no answer for {self._timeout:g} s: {process.last_line()}")
-        return [found[process] for process in self._processes]
-
-    def _next(self, process: Child) -> object:
+    def _replies(self) -> list:
         try:
-            message = process.receive()
-        except ChildEndedError as error:
-            raise self._failed(process, str(error)) from error
-        if isinstance(message, Seen) and message.problem:
-            raise self._failed(process, message.problem)
-        return message
-
-    def _failed(self, process: Child, why: str) -> RunError:
-        self._has_failed = True
-        for other in self._processes:
-            self._children.stop(other)
-        return RunError(f"process {self._processes.index(process)} of {len(self._processes)}: {why}")
+            return self._team.replies(self._patience)
+        except TeamError as error:
+            raise GroupError(str(error)) from error
 
 
 @contextmanager
@@ -92,7 +67,7 @@ def group(
     processes: int | None = None,
     timeout: float | None = None,
     python: str = sys.executable,
-) -> Iterator[Group]:
+) -> Iterator[TrainingGroup]:
     """Start the processes of a framework that have so many devices; they end with the block.
 
     Args:
@@ -104,7 +79,7 @@ def group(
         python: The interpreter that runs them.
 
     Raises:
-        RunError: A process did not end as it should.
+        GroupError: A process did not end as it should.
         StartError: The interpreter cannot be started.
     """
     count = processes or number_of_processes(backend, Plan(data=devices), None)
@@ -113,7 +88,7 @@ def group(
         started = [children.start(WORK, python) for _ in told]
         for process, environment in zip(started, told, strict=True):
             process.send((backend, environment | LITTLE_OPTIMIZED.get(backend, {})))
-        found = Group(children, started, timeout)
+        found = TrainingGroup(Team(children, started), timeout)
         yield found
         found.stop()
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import reference_numpy
-from transformer_parity.engine.system.child import StartError
+from transformer_parity.engine.processes.child import StartError
 from transformer_parity.transformer.cases.case import ALL_DTYPES, Case
 from transformer_parity.transformer.compare.findings import Finding, failure
 from transformer_parity.transformer.compare.verdict import Author
 from transformer_parity.transformer.distributed.cases import NOT_OFFERED, STAGE, Probe, port_probes, probes, rounded
 from transformer_parity.transformer.distributed.compare import Run, draws, findings
-from transformer_parity.transformer.distributed.run import Group, RunError, devices_needed
+from transformer_parity.transformer.distributed.run import GroupError, TrainingGroup, devices_needed
 from transformer_parity.transformer.distributed.worker import Seen, Task, train
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.parallel_plan import Plan
@@ -24,7 +24,7 @@ OFFERED = {"tf": USUAL[:1]}  # of these, where a framework has not all
 OF_A_PORT = USUAL[:1]  # likewise, of the user's own
 WHOLE_RUN = STAGE[0]  # from its middle, another run goes on on the next plan
 
-Start = Callable[[int], AbstractContextManager[Group]]  # of processes that have so many devices
+Start = Callable[[int], AbstractContextManager[TrainingGroup]]  # of processes that have so many devices
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Check:
                 except StartError as error:  # nor can any others be
                     yield Step(findings=[failure(backend, str(error))])
                     return
-                except RunError as error:  # while they end
+                except GroupError as error:  # while they end
                     yield Step(findings=[failure(backend, str(error))])
 
     def _runs(self, backend: str, plan: Plan) -> list[Run]:
@@ -91,7 +91,7 @@ class Check:
             runs = [Run(probe, plan, named=named) for probe in port_probes()]
         return [run for run in runs if run.probe.dtype in self.dtypes]
 
-    def _on_plan(self, backend: str, plan: Plan, processes: Group) -> Generator[Step, None, bool]:
+    def _on_plan(self, backend: str, plan: Plan, processes: TrainingGroup) -> Generator[Step, None, bool]:
         """Train on one plan; return whether a run failed, after which there are no processes any more."""
         title = backend.rpartition(":")[2]
         runs = self._runs(backend, plan)
@@ -105,7 +105,7 @@ class Check:
                 if (own := seen[0].config) is not None:
                     run = replace(run, probe=replace(run.probe, config=own))
                 expected, baseline = _on_one_device(run, processes)
-            except RunError as error:
+            except GroupError as error:
                 yield from (Step(findings=[_failed(title, other, error)]) for other in runs[number:])
                 return True
             yield Step(findings=findings(title, run, seen, expected if own is None else _of_a_port(expected), baseline))
@@ -114,11 +114,11 @@ class Check:
         return False
 
 
-def _failed(backend: str, run: Run, error: RunError) -> Finding:
+def _failed(backend: str, run: Run, error: GroupError) -> Finding:
     return Author(backend, run.probe.dtype, run.case).failed("run", str(error))
 
 
-def _on_one_device(run: Run, processes: Group) -> tuple[Seen, Seen | None]:
+def _on_one_device(run: Run, processes: TrainingGroup) -> tuple[Seen, Seen | None]:
     """Return what a run must give, and below float64 what the same rounding gives on one device."""
     probe = run.probe
     if draws(probe):

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.engine.system.messages import Parent
+from transformer_parity.engine.processes.messages import Parent
+from transformer_parity.engine.processes.team import Broken
 from transformer_parity.transformer.cases.for_ports import port_config
 from transformer_parity.transformer.compare.exceptions import described
 from transformer_parity.transformer.compare.outputs import plain
@@ -81,7 +82,6 @@ class Seen:
         snapshots: After half of the steps, and after the last.
         shards: The parts of each parameter that are here, after the last step.
         refused: Why the framework has no such mesh; then there is nothing else.
-        problem: An exception, likewise.
         config: That of a port of the user's own.
     """
 
@@ -93,7 +93,6 @@ class Seen:
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     shards: dict[str, list[Held]] = field(default_factory=dict)
     refused: str = ""
-    problem: str = ""
     config: TransformerConfig | None = None
 
 
@@ -200,13 +199,14 @@ def work(parent: Parent) -> None:
     try:
         run, describe = _package(backend) if backend in PORTS else _port(backend)
     except Exception as error:
-        parent.send(Seen(problem=described(error)))
+        parent.send(Broken(described(error)))
         return
     while (task := parent.receive()) is not None:
+        seen: Seen | Broken | None
         try:
             seen = run(task)
         except Exception as error:
-            seen = Seen(problem=described(error))
+            seen = Broken(described(error))
         parent.send(seen)
     parent.send({name: str(value) for name, value in describe().items()})  # which may start the framework
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from transformer_parity.engine.system.child import removed_afterwards
+from transformer_parity.engine.processes.children import removed_afterwards
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.compare.training_outputs import SNAPSHOTS
 from transformer_parity.transformer.golden.vectors import FORMAT, MANIFEST, VERSION, WEIGHTS, Arrays, LeftOut, sha256

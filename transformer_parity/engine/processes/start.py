@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
 FOLDER = os.path.dirname(os.path.realpath(__file__))  # without pathlib, whose import would not be timed any more
-ROOT = os.path.dirname(os.path.dirname(FOLDER))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(FOLDER)))
 OURS = (
     *("transformer_spec", "reference_numpy", "transformer_torch", "transformer_jax", "transformer_tf"),
     *("transformer_parity", "transformer_bench"),
@@ -36,7 +36,7 @@ if __name__ == "__main__":
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != FOLDER]  # its modules are no packages
     sys.meta_path.insert(0, Ours)
 
-    from transformer_parity.engine.system.messages import Parent
+    from transformer_parity.engine.processes.messages import Parent
 
     parent = Parent()
     module, _, function = sys.argv[1].partition(":")

@@ -1,29 +1,24 @@
-"""Child processes: how they are started, what is said to them and by them, and how they end.
+"""A child process: how it is started, what is said to it and by it, and how it ends.
 
-Each runs ``module:function`` of ours, by this interpreter or another one, as the leader of a session: whatever it
-starts ends with it. They end with the block that started them and with this process, also if that is killed.
+It runs ``module:function`` of ours, by this interpreter or another one, as the leader of a session: whatever it starts
+ends with it.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Thread
-from typing import Any, Self
+from typing import Any
 
-from transformer_parity.engine.system import messages, orphans, start
-from transformer_parity.engine.system.silence import Silence
+from transformer_parity.engine.processes import messages, orphans
+from transformer_parity.engine.processes.silence import Silence
 
 PATIENCE = 10.0  # seconds for a process to end by itself
 GRACE = 0.5  # seconds for what a process has started to end after it, and to remove what it shares
@@ -33,14 +28,6 @@ READ = (
 MOST_UNREAD = 16  # messages of a child: then it waits until one is read, instead of filling the memory
 PIPE = 2**20  # bytes, the most that Linux gives every user: 16 times as much as by default
 WAKE = 0.5  # seconds: on Windows, a wait without an end is not interrupted by Ctrl-C
-
-THREAD_SWITCHES = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "TF_NUM_INTRAOP_THREADS",
-    "PJRT_NPROC",  # XLA's, behind JAX
-)
 
 
 def _widen(pipe: Any) -> None:
@@ -188,91 +175,3 @@ class Child:
         with self._news:
             self._has_ended = True
             self._news.notify_all()
-
-
-@contextmanager
-def removed_afterwards(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Remove a folder after the block, or when this process ends, also if that is killed; yield what waits for that."""
-    watch = subprocess.Popen(
-        [sys.executable, "-P", orphans.__file__, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield watch
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        watch.communicate()
-
-
-class Children:
-    """The child processes of a block, and a folder for them; all are gone after it.
-
-    Args:
-        environment: What they find in ``os.environ``; None is what there is here.
-    """
-
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._environment = dict(os.environ if environment is None else environment)
-        self._children: list[Child] = []
-        self._news = Condition()
-
-    def __enter__(self) -> Self:
-        self.folder = Path(tempfile.mkdtemp(prefix="parity-"))
-        self._logs = self.folder / "logs"
-        self._logs.mkdir()
-        self._block = ExitStack()
-        self._watch = self._block.enter_context(removed_afterwards(self.folder))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            for child in self._children:
-                child.process.kill()
-            for child in self._children:
-                self.stop(child)
-        finally:
-            self._block.close()
-
-    def start(self, function: str, python: str = sys.executable, environment: Mapping[str, str] | None = None) -> Child:
-        """Start a process.
-
-        Args:
-            function: What it runs, ``module:function``: called with its ``messages.Parent``.
-            python: The interpreter.
-            environment: What it finds in ``os.environ`` beside what all find.
-
-        Raises:
-            StartError: The interpreter cannot be started.
-        """
-        command = [python, "-u", start.__file__, function]  # -u: what is printed is kept even by a process that crashes
-        variables = {**self._environment, **(environment or {})}
-        try:
-            child = Child(command, variables, self._logs / str(len(self._children)), self._news)
-        except OSError as error:
-            raise StartError(f"the interpreter {python} cannot be started: {error.strerror}") from error
-        self._children.append(child)
-        self._tell(f"+{child.process.pid}\n")
-        return child
-
-    def stop(self, child: Child, patience: float = 0.0) -> None:
-        """Give a process some seconds to end, then end it and all that it has started."""
-        child.stop(patience)
-        self._tell(f"-{child.process.pid}\n")
-
-    def wait(self, among: Sequence[Child], seconds: float = math.inf) -> list[Child]:
-        """Wait until a child has news, but at most so long, and return those that have."""
-        deadline = time.monotonic() + seconds
-        with self._news:
-            while not (found := [child for child in among if child.has_news]) and time.monotonic() < deadline:
-                self._news.wait(min(WAKE, max(0.0, deadline - time.monotonic())))
-        return found
-
-    def _tell(self, line: str) -> None:
-        """Say which children there are to the process that ends them when this one is gone."""
-        if self._watch.stdin is None:
-            raise ValueError("the process has no standard input")
-        with suppress(OSError):
-            self._watch.stdin.write(line.encode())
-            self._watch.stdin.flush()
