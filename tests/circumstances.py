@@ -20,25 +20,22 @@ from transformer_parity.cli.main import COMMANDS, main
 
 STRANGER = 12345  # a user without a name, a home, or a file
 SMALL = {  # the least that shows how a command ends
-    "cases.for_ports:SEEDS": lambda real: 1,
-    "cli.golden:golden_cases": lambda real: lambda config: real(config)[:1],
-    "cli.selftest:possible": lambda real: lambda: [attack for attack in real() if not attack.alone][:1],
-    "figures.style:DPI": lambda real: 20,
-    "figures.why_measurements:LAYERS": lambda real: 1,
-    "figures.why_tables:D_KS": lambda real: [1, 64],
-    "figures.why_tables:LAYER_D_KS": lambda real: [64],
-    "train.corpora:DATES_TRAINED": lambda real: 64,
-    "train.corpora:DATES_HELD_OUT": lambda real: 4,
+    "transformer_parity.transformer.cases.for_ports:SEEDS": lambda real: 1,
+    "transformer_parity.cli.golden:golden_cases": lambda real: lambda config: real(config)[:1],
+    "transformer_parity.engine.style:DPI": lambda real: 20,
+    "transformer_parity.apps.train.corpora:DATES_TRAINED": lambda real: 64,
+    "transformer_parity.apps.train.corpora:DATES_HELD_OUT": lambda real: 4,
 }
 
 
 def prepare(command: str | None = None) -> None:
     """Import the module of a command, or of all; and make its work small."""
     for module in {module for name, (module, _, _) in COMMANDS.items() if command in (None, name)}:
-        import_module(f"transformer_parity.cli.{module}")
+        import_module(module if "." in module else f"transformer_parity.cli.{module}")
     for place, change in SMALL.items():
         name, _, attribute = place.partition(":")
-        if (module := sys.modules.get(f"transformer_parity.{name}")) is not None:
+        if command is None or name in sys.modules:
+            module = import_module(name)
             setattr(module, attribute, change(getattr(module, attribute)))
 
 

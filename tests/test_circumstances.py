@@ -67,7 +67,7 @@ RUNS = {
     "init-port": ("init-port --framework other --out {out}/mine.py", 0),
     "golden": ("golden --dtype float64 --out {out}/golden", 0),
     "compare": ("compare {have}/truth {have}/mine --stage activations --json {out}/a.json", 0),
-    "selftest": ("selftest --part attacks --json {out}/a.json", 0),
+    "selftest": ("selftest --backends torch --part feed-forward --json {out}/a.json", 0),
     "train": (f"train --task dates --backend numpy --steps 2 {MODEL} --out {{out}}/run", 0),
     "checkpoint": ("checkpoint join {have}/parts --out {out}/checkpoint.safetensors", 0),
     "curve": ("curve {have}/run --out {out}/a.png", 0),
@@ -80,7 +80,6 @@ RUNS = {
     "info": ("info --names", 0),
     "source": ("source attention", 0),
     "show": ("show masks --out {out}/a.png", 0),
-    "why": ("why sqrt-dk --json {out}/a.json", 0),
 }
 WRITES = {name for name, (arguments, _) in RUNS.items() if "{out}" in arguments}
 STREAMS = {"translate"}  # what its reader does not take is not made

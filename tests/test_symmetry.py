@@ -303,7 +303,7 @@ def test_every_allowance_is_used():
 
 CHANGES = {
     "docstring": ("attention", "Average the values, weighted", "Average the values weighted", "docstring"),
-    "docstring of an argument": ("part", "for the whole process", "for this process", "docstring"),
+    "docstring of an argument": ("runtime", "computes in full float32", "computes in float32", "docstring"),
     "docstring of the module": ("masks", "True = may attend", "True = may look", "docstring"),
     "docstring of a class": ("decoder", "transform each on its own", "transform each", "docstring"),
     "shape comment": ("attention", "# [B, H, L, M]\n    if", "# [B, H, M, L]\n    if", "shapes"),

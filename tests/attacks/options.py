@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from attacks.attack import Attack, Sound
 SOUND, OFFERS, SELF = f"{attack.__name__}:Sound", "attacks.offers", __name__
 CHECK = ["transformer_parity", "check"]
 PYTEST = ["pytest", "-p", "no:cacheprovider", "-q"]
+TESTS = Path(__file__).parents[1]  # from which a command imports this package
 
 
 def attacks(table: str) -> Iterator[Attack]:
@@ -38,6 +41,7 @@ def attacks(table: str) -> Iterator[Attack]:
 
 def _run(module: str, *arguments: str) -> tuple[int, str]:
     """Run a command and return its exit code and what it prints; AGREE beside another code is no such code."""
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
         found = subprocess.run(
             [sys.executable, "-m", module, *arguments],
@@ -46,6 +50,7 @@ def _run(module: str, *arguments: str) -> tuple[int, str]:
             errors="replace",
             stdin=subprocess.DEVNULL,
             cwd=folder,
+            env={**os.environ, "PYTHONPATH": path},
         )
     lines = [line.strip() for line in (*found.stderr.splitlines(), *found.stdout.splitlines()) if line.strip()]
     if found.returncode and any(line.startswith("AGREE") for line in lines):

@@ -25,23 +25,24 @@ Tokens = tuple[int, ...]  # a hypothesis or its beginning, without start symbol 
 class InBfloat16(Transformer):
     """The reference in float32, with every named value rounded to bfloat16: the noise that it shows in that dtype."""
 
-    def encode(self, source_ids: Any, source_mask: Any = None, tap: Tap = no_tap, rng: Any = None) -> ndarray:
-        """Return the memory, as the reference does."""
-        return super().encode(source_ids, source_mask, lambda name, x: tap(name, rounded_to_bfloat16(x)), rng)
+    def _encode(self, source_ids: ndarray, source_mask: ndarray, tap: Tap = no_tap, rng: Any = None) -> ndarray:
+        return super()._encode(source_ids, source_mask, _rounding(tap), rng)
 
-    def decode(
+    def _decode(
         self,
-        target_ids: Any,
+        target_ids: ndarray,
         memory: ndarray,
-        source_ids: Any = None,
-        target_mask: Any = None,
-        source_mask: Any = None,
+        target_mask: ndarray,
+        source_mask: ndarray,
         tap: Tap = no_tap,
         rng: Any = None,
     ) -> ndarray:
-        """Return the logits, as the reference does."""
-        rounding = lambda name, x: tap(name, rounded_to_bfloat16(x))  # noqa: E731
-        return super().decode(target_ids, memory, source_ids, target_mask, source_mask, rounding, rng)
+        return super()._decode(target_ids, memory, target_mask, source_mask, _rounding(tap), rng)
+
+
+def _rounding(tap: Tap) -> Tap:
+    """Return a tap that passes values on as bfloat16 has them."""
+    return lambda name, x: tap(name, rounded_to_bfloat16(x))
 
 
 def rounded_to_bfloat16(x: ndarray) -> ndarray:
