@@ -25,6 +25,7 @@ EACH_PART = """        whole = clip_factor(norm, settings.clip_norm)
                 g *= own / whole
 """
 
+SPREAD = "spread(ids, slices, plan.shares, trainer.model.config.pad_id)"
 POSITION = "self.model.source_position"
 OWN_WIDTH = "ids[:, : max(1, (ids != trainer.model.config.pad_id).any(0).sum())]"
 
@@ -147,17 +148,17 @@ MISTAKES = table(
             "last rows dropped": planted(
                 "a step counts 30 target tokens, not 31; all gradients: without the rows of share 2 (1.033, 1.033, 0)",
                 (
-                    "parallel_plan",
-                    "rows = -(-parts.shape[1] // shares)\n",
-                    "rows = parts.shape[1] // shares\n    parts = parts[:, : rows * shares]\n",
+                    "parallel",
+                    SPREAD,
+                    SPREAD.replace("ids", "ids[: len(ids) // plan.shares * plan.shares]", 1),
                 ),
             ),
             "last row repeated": planted(
                 "a step counts 33 target tokens, not 31; ",
                 (
-                    "parallel_plan",
-                    "np.pad(parts, padding, constant_values=pad_id)",
-                    'np.pad(parts[:, :-1], ((0, 0), (0, 2), (0, 0)), mode="edge")',
+                    "parallel",
+                    SPREAD,
+                    SPREAD.replace("ids", 'np.pad(ids[:-1], ((0, 2), (0, 0)), mode="edge")', 1),
                 ),
             ),
         },
@@ -188,9 +189,9 @@ MISTAKES = table(
             "shares before slices": planted(
                 MASKS,
                 (
-                    "parallel_plan",
-                    ".reshape(slices, shares, rows, ids.shape[1])",
-                    ".reshape(shares, slices, rows, ids.shape[1]).swapaxes(0, 1)",
+                    "parallel",
+                    SPREAD,
+                    SPREAD.replace("slices, plan.shares", "plan.shares, slices") + ".swapaxes(0, 1)",
                 ),
             ),
         },
