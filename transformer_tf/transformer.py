@@ -5,120 +5,20 @@ B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
 
 import keras
-import numpy as np
 import tensorflow as tf
-from numpy import ndarray
 from tensorflow import Tensor
 
-from transformer_spec.checks import check_given, check_integer, check_next_ids, check_positions, check_same_batch
-from transformer_spec.config import TransformerConfig
+from transformer_spec.checks import check_integer, check_positions, check_same_batch
 from transformer_spec.files import load_weights
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
-from transformer_tf.decoder import DecoderCache, DecoderStack
-from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
-from transformer_tf.encoder import EncoderStack
-from transformer_tf.layers import Configured, Dropout, LayerNorm, loading
-from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
-from transformer_tf.runtime import (
-    as_placed,
-    check_placement,
-    placed,
-    set_precision,
-    to_device,
-    to_ids,
-    to_mask,
-    to_memory,
-)
-from transformer_tf.weights import get_weights, set_weights
-
-
-class Part(Configured, keras.Model):
-    """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
-
-    Attributes:
-        part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
-    """
-
-    part: str | None = None
-
-    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
-        super().__init__(dtype=dtype, **kwargs)
-        position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
-        tied = config.tie_embeddings == "all"
-        self.config = config
-        self.device: str | None = None  # where calls run; None is where the caller's scope says
-        if self.part != "decoder" or tied:
-            self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype=dtype)
-        if self.part != "decoder":
-            self.source_position = position(config, dtype=dtype)
-            self.source_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
-            self.encoder = EncoderStack(config, dtype=dtype)
-        if self.part != "encoder":
-            self.target_embedding = (
-                self.source_embedding if tied else TokenEmbedding(config.target_vocab_size, config, dtype=dtype)
-            )
-            self.target_position = position(config, dtype=dtype)
-            self.target_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
-            self.decoder = DecoderStack(config, dtype=dtype)
-            self.output_proj = OutputProjection(config, self.target_embedding, dtype=dtype)
-        self.dropout = Dropout(config.dropout.embedding, dtype=dtype)
-        self.built = True
-
-    @classmethod
-    def from_weights(
-        cls,
-        config: TransformerConfig,
-        weights: Mapping[str, ndarray],
-        dtype: str = "float32",
-        device: str | None = None,
-        precision: str | None = None,
-    ) -> Self:
-        """Build a model in inference mode that holds a copy of the given weights.
-
-        Args:
-            config: What the weights are weights of.
-            weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
-            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
-            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
-                None leaves it as it is.
-
-        Raises:
-            TypeError: A weight is not of a floating-point dtype.
-            ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
-            RuntimeError: The device is not visible.
-        """
-        check_placement(dtype, device)
-        if precision is not None:
-            set_precision(precision)
-        with placed(to_device(device)), loading():
-            model = cls(config, dtype=dtype)
-        model.device = to_device(device)
-        set_weights(model, weights)
-        return model
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """Do what ``call`` does, with ids in lists too, which Keras refuses."""
-        args = tuple(np.asarray(x) if isinstance(x, list | tuple) and not _is_structure(x) else x for x in args)
-        return super().__call__(*args, **options)
-
-    def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter under its canonical name, in the model's dtype."""
-        return get_weights(self)
-
-    def _take(self, side, ids, mask):
-        """Return the ids of ``source`` or ``target`` and their mask, checked; a mask of None follows from the ids."""
-        config = self.config
-        ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
-        if mask is not None:
-            return ids, to_mask(f"{side}_mask", mask, tuple(ids.shape))
-        return ids, (padding_mask if side == "source" else target_padding_mask)(ids, config.pad_id)
+from transformer_tf.decoder import DecoderCache
+from transformer_tf.masks import causal_mask
+from transformer_tf.part import Part
+from transformer_tf.runtime import as_placed
 
 
 class Encoder(Part):
@@ -140,13 +40,17 @@ class Encoder(Part):
     ) -> Float[Tensor, "B S d_model"]:
         """Return the memory: one vector per source position. Arguments and errors as in ``Transformer``."""
         source_ids, source_mask = self._take("source", source_ids, source_mask)
+        return self._encode(source_ids, source_mask, tap, training)
+
+    call = encode
+
+    def _encode(self, source_ids, source_mask, tap=no_tap, training=None):
+        """Return the memory of ids and a mask that have been checked."""
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
         if self.source_embedding_norm is not None:
             x = self.source_embedding_norm(x)
         x = self.dropout(tap("source_embedding.output", x), training=training)
         return self.encoder(x, source_mask[:, None, None, :], tap=within(tap, "encoder"), training=training)
-
-    call = encode
 
 
 class Decoder(Part):
@@ -177,6 +81,12 @@ class Decoder(Part):
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
         check_same_batch(tuple(memory.shape), tuple(target_ids.shape))
+        return self._decode(target_ids, memory, target_mask, source_mask, tap, training)
+
+    call = decode
+
+    def _decode(self, target_ids, memory, target_mask, source_mask, tap=no_tap, training=None):
+        """Return the logits of ids, memory and masks that have been checked."""
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
@@ -184,9 +94,7 @@ class Decoder(Part):
         self_mask = causal_mask(keras.ops.shape(x)[1]) & target_mask[:, None, None, :]  # [B, 1, T, T]
         cross_mask = source_mask[:, None, None, :]  # [B, 1, 1, S]
         x = self.decoder(x, memory, self_mask, cross_mask, tap=within(tap, "decoder"), training=training)
-        return self._logits(x, tap)
-
-    call = decode
+        return tap("logits", self.output_proj(x))
 
     @as_placed
     def init_cache(
@@ -204,7 +112,7 @@ class Decoder(Part):
             capacity: How many target positions there is room for, that of the start symbol included.
             beam_size: How many hypotheses of each sentence are decoded at a time.
             source_mask: True where a source position holds a token. None derives it from the ids.
-            memory: What ``encode`` returns for the source. None computes it; a decoder alone has to be given it.
+            memory: What ``encode`` returns for the source. A decoder alone requires it.
 
         Raises:
             TypeError: Ids or sizes that are not integers, a mask that is not boolean, or a memory of another dtype.
@@ -213,9 +121,6 @@ class Decoder(Part):
         if not tf.is_tensor(capacity):  # which it may be in a function that is traced once for all sizes
             capacity = check_positions("capacity", capacity, self.config.max_positions)
             beam_size = check_integer("beam_size", beam_size, minimum=1)
-        if memory is None and isinstance(self, Encoder):
-            source_ids, source_mask = self._take("source", source_ids, source_mask)
-            memory = self.encode(source_ids, source_mask, training=False)
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         positions = tf.cast(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
@@ -238,11 +143,7 @@ class Decoder(Part):
             TypeError: Ids that are not integers.
             ValueError: Ids outside the vocabulary, not one for each hypothesis, or no room for another position.
         """
-        target_ids = (target_ids if tf.is_tensor(target_ids) else np.asarray(target_ids))[None]
-        target_ids = to_ids("target_ids", target_ids, self.config.target_vocab_size, None)[0]
-        length = tf.get_static_value(cache.length)  # None inside a traced function
-        length = None if length is None else int(length)
-        check_next_ids(tuple(target_ids.shape), length, tuple(cache.self_mask.shape))
+        target_ids = self._take_next(target_ids, cache)
         cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: the caller's stays as it is
         n = cache.length
         holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
@@ -251,20 +152,7 @@ class Decoder(Part):
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return self._logits(x, tap)[:, 0], cache
-
-    def _logits(self, x, tap):
-        return tap("logits", self.output_proj(x))
-
-    def _take_memory(self, memory, ids, mask):
-        """Return the memory and the mask of its source, checked."""
-        check_given(memory, ids, mask)
-        if mask is None:
-            _, mask = self._take("source", ids, None)
-        else:
-            mask = to_mask("source_mask", mask, tuple(np.shape(memory))[:2])
-        shape = (*mask.shape, self.config.d_model)
-        return to_memory(memory, shape, self.compute_dtype), mask
+        return tap("logits", self.output_proj(x))[:, 0], cache
 
 
 class Transformer(Encoder, Decoder):
@@ -279,14 +167,13 @@ class Transformer(Encoder, Decoder):
 
     part: str | None = None
 
-    @as_placed
-    def __call__(
+    def call(
         self,
         source_ids: Int[Tensor, "B S"],
-        target_ids: Int[Tensor, "B T"] | None = None,
+        target_ids: Int[Tensor, "B T"],
         source_mask: Bool[Tensor, "B S"] | None = None,
         target_mask: Bool[Tensor, "B T"] | None = None,
-        tap: Tap | None = None,
+        tap: Tap = no_tap,
         training: bool | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Return the logits of the token after each target position.
@@ -303,38 +190,26 @@ class Transformer(Encoder, Decoder):
             TypeError: Ids that are not integers, or a mask that is not boolean.
             ValueError: Ids or masks of the wrong shape, ids outside the vocabulary, or too many positions.
         """
-        if target_ids is None and _is_structure(source_ids):  # as Keras hands over all inputs in one
-            args, options = ((), source_ids) if isinstance(source_ids, Mapping) else (source_ids, {})
-            masks = {"source_mask": source_mask, "target_mask": target_mask}
-            masks = {name: mask for name, mask in masks.items() if mask is not None}
-            return self(*args, **options, **masks, tap=tap, training=training)
-        if not keras.backend.is_keras_tensor(source_ids):  # of a functional model, whose values come later
-            # Checked here and not in `call`, where Keras would decorate the message.
-            source_ids, source_mask = self._take("source", source_ids, source_mask)
-            target_ids, target_mask = self._take("target", target_ids, target_mask)
-            check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
-        options = {} if tap is None else {"tap": tap}  # a function, which could not be saved
-        return super().__call__(source_ids, target_ids, source_mask, target_mask, training=training, **options)
+        if source_mask is None or target_mask is None:  # not by `__call__`: Keras builds a functional model
+            taken = self._take_both(source_ids, target_ids, source_mask, target_mask)
+            return self.call(**taken, tap=tap, training=training)
+        memory = self._encode(source_ids, source_mask, tap, training)
+        return self._decode(target_ids, memory, target_mask, source_mask, tap, training)
 
-    def call(
+    @as_placed
+    def init_cache(
         self,
-        source_ids: Int[Tensor, "B S"],
-        target_ids: Int[Tensor, "B T"],
+        source_ids: Int[Tensor, "B S"] | None,
+        capacity: int | Int[Tensor, ""],
+        beam_size: int | Int[Tensor, ""] = 1,
         source_mask: Bool[Tensor, "B S"] | None = None,
-        target_mask: Bool[Tensor, "B T"] | None = None,
-        tap: Tap = no_tap,
-        training: bool | None = None,
-    ) -> Float[Tensor, "B T V"]:
-        """Return the logits: what Keras calls."""
-        memory = self.encode(source_ids, source_mask, tap, training)
-        return self.decode(target_ids, memory, source_ids, target_mask, source_mask, tap, training)
-
-
-def _is_structure(inputs):
-    """Whether these are the inputs of a call in one, and not the rows of its source ids."""
-    if isinstance(inputs, tuple | list):
-        return any(len(np.shape(x)) == 2 for x in inputs)
-    return isinstance(inputs, Mapping)
+        memory: Float[Tensor, "B S d_model"] | None = None,
+    ) -> DecoderCache:
+        """Return what ``decode_step`` needs, as in ``Decoder``; a memory of None is computed from the source."""
+        if memory is None:
+            source_ids, source_mask = self._take("source", source_ids, source_mask)
+            memory = self._encode(source_ids, source_mask, training=False)
+        return super().init_cache(source_ids, capacity, beam_size, source_mask, memory)
 
 
 def load_transformer(

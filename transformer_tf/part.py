@@ -1,0 +1,154 @@
+"""What the whole model, the encoder alone and the decoder alone share: construction, weights and input checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy import ndarray
+
+from transformer_spec.checks import check_given, check_next_ids, check_same_batch
+from transformer_spec.config import TransformerConfig
+from transformer_tf.decoder import DecoderStack
+from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
+from transformer_tf.encoder import EncoderStack
+from transformer_tf.layers import Configured, Dropout, LayerNorm, loading
+from transformer_tf.masks import padding_mask, target_padding_mask
+from transformer_tf.runtime import (
+    as_placed,
+    check_placement,
+    placed,
+    set_precision,
+    to_device,
+    to_ids,
+    to_mask,
+    to_memory,
+)
+from transformer_tf.weights import get_weights, set_weights
+
+
+class Part(Configured, keras.Model):
+    """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
+
+    Attributes:
+        part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
+    """
+
+    part: str | None = None
+
+    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
+        super().__init__(dtype=dtype, **kwargs)
+        position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
+        tied = config.tie_embeddings == "all"
+        self.config = config
+        self.device: str | None = None  # where calls run; None is where the caller's scope says
+        if self.part != "decoder" or tied:
+            self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype=dtype)
+        if self.part != "decoder":
+            self.source_position = position(config, dtype=dtype)
+            self.source_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
+            self.encoder = EncoderStack(config, dtype=dtype)
+        if self.part != "encoder":
+            self.target_embedding = (
+                self.source_embedding if tied else TokenEmbedding(config.target_vocab_size, config, dtype=dtype)
+            )
+            self.target_position = position(config, dtype=dtype)
+            self.target_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
+            self.decoder = DecoderStack(config, dtype=dtype)
+            self.output_proj = OutputProjection(config, self.target_embedding, dtype=dtype)
+        self.dropout = Dropout(config.dropout.embedding, dtype=dtype)
+        self.built = True
+
+    @classmethod
+    def from_weights(
+        cls,
+        config: TransformerConfig,
+        weights: Mapping[str, ndarray],
+        dtype: str = "float32",
+        device: str | None = None,
+        precision: str | None = None,
+    ) -> Self:
+        """Build a model in inference mode that holds a copy of the given weights.
+
+        Args:
+            config: What the weights are weights of.
+            weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
+            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
+            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
+                None leaves it as it is.
+
+        Raises:
+            TypeError: A weight is not of a floating-point dtype.
+            ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
+            RuntimeError: The device is not visible.
+        """
+        check_placement(dtype, device)
+        if precision is not None:
+            set_precision(precision)
+        with placed(to_device(device)), loading():
+            model = cls(config, dtype=dtype)
+        model.device = to_device(device)
+        set_weights(model, weights)
+        return model
+
+    @as_placed
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Do what ``call`` does, with ids in lists too, or all inputs in one structure, as Keras hands them over."""
+        options = {name: value for name, value in options.items() if value is not None}
+        if self.part is None and len(args) == 1 and _is_structure(args[0]) and "target_ids" not in options:
+            inputs = args[0]
+            return self(**inputs, **options) if isinstance(inputs, Mapping) else self(*inputs, **options)
+        args = tuple(np.asarray(x) if isinstance(x, list | tuple) and not _is_structure(x) else x for x in args)
+        if self.part is None and not any(map(keras.backend.is_keras_tensor, (*args, *options.values()))):
+            args, options = (), self._take_both(*args, **options)  # not in `call`: Keras would decorate the message
+        return super().__call__(*args, **options)
+
+    def export_weights(self) -> dict[str, ndarray]:
+        """Return a copy of every parameter under its canonical name, in the model's dtype."""
+        return get_weights(self)
+
+    def _take(self, side, ids, mask):
+        """Return the ids of ``source`` or ``target`` and their mask, checked; a mask of None follows from the ids."""
+        config = self.config
+        ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
+        if mask is not None:
+            return ids, to_mask(f"{side}_mask", mask, tuple(ids.shape))
+        return ids, (padding_mask if side == "source" else target_padding_mask)(ids, config.pad_id)
+
+    def _take_memory(self, memory, ids, mask):
+        """Return the memory and the mask of its source, checked."""
+        check_given(memory, ids, mask)
+        if mask is None:
+            _, mask = self._take("source", ids, None)
+        else:
+            mask = to_mask("source_mask", mask, tuple(np.shape(memory))[:2])
+        shape = (*mask.shape, self.config.d_model)
+        return to_memory(memory, shape, self.compute_dtype), mask
+
+    def _take_both(self, source_ids=None, target_ids=None, source_mask=None, target_mask=None, **options):
+        """Return the arguments of a call of the whole model, checked, by name."""
+        source_ids, source_mask = self._take("source", source_ids, source_mask)
+        target_ids, target_mask = self._take("target", target_ids, target_mask)
+        check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
+        ids = {"source_ids": source_ids, "target_ids": target_ids}
+        return {**ids, "source_mask": source_mask, "target_mask": target_mask, **options}
+
+    def _take_next(self, ids, cache):
+        """Return the id of each hypothesis at the next target position, checked."""
+        ids = (ids if tf.is_tensor(ids) else np.asarray(ids))[None]
+        ids = to_ids("target_ids", ids, self.config.target_vocab_size, None)[0]
+        length = tf.get_static_value(cache.length)  # None inside a traced function
+        length = None if length is None else int(length)
+        check_next_ids(tuple(ids.shape), length, tuple(cache.self_mask.shape))
+        return ids
+
+
+def _is_structure(inputs):
+    """Whether these are the inputs of a call in one, and not the rows of its source ids."""
+    if isinstance(inputs, tuple | list):
+        return any(len(np.shape(x)) == 2 for x in inputs)
+    return isinstance(inputs, Mapping)
