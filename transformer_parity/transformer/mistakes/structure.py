@@ -27,21 +27,14 @@ PROJECTED = "self.output_proj(merge_heads(context))"
 LOGITS = 'tap("logits", self.output_proj(x))'
 RETURNED = f"return {LOGITS}\n"  # all positions at once; a step takes one of them
 UNMASKED = "    if mask is None:"
-MEMORY_OF = "memory = self.encode(source_ids, source_mask, tap, "
 ENCODE = 'one vector per source position. Arguments and errors as in ``Transformer``."""\n'
 DECODE = 'where both are given, the mask counts.\n        """\n'
 LOOKED_UP, GIVEN = "TokenEmbedding(config.source_vocab_size, config", 'mask = to_mask("source_mask", mask'
 ENCODED = "memory = self._encode(source_ids, "
-PART = {"numpy": "part", "torch": "part", "jax": "part"}  # the module that constructs a model
 NO_MASK = "        source_mask = np.ones(np.shape(source_ids), bool) if source_mask is None else source_mask\n"
 WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
 KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
-
-
-def in_part(old: str, new: str) -> Edits:
-    """Return one edit per port, where it constructs a model and checks its inputs."""
-    return {port: [(PART.get(port, "transformer"), old, new)] for port in FOUR}
 
 
 def one_value(value: str) -> Edits:
@@ -179,7 +172,9 @@ STRUCTURE = table(
         f"{SELF}.query": {
             "still in training mode": {
                 **changed("part", torch=("model.eval()", "model"), jax=("        model.eval()\n", "")),
-                **changed("transformer", tf=(f"{MEMORY_OF}training)", f"{MEMORY_OF}True)")),
+                **changed(
+                    "transformer", tf=(f"{ENCODED}source_mask, tap, training)", f"{ENCODED}source_mask, tap, True)")
+                ),
             }
         },
     }
@@ -275,21 +270,18 @@ EDGES = [
                 "decode without padding mask": instead("transformer", DECODE, f"{DECODE}{NO_MASK}")
             },
             (f"{CROSS}.weights", "decoder/alone"): {
-                "a decoder alone attends to padding": in_part(GIVEN, f"{GIVEN} | bool(self.part)")
+                "a decoder alone attends to padding": instead("part", GIVEN, f"{GIVEN} | bool(self.part)")
             },
             (SOURCE, "encoder/alone"): {
-                "an encoder alone does not scale its embedding": in_part(
-                    LOOKED_UP, f"{LOOKED_UP}.replace(scale_embedding=self.part is None)"
+                "an encoder alone does not scale its embedding": instead(
+                    "part", LOOKED_UP, f"{LOOKED_UP}.replace(scale_embedding=self.part is None)"
                 )
             },
             (f"{SELF}.weights", "full/given_masks"): {
-                "given masks not used": changed(
+                "given masks not used": instead(
                     "transformer",
-                    ("self.encode(source_ids, source_mask, tap", "self.encode(source_ids, None, tap"),
-                    **dict.fromkeys(
-                        ("numpy", "torch", "jax"),
-                        (f"{ENCODED}source_mask, tap", f'{ENCODED}self._take("source", source_ids, None)[1], tap'),
-                    ),
+                    f"{ENCODED}source_mask, tap",
+                    f'{ENCODED}self._take("source", source_ids, None)[1], tap',
                 )
             },
             (f"{CAUSAL}.weights", "full/starts_with_padding"): {
@@ -328,7 +320,7 @@ EDGES = [
             ("logits", "full/tied_target"): {
                 "output tied to the source table": but(
                     {
-                        **in_part("(config, self.target_embedding,", "(config, self.source_embedding,"),
+                        **instead("part", "(config, self.target_embedding,", "(config, self.source_embedding,"),
                         "torch": [  # which ties again whatever moves its parameters
                             ("part", "(config, self.target_embedding,", "(config, self.source_embedding,"),
                             ("part", "weight = self.target_embedding", "weight = self.source_embedding"),
