@@ -1,8 +1,8 @@
 """How the site is built: ``sphinx-build -W docs build/site``. No framework is imported, and no network is needed."""
 
+import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +20,8 @@ def commit() -> str:
 
 project = "transformer-parity"
 author = "the authors of transformer-parity"
-release = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+spec = (ROOT / "transformer_spec" / "__init__.py").read_text("utf-8")
+release = re.search(r'^__version__ = "(.+)"', spec, re.MULTILINE)[1]
 version = f"{release}, commit {commit()}" if commit() else release
 
 extensions = [
@@ -41,7 +42,8 @@ myst_heading_anchors = 3
 html_math_renderer = "katex"
 
 autoapi_dirs = [
-    str(ROOT / name) for name in ("reference_numpy", "transformer_torch", "transformer_jax", "transformer_tf")
+    str(ROOT / name)
+    for name in ("transformer_spec", "reference_numpy", "transformer_torch", "transformer_jax", "transformer_tf")
 ]
 autoapi_root = "reference/api"
 autoapi_options = ["members", "show-module-summary", "undoc-members"]

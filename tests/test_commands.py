@@ -204,7 +204,7 @@ def test_source_knows_where_the_packages_differ(capsys):
     ]
     for name, method in (("Encoder", "encode"), ("Decoder", "decode")):  # as in ``forward = encode``
         assert all(f"def {method}(" in text for text in pieces(parity(capsys, "source", f"{name}.forward")[1]).values())
-    lacking = parity(capsys, "source", "additive_attention")[1]
+    lacking = parity(capsys, "source", "transformer_backward")[1]
     assert lacking.endswith("\n# not in transformer_torch, transformer_jax, transformer_tf\n")
 
 
@@ -364,7 +364,8 @@ def test_source_lists_names_where_it_can_suggest_none(capsys):
     error, _, names = err.partition("\n")
     assert (code, error) == (3, "parity source: error: there is no 'zzzzzz' in the packages")
     assert names == parity(capsys, "source")[1]
-    assert "\nattention:     scaled_dot_product_attention, additive_attention*, split_heads,\n" in names
+    assert "\nattention:     scaled_dot_product_attention, split_heads, merge_heads,\n" in names
+    assert ", transformer_backward*\n" in names
 
 
 def test_show_writes_png_and_svg(capsys, tmp_path):
@@ -500,8 +501,8 @@ def test_agreement_names_the_two_that_differ_the_most():
         ("source Linear --width 10", "--width must be at least 60: got 10"),
         ("source Linear --backends mxnet", "unknown mxnet: choose from numpy, torch, jax, tf"),
         (
-            "source additive_attention --backends tf",
-            "additive_attention is not in transformer_tf, but in reference_numpy",
+            "source transformer_backward --backends tf",
+            "transformer_backward is not in transformer_tf, but in reference_numpy",
         ),
         ("show positions --preset paper_learned", "paper_learned learns its positions"),
         ("show positions --length 0", "--length must be at least 1: got 0"),

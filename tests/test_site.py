@@ -144,9 +144,9 @@ def test_panes_are_the_code_of_the_packages():
 
 
 def test_a_name_that_is_gone_fails_the_build():
-    with pytest.raises(ExtensionError, match=r"no 'additive_attention' in transformer_torch, transformer_jax"):
-        panes.pieces("additive_attention")
-    assert panes.pieces("additive_attention", ["numpy"])
+    with pytest.raises(ExtensionError, match=r"no 'transformer_backward' in transformer_torch, transformer_jax"):
+        panes.pieces("transformer_backward")
+    assert panes.pieces("transformer_backward", ["numpy"])
 
 
 def test_what_is_said_to_tools_is_not_shown():

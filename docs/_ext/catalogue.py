@@ -126,7 +126,7 @@ class Mistakes(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the list."""
         found = chosen(self.arguments[0], self.options.get("only", ""), self.options.get("without", ""))
-        for path in (ROOT / "transformer_parity" / "mistakes").glob("*.py"):
+        for path in (ROOT / "transformer_parity" / "transformer" / "mistakes").glob("*.py"):
             self.env.note_dependency(str(path))
         self.env.note_dependency(str(ROOT / "docs" / "reported-mistakes.md"))
         html = "".join(map(entry, found))

@@ -199,6 +199,15 @@ def other_modules() -> Iterator[str]:
                 yield f"| {TITLES[backend]} | {link} | {summary(package, path.stem).rstrip('.')} |"
 
 
+def spec_modules() -> Iterator[str]:
+    """Yield a Markdown table of the modules of ``transformer_spec``, with links to their API."""
+    yield from ("| module | what |", "|---|---|")
+    for path in sorted((ROOT / "transformer_spec").glob("*.py")):
+        if path.stem != "__init__":
+            link = f"[{path.stem}](api/transformer_spec/{path.stem}/index.rst)"
+            yield f"| {link} | {summary('transformer_spec', path.stem).rstrip('.')} |"
+
+
 def presets() -> Iterator[str]:
     """Yield a Markdown list of the presets."""
     for title, names in (("Table 3", TABLE_3), ("Implementations", IMPLEMENTATIONS)):
@@ -208,6 +217,7 @@ def presets() -> Iterator[str]:
 TABLES = {
     "modules": modules,
     "other-modules": other_modules,
+    "spec-modules": spec_modules,
     "presets": presets,
     "names": name_tables,
     "exit-codes": exit_codes,

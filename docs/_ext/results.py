@@ -13,7 +13,7 @@ from panes import ROOT, TITLES
 from sphinx.errors import ExtensionError
 
 RESULTS = ROOT / "docs" / "results"
-TOLERANCES = ROOT / "transformer_parity" / "compare" / "tolerances.toml"
+TOLERANCES = ROOT / "transformer_parity" / "transformer" / "compare" / "tolerances.toml"
 MIB = 2**20
 PORTS = ("torch", "jax", "tf")
 MACHINES = {"intel": "Intel Xeon", "amd": "AMD EPYC"}  # by folder of benchmarks

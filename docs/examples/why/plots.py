@@ -1,4 +1,4 @@
-"""The pictures of ``parity why``: four panels for each claim."""
+"""The pictures of docs/why.md: four panels for each claim."""
 
 from __future__ import annotations
 

@@ -109,6 +109,14 @@ class Package:
         if name in self.modules:
             return self.modules[name].cut([self.modules[name].tree], docstrings)
         found = (module.find(name, docstrings) for module in self.modules.values())
+        return next((piece for piece in found if piece is not None), None) or self._inherited(name, docstrings)
+
+    def _inherited(self, name: str, docstrings: bool) -> Piece | None:
+        """Return a method of a base class that is defined in a different file."""
+        owner, _, method = name.partition(".")
+        nodes = (module.definitions.get(owner) for module in self.modules.values())
+        bases = [base.id for node in nodes for base in getattr(node, "bases", []) if isinstance(base, ast.Name)]
+        found = (self.find(f"{base}.{method}", docstrings) for base in bases if method and base != owner)
         return next((piece for piece in found if piece is not None), None)
 
 
