@@ -56,7 +56,7 @@ SMALL = {
     **{"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 8, "num_heads": 1, "d_ff": 8},
     **{"num_encoder_layers": 1, "num_decoder_layers": 1},
 }
-MODEL = "--d-model 8 --heads 1 --d-ff 8 --layers 1 --tokens 200"
+MODEL = "--set d_model=8 num_heads=1 d_ff=8 num_encoder_layers=1 num_decoder_layers=1 tokens_per_batch=200"
 # What is cheap to run, and the exit code. {out} is where results go, {have} what there is to read.
 RUNS = {
     "check": (
@@ -313,7 +313,7 @@ def test_kill_leaves_nothing(case, command):
     case.check()
 
 
-LONGER = f"train --task dates --backend numpy --steps 8 --save-every 2 --keep 2 {MODEL} --out {{out}}/run"
+LONGER = f"train --task dates --backend numpy --steps 8 {MODEL} save_every=2 keep=2 --out {{out}}/run"
 RESUMED = "train --resume {out}/run --backend numpy"
 ENDED = {"SIGKILL": {-9}, "SIGTERM": {143, 3}, "SIGINT": {130, 3}}
 

@@ -536,9 +536,9 @@ ABSURD = {
     "bench forward --scale depth=1,1000000000 --backends numpy": "1000000000+1000000000 layers",
     "show positions --length 1000000000000": "a picture of 1,000,000,000,000 by 64",
     "show positions --d-model 1000000000000": "a picture of 50 by 1,000,000,000,000",
-    "train --task dates --layers 1000000000 --backends numpy": "training 329,",
-    "train --task dates --d-ff 1000000000000 --backends numpy": "training ",
-    "train --task dates --tokens 1000000000000 --backends numpy": "a batch of 1,000,000,000,000 tokens",
+    "train --task dates --set num_encoder_layers=1000000000 --backends numpy": "training 132,",
+    "train --task dates --set d_ff=1000000000000 --backends numpy": "training ",
+    "train --task dates --set tokens_per_batch=1000000000000 --backends numpy": "a batch of 1,000,000,000,000 tokens",
 }
 
 

@@ -23,7 +23,7 @@ from transformer_parity.cli.main import main
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
 
-EXACT = ("--dtype", "float64", "--heads", 4)
+EXACT = ("--dtype", "float64", "--set", "num_heads=4")
 IN_PROCESSES = [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "jax", "tf")]
 TWO = {"torch": (), "jax": ("--processes", "2"), "tf": ("--processes", "2")}  # processes
 PLANS = {  # of each framework, and in how many processes where that can be chosen
@@ -62,14 +62,14 @@ def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "alone"
     with pytest.MonkeyPatch.context() as patch:
         make_few(patch)
-        assert train(folder, "--backend", "numpy", "--steps", 6, "--dropout", 0, *EXACT) == 0
+        assert train(folder, "--backend", "numpy", "--steps", 6, "--set", "dropout=0", *EXACT) == 0
     return folder
 
 
 def test_a_plan_changes_nothing_in_the_reference(alone, tmp_path, capfd):
     folder = tmp_path / "run"
     plan = "--parallel", "data=2,tensor=2"
-    assert train(folder, "--backend", "numpy", "--steps", 6, "--dropout", 0, *EXACT, *plan) == 0
+    assert train(folder, "--backend", "numpy", "--steps", 6, "--set", "dropout=0", *EXACT, *plan) == 0
     assert "on 4 devices, data=2,tensor=2, of 1 process" in capfd.readouterr().err
     agree(final(folder), final(alone))
     assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_other_devices_in_another_framework(name, alone, tmp_
     """Two processes, then one device of NumPy."""
     folder = tmp_path / "run"
     where = "--backend", name, "--parallel", "data=2", *TWO[name]
-    options = "--steps", 6, "--stop-at", 3, "--save-every", 2, "--dropout", 0
+    options = "--steps", 6, "--stop-at", 3, "--set", "save_every=2", "--set", "dropout=0"
     assert train(folder, *where, *options, *EXACT) == 0
     said = capfd.readouterr().err
     assert "on 2 devices, data=2, of 2 processes" in said
@@ -98,7 +98,7 @@ def test_a_run_goes_on_with_other_devices_in_another_framework(name, alone, tmp_
     [pytest.param(name, *how, marks=pytest.mark.only(name)) for name, plans in PLANS.items() for how in plans],
 )
 def test_every_plan_ends_with_the_weights_of_one_device(name, plan, processes, alone, tmp_path):
-    options = "--backend", name, "--steps", 6, "--dropout", 0, *EXACT
+    options = "--backend", name, "--steps", 6, "--set", "dropout=0", *EXACT
     processes = [] if processes is None else ["--processes", processes]
     assert train(tmp_path / "run", *options, "--parallel", plan, *processes) == 0
     agree(final(tmp_path / "run"), final(alone))
@@ -182,7 +182,7 @@ sys.exit(main(sys.argv[1:]))
 def test_under_torchrun_the_environment_decides(alone, tmp_path):
     """Two processes that torchrun starts; the first writes and speaks."""
     folder = tmp_path / "run"
-    options = ["--out", folder, *SMALL, *EXACT, "--backend", "torch", "--steps", 6, "--dropout", 0]
+    options = ["--out", folder, *SMALL, *EXACT, "--backend", "torch", "--steps", 6, "--set", "dropout=0"]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]

@@ -24,8 +24,8 @@ from transformer_parity.apps.train.log import checkpoints, step_of
 from transformer_parity.transformer.distributed import environments
 
 SECONDS = 20  # in which processes have to end; most of it for a busy machine
-ONE_SHAPE = ("--tokens", "1024")  # of all batches: after the first step, nothing is compiled
-WITHOUT_END = (*ONE_SHAPE, "--steps", "100000", "--validate-every", "100000", "--save-every", "100000")
+ONE_SHAPE = ("--set", "tokens_per_batch=1024")  # of all batches: after the first step, nothing is compiled
+WITHOUT_END = (*ONE_SHAPE, "--steps", "100000", "--set", "validate_every=100000", "save_every=100000")
 
 
 @contextmanager
@@ -102,8 +102,8 @@ ELSEWHERE = {  # where the run of a framework goes on
 def test_a_run_of_which_a_process_was_killed_goes_on_elsewhere(name, rank, tmp_path):
     """In another framework, on other devices, as the run that nothing has interrupted."""
     folder, whole = tmp_path / "run", tmp_path / "whole"
-    always = *EXACT, "--dropout", 0, "--cooldown", 0
-    with running(folder, *two(name), *map(str, always), "--save-every", "1", "--keep", "9999") as (run, _):
+    always = *EXACT, "--set", "dropout=0", "cooldown_steps=0"
+    with running(folder, *two(name), *map(str, always), "--set", "save_every=1", "keep=9999") as (run, _):
         while not checkpoints(folder) and run.poll() is None:
             time.sleep(0.01)
         killed(run, rank, 2, folder)

@@ -24,8 +24,9 @@ from transformer_parity.apps.train.log import checkpoints, step_of
 from transformer_parity.cli.main import main as parity
 from transformer_parity.transformer.ports.registry import PORTS
 
-SMALL = ["--d-model", "64", "--d-ff", "128", "--layers", "1", "--warmup", "100"]  # a tenth of the model
-UNSEEN = ["--validate-every", "100000", "--keep", "100000"]  # on the way
+# A tenth of the model.
+SMALL = ["--set", "d_model=64", "d_ff=128", "num_encoder_layers=1", "num_decoder_layers=1", "warmup_steps=100"]
+UNSEEN = ["--set", "validate_every=100000", "keep=100000"]  # on the way
 
 
 def train(folder: Path, *options: str) -> None:
@@ -63,7 +64,7 @@ def compare(
     backend: str, devices: Sequence[str], steps: int, every: int, folder: Path, options: Sequence[str]
 ) -> list[tuple]:
     """Return steps, and at each how far the weights on several devices and the moved ones are from those of one."""
-    go_on = ["--backend", backend, "--save-every", str(every), "--stop-at", str(steps), *UNSEEN]
+    go_on = ["--backend", backend, "--set", f"save_every={every}", "--stop-at", str(steps), *UNSEEN]
     begin = ["--task", "dates", "--dtype", "float64", *options]
     train(folder / "one", *begin, *go_on)
     train(folder / "several", *begin, *go_on, *devices)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from transformer_parity.apps.checkpoints.importer import (
 )
 from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.checkpoints.proof import Agreement, check_against_transformers, prove
-from transformer_parity.cli.options import add_backends, check_installed
+from transformer_parity.cli.options import add_backends, check_installed, field
 from transformer_parity.cli.progress import PlainConsole, make_console
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, printable, refusals
@@ -94,7 +93,7 @@ def add_parser(commands: Any) -> None:
         dest="fields",
         action="append",
         default=[],
-        type=_field,
+        type=field,
         metavar="FIELD=VALUE",
         help="a field of the config, such as num_heads=8; may be given several times",
     )
@@ -119,17 +118,6 @@ def add_parser_export(commands: Any) -> None:
     parser.add_argument("--format", choices=EXPORTS, required=True, help="the software that is to read it")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is new, or empty")
     parser.set_defaults(run=run_export)
-
-
-def _field(text: str) -> tuple[str, object]:
-    """Return an argparse value: a name, and a value in JSON or a text."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"must be FIELD=VALUE, such as num_heads=8: got {text!r}")
-    try:
-        return name, json.loads(value)
-    except (json.JSONDecodeError, RecursionError):
-        return name, value
 
 
 def run(options: argparse.Namespace) -> int:

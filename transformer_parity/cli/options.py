@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -207,6 +208,17 @@ def search_options(
     if nbest is not None and nbest > (search.beam_size or 0):
         raise UsageError(f"--nbest {nbest} needs a beam that is as wide: add --beam {max(nbest, 4)}")
     return search
+
+
+def field(text: str) -> tuple[str, Any]:
+    """Return an argparse value: the name of a field, and its value in JSON or as a word."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"must be FIELD=VALUE, such as num_heads=8: got {text!r}")
+    try:
+        return name, json.loads(value)
+    except (json.JSONDecodeError, RecursionError):
+        return name, value
 
 
 def positive(text: str) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import dataclasses
-import json
 import os
 import shlex
 import sys
@@ -26,30 +24,21 @@ from transformer_parity.apps.train.run import Observer, Status
 from transformer_parity.apps.train.start import Changes, Setup, begin, resume
 from transformer_parity.cli.options import check_installed, installed_backend
 from transformer_parity.cli.progress import PlainConsole, Progress
-from transformer_parity.cli.train_options import add_options
+from transformer_parity.cli.train_options import (
+    MODEL_FIELDS,
+    PLAN_FIELDS,
+    RUN_FIELDS,
+    TRAINING_FIELDS,
+    add_options,
+)
 from transformer_parity.engine.system.environment import keep_freed_memory, quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.interrupts import stop_on_signal
 from transformer_parity.transformer.distributed.environments import number_of_processes
 from transformer_parity.transformer.ports.protocol import Placement
-from transformer_spec.config import TransformerConfig
 
+KNOWN = {*MODEL_FIELDS, *TRAINING_FIELDS, *RUN_FIELDS}
 LINE_EVERY = 10.0  # seconds between two lines where no bar can be drawn
-SIZES = {  # option: fields of the model's config
-    "d_model": ("d_model",),
-    "d_ff": ("d_ff",),
-    "heads": ("num_heads",),
-    "layers": ("num_encoder_layers", "num_decoder_layers"),
-}
-SETTINGS = {  # option: field of the training settings
-    "factor": "learning_rate_factor",
-    "warmup": "warmup_steps",
-    "cooldown": "cooldown_steps",
-    "clip": "clip_norm",
-    "accumulate": "accumulation_steps",
-    "mixed_bfloat16": "mixed_bfloat16",
-    "activation_checkpointing": "activation_checkpointing",
-}
 
 
 def add_parser(commands: Any) -> None:
@@ -140,9 +129,12 @@ def _check_options(options: argparse.Namespace) -> None:
         raise UsageError(
             f"what to train on must be one of --task, --text and --resume: got {', '.join(what) or 'none'}"
         )
+    fields = dict(options.fields)
+    if unknown := [name for name in fields if name not in KNOWN]:
+        raise UsageError(f"--set must name a field of {', '.join(sorted(KNOWN))}: got {unknown[0]}")
     if options.resume:
-        own = ("preset", "set", "vocab_size", "seed", "dropout", "tokens", *SIZES, *SETTINGS)
-        if given := _given(options, own):
+        given = _given(options, ("preset", "vocab_size", "seed"))
+        if given := [*given, *(f"--set {name}" for name in fields if name not in PLAN_FIELDS)]:
             raise UsageError(f"--resume goes on with the settings of the run: leave out {', '.join(given)}")
         if len(options.backends) > 1:
             raise UsageError("--resume goes on with one backend: runs in lockstep are not saved")
@@ -152,8 +144,9 @@ def _check_options(options: argparse.Namespace) -> None:
         raise UsageError("--parallel is about one backend: runs in lockstep have a device each")
     if options.task and (options.held_out or options.vocab_size):
         raise UsageError("--held-out and --vocab-size are about --text: the dates bring their own")
-    if len(options.backends) > 1 and (given := _given(options, ("dropout", "save_every", "keep", "average"))):
-        raise UsageError(f"runs in lockstep have no dropout and are not saved: leave out {', '.join(given)}")
+    unused = [f"--set {name}" for name in fields if name in ("dropout", "save_every", "keep", "average")]
+    if len(options.backends) > 1 and unused:
+        raise UsageError(f"runs in lockstep have no dropout and are not saved: leave out {', '.join(unused)}")
 
 
 def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
@@ -172,12 +165,12 @@ def _folder(options: argparse.Namespace) -> Path:
 
 def _set_up(options: argparse.Namespace, folder: Path) -> Setup:
     """Return a run before its first step."""
-    plan = {name: getattr(options, name) for name in ("validate_every", "save_every", "keep", "average")}
+    fields = dict(options.fields)
     if options.resume:
         if options.out:
             _check_unused(options.out)
         moved = {"files": options.text, "held_out": options.held_out}
-        setup = resume(options.resume, folder, options.steps, plan, moved)
+        setup = resume(options.resume, folder, options.steps, fields, moved)
         if options.dtype not in (None, setup.dtype):
             raise UsageError(f"--resume goes on in {setup.dtype}, as the run began: leave out --dtype {options.dtype}")
         if options.stop_at and setup.state and options.stop_at <= setup.state.step:
@@ -194,33 +187,12 @@ def _set_up(options: argparse.Namespace, folder: Path) -> Setup:
     changes = Changes(
         preset=options.preset or "paper_base",
         steps=options.steps,
-        tokens_per_batch=options.tokens,
-        dropout=options.dropout,
-        fields={
-            **{field: getattr(options, name) for name, fields in SIZES.items() for field in fields},
-            **dict(_fields(options.set or [])),
-        },
-        settings={field: getattr(options, name) for name, field in SETTINGS.items()},
-        plan=plan,
+        model={name: fields[name] for name in MODEL_FIELDS if name in fields},
+        training={name: fields[name] for name in TRAINING_FIELDS if name in fields},
+        run={name: fields[name] for name in RUN_FIELDS if name in fields},
         seed=seed,
     )
     return begin(corpus, recipe, changes)
-
-
-def _fields(texts: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield fields of the model's config, each with its value as JSON has it, or as a word."""
-    others = {"source_vocab_size", "target_vocab_size", "dropout"}.union(*SIZES.values())
-    known = sorted({field.name for field in dataclasses.fields(TransformerConfig)} - others)
-    for text in texts:
-        name, separator, value = text.partition("=")
-        if name in others:
-            raise UsageError(f"--set must leave {name} to its own option or to the corpus: got {text!r}")
-        if not separator or name not in known:
-            raise UsageError(f"--set must be FIELD=VALUE, with a FIELD of {', '.join(known)}: got {text!r}")
-        try:
-            yield name, json.loads(value)
-        except ValueError:
-            yield name, value
 
 
 def _check_unused(folder: Path) -> None:

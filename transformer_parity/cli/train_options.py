@@ -3,17 +3,53 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from transformer_parity.apps.train.corpora import RECIPES
 from transformer_parity.apps.train.log import CURVE, LOG, MODEL
-from transformer_parity.cli.options import FALLBACK_HELP, add_backends, add_machine, parallel_plan, positive
+from transformer_parity.apps.train.run import Plan
+from transformer_parity.cli.options import FALLBACK_HELP, add_backends, add_machine, field, parallel_plan, positive
+from transformer_spec.config import TransformerConfig
 from transformer_spec.presets import PRESETS
+from transformer_spec.training_config import TrainingConfig
 
 SUBWORDS = RECIPES["text"].vocab_size
 
-EXAMPLES = f"""\
+MODEL_FIELDS = [
+    entry.name
+    for entry in dataclasses.fields(TransformerConfig)
+    if entry.name not in ("source_vocab_size", "target_vocab_size")  # the corpus has them
+]
+TRAINING_FIELDS = [entry.name for entry in dataclasses.fields(TrainingConfig) if entry.name != "total_steps"]
+PLAN_FIELDS = [entry.name for entry in dataclasses.fields(Plan) if entry.name != "steps"]
+RUN_FIELDS = [*PLAN_FIELDS, "tokens_per_batch"]
+WITH_DEFAULTS = {
+    "d_model": "width",
+    "d_ff": "inner width",
+    "num_heads": "attention heads",
+    "num_encoder_layers": "layers of the encoder",
+    "num_decoder_layers": "layers of the decoder",
+    "dropout": "rate at the preset's sites, or an object with a rate for each site",
+    "tokens_per_batch": "padding included",
+    "learning_rate_factor": "factor of equation (3)",
+    "warmup_steps": "steps in which the rate rises",
+    "cooldown_steps": "last steps, in which the rate falls to zero",
+    "average": "how many of the last checkpoints to average at the end",
+}
+OTHER_FIELDS = {
+    "keep": "how many checkpoints to keep (default: average)",
+    "save_every": "steps between checkpoints (default: a tenth of the run)",
+    "validate_every": "steps between validations (default: a tenth of the run)",
+    "clip_norm": "clip the gradient to this norm (default: null, no clipping)",
+    "accumulation_steps": "split each batch into slices, to save memory (default: 1)",
+    "mixed_bfloat16": "compute in bfloat16 with float32 weights (default: false)",
+    "activation_checkpointing": "recompute layers in the backward pass, to save memory (default: false)",
+}
+
+EXAMPLES = """\
 examples:
   parity train --task dates --backend jax                   the dates, to more than 99 % exact matches in minutes
   parity train --text train.en.gz train.de.gz --held-out val.en.gz val.de.gz --backend torch
@@ -25,6 +61,13 @@ examples:
                                                             on 4 devices of this machine: 4 processes of PyTorch
   torchrun --nproc-per-node 8 --no-python parity train --resume RUN --backend torch --parallel fsdp=8 --device gpu
                                                             on 8 GPUs; the launcher starts the processes
+  parity train --text train.en train.de --set d_model=512 num_heads=8 d_ff=2048 num_encoder_layers=6
+    num_decoder_layers=6 warmup_steps=4000                  the paper's base model
+"""
+SETTINGS = """
+fields of --set, each with its value in JSON or as a word; a resumed run takes those of the checkpoints only:
+"""
+FOLDER = f"""
 
 what a run leaves in its folder:
   checkpoint-*.safetensors   config, weights, optimizer state, position in the data, vocabulary
@@ -53,7 +96,7 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
         "train",
         description="Train a Transformer on generated dates or on your own parallel text: token-bucketed batches, the "
         "paper's schedule, label smoothing and Adam, validation, and checkpoints that every backend can continue.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES + SETTINGS + _fields() + FOLDER,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what to train on: one of these, and with --resume the text that has moved")
@@ -65,71 +108,25 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the run goes (default: runs/TASK-BACKEND)")
 
     length = parser.add_argument_group("length")
-    for name, what in {
-        "steps": _default("steps of the whole run", "steps"),
-        "stop-at": "stop after this step, to be continued later",
-        "validate-every": "steps between validations (default: a tenth of the run)",
-        "save-every": "steps between checkpoints (default: a tenth of the run)",
-        "keep": "how many checkpoints to keep (default: as many as --average)",
-        "average": _default("how many of the last checkpoints to average at the end", "average"),
-    }.items():
-        length.add_argument(f"--{name}", type=positive, metavar="N", help=what)
+    length.add_argument("--steps", type=positive, metavar="N", help=_default("steps of the whole run", "steps"))
+    length.add_argument("--stop-at", type=positive, metavar="N", help="stop after this step, to be continued later")
 
-    model = parser.add_argument_group("model")
+    model = parser.add_argument_group("model and settings")
     model.add_argument(
         "--preset", choices=list(PRESETS), metavar="NAME", help="whose conventions (default: paper_base)"
     )
-    for name, what in {
-        "d-model": _default("width", "d_model"),
-        "d-ff": _default("inner width", "d_ff"),
-        "heads": _default("attention heads", "num_heads"),
-        "layers": _default("layers in each stack", "num_encoder_layers"),
-        "vocab-size": f"subwords of --text (default: {SUBWORDS})",
-    }.items():
-        model.add_argument(f"--{name}", type=positive, metavar="N", help=what)
-    model.add_argument("--dropout", type=float, metavar="P", help=_default("dropout rate", "dropout"))
+    model.add_argument("--vocab-size", type=positive, metavar="N", help=f"subwords of --text (default: {SUBWORDS})")
     model.add_argument(
         "--set",
-        action="append",
+        type=field,
+        nargs="+",
+        action="extend",
+        default=[],
+        dest="fields",
         metavar="FIELD=VALUE",
-        help="any other field of the config, such as embedding_norm=true",
+        help="fields of the model, of training, or of the run, such as d_model=512 warmup_steps=4000; see below",
     )
-
-    optimizer = parser.add_argument_group("optimizer")
-    optimizer.add_argument(
-        "--tokens", type=positive, metavar="N", help=_default("tokens of a batch, padding included", "tokens_per_batch")
-    )
-    optimizer.add_argument(
-        "--factor",
-        type=float,
-        metavar="X",
-        help=_default("factor of the learning rate in equation (3)", "learning_rate_factor"),
-    )
-    optimizer.add_argument(
-        "--warmup", type=positive, metavar="N", help=_default("steps in which the rate rises", "warmup_steps")
-    )
-    optimizer.add_argument(
-        "--cooldown",
-        type=int,
-        metavar="N",
-        help=_default("last steps, in which the rate falls to zero", "cooldown_steps"),
-    )
-    optimizer.add_argument(
-        "--clip", type=float, metavar="X", help="clip the gradient to this norm (default: no clipping)"
-    )
-    optimizer.add_argument(
-        "--accumulate", type=positive, metavar="N", help="split each batch into N slices, to save memory"
-    )
-    optimizer.add_argument(
-        "--mixed-bfloat16", action="store_true", default=None, help="compute in bfloat16 with float32 weights"
-    )
-    optimizer.add_argument(
-        "--activation-checkpointing",
-        action="store_true",
-        default=None,
-        help="keep each layer's input alone, and compute the rest again in the backward pass, to save memory",
-    )
-    optimizer.add_argument("--seed", type=int, metavar="N", help="seed of weights, batches and dropout (default: 0)")
+    model.add_argument("--seed", type=int, metavar="N", help="seed of weights, batches and dropout (default: 0)")
 
     machine = parser.add_argument_group("machine")
     machine.add_argument(
@@ -152,9 +149,17 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _default(what: str, field: str) -> str:
-    """Return the help of an option, with the default of each task."""
+def _default(what: str, name: str) -> str:
+    """Return the help of an option or a field, with the default of each task."""
     dates, text = (
-        {**vars(recipe), **recipe.model, **recipe.training}[field] for recipe in (RECIPES["dates"], RECIPES["text"])
+        {**vars(recipe), **recipe.model, **recipe.training}[name] for recipe in (RECIPES["dates"], RECIPES["text"])
     )
     return f"{what} (default: {dates} for dates, {text} for text)"
+
+
+def _fields() -> str:
+    """Return the help of ``--set``: the fields that are changed most, and the names of all others."""
+    said = {name: _default(what, name) for name, what in WITH_DEFAULTS.items()} | OTHER_FIELDS
+    lines = [f"  {name:26} {what}" for name, what in said.items()]
+    others = ", ".join(name for name in (*MODEL_FIELDS, *TRAINING_FIELDS) if name not in said)
+    return "\n".join([*lines, *textwrap.wrap(f"also {others}", 118, initial_indent="  ", subsequent_indent="  ")])

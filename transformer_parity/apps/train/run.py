@@ -221,7 +221,9 @@ class Run:
             tokens += counted
             if not all(map(math.isfinite, losses.values())):
                 self.log.flush()
-                raise UsageError(f"the loss is not finite at step {step}: try a smaller --factor, or --clip 1")
+                raise UsageError(
+                    f"the loss is not finite at step {step}: try a smaller learning_rate_factor, or clip_norm=1"
+                )
         count = len(self._pending)
         self._pending.clear()
         now = time.perf_counter()

@@ -74,26 +74,22 @@ class Setup:
 
 @dataclass(frozen=True)
 class Changes:
-    """How a new run differs from its recipe; None, here and in each mapping, keeps the recipe's value.
+    """How a new run differs from its recipe.
 
     Attributes:
         preset: The conventions of the model.
-        steps: The length of the run.
-        tokens_per_batch: Padding included.
-        dropout: The rate, at the sites of the preset.
-        fields: Of the model's config.
-        settings: Of training, by field of its config.
-        plan: By field of ``Plan``, without the steps.
+        steps: The length of the run; None keeps the recipe's.
+        model: Fields of the model's config. ``dropout`` may be one rate, for the sites of the preset.
+        training: Fields of the training config.
+        run: Fields of ``Plan``, and ``tokens_per_batch``.
         seed: Of weights, batches and dropout.
     """
 
     preset: str = "paper_base"
     steps: int | None = None
-    tokens_per_batch: int | None = None
-    dropout: float | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    plan: Mapping[str, int | None] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
 
@@ -108,37 +104,28 @@ def begin(corpus: Corpus, recipe: Recipe, changes: Changes) -> Setup:
     config = _model_config(recipe, corpus.vocabulary, changes)
     parameters = ref.count_parameters(config)
     check_memory(16 * parameters, f"training {parameters:,} parameters")  # with their gradients and both moments
-    steps, plan = changes.steps or recipe.steps, changes.plan
-    changed = {name: value for name, value in changes.settings.items() if value is not None}
+    steps = changes.steps or recipe.steps
     # A run of another length cools down over the same share of it.
     cooldown = round(recipe.training["cooldown_steps"] * steps / recipe.steps)
-    merged = {**recipe.training, "cooldown_steps": cooldown, **changed}
+    settings = TrainingConfig(total_steps=steps, **{**recipe.training, "cooldown_steps": cooldown, **changes.training})
+    run = dict(changes.run)
+    tokens = check_integer("tokens_per_batch", run.pop("tokens_per_batch", recipe.tokens_per_batch), minimum=1)
     tenth = max(1, steps // 10)
-    average = plan.get("average") or recipe.average
-    if (plan.get("keep") or average) < average:
-        raise ValueError(f"--keep must be at least --average {average}: got {plan['keep']}")
-    return Setup(
-        corpus,
-        config,
-        TrainingConfig(total_steps=steps, **merged),
-        ref.init_weights(config, changes.seed),
-        Plan(
-            steps=steps,
-            validate_every=plan.get("validate_every") or tenth,
-            save_every=plan.get("save_every") or tenth,
-            keep=plan.get("keep") or average,
-            average=average,
-        ),
-        changes.tokens_per_batch or recipe.tokens_per_batch,
-        changes.seed,
+    average = run.get("average", recipe.average)
+    plan = Plan(
+        **{"validate_every": tenth, "save_every": tenth, "keep": average, "average": average, **run}, steps=steps
     )
+    if plan.keep < plan.average:
+        raise ValueError(f"keep must be at least average {plan.average}: got {plan.keep}")
+    weights = ref.init_weights(config, changes.seed)
+    return Setup(corpus, config, settings, weights, plan, tokens, changes.seed)
 
 
 def resume(
     path: Path,
     folder: Path,
     steps: int | None,
-    plan: Mapping[str, int | None],
+    plan: Mapping[str, Any],
     moved: Mapping[str, Sequence[Path] | None],
 ) -> Setup:
     """Return a run in the state of a checkpoint.
@@ -147,7 +134,7 @@ def resume(
         path: A run's folder, where the newest checkpoint counts, or one checkpoint.
         folder: Where the run is continued.
         steps: The new end of the run; None keeps it.
-        plan: How often to validate and save, and how many to keep and to average; None keeps it.
+        plan: How often to validate and save, and how many to keep and to average; all others stay.
         moved: The text of the run, ``files`` and ``held_out``, where it is now; None is where it was.
 
     Raises:
@@ -174,8 +161,7 @@ def resume(
         raise ValueError(f"{path} cannot be resumed: it lacks {error}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be resumed: {error}") from error
-    changes = {name: value for name, value in plan.items() if value is not None}
-    settings = checkpoint.settings
+    changes, settings = dict(plan), checkpoint.settings
     if steps is not None:
         changes["steps"] = steps
         # As in a new run of that length: the same share of it is cool-down.
@@ -212,10 +198,11 @@ def _model_config(recipe: Recipe, vocabulary: Subwords, changes: Changes) -> Tra
         "d_k": None,
         "d_v": None,
         **recipe.model,
-        **{name: value for name, value in changes.fields.items() if value is not None},
+        **changes.model,
     }
+    rate = fields.pop("dropout", recipe.dropout)
     config = TransformerConfig.preset(changes.preset, **fields)
-    # The sites are the preset's, the rate is the recipe's.
-    rate = recipe.dropout if changes.dropout is None else changes.dropout
-    sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}
+    if isinstance(rate, Mapping):
+        return config.replace(dropout=rate)
+    sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}  # those of the preset
     return config.replace(dropout=ref.DropoutRates(**sites))
