@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 import reference_numpy as ref
 import transformer_torch
 from transformer_bench.workload import DecodeWork
-from transformer_torch import onednn, search_loop
+from transformer_torch import fast, onednn
 from transformer_torch.onednn import Measured
 
 WORK = DecodeWork("tiny", batch=3, source=7, target=6)
@@ -95,10 +95,10 @@ def test_autocast_and_many_rows_keep_the_usual_layout(weights, seen, monkeypatch
     with torch.autocast("cpu", torch.bfloat16):
         transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     assert seen == []
-    monkeypatch.setattr(search_loop, "FEW_ROWS", 2)
+    monkeypatch.setattr(fast, "FEW_ROWS", 2)
     transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     assert seen == []
-    monkeypatch.setattr(search_loop, "FEW_ROWS", 3)
+    monkeypatch.setattr(fast, "FEW_ROWS", 3)
     transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     assert seen != []
 

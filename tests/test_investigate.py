@@ -232,7 +232,7 @@ def test_two_mistakes_are_named_together():
 
 
 def test_what_nobody_knows_is_unknown_or_looks_like_something():
-    odd = Mistake("odd", "", instead("attention", "1.0 / math.sqrt(d_k)", "1.0 / (math.sqrt(d_k) + 0.3)"))
+    odd = Mistake("odd", "", instead("attention", "math.sqrt(d_k)", "(math.sqrt(d_k) + 0.3)"))
     loaded = plant(odd)
     assert diagnose(CASE, tensors(loaded, CASE), "it").confidence == UNKNOWN
 

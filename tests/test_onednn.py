@@ -11,7 +11,7 @@ from tiers import first_alone
 import reference_numpy as ref
 import transformer_torch
 from transformer_bench.workload import DecodeWork
-from transformer_torch import attention, onednn
+from transformer_torch import fast, onednn
 from transformer_torch.onednn import Measured
 
 FAST, EXACT, ROUNDED = 2.4, 4e-7, 3e-3
@@ -127,20 +127,20 @@ def test_attention_over_short_inputs_avoids_the_fused_kernel(length, monkeypatch
     rng = np.random.default_rng(1)
     query, key, value = (torch.from_numpy(x) for x in rng.standard_normal((3, 2, 2, length, 8)).astype(np.float32))
     mask = torch.from_numpy(rng.random((2, 1, length, length)) < 0.7)
-    expected = attention.scaled_dot_product_attention(query, key, value, mask)
-    fused, calls = attention.F.scaled_dot_product_attention, []
+    expected = fast.fused_attention(query, key, value, mask)
+    fused, calls = fast.F.scaled_dot_product_attention, []
     monkeypatch.setattr(
-        attention.F,
+        fast.F,
         "scaled_dot_product_attention",
         lambda *args, **options: calls.append(args) or fused(*args, **options),
     )
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    found = attention.scaled_dot_product_attention(query, key, value, mask)
+    found = fast.fused_attention(query, key, value, mask)
     assert bool(calls) == (length == 200)
     torch.testing.assert_close(found, expected, rtol=tolerance(1e-5), atol=tolerance(2e-6))
     for other in (query.double(), query[:, :, :1]):  # another dtype, a step of decoding
         calls.clear()
-        attention.scaled_dot_product_attention(other, key.to(other.dtype), value.to(other.dtype))
+        fast.fused_attention(other, key.to(other.dtype), value.to(other.dtype))
         assert calls
 
 

@@ -84,7 +84,7 @@ def test_a_mistake_in_the_wrong_place_is_not_located():
 
 @pytest.mark.only("torch")
 def test_what_is_no_mistake_is_not_caught():
-    nothing = Mistake("nothing", "logits", instead("attention", "1.0 / math.sqrt(d_k)", "d_k**-0.5"))
+    nothing = Mistake("nothing", "logits", instead("attention", "math.sqrt(d_k)", "d_k**0.5"))
     trial = selftest.try_out("torch", "attention", nothing)
     assert (trial.caught, trial.located, trial.named) == (False, False, None)
 

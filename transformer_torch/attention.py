@@ -6,17 +6,16 @@ B batch, H heads, L query length, M memory (key and value) length.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
-import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
 from transformer_spec.checks import check_attention, check_attention_mask, check_room
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
-from transformer_torch import onednn
-from transformer_torch.layers import Dropout, Linear, OwnDropout, masked_softmax
+from transformer_torch.layers import Dropout, Linear, masked_softmax
 from transformer_torch.runtime import dtype_name
 
 
@@ -53,13 +52,8 @@ def scaled_dot_product_attention(
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, dtype_name(mask), query.shape, key.shape)
-    rate = dropout.p if dropout is not None and dropout.training else 0.0
-    # torch's fused kernel: same semantics, and the weights never exist; but it draws dropout of its own.
-    is_fused = tap is no_tap and (rate == 0.0 or not isinstance(dropout, OwnDropout))
-    if is_fused and not onednn.delays_attention(query, key):
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)
     d_k = query.shape[-1]
-    scores = tap("scores", query @ key.mT * (1.0 / math.sqrt(d_k)))  # [B, H, L, M]
+    scores = tap("scores", query @ key.mT / math.sqrt(d_k))  # [B, H, L, M]
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)
@@ -134,6 +128,7 @@ class MultiHeadAttention(nn.Module):
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)
         self.dropout = Dropout(config.dropout.attention)
+        self.attend: Callable[..., Tensor] = scaled_dot_product_attention
 
     def forward(
         self,
@@ -164,7 +159,7 @@ class MultiHeadAttention(nn.Module):
             v = tap("value", v)  # [B, H, M, d_v]
         if past is not None:
             k, v = past.append(k, v)
-        context = scaled_dot_product_attention(q, k, v, mask, self.dropout, tap)
+        context = self.attend(q, k, v, mask, self.dropout, tap)
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def extra_repr(self) -> str:

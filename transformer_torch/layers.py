@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
 
-__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "OwnDropout", "masked_softmax"]
+__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "OwnDropout", "inference", "masked_softmax"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -55,6 +56,18 @@ class OwnDropout(nn.Dropout):
             mask = mask.chunk(self.parts, self.axis)[self.part]
         padding = x.new_ones(len(x) - len(mask), *x.shape[1:])
         return x * torch.cat([mask, padding])
+
+
+@contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and leave each part of the model in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def masked_softmax(

@@ -15,6 +15,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_torch.decoder import DecoderStack
 from transformer_torch.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_torch.encoder import EncoderStack
+from transformer_torch.fast import accelerate
 from transformer_torch.layers import Dropout, LayerNorm
 from transformer_torch.masks import padding_mask, target_padding_mask
 from transformer_torch.runtime import check_placement, dtype_name, set_precision, to_device, to_ids, to_mask, to_memory
@@ -30,7 +31,7 @@ class Part(nn.Module):
 
     part: str | None = None
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, fast: bool = True) -> None:
         super().__init__()
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
@@ -52,6 +53,9 @@ class Part(nn.Module):
         self.dropout = Dropout(config.dropout.embedding)
         self.register_load_state_dict_pre_hook(_complete)
         self.register_load_state_dict_post_hook(_settle)
+        self.fast = fast
+        if fast:
+            accelerate(self)
 
     @classmethod
     def from_weights(
@@ -61,6 +65,8 @@ class Part(nn.Module):
         dtype: str = "float32",
         device: str | None = None,
         precision: str | None = None,
+        *,
+        fast: bool = True,
     ) -> Self:
         """Build a model in inference mode that holds a copy of the given weights.
 
@@ -71,6 +77,8 @@ class Part(nn.Module):
             device: ``cpu`` or ``gpu``. None leaves the place to the framework.
             precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
                 None leaves it as it is.
+            fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
+                formula as it is written.
 
         Raises:
             TypeError: A weight is not of a floating-point dtype.
@@ -81,7 +89,7 @@ class Part(nn.Module):
         if precision is not None:
             set_precision(precision)
         with torch.device("meta"):  # shapes only: no time is spent on initial values
-            model = cls(config, dtype)
+            model = cls(config, dtype, fast=fast)
         place = to_device(device)
         model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=place))  # to_empty would import SymPy
         set_weights(model, weights)

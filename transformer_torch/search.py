@@ -9,18 +9,16 @@ from math import inf
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
 from transformer_spec.checks import check_integer
 from transformer_spec.search import OnStep, Search, SearchPlan, SearchResult
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
+from transformer_torch.fast import top_by_blocks
 from transformer_torch.search_loop import run_search
 from transformer_torch.search_rules import apply_rules, within_pool
 from transformer_torch.transformer import Transformer
-
-BLOCK = 32  # so many values are told by their largest whether to sort them
 
 
 def greedy_search(
@@ -76,7 +74,14 @@ def beam_search(
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
     )
-    return run_search(Beam, model, source_ids, source_mask, search, on_step)
+    return run_search(FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step)
+
+
+def top(values: Float[Tensor, "B N"], count: int) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
+    """Return the largest values of each row and their indices. Of equal values, the first comes first."""
+    values = torch.where(values.isnan(), inf, values)  # NaN comes first, so that it is noticed
+    best, index = values.sort(dim=-1, descending=True, stable=True)
+    return best[:, :count], index[:, :count]
 
 
 class Greedy(NamedTuple):
@@ -107,7 +112,7 @@ class Greedy(NamedTuple):
         ids[:, 0, n - 1] = tokens
         scores = self.scores + torch.where(self.unfinished[:, None], best, 0.0)
         unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits)
-        return Greedy(tokens, ids, scores, unfinished), None
+        return self._replace(tokens=tokens, ids=ids, scores=scores, unfinished=unfinished), None
 
     def goes_on(self) -> Any:
         """Whether any sentence is unfinished."""
@@ -126,6 +131,8 @@ class Beam(NamedTuple):
     alive: Float[Tensor, "B K"]  # log-probabilities; -inf is no hypothesis
     finished_ids: Int[Tensor, "B P capacity"]
     finished: Float[Tensor, "B P"]  # scores, best first
+
+    top = staticmethod(top)
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
@@ -147,7 +154,7 @@ class Beam(NamedTuple):
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
-        best, index = _top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
+        best, index = self.top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
         if plan.rules.beam_shrinks:
             best = within_pool(best, self.finished)
         parent, token = index // vocabulary, index % vocabulary
@@ -158,10 +165,10 @@ class Beam(NamedTuple):
         ended = torch.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
         if plan.rules.pool == "first":
             ended = within_pool(ended, self.finished)
-        finished, rank = _top(torch.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
+        finished, rank = self.top(torch.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = torch.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
-        alive, rank = _top(torch.where(~ends, best, -inf), beam_size)  # [B, K]
+        alive, rank = self.top(torch.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
         attainable = alive[:, 0] / plan.penalties[longest]  # if all its further tokens were certain
         is_over = finished[:, -1] >= attainable
@@ -171,7 +178,8 @@ class Beam(NamedTuple):
         ids = torch.where((alive != -inf)[:, :, None], candidates[sentence, rank], plan.pad_id)
         tokens, parent = token[sentence, rank], parent[sentence, rank]
         rows = (sentence * beam_size + parent).reshape(-1)
-        return Beam(tokens, ids, alive, finished_ids, finished), rows
+        state = self._replace(tokens=tokens, ids=ids, alive=alive, finished_ids=finished_ids, finished=finished)
+        return state, rows
 
     def goes_on(self) -> Any:
         """Whether any hypothesis is unfinished."""
@@ -182,6 +190,12 @@ class Beam(NamedTuple):
         return self.finished_ids, self.finished
 
 
+class FastBeam(Beam):
+    """Beam search with a faster choice of the best continuations."""
+
+    top = staticmethod(top_by_blocks)
+
+
 def _next_log_probabilities(logits, ids, n, plan):
     """Return the log-probability of each next token [R, V], with -inf for tokens that are not allowed."""
     log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
@@ -189,20 +203,3 @@ def _next_log_probabilities(logits, ids, n, plan):
     if n < plan.min_length:
         log_probabilities[:, plan.eos_id] = -inf
     return apply_rules(log_probabilities, ids, n, plan)
-
-
-def _top(values, count):
-    """Return the largest values of each row and where they are; of equal ones, the first come first."""
-    if values.shape[1] <= BLOCK * count:
-        best, index = values.sort(dim=-1, descending=True, stable=True)
-        # NaN has come first: a model that computes it is found out.
-        return best[:, :count].nan_to_num(inf, inf, -inf), index[:, :count]
-    # Sorting all is slow, and topk takes equal ones in any order. But what is looked for lies in few blocks: those with
-    # the largest maxima, of equal ones the first.
-    short = -values.shape[1] % BLOCK
-    padded = F.pad(values, (0, short), value=-inf) if short else values  # by none, F.pad copies them all
-    blocks = padded.unflatten(1, (-1, BLOCK))
-    _, block = _top(blocks.amax(-1), count)
-    block = block.sort().values  # in their old order, so that the first of equal values stays the first
-    best, at = _top(blocks.take_along_dim(block[:, :, None], 1).flatten(1), count)
-    return best, block.gather(1, at // BLOCK) * BLOCK + at % BLOCK

@@ -30,6 +30,7 @@ from transformer_spec.parallel_plan import DROPOUTS
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder, no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
+from transformer_torch.layers import inference
 from transformer_torch.optimizer import Adam, by_mesh, clip_factor, global_norm
 from transformer_torch.parallel import Share, plan_of
 from transformer_torch.runtime import dtype_name, to_ids
@@ -250,18 +251,6 @@ def _loss(model, batch, config, tap=no_tap):
     """Return the summed loss of a batch, and the number of its target tokens."""
     source_ids, target_ids, labels = batch
     return cross_entropy(model(source_ids, target_ids, tap=tap), labels, config)
-
-
-@contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and leave each part of the model in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def forbidden(score: str) -> Edits:
 ENTRIES: dict[str, Table] = {
     "attention": {
         f"{SELF}.scores": {
-            "scores not scaled": instead("attention", "1.0 / math.sqrt(d_k)", "1.0"),
+            "scores not scaled": instead("attention", "math.sqrt(d_k)", "1.0"),
             "scores over d_k": instead("attention", "math.sqrt(d_k)", "d_k"),
             "scores over sqrt(d_model)": instead("attention", "math.sqrt(d_k)", "math.sqrt(query.shape[1] * d_k)"),
             "scores over sqrt(d_v)": but(
@@ -220,7 +220,7 @@ KERAS_OWN = f"""    if tap is no_tap:
 
 def fused(mask: str = "mask", rate: str = "rate") -> Edits:
     """Return an edit of the call of PyTorch's fused kernel."""
-    return changed("attention", torch=(FUSED, FUSED.replace("mask", mask).replace("rate", rate)))
+    return changed("fast", torch=(FUSED, FUSED.replace("mask", mask).replace("rate", rate)))
 
 
 FAST = table(
@@ -234,7 +234,7 @@ FAST = table(
             ),
         },
         ("output", FUSED_CASE.name): {
-            "fused kernel that always drops": changed("attention", torch=(" and dropout.training", "")),
+            "fused kernel that always drops": changed("fast", torch=(" and dropout.training", "")),
             "JAX's own attention": changed("attention", jax=(D_K, JAX_OWN)),
             "Keras' own attention": changed("attention", tf=(D_K, KERAS_OWN)),
         },

@@ -21,8 +21,8 @@ from transformer_parity.transformer.mistakes.mistake import (
 )
 
 PRODUCT = {"torch": "query @ key.mT", "jax": "query @ key.mT", "tf": "tf.matmul(query, key, transpose_b=True)"}
-FACTOR = "1.0 / math.sqrt(d_k)"
-SCALE = f" * ({FACTOR})"
+ROOT = "math.sqrt(d_k)"
+SCALE = {"torch": f" / {ROOT}", **dict.fromkeys(("jax", "tf"), f" * (1.0 / {ROOT})")}
 FREQUENCIES = "[:, None] * frequencies"
 FLOAT32_FREQUENCIES = changed(
     "embedding",
@@ -117,10 +117,10 @@ PRECISION = [
             f"{SELF}.scores": {
                 "scale in float32": instead(
                     "attention",
-                    FACTOR,
-                    numpy=f"float(np.float32({FACTOR}))",
-                    torch=f"query.new_tensor({FACTOR}).float().item()",
-                    tf=f"tf.cast({FACTOR}, query.dtype)",  # TensorFlow reads a Python number as float32
+                    ROOT,
+                    numpy=f"float(np.float32({ROOT}))",
+                    torch=f"query.new_tensor({ROOT}).float().item()",
+                    tf=f"tf.cast({ROOT}, query.dtype)",  # TensorFlow reads a Python number as float32
                 )
             },
             f"{ENCODER}.feed_forward_norm.output": {  # the first whose variance is as small as epsilon
@@ -144,7 +144,7 @@ CONTROLS = [
         "",
         instead(
             "attention",
-            {port: f"{product}{SCALE}" for port, product in PRODUCT.items()},
+            {port: f"{product}{SCALE[port]}" for port, product in PRODUCT.items()},
             torch="(query / math.sqrt(d_k)) @ key.mT",
             jax="(query / math.sqrt(d_k)) @ key.mT",
             tf="tf.matmul(query / math.sqrt(d_k), key, transpose_b=True)",

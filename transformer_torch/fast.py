@@ -1,0 +1,132 @@
+"""Faster ways to compute the same formulas. The model is the same without this module, up to rounding.
+
+``accelerate`` lets a model use PyTorch's fused kernel for attention. Searches decode with a twin of the model, whose
+weights have a layout for few rows, and choose the best continuations block by block.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the usual name
+from torch import Tensor, nn
+
+from transformer_spec.checks import check_attention, check_attention_mask
+from transformer_spec.shapes import Bool, Float, Int
+from transformer_spec.taps import Tap, no_tap
+from transformer_torch import onednn
+from transformer_torch.attention import MultiHeadAttention, scaled_dot_product_attention
+from transformer_torch.embedding import OutputProjection
+from transformer_torch.layers import Dropout, Linear, OwnDropout, inference
+from transformer_torch.runtime import dtype_name
+
+BLOCK = 32  # values per block; only the blocks with the largest maxima are sorted
+FEW_ROWS = 64  # rows; up to here, the other layout of the weights is faster
+# These layers multiply the memory, once per search, so they have many rows.
+MEMORY_PROJECTIONS = ("cross_attention.key_proj", "cross_attention.value_proj")
+
+
+def accelerate(model: nn.Module) -> None:
+    """Let the attention of a model use the fused kernel."""
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module.attend = fused_attention
+
+
+def fused_attention(
+    query: Float[Tensor, "B H L d_k"],
+    key: Float[Tensor, "B H M d_k"],
+    value: Float[Tensor, "B H M d_v"],
+    mask: Bool[Tensor, "#B #H #L #M"] | None = None,
+    dropout: Dropout | None = None,
+    tap: Tap = no_tap,
+) -> Float[Tensor, "B H L d_v"]:
+    """Return the same as ``scaled_dot_product_attention``, if possible without ever storing the weights.
+
+    The fused kernel has no taps, draws its own dropout, and can be slower than separate products.
+    """
+    rate = dropout.p if dropout is not None and dropout.training else 0.0
+    is_fused = tap is no_tap and (rate == 0.0 or not isinstance(dropout, OwnDropout))
+    if not is_fused or onednn.delays_attention(query, key):
+        return scaled_dot_product_attention(query, key, value, mask, dropout, tap)
+    check_attention(query.shape, key.shape, value.shape)
+    if mask is not None:
+        check_attention_mask(mask.shape, dtype_name(mask), query.shape, key.shape)
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)
+
+
+@torch.inference_mode()
+def decoding_twin(model: nn.Module, rows: int) -> Any:
+    """Return a model in inference mode with the same parameters and hooks, which decodes so many rows quickly.
+
+    The model itself stays as it is: another thread may train it meanwhile.
+    """
+    twin = _inference_twin(model)
+    _lay_out_for_few_rows(twin, rows)
+    return twin
+
+
+def _inference_twin(module):
+    """Return a module in inference mode with the same parameters and hooks, whose attributes can be replaced.
+
+    A module that ``torch.compile`` has wrapped runs without its wrapper. A ``forward`` that was set on a module may run
+    the module itself, which is in inference mode during the call. Such a model must not be trained at the same time.
+    """
+    if "_orig_mod" in module._modules:  # of torch.compile
+        return _inference_twin(module._modules["_orig_mod"])
+    twin = object.__new__(type(module))
+    children = {name: None if child is None else _inference_twin(child) for name, child in module._modules.items()}
+    # Also as plain attributes, because nn.Module.__getattr__ takes a twentieth of a small model's decoding step.
+    vars(twin).update({**vars(module), **module._parameters, **children})
+    vars(twin).update({"_modules": children, "training": False, "_compiled_call_impl": None})
+    if "forward" in vars(module):
+        twin.forward = partial(_run_in_inference_mode, module)
+    return twin
+
+
+def _run_in_inference_mode(module, *args, **kwargs):
+    with inference(module):
+        return module.forward(*args, **kwargs)
+
+
+def _lay_out_for_few_rows(model, rows):
+    """Give each layer that multiplies in a decoding step a copy of its weight in a layout that suits few rows.
+
+    A decoding step has one row per hypothesis. It spends its time on reading weights, and BLAS reads a transposed
+    matrix badly: on a Xeon, a vocabulary of 37,000 takes half as long from oneDNN's layout, and small matrices from
+    [in, out] take two thirds. In bfloat16, oneDNN computes the products anyway, and would convert the weights in each
+    of them. The copies belong to one search, so they cannot be out of date.
+    """
+    weight = model.output_proj.weight
+    if weight.device.type != "cpu" or (weight.dtype == torch.bfloat16 and not onednn.takes_bfloat16()):
+        return
+    if rows > FEW_ROWS or torch.is_autocast_enabled("cpu"):  # autocast cannot convert oneDNN's layout
+        return
+    for name, module in (*model.decoder.named_modules(), ("output_proj", model.output_proj)):
+        if (
+            type(module) in (Linear, OutputProjection)
+            and "forward" not in vars(module)
+            and not name.endswith(MEMORY_PROJECTIONS)
+        ):
+            module.forward = onednn.for_few_rows(module.weight, module.bias, rows)
+
+
+def top_by_blocks(values: Float[Tensor, "B N"], count: int) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
+    """Return the largest values of each row and their indices. Of equal values, the first comes first.
+
+    Sorting everything is slow, and ``topk`` orders equal values arbitrarily. The largest values are in the blocks with
+    the largest maxima; of blocks with equal maxima, in the first ones.
+    """
+    if values.shape[1] <= BLOCK * count:
+        best, index = values.sort(dim=-1, descending=True, stable=True)  # NaN comes first, so that it is noticed
+        return best[:, :count].nan_to_num(inf, inf, -inf), index[:, :count]
+    short = -values.shape[1] % BLOCK
+    padded = F.pad(values, (0, short), value=-inf) if short else values  # F.pad copies even if it pads nothing
+    blocks = padded.unflatten(1, (-1, BLOCK))
+    _, block = top_by_blocks(blocks.amax(-1), count)
+    block = block.sort().values  # in their original order, so that the first of equal values stays the first
+    best, at = top_by_blocks(blocks.take_along_dim(block[:, :, None], 1).flatten(1), count)
+    return best, block.gather(1, at // BLOCK) * BLOCK + at % BLOCK
