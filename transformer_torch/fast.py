@@ -6,6 +6,8 @@ weights have a layout for few rows, and choose the best continuations block by b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import Any
@@ -58,15 +60,16 @@ def fused_attention(
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)
 
 
-@torch.inference_mode()
-def decoding_twin(model: nn.Module, rows: int) -> Any:
-    """Return a model in inference mode with the same parameters and hooks, which decodes so many rows quickly.
+@contextmanager
+def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
+    """Yield a model in inference mode that decodes this many rows fast, with the parameters and hooks of the given one.
 
-    The model itself stays as it is: another thread may train it meanwhile.
+    The given model doesn't change, so another thread may train it at the same time.
     """
-    twin = _inference_twin(model)
-    _lay_out_for_few_rows(twin, rows)
-    return twin
+    with torch.inference_mode():
+        twin = _inference_twin(model)
+        _lay_out_for_few_rows(twin, rows)
+    yield twin
 
 
 def _inference_twin(module):

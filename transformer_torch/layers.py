@@ -59,12 +59,12 @@ class OwnDropout(nn.Dropout):
 
 
 @contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and leave each part of the model in the mode it was in."""
+def inference(model: nn.Module) -> Iterator[nn.Module]:
+    """Switch dropout off in a model, and leave each part of it in the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        yield model
     finally:
         for module, mode in modes:
             module.training = mode

@@ -27,8 +27,7 @@ def run_search(
         limits=torch.tensor(plan.limits, device=device),
         penalties=torch.tensor(plan.penalties, dtype=dtype, device=device),
     )
-    decoder = decoding_twin(model, len(source_ids) * plan.beam_size) if model.fast else model
-    with inference(decoder):
+    with decoding_twin(model, len(source_ids) * plan.beam_size) if model.fast else inference(model) as decoder:
         with torch.inference_mode():
             cache = decoder.init_cache(source_ids, plan.capacity, plan.beam_size, source_mask)
             state, rows = kind.start(plan), None
