@@ -55,7 +55,7 @@ import pytest
 import tiers
 from numpy import ndarray
 
-from reference_numpy import PRESETS, TransformerConfig, init_weights
+from transformer_spec import PRESETS, TransformerConfig, init_weights
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile the packages anew
 sys.dont_write_bytecode = False

@@ -203,7 +203,7 @@ def test_a_search_that_stops_early_with_hypotheses_in_hand(condition):
         source_ids = sources(config)[row : row + 1]
         expected = options.run(ref, truth, source_ids).nbest_ids
         try:
-            found = Decoded.by(partial(options.search, mistaken, truth, source_ids))
+            found = Decoded.by(partial(options.run, mistaken, truth, source_ids))
         except ValueError:  # it has no hypothesis at all
             continue
         doubts = explain(truth, truth, source_ids, found, expected, options)

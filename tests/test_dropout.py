@@ -93,7 +93,7 @@ def spied(backend: Backend) -> Iterator[dict[str, ndarray]]:
     """Yield a dict that fills with the taps of each forward pass, also where a trainer listens to none."""
     seen: dict[str, ndarray] = {}
     model = backend.package.Transformer
-    original = {name: getattr(model, name) for name in ("encode", "decode")}
+    original = {name: getattr(model, name) for name in ("_encode", "_decode")}
 
     def spy(run: Any) -> Any:
         def run_and_tell(self: Any, *arguments: Any) -> Any:

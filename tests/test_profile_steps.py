@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PROFILE = Path(__file__).parents[1] / "benchmarks" / "profile_steps.py"
+PROFILE = Path(__file__).parents[1] / "transformer_bench" / "profile_steps.py"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ import panes  # noqa: E402
 import results  # noqa: E402
 
 SIZES = {"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 16, "d_ff": 16, "d_k": 2, "d_v": 2}
-COPIED = ("docs", "benchmarks", "transformer_parity", *panes.PACKAGES.values())
+COPIED = ("docs", "benchmarks", "transformer_parity", "transformer_spec", *panes.PACKAGES.values())
 CSS = (DOCS / "_static" / "site.css").read_text("utf-8")
 MOST_BYTES = 250_000  # of a page and all that it loads, gzipped, without fonts
 SECONDS = 60  # of a processor that a build may take; it needs a third of that

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LINES = Path(__file__).parents[1] / "benchmarks" / "translate_lines.py"
+LINES = Path(__file__).parents[1] / "transformer_bench" / "translate_lines.py"
 
 
 def test_lines_are_translated_by_each(tmp_path):

@@ -18,8 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 import psutil
 import pytest
 
-from reference_numpy import PRESETS, TransformerConfig
 from transformer_parity.transformer.check.kept_programs import kept_in, processor_features
+from transformer_spec import PRESETS, TransformerConfig
 
 # In the name of a test, what it shares with others; these run one after another in one process. What TensorFlow has
 # compiled, a process keeps until it ends: its tests are two parts, and of four processes, two are for these.

@@ -206,7 +206,7 @@ class Search:
             start_id=start_id,
             min_length=self.min_length,
             limits=limits,
-            penalties=self._penalties(limits.max()),
+            penalties=self._penalties(int(limits.max())),
             beam_size=beam_size,
             num_hypotheses=num_hypotheses,
             pool_size=num_hypotheses if rules.pool == "num_hypotheses" else beam_size,
