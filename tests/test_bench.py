@@ -28,8 +28,8 @@ from transformer_bench.run import Setting
 from transformer_bench.verify import verifier_of
 from transformer_bench.workload import DecodeWork
 from transformer_parity.cli.main import main
+from transformer_parity.engine.findings import AGREES, FAILED
 from transformer_parity.engine.system.machine import processors
-from transformer_parity.transformer.compare.findings import AGREES, FAILED
 
 QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 

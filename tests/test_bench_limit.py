@@ -16,7 +16,7 @@ from transformer_bench.matrix_products import Products
 from transformer_bench.measurements import Entry, Spread, exponent, exponents, fastest, ratio, verdict
 from transformer_bench.run import grown, work_title
 from transformer_bench.workload import DecodeWork, ForwardWork, TrainWork
-from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED
+from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
 
 
 def test_ratios_are_taken_within_a_round():

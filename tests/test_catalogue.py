@@ -7,11 +7,12 @@ from functools import cache
 
 import pytest
 
+from transformer_parity.engine.tensors import relative_error
+from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.check.uncompiled import interpreted
-from transformer_parity.transformer.compare.tolerances import POLICY, relative_error
 from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE
 from transformer_parity.transformer.mistakes.mistake import ALL
 from transformer_parity.transformer.ports.protocol import Placement, Port, Result

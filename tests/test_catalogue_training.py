@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
+from transformer_parity.engine.tensors import relative_error
 from transformer_parity.transformer.check.planted_ports import planted
-from transformer_parity.transformer.compare import training_outputs
-from transformer_parity.transformer.compare.outputs import tensors
-from transformer_parity.transformer.compare.tolerances import relative_error
 from transformer_parity.transformer.mistakes import search, training
 from transformer_parity.transformer.mistakes.catalogue import SEARCH, TRAINING
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.stages.run import tensors
+from transformer_parity.transformer.stages.training import training_error
 
 ALIKE = 1e-9  # what rounding leaves between two backends in float64 is far less, what a mistake changes is far more
 
@@ -32,9 +33,7 @@ def load(port, case):
 
 def trained(port, case):
     """Return what a gradient, or two steps of training, show."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_outputs, "SNAPSHOTS", (1, 2))
-        return tensors(load(port, case), case)
+    return tensors(load(port, case), replace(case, snapshots=(1, 2)))
 
 
 @cache
@@ -49,10 +48,10 @@ def test_mistake_of_training_is_the_same_in_numpy(mistake):
     for backend in ("numpy", "torch"):
         seen[backend] = trained(planted(mistake, backend), training.CASES.get(mistake.case, training.GRADIENTS))
     assert seen["numpy"].keys() == seen["torch"].keys()
-    apart = {name: training_outputs.training_error(name, seen["torch"], seen["numpy"]) for name in seen["numpy"]}
+    apart = {name: training_error(name, seen["torch"], seen["numpy"]) for name in seen["numpy"]}
     assert {name: error for name, error in apart.items() if not error <= ALIKE} == {}
     right = well_trained(mistake.case)
-    assert max(training_outputs.training_error(name, seen["numpy"], right) for name in right) > ALIKE
+    assert max(training_error(name, seen["numpy"], right) for name in right) > ALIKE
 
 
 def decoded(port, case):

@@ -16,12 +16,13 @@ import tiers
 
 import reference_numpy as ref
 from transformer_parity.cli.main import main
+from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding
+from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.case import ACTIVATIONS
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.check.one_port import Job
 from transformer_parity.transformer.check.processes import WORK, run_all
-from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting
-from transformer_parity.transformer.compare.verdict import Verdict
+from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_parity.transformer.sentences.subwords import Subwords
 from transformer_parity.transformer.sentences.vocabulary import batch, pick
@@ -160,7 +161,7 @@ def test_an_interruption_keeps_what_was_compared(name):
 
 def test_a_process_that_dies_is_a_finding_about_its_port():
     findings, killed = [], False
-    for message in run_all([Job("torch", Setting(("float64",)), tuple(standard_cases()))]):
+    for message in run_all([Job("torch", Placements(("float64",)), tuple(standard_cases()))]):
         findings += message.findings
         if message.doing.endswith("feed_forward/relu") and not killed:
             (process,) = [child for child in psutil.Process().children() if WORK in child.cmdline()]

@@ -14,17 +14,17 @@ import pytest
 from rich.console import Console
 
 from transformer_parity.cli.main import main
-from transformer_parity.transformer.cases.case import ALL_DTYPES
+from transformer_parity.engine.findings import AGREES, Finding
+from transformer_parity.engine.tensors import CHUNK, relative_error
+from transformer_parity.engine.tolerances import ALL_DTYPES
+from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import AGREES, Finding, Setting
-from transformer_parity.transformer.compare.tolerances import CHUNK, relative_error
-from transformer_parity.transformer.compare.verdict import Verdict
 from transformer_parity.transformer.ports import tensorflow
 from transformer_parity.transformer.ports.compile_clock import COMPILING, Clock, Spent, listen_to_jax
 from transformer_parity.transformer.ports.package import LoadedPackage, PackagePort
-from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.protocol import Placement, Placements
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.report.tables import print_profile, verdict_line
 from transformer_spec.search import Search
@@ -198,7 +198,7 @@ def test_nothing_is_loaded_or_computed_twice(monkeypatch):
     monkeypatch.setattr(LoadedPackage, "run", count_run)
     cases = [CASES_BY_NAME[name] for name in ("feed_forward/relu", "feed_forward/gelu", "layer_norm/standard")]
     assert cases[0].config == cases[2].config != cases[1].config
-    findings = list(compare(cases, PORTS["torch"], Setting()))
+    findings = list(compare(cases, PORTS["torch"], Placements()))
     assert all(finding.verdict == AGREES for finding in findings)
     assert {(finding.case, finding.dtype) for finding in findings} == {
         (case.name, dtype) for case in cases for dtype in ALL_DTYPES

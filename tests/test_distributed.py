@@ -15,8 +15,8 @@ from test_reports import SCHEMA_VALIDATOR
 import reference_numpy
 from reference_numpy import Plan
 from transformer_parity.cli.main import main
+from transformer_parity.engine.findings import AGREES, FAILED, IMPRECISE, SKIPPED
 from transformer_parity.transformer.check.selection import Selection
-from transformer_parity.transformer.compare.findings import AGREES, FAILED, IMPRECISE, SKIPPED
 from transformer_parity.transformer.distributed import run as processes
 from transformer_parity.transformer.distributed.cases import PLANS, probes, rounded
 from transformer_parity.transformer.distributed.compare import DIVIDED, NAMES, REPLICAS, Run, findings

@@ -16,15 +16,15 @@ import safetensors.numpy
 
 import reference_numpy as ref
 from transformer_parity.cli.main import main
-from transformer_parity.transformer.cases.case import STAGES
+from transformer_parity.engine.findings import AGREES, SKIPPED
+from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.inputs import hard_weights
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED
-from transformer_parity.transformer.compare.tolerances import POLICY
 from transformer_parity.transformer.diagnose import diagnosis
 from transformer_parity.transformer.golden import produce, vectors, writer
 from transformer_parity.transformer.golden.compare import Pair, compare_folders
 from transformer_parity.transformer.golden.vectors import LeftOut
 from transformer_parity.transformer.ports.user import Port
+from transformer_parity.transformer.stages.registry import STAGES
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "golden.md"
 PADDED, STEPS, GREEDY = "full/padded", "steps/port", "decode/port_greedy"

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from transformer_parity.engine.findings import AGREES, SKIPPED
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Setting
 from transformer_parity.transformer.diagnose.investigate import Investigation
+from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort
 
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "handwritten_port.py"
@@ -27,7 +28,7 @@ def module(monkeypatch):
 
 
 def compared(dtypes):
-    port, setting, kept = PluginPort("handwritten_port:MyPort"), Setting(dtypes), {}
+    port, setting, kept = PluginPort("handwritten_port:MyPort"), Placements(dtypes), {}
     cases = port_cases(port_config(port), ("activations",))
     findings = list(compare(cases, port, setting, kept=kept))
     return findings, Investigation(port, setting, port.reference).failures(findings, kept, cases)

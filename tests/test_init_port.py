@@ -8,9 +8,10 @@ import pytest
 
 from transformer_parity.cli.init_port import FRAMEWORKS
 from transformer_parity.cli.main import main
+from transformer_parity.engine.findings import AGREES, SKIPPED
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Setting
+from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port
 
@@ -57,7 +58,7 @@ def run_skeleton(framework, capsys, choose):
     assert f"  parity check --port {module}:MyPort\n  pytest --parity-port={module}:MyPort\n" in printed
     port = PluginPort(f"{module}:MyPort")
     cases = choose(port_config(port))
-    findings = list(compare(cases, port, Setting(("float64",))))
+    findings = list(compare(cases, port, Placements(("float64",))))
     skipped = [finding for finding in findings if finding.verdict == SKIPPED]
     assert [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)] == []
     assert {finding.case for finding in findings if finding.verdict == AGREES} == {case.name for case in cases}

@@ -14,14 +14,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import reference_numpy
+from transformer_parity.engine.findings import AGREES, SKIPPED
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import model_cases, port_config
 from transformer_parity.transformer.cases.standard import gradient_case, standard_cases
 from transformer_parity.transformer.check.planted_ports import planted
-from transformer_parity.transformer.compare import training_outputs
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Setting
-from transformer_parity.transformer.compare.outputs import tensors
 from transformer_parity.transformer.diagnose import hypotheses as hypotheses_module
 from transformer_parity.transformer.diagnose import reproduce
 from transformer_parity.transformer.diagnose.blame import (
@@ -40,9 +38,11 @@ from transformer_parity.transformer.diagnose.properties import is_random
 from transformer_parity.transformer.explore.view import view_of_case
 from transformer_parity.transformer.mistakes.catalogue import FORWARD, TRAINING
 from transformer_parity.transformer.mistakes.mistake import Mistake, instead, together
-from transformer_parity.transformer.ports.protocol import Placement, Result
+from transformer_parity.transformer.ports.protocol import Placement, Placements, Result
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port
+from transformer_parity.transformer.stages.run import tensors
+from transformer_parity.transformer.stages.training import WHOLE, training_error
 
 CASE = next(case for case in standard_cases() if case.name == "full/padded")
 GRADIENTS = gradient_case("paper_base")
@@ -243,7 +243,7 @@ def test_what_nobody_knows_is_unknown_or_looks_like_something():
             return loaded
 
     kept = {}
-    setting = Setting(("float64",))
+    setting = Placements(("float64",))
     findings = list(compare([replace(CASE, fast=False)], Port(), setting, kept=kept))
     investigation = Investigation(Port(), setting, "it", view=view_of_case)
     (failure_report,) = investigation.failures(findings, kept, [CASE])
@@ -313,9 +313,9 @@ def test_a_wrong_gradient_is_saved_with_what_it_comes_from(tmp_path):
 
 
 def test_gradients_that_should_be_nothing_are_measured_by_the_whole():
-    expected = {"at a": np.zeros(2), training_outputs.WHOLE: np.array([3.0, 4.0])}
-    assert training_outputs.training_error("at a", {"at a": np.array([5e-12, 0.0])}, expected) == pytest.approx(1e-12)
-    assert training_outputs.training_error("at a", {"at a": np.zeros(2)}, expected) == 0.0
+    expected = {"at a": np.zeros(2), WHOLE: np.array([3.0, 4.0])}
+    assert training_error("at a", {"at a": np.array([5e-12, 0.0])}, expected) == pytest.approx(1e-12)
+    assert training_error("at a", {"at a": np.zeros(2)}, expected) == 0.0
 
 
 class Wrapped(Port):
@@ -357,7 +357,7 @@ class GoesOnOnce(Wrapped):
 
 def test_what_a_port_does_to_an_array_does_not_change_what_was_seen():
     port = PluginPort(f"{__name__}:InPlace")
-    findings = list(compare(model_cases(port_config(port))[:2], port, Setting(("float64", "float32"))))
+    findings = list(compare(model_cases(port_config(port))[:2], port, Placements(("float64", "float32"))))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
 
 
@@ -405,9 +405,9 @@ def test_a_likely_name_stays_before_what_the_error_is_like():
         def load(self, config, weights, placement):
             return loaded
 
-    findings = list(compare([one], Port(), Setting(("float64",)), kept=(kept := {})))
+    findings = list(compare([one], Port(), Placements(("float64",)), kept=(kept := {})))
     findings += [replace(finding, case=two.name, verdict=AGREES) for finding in findings]
-    (report,) = Investigation(Port(), Setting(("float64",)), "it").failures(findings, kept, [one, two])
+    (report,) = Investigation(Port(), Placements(("float64",)), "it").failures(findings, kept, [one, two])
     assert report.diagnosis.confidence == LIKELY
     assert report.diagnosis.sentence.endswith("it behaves like the reference with scores over d_k")
     assert report.diagnosis.signatures[0].startswith(f"at {SCALE}, everything is 0.353553 times what it should be")
@@ -423,7 +423,7 @@ class Withholding(Wrapped):
 def test_missing_taps_are_named():
     port, kept = PluginPort(f"{__name__}:Withholding"), {}
     cases = model_cases(port_config(port))[:1]
-    findings = list(compare(cases, port, Setting(("float64",)), kept=kept))
-    (report,) = Investigation(port, Setting(("float64",)), port.reference).failures(findings, kept, cases)
+    findings = list(compare(cases, port, Placements(("float64",)), kept=kept))
+    (report,) = Investigation(port, Placements(("float64",)), port.reference).failures(findings, kept, cases)
     assert report.diagnosis.sentence.startswith(f"what is shown is not what was promised: missing {SCALE}")
     assert report.diagnosis.sentence.endswith("every number that Withholding shows here is right")

@@ -24,7 +24,7 @@ from transformer_parity.transformer.check.kept_programs import (
 )
 from transformer_parity.transformer.check.one_port import Job
 from transformer_parity.transformer.check.processes import run_all
-from transformer_parity.transformer.compare.findings import Setting
+from transformer_parity.transformer.ports.protocol import Placements
 
 
 def test_programs_are_kept_in_the_users_cache(tmp_path):
@@ -117,7 +117,7 @@ def test_the_second_run_compiles_nothing(tmp_path, monkeypatch, backend):
     monkeypatch.setenv(SWITCH, str(tmp_path))
     monkeypatch.delenv(JAX_SWITCH, raising=False)
     cases = tuple(case for case in standard_cases() if case.name in ("attention/padding", "feed_forward/relu"))
-    job = Job(backend.name, Setting((dtype,)), cases)
+    job = Job(backend.name, Placements((dtype,)), cases)
 
     def programs():
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob(pattern)}

@@ -12,18 +12,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding
+from transformer_parity.engine.tensors import relative_error
+from transformer_parity.engine.tolerances import EPS, POLICY, NotFiniteError, tolerance
+from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases import case as case_module
 from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.check.planted_ports import planted
-from transformer_parity.transformer.compare import training_outputs
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Setting
-from transformer_parity.transformer.compare.tolerances import EPS, POLICY, NotFiniteError, relative_error, tolerance
-from transformer_parity.transformer.compare.verdict import Verdict
 from transformer_parity.transformer.mistakes import precision, structure
 from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE, cases
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
+from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.stages import gradients, steps
+from transformer_parity.transformer.stages.training import WHOLE, training_error
 
 CASES_BY_NAME = cases()
 CATALOGUE = [mistake for part in FORWARD.values() for mistake in part]
@@ -60,7 +63,7 @@ def run(name: str, mistake: Mistake, case_names: tuple[str, ...], *dtypes: str) 
         chosen = [replace(case, fast=False) for case in chosen]
     port = planted(mistake, name)
     with without_compiler(name, mistake):
-        return list(compare(chosen, port, Setting(dtypes)))
+        return list(compare(chosen, port, Placements(dtypes)))
 
 
 def without_compiler(name: str, mistake: Mistake):
@@ -107,7 +110,7 @@ def test_equivalent_mathematics_raises_no_alarm(name, control):
 @pytest.mark.extended("equivalent mathematics", "tf")
 def test_correct_port_raises_no_alarm(name, seed, monkeypatch):
     monkeypatch.setattr(case_module, "hard_weights", lambda config, _: hard_weights(config, seed))
-    findings = list(compare([CASES_BY_NAME["full/padded"]], PORTS[name], Setting(("float64", "float32"))))
+    findings = list(compare([CASES_BY_NAME["full/padded"]], PORTS[name], Placements(("float64", "float32"))))
     assert failing(findings) == []
     assert {finding.path for finding in findings} == {"load", "taps", "fast"}
 
@@ -134,12 +137,12 @@ def test_what_is_kept_between_calls_is_caught():
 
 def test_the_reference_agrees_with_itself_and_a_nan_with_nothing():
     case = CASES_BY_NAME["attention/padding"]
-    findings = list(compare([case], PORTS["numpy"], Setting(("float64",))))
+    findings = list(compare([case], PORTS["numpy"], Placements(("float64",))))
     assert {finding.error for finding in findings} == {0.0}
     query = case.inputs["query"].copy()
     query[0, 0, 0, 0] = math.nan
     spoilt = replace(case, inputs={**case.inputs, "query": query})
-    failures = failing(list(compare([spoilt], PORTS["numpy"], Setting(("float64", "float32")))))
+    failures = failing(list(compare([spoilt], PORTS["numpy"], Placements(("float64", "float32")))))
     assert {(failure.verdict, failure.error) for failure in failures} == {(FAILED, math.inf)}
     assert {failure.detail for failure in failures} == {"the reference is not finite in float64 at weights"}
 
@@ -152,7 +155,7 @@ def test_a_port_that_cannot_be_loaded_fails_every_case():
             raise RuntimeError("out of memory")
 
     findings = list(
-        compare([CASES_BY_NAME["full/padded"], CASES_BY_NAME["full/one_token"]], Nothing(), Setting(("float64",)))
+        compare([CASES_BY_NAME["full/padded"], CASES_BY_NAME["full/one_token"]], Nothing(), Placements(("float64",)))
     )
     assert [(finding.case, finding.verdict) for finding in findings] == [
         ("full/padded", FAILED),
@@ -196,9 +199,9 @@ def test_exit_code_of_a_mistake(mistake, dtypes, code):
 
 
 def test_nothing_compared_is_not_a_pass():
-    assert Verdict.of(compare([], PORTS["numpy"], Setting())).exit_code == 3
+    assert Verdict.of(compare([], PORTS["numpy"], Placements())).exit_code == 3
     left_out = replace(CASES_BY_NAME["full/padded"], dtypes=("float64",))
-    assert Verdict.of(compare([left_out], PORTS["numpy"], Setting(("bfloat16",)))).exit_code == 3
+    assert Verdict.of(compare([left_out], PORTS["numpy"], Placements(("bfloat16",)))).exit_code == 3
 
 
 def test_relative_error():
@@ -226,7 +229,7 @@ def test_tolerances():
         "float64": {"tap": 1e-12},
         "float32": {"ratio": 4.0, "floor_in_eps": 4.0},
         "tensorfloat32": {"eps": 2.0**-10},
-        "bfloat16": {"tap": 0.06, "scores_and_weights": 0.16},
+        "bfloat16": {"tap": 0.06, "scores": 0.16, "weights": 0.16},
         "gradients": {
             "float64": {"loss": 1e-13, "whole": 1e-11, "tensor": 1e-10},
             "float32": {"ratio": 4.0, "floor_in_eps": 4.0},
@@ -251,30 +254,30 @@ def test_tolerances():
     ("name", "dtype", "allowed"),
     [
         ("loss", "float64", 1e-13),
-        (training_outputs.WHOLE, "float64", 1e-11),
+        (WHOLE, "float64", 1e-11),
         ("of output_proj.bias", "float64", 1e-10),
         ("at logits", "float64", 1e-10),
         ("step 20 loss", "float64", 1e-10),
         ("step 20 weight output_proj.bias", "float64", 1e-10),
         ("loss", "float32", 4e-6 + 4.0 * 2.0**-23),
-        (training_outputs.WHOLE, "float32", 4e-6 + 4.0 * 2.0**-23),
+        (WHOLE, "float32", 4e-6 + 4.0 * 2.0**-23),
         ("of output_proj.bias", "float32", 8e-6 + 4.0 * 2.0**-23),  # no tensor is held to more than the whole is
         ("step 5 loss", "float32", 1e-5),
         ("step 5 weight output_proj.bias", "float32", 1e-3),
     ],
 )
 def test_tolerances_of_training(name, dtype, allowed):
-    assert training_outputs.training_tolerance(name, dtype, baseline=1e-6, whole=2e-6) == pytest.approx(
-        allowed, rel=1e-12
-    )
+    of_steps = name.startswith("step ")
+    found = steps.tolerance(name, dtype) if of_steps else gradients.tolerance(name, dtype, baseline=1e-6, whole=2e-6)
+    assert found == pytest.approx(allowed, rel=1e-12)
 
 
 def test_a_key_bias_is_measured_by_its_query_bias():
     expected = {"of a.key_proj.bias": np.full(2, 1e-17), "of a.query_proj.bias": np.array([3.0, 4.0])}
     actual = {"of a.key_proj.bias": np.array([0.5, 0.0]) + 1e-17, "of a.query_proj.bias": np.array([3.0, 4.5])}
-    assert training_outputs.training_error("of a.key_proj.bias", actual, expected) == pytest.approx(0.1)
-    assert training_outputs.training_error("of a.query_proj.bias", actual, expected) == pytest.approx(0.1)
-    assert training_outputs.training_error("of a.key_proj.bias", expected, expected) == 0.0
+    assert training_error("of a.key_proj.bias", actual, expected) == pytest.approx(0.1)
+    assert training_error("of a.query_proj.bias", actual, expected) == pytest.approx(0.1)
+    assert training_error("of a.key_proj.bias", expected, expected) == 0.0
 
 
 def test_share_of_the_tolerance():

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import test_dropout
 from conftest import Backend
 from misbehaviour import MISBEHAVIOUR
 
+from transformer_parity.engine.findings import AGREES, Finding
 from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.check.uncompiled import interpreted_training
-from transformer_parity.transformer.compare import training_outputs
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import AGREES, Finding, Setting
 from transformer_parity.transformer.mistakes.catalogue import TRAINING
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
 from transformer_parity.transformer.mistakes.optimizer import CONTROLS
 from transformer_parity.transformer.mistakes.training import CASES, GRADIENTS
+from transformer_parity.transformer.ports.protocol import Placements
 
 
 def in_every_port(mistakes: list[Mistake]) -> list:
@@ -50,11 +51,11 @@ def for_every_check() -> list:
 
 def run(name: str, mistake: Mistake) -> list[Finding]:
     """Compare a port that has the mistake with the reference, and return what does not agree."""
-    case = CASES.get(mistake.case, GRADIENTS)
+    snapshots = (1,) if mistake.at.startswith("step 1") else (1, 2)
+    case = replace(CASES.get(mistake.case, GRADIENTS), snapshots=snapshots)
     port = planted(mistake, name)
-    with interpreted_training(name), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_outputs, "SNAPSHOTS", (1,) if mistake.at.startswith("step 1") else (1, 2))
-        findings = list(compare([case], port, Setting(("float64",))))
+    with interpreted_training(name):
+        findings = list(compare([case], port, Placements(("float64",))))
     assert len(findings) > 1
     return [finding for finding in findings if finding.verdict != AGREES]
 

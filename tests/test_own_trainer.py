@@ -15,7 +15,7 @@ import tiers
 import reference_numpy as ref
 from reference_numpy import Plan
 from transformer_parity.cli.main import main
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED
+from transformer_parity.engine.findings import AGREES, SKIPPED
 from transformer_parity.transformer.distributed import run as processes
 from transformer_parity.transformer.distributed.cases import port_probes
 from transformer_parity.transformer.distributed.compare import REPLICAS, Run, findings

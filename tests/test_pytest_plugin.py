@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from transformer_parity.engine.findings import DIVERGES
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import DIVERGES, Setting
+from transformer_parity.transformer.ports.protocol import Placements
 
 pytest_plugins = ["pytester"]
 
@@ -169,7 +170,7 @@ def test_what_is_planted_is_what_compare_finds(write, run, pytester):
     from transformer_parity.transformer.ports.user import PluginPort
 
     port = PluginPort("mine:MyPort")
-    findings = list(compare(port_cases(port_config(port), ["activations"]), port, Setting(("float64",))))
+    findings = list(compare(port_cases(port_config(port), ["activations"]), port, Placements(("float64",))))
     assert failed == {f"MyPort-float64-{finding.case}" for finding in findings if finding.verdict == DIVERGES}
     assert len(failed) == N - 1  # all but that of a single token
     assert result.ret == 1

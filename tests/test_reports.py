@@ -19,26 +19,19 @@ from jsonschema import Draft202012Validator
 from rich.console import Console
 
 from transformer_parity.cli.progress import PlainConsole
+from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding
+from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.system.files import write_json
+from transformer_parity.engine.verdict import Asked, Verdict
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.compare.findings import (
-    AGREES,
-    DIVERGES,
-    FAILED,
-    IMPRECISE,
-    SKIPPED,
-    Finding,
-    Setting,
-)
-from transformer_parity.transformer.compare.outputs import OUTPUT, TOKENS
-from transformer_parity.transformer.compare.verdict import Asked, Verdict
 from transformer_parity.transformer.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
 from transformer_parity.transformer.diagnose.diagnosis import Diagnosis
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.diagnose.weight_audit import Fate
 from transformer_parity.transformer.explore.recording import Recorded, Recording
 from transformer_parity.transformer.explore.view import view
+from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.report.diagnoses import print_audit, print_failure_report
 from transformer_parity.transformer.report.html import html, write_html
 from transformer_parity.transformer.report.junit import junit, write_junit
@@ -51,6 +44,7 @@ from transformer_parity.transformer.report.tables import (
     print_summary,
 )
 from transformer_parity.transformer.report.tree import LINES, print_blame
+from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_spec.names import parameter_shapes, tap_shapes
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "result.schema.json").read_text("utf-8"))
@@ -58,7 +52,7 @@ TAPS = [*tap_shapes(tiny(), 4, 9, 7), OUTPUT]
 GUILTY = "encoder.layers.0.self_attention.scores"
 CASES = [case for case in standard_cases() if case.name in ("full/padded", "full/untied", "gradients/padded")]
 MACHINE = {"transformer-parity": "0.1.0", "python": "3.11.7", "platform": "somewhere", "cpus": 2}
-SETTING = Setting(("float64", "float32"))
+SETTING = Placements(("float64", "float32"))
 ENVIRONMENT = {name: {"version": f"1.0 of {name}", "threads": "1"} for name in ("numpy", "torch", "jax")}
 ACTIVE = ("", "activations")  # no detail, and the stage
 SIMPLE = Finding(

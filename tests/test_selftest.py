@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from transformer_parity.cli.main import main
+from transformer_parity.engine.findings import DIVERGES, Finding
 from transformer_parity.engine.processes.child import ChildEndedError
 from transformer_parity.transformer.check import selftest
-from transformer_parity.transformer.compare.findings import DIVERGES, Finding
 from transformer_parity.transformer.mistakes import catalogue
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake, instead
 

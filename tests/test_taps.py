@@ -9,9 +9,9 @@ from conftest import PACKAGES
 from test_backward import assert_gradient
 
 import reference_numpy as ref
+from transformer_parity.engine.tensors import relative_error
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.inputs import hard_weights, padded_ids
-from transformer_parity.transformer.compare.tolerances import relative_error
 
 
 @pytest.mark.extended("taps", "tf")

@@ -31,10 +31,10 @@ from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.apps.translate.translator import Translator
 from transformer_parity.cli import translate
 from transformer_parity.cli.main import main
-from transformer_parity.transformer.compare.near_ties import Doubt
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.sentences.subwords import Subwords
+from transformer_parity.transformer.stages.near_ties import Doubt
 from transformer_spec.search import Search
 
 LETTERS = "abcdefghi"

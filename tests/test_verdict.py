@@ -12,22 +12,24 @@ import pytest
 import tiers
 
 from transformer_parity.cli.main import main
-from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STAGES, tiny
+from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
+from transformer_parity.engine.outputs import FAST, OUTPUT, TAPS, MissingAbilityError, Outputs
+from transformer_parity.engine.tensors import digest, relative_error
+from transformer_parity.engine.verdict import Asked, Verdict, decide
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.check.one_port import Job
 from transformer_parity.transformer.check.processes import run_all
 from transformer_parity.transformer.check.selection import Selection
 from transformer_parity.transformer.compare.comparator import Comparator, compare
-from transformer_parity.transformer.compare.expected import Reference
-from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Setting
-from transformer_parity.transformer.compare.outputs import FAST, OUTPUT, TAPS, Outputs, digest, run_case, run_cases
-from transformer_parity.transformer.compare.tolerances import relative_error
-from transformer_parity.transformer.compare.verdict import Asked, Author, Verdict, decide
-from transformer_parity.transformer.ports.protocol import MissingAbilityError, Placement, Result
+from transformer_parity.transformer.compare.reference import Reference
+from transformer_parity.transformer.ports.protocol import Placement, Placements, Result
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.templates.other_port import MyPort
 from transformer_parity.transformer.ports.user import PluginPort, Port
+from transformer_parity.transformer.stages.registry import STAGES
+from transformer_parity.transformer.stages.run import run_case, run_cases
 
 CASES = {case.name: case for case in standard_cases()}
 PADDED = CASES["full/padded"]
@@ -40,7 +42,7 @@ def outputs_of(case=PADDED, dtype="float64", port="numpy"):
 
 
 def findings_of(outputs, case=PADDED, reference=None):
-    return list(Comparator("it", Setting(), reference or Reference()).compare(case, outputs))
+    return list(Comparator("it", Placements(), reference or Reference()).compare(case, outputs))
 
 
 # One tensor
@@ -261,7 +263,7 @@ def test_steps_of_a_preset_are_refused(capsys):
 
 
 def test_weights_that_come_back_are_no_comparison_of_the_model():
-    author = Author("it", "float64", PADDED)
+    author = PADDED.author("it", "float64")
     findings = [author.round_trip(""), author.skipped("run", "no forward")]
     assert Verdict.of(findings).word == "INCOMPLETE"
     assert Verdict.of([*findings, author.compared(TAPS, OUTPUT, 0.0, 1.0)]).word == "AGREE"
@@ -269,7 +271,7 @@ def test_weights_that_come_back_are_no_comparison_of_the_model():
 
 def test_a_skip_counts_for_nothing():
     planned = {(ACTIVATIONS, "float64"): 3}
-    author = Author("it", "float64", PADDED)
+    author = PADDED.author("it", "float64")
     one = author.compared(TAPS, OUTPUT, 0.0, 1.0)
     missing = Asked("it", (ACTIVATIONS,), planned=planned).missing([one, author.skipped(TAPS, "hidden")])
     assert missing == ["it: activations: 1 of 3 cases compared, and half are needed (hidden)"]
@@ -347,7 +349,7 @@ class NormReplaced(MyPort):
 
 @pytest.mark.parametrize("kind", ["ExpReplaced", "NormReplaced"])
 def test_a_port_cannot_reach_the_truth(kind):
-    job = Job(f"{HERE}:{kind}", Setting(("float64",)), stages=[ACTIVATIONS])
+    job = Job(f"{HERE}:{kind}", Placements(("float64",)), stages=[ACTIVATIONS])
     findings = [finding for message in run_all([job]) for finding in message.findings]
     assert Verdict.of(findings).word != "AGREE"
 
@@ -363,7 +365,7 @@ class KeepsItsInputs(MyPort):
 
 def test_a_changed_input_is_named():
     port = PluginPort(f"{HERE}:KeepsItsInputs")
-    found = list(compare(port_cases(port_config(port), [ACTIVATIONS])[:1], port, Setting(("float64",))))
+    found = list(compare(port_cases(port_config(port), [ACTIVATIONS])[:1], port, Placements(("float64",))))
     named = [finding for finding in found if finding.tap == "target_ids"]
     assert [(finding.verdict, finding.detail) for finding in named] == [
         (DIVERGES, "the port changes the array that it is given")

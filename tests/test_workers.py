@@ -12,16 +12,18 @@ import pytest
 import tiers
 
 import reference_numpy
+from transformer_parity.engine.findings import AGREES, FAILED, SKIPPED, Finding
 from transformer_parity.engine.processes import children, start
 from transformer_parity.engine.system.machine import processors
-from transformer_parity.transformer.cases.case import ACTIVATIONS, STAGES, tiny
+from transformer_parity.transformer.cases.case import ACTIVATIONS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.check.one_port import Job
 from transformer_parity.transformer.check.processes import MEMORY, run_all
-from transformer_parity.transformer.compare.findings import AGREES, FAILED, SKIPPED, Finding, Setting
+from transformer_parity.transformer.ports.protocol import Placements
+from transformer_parity.transformer.stages.registry import STAGES
 
-FLOAT64 = Setting(("float64",))
+FLOAT64 = Placements(("float64",))
 FORWARD = {case.name for case in port_cases(tiny(d_k=None, d_v=None), [ACTIVATIONS])}
 
 PORT = """

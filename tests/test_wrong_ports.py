@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import tiers
 
+from transformer_parity.engine.findings import AGREES, SKIPPED
 from transformer_parity.transformer.cases.for_ports import model_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Setting
 from transformer_parity.transformer.diagnose import diagnosis as diagnosis_module
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
 from transformer_parity.transformer.diagnose.investigate import Investigation
+from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort, Port
 
-SETTING = Setting(("float64",))
+SETTING = Placements(("float64",))
 TAPS = {"all": ("**",), "few": ("*.output", "*.layers.*.output"), "none": ()}
 
 

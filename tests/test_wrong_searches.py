@@ -9,15 +9,16 @@ import pytest
 from tiers import first_alone
 
 import reference_numpy
+from transformer_parity.engine.findings import AGREES, SKIPPED
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Setting
 from transformer_parity.transformer.diagnose import diagnosis as diagnosis_module
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.transformer.diagnose.investigate import Investigation
+from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort, Port
 
-SETTING = Setting(("float64",))
+SETTING = Placements(("float64",))
 
 
 class LatePosition:

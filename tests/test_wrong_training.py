@@ -8,15 +8,15 @@ import pytest
 
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import Setting
 from transformer_parity.transformer.diagnose import diagnosis as diagnosis_module
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.transformer.diagnose.investigate import Investigation
+from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.templates.other_port import MyPort
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_spec.training_config import TrainingConfig
 
-SETTING = Setting(("float64",))
+SETTING = Placements(("float64",))
 
 
 class Cubic(TrainingConfig):

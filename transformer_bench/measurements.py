@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import linear_regression, median
 from typing import Any
 
-from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED
+from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
 
 FITTED = 3  # sizes, the largest: at small ones, what does not grow is most of the time
 TIMES = ("first_seconds", "seconds", "cores", "loaded_bytes", "peak_bytes")

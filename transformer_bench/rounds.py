@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from transformer_bench.measurements import DisagreementError, Entry
+from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
 from transformer_parity.engine.processes.child import ChildEndedError
 from transformer_parity.engine.processes.children import THREAD_SWITCHES, Children
 from transformer_parity.engine.processes.messages import Parent
 from transformer_parity.engine.processes.team import Broken, Team, TeamError
 from transformer_parity.engine.system.machine import forget_peak, held_bytes, peak_bytes
-from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED
 
 SWITCHES = (*THREAD_SWITCHES, "VECLIB_MAXIMUM_THREADS")
 WORK = "transformer_bench.rounds:work"  # what a process runs

@@ -16,10 +16,10 @@ from transformer_bench.rounds import Participant, Tell, run_rounds, started
 from transformer_bench.tables import costs_for_machines, describe, times_for_machines
 from transformer_bench.verify import verifier_of
 from transformer_bench.workload import Work
+from transformer_parity.engine.findings import AGREES, FAILED
 from transformer_parity.engine.system.errors import UsageError
 from transformer_parity.engine.system.machine import check_memory, processors
-from transformer_parity.transformer.compare.findings import AGREES, FAILED
-from transformer_parity.transformer.compare.verdict import EXIT_CODES
+from transformer_parity.engine.verdict import EXIT_CODES
 from transformer_spec.parallel_plan import Plan
 
 Progress = Callable[[list[Entry], int], AbstractContextManager[Tell]]

@@ -28,7 +28,7 @@ from transformer_bench.measurements import (
 )
 from transformer_bench.workload import Work
 from transformer_parity.engine.system.machine import describe_machine
-from transformer_parity.transformer.compare.verdict import WORDS
+from transformer_parity.engine.verdict import WORDS
 from transformer_parity.transformer.report.tables import STYLES, print_line
 from transformer_spec.parallel_plan import AXES, Plan
 

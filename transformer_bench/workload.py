@@ -12,8 +12,8 @@ from numpy import ndarray
 
 import reference_numpy as ref
 from transformer_bench.matrix_products import Product
+from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.inputs import padded_ids
-from transformer_parity.transformer.compare.tolerances import POLICY
 from transformer_spec.config import DropoutRates, TransformerConfig
 from transformer_spec.search import Search
 from transformer_spec.training_config import TrainingConfig

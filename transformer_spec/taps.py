@@ -49,21 +49,23 @@ class Recorder(dict[str, Any]):
         patterns: Which names to keep: one star stands for one part of a name, two stand for any number of parts. No
             pattern at all keeps everything.
         replace: Values to put in place of what the model computed, by name.
+        keep_computed: Keep what the model computed, rather than its replacement.
     """
 
-    def __init__(self, *patterns: str, replace: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, *patterns: str, replace: Mapping[str, Any] | None = None, keep_computed: bool = False) -> None:
         super().__init__()
+        self.keep_computed = keep_computed
         self.patterns = [re.compile(_as_regular_expression(pattern)) for pattern in patterns]
         self.replace = dict(replace or {})
 
     def __call__(self, name: str, value: Any) -> Any:
         """Keep the value if its name matches, and return it or its replacement."""
-        value = self.replace.get(name, value)
+        used = self.replace.get(name, value)
         if not self.patterns or any(pattern.fullmatch(name) for pattern in self.patterns):
             if name in self:
                 raise ValueError(f"tap {name} fired twice: use one Recorder for one call")
-            self[name] = value
-        return value
+            self[name] = value if self.keep_computed else used
+        return used
 
     def __missing__(self, name: str) -> Any:
         similar = get_close_matches(str(name), self, cutoff=0.8) or [*self][:3]

@@ -27,7 +27,7 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
-from transformer_parity.transformer.compare.findings import DIVERGES
+from transformer_parity.engine.findings import DIVERGES
 from transformer_parity.transformer.mistakes import catalogue
 from transformer_parity.transformer.mistakes.mistake import Mistake
 

@@ -13,7 +13,7 @@ from panes import ROOT, TITLES
 from sphinx.errors import ExtensionError
 
 RESULTS = ROOT / "docs" / "results"
-TOLERANCES = ROOT / "transformer_parity" / "transformer" / "compare" / "tolerances.toml"
+TOLERANCES = ROOT / "transformer_parity" / "engine" / "tolerances.toml"
 MIB = 2**20
 PORTS = ("torch", "jax", "tf")
 MACHINES = {"intel": "Intel Xeon", "amd": "AMD EPYC"}  # by folder of benchmarks
@@ -143,7 +143,7 @@ def tolerances() -> Iterator[str]:
         single = short(own[name]) if name in own else f"{own['ratio']:g} \u00d7 the reference's own error there"
         half = "-"
         if coarse:
-            half = f"{short(coarse['tap'])}; attention scores and weights {short(coarse['scores_and_weights'])}"
+            half = f"{short(coarse['tap'])}; attention scores and weights {short(coarse['scores'])}"
         yield f"| {title} | {short(by_dtype['float64'][name])} | {single} | {half} |"
 
 

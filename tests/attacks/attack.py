@@ -9,10 +9,11 @@ from typing import Any
 
 from numpy import ndarray
 
-from transformer_parity.transformer.cases.case import ACTIVATIONS, STAGES, Case
+from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.ports.templates.other_port import MyPort
 from transformer_parity.transformer.ports.user import Port
+from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.config import TransformerConfig
 from transformer_spec.taps import matches
 from transformer_spec.training_config import Gradients
@@ -49,7 +50,7 @@ class Attack:
     family: str
     plant: Any = field(repr=False)
     says: str = ""
-    stages: tuple[str, ...] = STAGES
+    stages: tuple[str, ...] = tuple(STAGES)
     cases: Callable[[TransformerConfig], Sequence[Case]] | None = None
     alone: bool = False
     timeout: float = BUSY

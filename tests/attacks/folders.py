@@ -15,8 +15,8 @@ import numpy as np
 
 from attacks.attack import FAILS, FILES, INCOMPLETE, REFUSED, TOLERATED, Attack
 from attacks.vectors import MANIFEST, Vectors, computed, rounded, truth
-from transformer_parity.transformer.compare.findings import FAILED, Finding, failure
-from transformer_parity.transformer.compare.verdict import EXIT_CODES, Verdict
+from transformer_parity.engine.findings import FAILED, Finding, failure
+from transformer_parity.engine.verdict import EXIT_CODES, Verdict
 from transformer_parity.transformer.golden.compare import compare_folders, read_pairs
 
 FOLDERS: list[Attack] = []

@@ -21,8 +21,8 @@ from attacks.attack import (
     plant,
     showing,
 )
+from transformer_parity.engine.outputs import MissingAbilityError
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS
-from transformer_parity.transformer.ports.protocol import MissingAbilityError
 from transformer_parity.transformer.ports.templates.other_port import MyPort
 from transformer_parity.transformer.ports.user import Port
 

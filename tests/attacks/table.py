@@ -11,17 +11,17 @@ from importlib.util import find_spec
 
 from attacks import calls, folders, offers, options, processes, stages, values
 from attacks.attack import FAILS, INCOMPLETE, PORT, PORTS, TOLERATED, Attack
+from transformer_parity.engine.findings import AGREES, SKIPPED, Finding, failure
 from transformer_parity.engine.system.machine import processors
-from transformer_parity.transformer.cases.case import STAGES
+from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.check.one_port import Job
 from transformer_parity.transformer.check.processes import Outcome as Processes
 from transformer_parity.transformer.check.processes import run_all
 from transformer_parity.transformer.check.selection import Selection
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Finding, failure
-from transformer_parity.transformer.compare.verdict import Verdict
 from transformer_parity.transformer.ports.user import PluginPort
+from transformer_parity.transformer.stages.registry import STAGES
 
 VERDICTS = {0: TOLERATED, 1: FAILS, 2: FAILS, 3: INCOMPLETE}  # by exit code
 PARTS = [module.__name__ for module in (values, calls, offers, stages, processes)]

@@ -20,16 +20,16 @@ from transformer_parity.cli.options import (
     positive,
 )
 from transformer_parity.cli.progress import Progress, make_console
+from transformer_parity.engine.findings import failure
 from transformer_parity.engine.system.errors import refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.system.machine import describe_machine
-from transformer_parity.transformer.cases.case import DISTRIBUTED, STAGES
+from transformer_parity.engine.tolerances import EPS
+from transformer_parity.transformer.cases.case import DISTRIBUTED
 from transformer_parity.transformer.check.distributed import run_distributed
 from transformer_parity.transformer.check.one_port import Job, Message
 from transformer_parity.transformer.check.processes import SILENCE, Outcome, run_all
 from transformer_parity.transformer.check.selection import ONLY, Selection
-from transformer_parity.transformer.compare.findings import failure
-from transformer_parity.transformer.compare.tolerances import EPS
 from transformer_parity.transformer.distributed.stage import Check
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.report.diagnoses import print_audit, print_failure_report, print_undiagnosed
@@ -45,6 +45,7 @@ from transformer_parity.transformer.report.tables import (
     print_summary,
     verdict_line,
 )
+from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.presets import PRESETS
 
 EXAMPLES = """

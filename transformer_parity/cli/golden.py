@@ -14,14 +14,14 @@ from rich.text import Text
 
 from transformer_parity.cli.options import one_or_more
 from transformer_parity.cli.progress import Progress, make_console
+from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.system.machine import describe_machine
-from transformer_parity.transformer.cases.case import STAGES, tiny
+from transformer_parity.engine.verdict import Verdict
+from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_config
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Finding, is_near_tie
-from transformer_parity.transformer.compare.verdict import Verdict
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.golden import writer
 from transformer_parity.transformer.golden.compare import Pair, compare_folders, investigate, read_pairs
@@ -42,6 +42,7 @@ from transformer_parity.transformer.report.tables import (
     summarise,
     verdict_line,
 )
+from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.config import TransformerConfig
 
 EXAMPLES = """
@@ -249,7 +250,7 @@ def _result(
         "comparisons": len(findings) - len(skips),
         "skipped": len(skips),
         "summary": summarise(findings),
-        "near_ties": [finding.to_dict() for finding in findings if is_near_tie(finding)],
+        "near_ties": [finding.to_dict() for finding in findings if finding.is_near_tie],
         "failures": [finding.to_dict() for finding in failures],
         "skips": [finding.to_dict() for finding in skips],
     }

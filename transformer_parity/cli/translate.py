@@ -40,7 +40,7 @@ from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, printable, refusals
 from transformer_parity.engine.system.files import check_writable
 from transformer_parity.engine.system.interrupts import ctrl_c_waits
-from transformer_parity.transformer.compare.tolerances import EPS
+from transformer_parity.engine.tolerances import EPS
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.sentences.pairs import open_text, read_lines

@@ -16,7 +16,8 @@ from numpy import ndarray
 from reference_numpy.embedding import sinusoidal_encoding
 from reference_numpy.masks import target_padding_mask
 from transformer_parity.apps.checkpoints.imported import Imported
-from transformer_parity.transformer.compare.tolerances import relative_error, tolerance
+from transformer_parity.engine.tensors import relative_error
+from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.transformer.ports.protocol import MissingFrameworkError, Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.config import TransformerConfig

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from transformer_parity.apps.translate.agreement import DIVERGENCE, NEAR_TIE, SAME, Comparison
 from transformer_parity.apps.translate.lines import Translation
+from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
 from transformer_parity.engine.system.errors import printable
-from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED
-from transformer_parity.transformer.compare.near_ties import summary
-from transformer_parity.transformer.compare.prefixes import Tokens
-from transformer_parity.transformer.compare.verdict import EXIT_CODES
+from transformer_parity.engine.verdict import EXIT_CODES
+from transformer_parity.transformer.stages.near_ties import summary
+from transformer_parity.transformer.stages.prefixes import Tokens
 
 
 @dataclass(frozen=True)

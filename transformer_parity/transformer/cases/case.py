@@ -8,6 +8,8 @@ from pathlib import Path
 
 from numpy import ndarray
 
+from transformer_parity.engine.tolerances import ALL_DTYPES
+from transformer_parity.engine.verdict import Author
 from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
@@ -15,8 +17,7 @@ from transformer_spec.search import Search
 from transformer_spec.training_config import TrainingConfig
 
 TOKENS = 37  # of either vocabulary
-ALL_DTYPES = ("float64", "float32", "bfloat16")
-ACTIVATIONS, GRADIENTS, STEPS, DECODE = STAGES = ("activations", "gradients", "steps", "decode")  # what is compared
+ACTIVATIONS, GRADIENTS, STEPS, DECODE = "activations", "gradients", "steps", "decode"  # names of stages
 DISTRIBUTED = "distributed"  # training on several devices: a stage that is asked for by name
 
 
@@ -36,6 +37,7 @@ class Case:
     stage: str = ACTIVATIONS
     settings: TrainingConfig | None = None  # of the optimizer, for steps
     search: Search | None = None  # for decode
+    snapshots: tuple[int, ...] = ()  # steps after which weights are compared; empty: the usual ones
 
     @property
     def training(self) -> TrainingConfig:
@@ -50,6 +52,15 @@ class Case:
         if self.search is None:
             raise ValueError(f"case {self.name} has no search options")
         return self.search
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the whole model is run forward, with its taps shown."""
+        return self.stage == ACTIVATIONS and not self.block
+
+    def author(self, backend: str, dtype: str) -> Author:
+        """Return the author of findings about this case."""
+        return Author(backend, dtype, self.name, self.component, self.stage)
 
     def load_weights(self) -> Mapping[str, ndarray]:
         """Return the weights that every port is given."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from reference_numpy.search import beam_search, greedy_search
 from reference_numpy.transformer import Transformer
-from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STAGES, TOKENS, Case, tiny
+from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, TOKENS, Case, tiny
 from transformer_parity.transformer.cases.inputs import (
     SOURCE,
     generator,
@@ -145,9 +145,9 @@ def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
     yield Case("full/longest", "full model", config, "", token_ids(config, longest, longest), seed=seed)
 
 
-def port_cases(config: TransformerConfig, stages: Sequence[str] = STAGES) -> list[Case]:
-    """Return what a port with conventions of its own is compared on."""
+def port_cases(config: TransformerConfig, stages: Collection[str] | None = None) -> list[Case]:
+    """Return what a port with conventions of its own is compared on, in all stages unless some are named."""
     cases = [*model_cases(config), *_unlike_the_first(config), *_searches_of_many(config)]
     if config.source_vocab_size == config.target_vocab_size == TOKENS:  # the port leaves the vocabulary to the cases
         cases.append(large_vocabulary(config))
-    return [case for case in cases if case.stage in stages]
+    return cases if stages is None else [case for case in cases if case.stage in stages]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from reference_numpy.masks import causal_mask
-from transformer_parity.transformer.cases.case import ALL_DTYPES, DECODE, GRADIENTS, STEPS, Case, shrunk, tiny
+from transformer_parity.engine.tolerances import ALL_DTYPES
+from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS, Case, shrunk, tiny
 from transformer_parity.transformer.cases.inputs import (
     BATCH,
     SOURCE,

@@ -11,15 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from transformer_parity.transformer.cases.case import ALL_DTYPES, STAGES, Case
+from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
+from transformer_parity.engine.outputs import LOAD, OUTPUT
+from transformer_parity.engine.tolerances import ALL_DTYPES
+from transformer_parity.engine.verdict import WORDS
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.check import known_answer
 from transformer_parity.transformer.compare.comparator import Comparator
-from transformer_parity.transformer.compare.expected import Reference
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Finding, Setting
-from transformer_parity.transformer.compare.outputs import LOAD, OUTPUT, run_cases
-from transformer_parity.transformer.compare.verdict import WORDS
+from transformer_parity.transformer.compare.reference import Reference
+from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort
+from transformer_parity.transformer.stages.registry import STAGES
+from transformer_parity.transformer.stages.run import run_cases
 
 WEIGHTS = "weights"  # the test that they come back as they were given
 KNOWN_ANSWER = "known_answer"  # the test of the reference
@@ -58,7 +62,7 @@ class Comparison:
 
     def findings(self) -> list[Finding]:
         """Run the case and compare it."""
-        setting = Setting((self.dtype,))
+        setting = Placements((self.dtype,))
         comparator = Comparator(self.port.name, setting, self.reference)
         for outputs in run_cases([self.case], self.port, [setting.placement(self.dtype)], lambda doing: None):
             found = comparator.compare(self.case, outputs)
@@ -111,7 +115,7 @@ def check(findings: Sequence[Finding]) -> str:
     return "; ".join(dict.fromkeys(finding.detail for finding in findings)) or "nothing was compared"
 
 
-def find_tests(references: Sequence[str], stages: Sequence[str] = STAGES) -> list[Test]:
+def find_tests(references: Sequence[str], stages: Sequence[str] = tuple(STAGES)) -> list[Test]:
     """Return the tests of some ports, in some stages.
 
     Raises:

@@ -16,12 +16,12 @@ from numpy import ndarray
 from transformer_parity.engine.processes.child import ChildEndedError
 from transformer_parity.engine.processes.children import Children
 from transformer_parity.engine.processes.messages import Parent
+from transformer_parity.engine.tensors import relative_error
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.compare.exceptions import described
-from transformer_parity.transformer.compare.expected import Reference
-from transformer_parity.transformer.compare.outputs import TOKENS
-from transformer_parity.transformer.compare.tolerances import relative_error
+from transformer_parity.transformer.compare.reference import Reference
+from transformer_parity.transformer.ports.exceptions import described
 from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.stages.decode import TOKENS
 
 MAIN = ("full/padded", "gradients/padded", "steps/port", "decode/port_greedy", "decode/port_beam")
 TOLERANCE = 1e-13  # of two processes that run the same code on the same machine

@@ -16,21 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformer_parity.engine.findings import Finding, Kept
+from transformer_parity.engine.outputs import Outputs
 from transformer_parity.engine.processes.messages import Parent
-from transformer_parity.transformer.cases.case import ACTIVATIONS, ALL_DTYPES, SENTENCES, STAGES, Case
+from transformer_parity.engine.tolerances import ALL_DTYPES
+from transformer_parity.transformer.cases.case import ACTIVATIONS, SENTENCES, Case
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.check.kept_programs import kept_by_tensorflow
-from transformer_parity.transformer.compare.exceptions import described
-from transformer_parity.transformer.compare.findings import Finding, Kept, Setting
-from transformer_parity.transformer.compare.outputs import Outputs, run_cases
 from transformer_parity.transformer.diagnose.investigate import FailureReport, Investigation
 from transformer_parity.transformer.diagnose.weight_audit import Fate, as_mistake, audit
 from transformer_parity.transformer.explore.view import view_of_case
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.compile_clock import COMPILING, Spent, listen_to_jax
-from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.exceptions import described
+from transformer_parity.transformer.ports.protocol import Placement, Placements
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort
+from transformer_parity.transformer.stages.registry import STAGES
+from transformer_parity.transformer.stages.run import run_cases
 from transformer_spec.config import TransformerConfig
 
 THRESHOLD = 10_000  # new objects before garbage is looked for, not 700: what is traced stays while it is traced
@@ -50,9 +53,9 @@ class Job:
     """
 
     backend: str
-    setting: Setting
+    setting: Placements
     cases: tuple[Case, ...] | None = None
-    stages: Sequence[str] = STAGES
+    stages: Sequence[str] = tuple(STAGES)
     failures: Path | None = None
     views: bool = False
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from transformer_parity.engine.findings import Finding, Kept, failure
 from transformer_parity.engine.processes.child import PATIENCE, Child, ChildEndedError, StartError
 from transformer_parity.engine.processes.children import THREAD_SWITCHES, Children
 from transformer_parity.engine.system.machine import processors
@@ -19,11 +20,11 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.check.kept_programs import keep_programs
 from transformer_parity.transformer.check.one_port import Job, Message, cases_of
 from transformer_parity.transformer.compare.comparator import Comparator
-from transformer_parity.transformer.compare.expected import Reference
-from transformer_parity.transformer.compare.findings import Finding, Kept, Setting, failure
+from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.diagnose.weight_audit import Fate
 from transformer_parity.transformer.ports.compile_clock import Spent
+from transformer_parity.transformer.ports.protocol import Placements
 
 
 @dataclass
@@ -153,7 +154,7 @@ class _Running:
             self.cases = {case.name: case for case in cases_of(self.job, message.facts)}
             # A port of the user's own is not told a precision, and is allowed none but the highest.
             own = message.facts.config is not None
-            setting = Setting(self.job.setting.dtypes) if own else self.job.setting
+            setting = Placements(self.job.setting.dtypes) if own else self.job.setting
             self.comparator = Comparator(self.name, setting, self.reference)
         found: list[Finding] = []
         if message.outputs is not None:

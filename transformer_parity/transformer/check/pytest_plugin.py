@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from transformer_parity.engine.findings import Finding
     from transformer_parity.transformer.check.conformance import Test
-    from transformer_parity.transformer.compare.findings import Finding
 
 FOLDER = "parity"  # in which the tests appear to be
 FACTS = "parity_facts"  # what is added to the report of a test, and to what a process of pytest-xdist sends at its end
@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _stages(names: str | None) -> tuple[str, ...]:
     """Return the stages that were named; all if none were."""
-    from transformer_parity.transformer.cases.case import STAGES
+    from transformer_parity.transformer.stages.registry import STAGES
 
     chosen = STAGES if names is None else tuple(names.split(","))
     if unknown := [name for name in chosen if name not in STAGES]:
@@ -203,8 +203,8 @@ def _stage(test: Test) -> str:
 
 def _missing(facts: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return what was asked for and not compared, by the facts of all tests that ran."""
-    from transformer_parity.transformer.compare.findings import Finding
-    from transformer_parity.transformer.compare.verdict import Asked
+    from transformer_parity.engine.findings import Finding
+    from transformer_parity.engine.verdict import Asked
 
     missing = []
     facts = list(facts)

@@ -9,25 +9,19 @@ from itertools import chain
 from pathlib import Path
 
 import reference_numpy as ref
-from transformer_parity.transformer.cases.case import (
-    ACTIVATIONS,
-    ALL_DTYPES,
-    DISTRIBUTED,
-    SENTENCES,
-    STAGES,
-    STEPS,
-    Case,
-)
+from transformer_parity.engine.tolerances import ALL_DTYPES
+from transformer_parity.engine.verdict import Asked
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DISTRIBUTED, SENTENCES, STEPS, Case
 from transformer_parity.transformer.cases.standard import gradient_case, preset_case, search_cases, standard_cases
-from transformer_parity.transformer.compare.findings import Setting
-from transformer_parity.transformer.compare.verdict import Asked
 from transformer_parity.transformer.distributed.environments import number_of_processes
 from transformer_parity.transformer.distributed.stage import Check
 from transformer_parity.transformer.ports.package import COMPILED_IN_FULL
+from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_parity.transformer.sentences.subwords import SPECIAL, VOCAB_SIZE, Subwords
 from transformer_parity.transformer.sentences.vocabulary import batch, pick
+from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.config import TransformerConfig
 from transformer_spec.parallel_plan import Plan
 
@@ -116,12 +110,12 @@ class Selection:
     @property
     def chosen_stages(self) -> Sequence[str]:
         """The stages that were named, or all."""
-        return STAGES if self.stages is None else self.stages
+        return tuple(STAGES) if self.stages is None else self.stages
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> Placements:
         """How the ports are run."""
-        return Setting(ALL_DTYPES if self.dtypes is None else self.dtypes, self.device, self.precision)
+        return Placements(ALL_DTYPES if self.dtypes is None else self.dtypes, self.device, self.precision)
 
     def cases(self) -> list[Case]:
         """Return the cases of the packages; ports of the user's own have theirs from ``for_ports.port_cases``.

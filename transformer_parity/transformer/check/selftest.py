@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
+from transformer_parity.engine.findings import AGREES, DIVERGES, SKIPPED, Finding, Kept
 from transformer_parity.engine.processes.child import Child, ChildEndedError
 from transformer_parity.engine.processes.children import Children
 from transformer_parity.engine.processes.messages import Parent
@@ -22,17 +22,16 @@ from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Ca
 from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.check.processes import SILENCE
 from transformer_parity.transformer.check.uncompiled import interpreted, interpreted_training
-from transformer_parity.transformer.compare import training_outputs
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, SKIPPED, Finding, Kept, Setting
 from transformer_parity.transformer.diagnose.blame import blame_files
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
 from transformer_parity.transformer.diagnose.hypotheses import content, hypotheses
 from transformer_parity.transformer.mistakes import training
 from transformer_parity.transformer.mistakes.catalogue import TRAINING, cases, parts
 from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.protocol import Placement, Placements
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.stages.training import LOSS, WHOLE
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def try_out(backend: str, part: str, mistake: Mistake) -> Trial:
     kept: Kept = {}
     port = planted(mistake, backend)
     with _settled(backend, part, mistake):
-        findings = list(compare([case], port, Setting((mistake.dtype,)), kept=kept))
+        findings = list(compare([case], port, Placements((mistake.dtype,)), kept=kept))
         failures = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
         shown = kept.get((case.name, mistake.dtype), {})
         located = bool(failures) and where_it_is(failures, mistake) and _blamed(case, mistake, failures, shown)
@@ -96,7 +95,7 @@ def where_it_is(failures: list[Finding], mistake: Mistake) -> bool:
         announcement = rest.pop(0)
         if announcement.verdict != DIVERGES or not announcement.detail.startswith(mistake.announced):
             return False
-    if rest and rest[0].tap == training_outputs.WHOLE:  # which has no place
+    if rest and rest[0].tap == WHOLE:  # which has no place
         del rest[0]
     if not mistake.at and mistake.path != "run":
         return not rest
@@ -111,7 +110,7 @@ def _blamed(case: Case, mistake: Mistake, failures: list[Finding], shown: Mappin
     """Whether the replay of every block locates the mistake, too; true where there is nothing to replay."""
     if case.stage not in (ACTIVATIONS, GRADIENTS) or mistake.dtype != "float64" or mistake.path != "taps":
         return True
-    if not mistake.at or mistake.at == training_outputs.LOSS or not shown:
+    if not mistake.at or mistake.at == LOSS or not shown:
         return True
     truth = PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
     introduced = blame_files(case, shown, truth, failures[0].backend).blame.introduced
@@ -119,19 +118,18 @@ def _blamed(case: Case, mistake: Mistake, failures: list[Finding], shown: Mappin
 
 
 def _case(backend: str, part: str, mistake: Mistake) -> Case:
-    if part == "gradient":
-        return training.CASES.get(mistake.case, training.GRADIENTS)
-    case = cases()[mistake.case]
+    case = training.CASES.get(mistake.case, training.GRADIENTS) if part == "gradient" else cases()[mistake.case]
+    if part in TRAINING:  # no more steps than the mistake needs
+        case = replace(case, snapshots=(1,) if mistake.at.startswith("step 1") else (1, 2))
     slow = backend != "torch" and mistake.path != "fast"  # compiling takes long
     return replace(case, fast=False) if slow else case
 
 
 @contextmanager
 def _settled(backend: str, part: str, mistake: Mistake) -> Iterator[None]:
-    """Compile nothing, and take no more training steps than the mistake needs."""
+    """Compile nothing that the mistake does not need."""
     if part in TRAINING:
-        snapshots = (1,) if mistake.at.startswith("step 1") else (1, 2)
-        with interpreted_training(backend), patch.object(training_outputs, "SNAPSHOTS", snapshots):
+        with interpreted_training(backend):
             yield
     elif part == "decoding" or (backend == "jax" and mistake.path != "fast"):
         with interpreted(backend):  # in TensorFlow, only searches are compiled where taps are on

@@ -1,1 +1,1 @@
-"""Outputs and their comparison: what a case shows, how close it has to be, and the verdict."""
+"""A port in a case, compared with the reference by the stage of the case."""

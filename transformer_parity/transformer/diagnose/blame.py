@@ -23,14 +23,17 @@ from numpy import ndarray
 
 from reference_numpy.backward import transformer_backward
 from reference_numpy.backward_functions import cross_entropy_backward
+from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.engine.tensors import given as rounded
+from transformer_parity.engine.tensors import relative_error
+from transformer_parity.engine.tolerances import POLICY, tolerance
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
-from transformer_parity.transformer.compare import outputs, training_outputs
-from transformer_parity.transformer.compare.outputs import OUTPUT
-from transformer_parity.transformer.compare.tolerances import POLICY, relative_error, tolerance
 from transformer_parity.transformer.ports.package import LoadedPackage
-from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Replay
+from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import LoadedPlugin
+from transformer_parity.transformer.stages.gradients import gradients
+from transformer_parity.transformer.stages.training import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
 
 INTRODUCED, INHERITED, FINE = "introduced", "inherited", "fine"
@@ -125,10 +128,10 @@ class Subject:
     @classmethod
     def of(cls, case: Case, backend: str, dtype: str) -> Subject:
         """Load the reference with the weights of a case."""
-        weights, load = outputs.given(case.load_weights(), dtype), PORTS["numpy"].load
+        weights, load = rounded(case.load_weights(), dtype), PORTS["numpy"].load
         truth = load(case.config, weights, Placement("float64"))
         same_dtype = load(case.config, weights, Placement("float32")) if dtype == "float32" else None
-        return cls(case, backend, dtype, outputs.given(case.inputs, dtype), truth, same_dtype)
+        return cls(case, backend, dtype, rounded(case.inputs, dtype), truth, same_dtype)
 
     def of_truth(self, given: Arrays | None = None) -> dict[str, ndarray]:
         """Return what the reference computes, from given values behind its taps if there are any."""
@@ -163,7 +166,7 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
     if subject.case.stage == ACTIVATIONS:
         return _forward(loaded, subject)
     if subject.case.stage == GRADIENTS:
-        return _replay_backward(training_outputs.gradients(loaded, subject.inputs), subject)
+        return _replay_backward(gradients(loaded, subject.inputs), subject)
     raise ValueError(f"blocks can be replayed for activations and gradients: got {subject.case.stage}")
 
 
@@ -266,7 +269,7 @@ def _replay_reference(actual: Arrays, expected: Arrays, subject: Subject) -> Evi
 def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     """Let the reference's backward pass go on from the port's gradient at every tap."""
     truth, inputs = subject.truth, subject.inputs
-    everything = training_outputs.gradients(truth, inputs)
+    everything = gradients(truth, inputs)
     expected = {name: value for name, value in everything.items() if name in actual}
     model, recorded = truth.model, Recorder()
     source_ids, target_ids, labels = (inputs[name] for name in ("source_ids", "target_ids", "labels"))
@@ -277,13 +280,13 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
         for name, value in actual.items()
         if name.startswith("at ") and name in expected and value.shape == expected[name].shape
     }
-    found = Replay(replace=given)
+    found = Recorder(replace=given, keep_computed=True)
     of_logits = cross_entropy_backward(logits, labels, model.config) * scale
     with np.errstate(all="ignore"):
         transformer_backward(model, source_ids, target_ids, of_logits, recorded, found)
     wanted = {name: found.get(name.partition(" ")[2], value) for name, value in expected.items()}
-    names = [name for name in expected if name not in (training_outputs.LOSS, training_outputs.WHOLE)]
-    wanted[training_outputs.WHOLE] = everything[training_outputs.WHOLE]  # the measure of what should be zero
+    names = [name for name in expected if name not in (LOSS, WHOLE)]
+    wanted[WHOLE] = everything[WHOLE]  # the measure of what should be zero
     replayed = "reference" if given else "nothing"
     evidence = Evidence(subject.found(replayed, ()), actual, expected, actual, wanted)
     marks = _marks(names, evidence, lambda name: POLICY["gradients"]["float64"]["tensor"])
@@ -316,7 +319,7 @@ def distance(name: str, actual: Arrays, expected: Arrays) -> float:
         return math.inf
     if not finite.all():
         return relative_error(mine[finite], theirs[finite])
-    return training_outputs.training_error(name, actual, expected)
+    return training_error(name, actual, expected)
 
 
 def _same_bits(first: ndarray, second: ndarray) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 
 from numpy import ndarray
 
+from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
-from transformer_parity.transformer.compare.outputs import OUTPUT
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
 from transformer_parity.transformer.diagnose.learning_rate import rate_hypotheses
 from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials

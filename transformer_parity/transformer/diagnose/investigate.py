@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, STAGES, Case
-from transformer_parity.transformer.compare.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Kept, Setting
-from transformer_parity.transformer.compare.outputs import given
+from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Kept
+from transformer_parity.engine.tensors import given
+from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.transformer.diagnose import reproduce
 from transformer_parity.transformer.diagnose.blame import (
     Arrays,
@@ -35,8 +35,9 @@ from transformer_parity.transformer.diagnose.own_forward import beside_forward
 from transformer_parity.transformer.diagnose.properties import is_random, lacking, of_path, rounding
 from transformer_parity.transformer.diagnose.signatures import places, signatures
 from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Port
+from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Placements, Port
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.stages.registry import STAGES
 
 FAR = {"float64": 1e-9, "float32": 1e-5}  # relative: more than rounding
 NAMES = "names"  # the tap of a finding about names and order
@@ -88,7 +89,7 @@ class Investigation:
     """
 
     port: Port
-    setting: Setting
+    setting: Placements
     reference: str
     folder: Path | None = None
     progress: Callable[[str], None] = lambda text: None

@@ -13,10 +13,10 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import STEPS, Case
-from transformer_parity.transformer.compare.training_outputs import SNAPSHOTS
 from transformer_parity.transformer.diagnose.trials import TRUTH, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.optimizer import rate
+from transformer_parity.transformer.stages.steps import SNAPSHOTS
 
 Arrays = Mapping[str, ndarray]
 EXACT, SURE = 1e-9, 1e-4  # relative

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.tensors import given, relative_error
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.compare.outputs import given
-from transformer_parity.transformer.compare.tolerances import relative_error
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Port
 from transformer_parity.transformer.ports.registry import PORTS

@@ -21,14 +21,15 @@ from safetensors.numpy import load_file, save_file
 
 from reference_numpy.backward import transformer_backward
 from reference_numpy.backward_functions import cross_entropy_backward
+from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
-from transformer_parity.transformer.compare import training_outputs
-from transformer_parity.transformer.compare.outputs import OUTPUT, given
 from transformer_parity.transformer.diagnose.blame import Evidence, distance
 from transformer_parity.transformer.ports.package import LoadedPackage
-from transformer_parity.transformer.ports.protocol import Placement, Replay
+from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort
+from transformer_parity.transformer.stages.gradients import gradients
 from transformer_spec.files import load_weights, save_weights
 from transformer_spec.taps import Recorder
 
@@ -119,7 +120,7 @@ def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
     loaded = port.load(config, weights, Placement(saved.dtype))
     expected = {saved.name: arrays["expected"]}
     if saved.stage != ACTIVATIONS:
-        found = training_outputs.gradients(loaded, batch)
+        found = gradients(loaded, batch)
     else:
         truth = PORTS["numpy"].load(config, weights, Placement("float64"))
         right = truth.run(saved.block, batch, taps=True).taps
@@ -164,7 +165,7 @@ def _read_by_gradient(
     }
 
     def run(of_taps: Arrays, values: Arrays) -> ndarray:
-        found = Replay(replace=of_taps)
+        found = Recorder(replace=of_taps, keep_computed=True)
         transformer_backward(model, inputs["source_ids"], inputs["target_ids"], of_logits, values, found)
         return found[name]
 

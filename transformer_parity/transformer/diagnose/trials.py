@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
-from transformer_parity.transformer.compare import training_outputs
-from transformer_parity.transformer.compare.outputs import tensors
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
+from transformer_parity.transformer.stages.registry import STAGES
+from transformer_parity.transformer.stages.run import tensors
+from transformer_parity.transformer.stages.training import WHOLE
 
 Arrays = Mapping[str, ndarray]
-# What a hypothesis that is right may leave: rounding. The weakest mistake leaves 1.8e-10 in activations (an epsilon
-# rounded to float32) and 8e-9 in weights (1e-6 added to a norm before clipping).
-REPRODUCES = {ACTIVATIONS: 1e-12, DECODE: 1e-12, GRADIENTS: 1e-10, STEPS: 1e-10}
 OBSERVATIONS = 400  # results of hypotheses, kept in memory: some hundred kilobytes each
 TRUTH = Hypothesis(())
 
@@ -65,7 +63,7 @@ class Trials:
     @classmethod
     def of(cls, case: Case, actual: Arrays, others: Sequence[tuple[Case, Arrays | None]] = ()) -> Trials:
         """Compare all that the port shows."""
-        return cls(case, actual, others, tuple(name for name in actual if name != training_outputs.WHOLE))
+        return cls(case, actual, others, tuple(name for name in actual if name != WHOLE))
 
     def without(self, names: Sequence[str]) -> Trials:
         """Return the same without some of the tensors."""
@@ -76,7 +74,7 @@ class Trials:
         found = observed(hypothesis, self.case)
         if found is None:
             return None
-        tolerance, worst = REPRODUCES[self.case.stage], 0.0
+        tolerance, worst = STAGES[self.case.stage].reproduces, 0.0
         for matched, name in enumerate(self.names):
             worst = max(worst, error := distance(name, self.actual, found))
             if not error <= tolerance:
@@ -87,7 +85,9 @@ class Trials:
     def differing(self, hypothesis: Hypothesis) -> list[str]:
         """Return which tensors a hypothesis does not reproduce; none where it describes no model."""
         found = observed(hypothesis, self.case) or {}
-        return [name for name in self.names if not distance(name, self.actual, found) <= REPRODUCES[self.case.stage]]
+        return [
+            name for name in self.names if not distance(name, self.actual, found) <= STAGES[self.case.stage].reproduces
+        ]
 
     def holds_elsewhere(self, hypothesis: Hypothesis) -> bool:
         """Whether a hypothesis computes in the other cases what the port does there, as far as the port shows it."""
@@ -97,7 +97,7 @@ class Trials:
             if found is None or actual is None:
                 return False
             names = [name for name in self.names if name in actual]
-            if not all(distance(name, actual, found) <= REPRODUCES[case.stage] for name in names):
+            if not all(distance(name, actual, found) <= STAGES[case.stage].reproduces for name in names):
                 return False
         return True
 
@@ -108,7 +108,7 @@ def observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
     Kept for the next port that fails in the same case.
     """
     model = (repr(case.config), case.seed, case.weights_file)
-    key = (case.name, model, repr(case.settings), repr(case.search), training_outputs.SNAPSHOTS, hypothesis.content)
+    key = (case.name, model, repr(case.settings), repr(case.search), case.snapshots, hypothesis.content)
     if key not in _OBSERVED:
         if len(_OBSERVED) >= OBSERVATIONS:
             _OBSERVED.popitem(last=False)

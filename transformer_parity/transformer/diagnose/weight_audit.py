@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.compare.outputs import OUTPUT, given
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
 from transformer_parity.transformer.diagnose.properties import CALLS

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.findings import AGREES, Finding
+from transformer_parity.engine.tolerances import EPS, POLICY, finite
+from transformer_parity.engine.verdict import Author
 from transformer_parity.transformer.cases.case import DISTRIBUTED, Case
-from transformer_parity.transformer.compare.findings import AGREES, Finding
-from transformer_parity.transformer.compare.tolerances import EPS, POLICY, finite
-from transformer_parity.transformer.compare.training_outputs import LOSS, WHOLE, training_error, training_tolerance
-from transformer_parity.transformer.compare.verdict import Author
 from transformer_parity.transformer.distributed.cases import Probe
 from transformer_parity.transformer.distributed.holdings import Holdings
 from transformer_parity.transformer.distributed.signatures import Contributions, divisions, explain
 from transformer_parity.transformer.distributed.updates import known_mistake
 from transformer_parity.transformer.distributed.worker import Seen, Snapshot
+from transformer_parity.transformer.stages import gradients, steps
+from transformer_parity.transformer.stages.training import LOSS, WHOLE, training_error
 from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import Plan
 
@@ -67,10 +68,10 @@ def findings(
         expected: The run on one device: of the reference, or where dropout is drawn of the framework itself.
         baseline: Below float64, the run on one device with the same rounding.
     """
-    author = Author(backend, run.probe.dtype, run.case)
+    author = run.case.author(backend, run.probe.dtype)
     if refused := next((one.refused for one in seen if one.refused), ""):
         return [(author.failed if run.named else author.skipped)("run", refused)]
-    found = [*_tensors(author, seen, expected, baseline), *_held(author, run, seen)]
+    found = [*_tensors(author, run, seen, expected, baseline), *_held(author, run, seen)]
     failing = next((i for i, finding in enumerate(found) if finding.verdict != AGREES), None)
     if failing is not None and baseline is None and found[failing].tap not in (NAMES, REPLICAS, DIVIDED):
         finding, wanted = found[failing], tensors(expected)
@@ -138,9 +139,12 @@ def tensors(seen: Seen) -> dict[str, ndarray]:
     return found
 
 
-def _tensors(author: Author, seen: Sequence[Seen], expected: Seen, one_device: Seen | None) -> Iterator[Finding]:
+def _tensors(
+    author: Author, run: Run, seen: Sequence[Seen], expected: Seen, one_device: Seen | None
+) -> Iterator[Finding]:
     """Compare each tensor with what is expected of it, in the process where it is furthest from that."""
     wanted, of_all = tensors(expected), [tensors(one) for one in seen]
+    mixed = run.probe.settings.mixed_bfloat16
     rounded = None if one_device is None else tensors(one_device)
     baseline = {} if rounded is None else {name: _distance(name, rounded, wanted) for name in wanted}
     for process, found in enumerate(of_all):
@@ -153,7 +157,7 @@ def _tensors(author: Author, seen: Sequence[Seen], expected: Seen, one_device: S
         errors = [_distance(name, found, wanted) for found in of_all]
         worst = errors.index(max(errors))
         detail = f"error {errors[worst]:.1e} in process {worst}, {min(errors):.1e} in others"
-        tolerance = _tolerance(name, author.case.training.mixed_bfloat16, baseline)
+        tolerance = _tolerance(name, mixed, baseline)
         apart = max(errors) > tolerance >= min(errors)
         yield author.compared("run", name, errors[worst], tolerance, detail=detail if apart else "")
 
@@ -161,14 +165,21 @@ def _tensors(author: Author, seen: Sequence[Seen], expected: Seen, one_device: S
 def _tolerance(name: str, mixed: bool, baseline: dict[str, float]) -> float:
     """Return the largest error allowed: in float64 fixed, below it by the errors on one device."""
     if not baseline or name.endswith(COUNTED):
-        return training_tolerance(name, "float64", 0.0, 0.0)
+        return _usual_tolerance(name, "float64", 0.0, 0.0)
     if not mixed:
-        return training_tolerance(name, "float32", baseline[name], baseline[WHOLE])
+        return _usual_tolerance(name, "float32", baseline[name], baseline[WHOLE])
     rule = POLICY["distributed"]["mixed_bfloat16"]
     # What is made of a gradient may be as wrong as gradients are; a square, twice.
     of_gradients = 2.0 if " second moment " in name else float(" moment " in name or name.startswith("of "))
     own = finite(max(baseline[name], of_gradients * baseline[WHOLE]), name)
     return rule["ratio"] * own + rule["floor_in_eps"] * EPS["bfloat16"]
+
+
+def _usual_tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
+    """Return the tolerance that a tensor has on one device."""
+    if name.startswith("step "):
+        return steps.tolerance(name, dtype)
+    return gradients.tolerance(name, dtype, baseline, whole)
 
 
 def _distance(name: str, found: dict[str, ndarray], wanted: dict[str, ndarray]) -> float:

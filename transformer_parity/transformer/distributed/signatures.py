@@ -17,9 +17,10 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy as ref
-from transformer_parity.transformer.compare.training_outputs import WHOLE, training_error, training_tolerance
 from transformer_parity.transformer.distributed.cases import Probe
 from transformer_parity.transformer.distributed.worker import Seen
+from transformer_parity.transformer.stages.gradients import tolerance
+from transformer_parity.transformer.stages.training import WHOLE, training_error
 from transformer_spec.parallel_plan import Plan, spread, tensor_axis
 
 EXACT = 1e-8  # how well a number must be met to count as that number
@@ -141,7 +142,7 @@ def _wrong(found: Vectors, wanted: Vectors) -> list[str]:
     whole = {f"of {name}": array for name, array in wanted.items()}
     whole[WHOLE] = np.concatenate([np.ravel(array) for array in wanted.values()])
     actual = {f"of {name}": array for name, array in found.items()}
-    limit = {name: training_tolerance(f"of {name}", "float64", 0.0, 0.0) for name in wanted}
+    limit = {name: tolerance(f"of {name}", "float64", 0.0, 0.0) for name in wanted}
     return [name for name in wanted if not training_error(f"of {name}", actual, whole) <= limit[name]]
 
 

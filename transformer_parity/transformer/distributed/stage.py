@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import reference_numpy
+from transformer_parity.engine.findings import Finding, failure
 from transformer_parity.engine.processes.child import StartError
-from transformer_parity.transformer.cases.case import ALL_DTYPES, Case
-from transformer_parity.transformer.compare.findings import Finding, failure
-from transformer_parity.transformer.compare.verdict import Author
+from transformer_parity.engine.tolerances import ALL_DTYPES
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.distributed.cases import NOT_OFFERED, STAGE, Probe, port_probes, probes, rounded
 from transformer_parity.transformer.distributed.compare import Run, draws, findings
 from transformer_parity.transformer.distributed.run import GroupError, TrainingGroup, devices_needed
@@ -115,7 +115,7 @@ class Check:
 
 
 def _failed(backend: str, run: Run, error: GroupError) -> Finding:
-    return Author(backend, run.probe.dtype, run.case).failed("run", str(error))
+    return run.case.author(backend, run.probe.dtype).failed("run", str(error))
 
 
 def _on_one_device(run: Run, processes: TrainingGroup) -> tuple[Seen, Seen | None]:

@@ -19,15 +19,16 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.outputs import MissingAbilityError
 from transformer_parity.engine.processes.messages import Parent
 from transformer_parity.engine.processes.team import Broken
+from transformer_parity.engine.tensors import plain
 from transformer_parity.transformer.cases.for_ports import port_config
-from transformer_parity.transformer.compare.exceptions import described
-from transformer_parity.transformer.compare.outputs import plain
 from transformer_parity.transformer.distributed.cases import Probe
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import Edit
-from transformer_parity.transformer.ports.protocol import MissingAbilityError, Placement
+from transformer_parity.transformer.ports.exceptions import described
+from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_spec.config import DropoutRates, TransformerConfig

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from transformer_parity.engine.outputs import OUTPUT, MissingAbilityError
 from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.compare.exceptions import described
-from transformer_parity.transformer.compare.outputs import OUTPUT
-from transformer_parity.transformer.compare.tolerances import tolerance
 from transformer_parity.transformer.diagnose.blame import (
     FINE,
     INHERITED,
@@ -22,7 +21,8 @@ from transformer_parity.transformer.diagnose.blame import (
     Subject,
     blame,
 )
-from transformer_parity.transformer.ports.protocol import MissingAbilityError, Placement, Port
+from transformer_parity.transformer.ports.exceptions import described
+from transformer_parity.transformer.ports.protocol import Placement, Port
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.config import TransformerConfig
 

@@ -14,15 +14,18 @@ from pathlib import Path
 
 from numpy import ndarray
 
-from transformer_parity.transformer.cases.case import DECODE, STAGES, Case
+from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
+from transformer_parity.engine.outputs import FILES, Outputs
+from transformer_parity.engine.verdict import Asked
+from transformer_parity.transformer.cases.case import DECODE, Case
 from transformer_parity.transformer.compare.comparator import Comparator
-from transformer_parity.transformer.compare.expected import Reference
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Finding, Setting
-from transformer_parity.transformer.compare.outputs import FILES, SCORES, TOKENS, Outputs
-from transformer_parity.transformer.compare.verdict import Asked, Author
+from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.diagnose.investigate import FailureReport, investigate_files
 from transformer_parity.transformer.golden import vectors
 from transformer_parity.transformer.golden.vectors import DTYPES, Folder
+from transformer_parity.transformer.ports.protocol import Placements
+from transformer_parity.transformer.stages.decode import SCORES, TOKENS
+from transformer_parity.transformer.stages.registry import STAGES
 
 Progress = Callable[[str], None]
 MANY = 64  # floats, of which two programs do not round all alike
@@ -59,7 +62,7 @@ class Pair:
     name: str
     truth: Folder
     candidate: Folder
-    stages: Sequence[str] = STAGES
+    stages: Sequence[str] = tuple(STAGES)
 
     @property
     def backend(self) -> str:
@@ -94,7 +97,7 @@ class Pair:
         return left + [f"{label}{stage} (left out of --stage)" for stage in others]
 
 
-def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = STAGES) -> list[Pair]:
+def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGES)) -> list[Pair]:
     """Read both sides, one folder each or several of the same names.
 
     Raises:
@@ -131,7 +134,7 @@ def compare_folders(pair: Pair, progress: Progress = lambda text: None) -> Itera
     for case in candidate.cases:
         if case.name not in known and case.stage in pair.stages:
             for dtype in case.dtypes:
-                author = Author(pair.backend, dtype, case)
+                author = case.author(pair.backend, dtype)
                 if why := truth.why_not(case, dtype):
                     yield author.skipped(FILES, f"A leaves it out: {why}")
                 else:
@@ -140,14 +143,14 @@ def compare_folders(pair: Pair, progress: Progress = lambda text: None) -> Itera
 
 def _compare_case(pair: Pair, case: Case, dtype: str, reference: Reference) -> Iterator[Finding]:
     truth, candidate = pair.truth, pair.candidate
-    author = Author(pair.backend, dtype, case)
+    author = case.author(pair.backend, dtype)
     if not candidate.holds(case, dtype):
         if truth.holds(case, dtype) and dtype in candidate.dtypes:
             why = candidate.why_not(case, dtype)
             unsaid = "the case is missing, and is not declared as left out"
             yield author.skipped(FILES, why) if why else author.failed(FILES, unsaid)
         return
-    setting = Setting((dtype,))
+    setting = Placements((dtype,))
     if truth.holds(case, dtype):
         of_truth = Comparator("A", setting, reference).compare(case, outputs(case, dtype, truth))
         wrong = next((finding for finding in of_truth if finding.verdict not in (AGREES, SKIPPED)), None)

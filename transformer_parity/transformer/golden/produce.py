@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from transformer_parity.engine.outputs import FAST, LOAD, TAPS, Outputs
 from transformer_parity.engine.system.machine import describe_machine
+from transformer_parity.engine.tensors import Tensors
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.cases.for_ports import model_cases
-from transformer_parity.transformer.compare.outputs import FAST, LOAD, SCORES, TAPS, TOKENS, Outputs, Tensors, run_cases
-from transformer_parity.transformer.compare.training_outputs import WHOLE
 from transformer_parity.transformer.golden.vectors import LeftOut
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.user import PluginPort
+from transformer_parity.transformer.stages.decode import SCORES, TOKENS
+from transformer_parity.transformer.stages.run import run_cases
+from transformer_parity.transformer.stages.training import WHOLE
 from transformer_spec.config import DropoutRates, TransformerConfig
 from transformer_spec.presets import IMPLEMENTATIONS
 

@@ -19,7 +19,8 @@ from numpy import ndarray
 from safetensors import SafetensorError
 
 from transformer_parity.engine.system.errors import printable
-from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STAGES, STEPS, Case
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_spec.search import Search

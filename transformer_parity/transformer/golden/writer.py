@@ -19,8 +19,8 @@ import safetensors.numpy
 
 from transformer_parity.engine.processes.children import removed_afterwards
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.compare.training_outputs import SNAPSHOTS
 from transformer_parity.transformer.golden.vectors import FORMAT, MANIFEST, VERSION, WEIGHTS, Arrays, LeftOut, sha256
+from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import save_weights
 

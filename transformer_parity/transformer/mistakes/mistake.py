@@ -14,7 +14,7 @@ from typing import Any
 
 from numpy import ndarray
 
-from transformer_parity.transformer.compare.findings import DIVERGES
+from transformer_parity.engine.findings import DIVERGES
 
 ALL = ("torch", "jax", "tf")  # the ports that are compared with the reference
 FOUR = ("numpy", *ALL)

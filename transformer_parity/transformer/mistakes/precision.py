@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from transformer_parity.transformer.compare.findings import IMPRECISE
+from transformer_parity.engine.findings import IMPRECISE
 from transformer_parity.transformer.mistakes.attention import LOWEST, WIDENED
 from transformer_parity.transformer.mistakes.layers import ADDED, GELU, norm
 from transformer_parity.transformer.mistakes.mistake import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from transformer_parity.transformer.compare.outputs import TOKENS
 from transformer_parity.transformer.mistakes.mistake import (
     FOUR,
     Change,
@@ -17,6 +16,7 @@ from transformer_parity.transformer.mistakes.mistake import (
 from transformer_parity.transformer.mistakes.optimizer import DIFFERENTIATED, KERNEL, SLICE, adam, rate
 from transformer_parity.transformer.mistakes.search import BEAM, GREEDY, LOGITS, TWICE_THE_BEAM
 from transformer_parity.transformer.mistakes.training import LOSS, ROW, SUM, TABLE, WEIGHT, by_hand, in_training
+from transformer_parity.transformer.stages.decode import TOKENS
 
 COUNTED = {"torch": "losses.masked_fill(~counted, 0.0)", "jax": "jnp.where(counted, losses, 0.0)"}
 SMOOTHED = "counted, losses, -smoothing / classes * spread)"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from transformer_parity.transformer.cases.case import DECODE
 from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.compare.outputs import SCORES, TOKENS
 from transformer_parity.transformer.mistakes.mistake import but, changed, instead, table, together
+from transformer_parity.transformer.stages.decode import SCORES, TOKENS
 
 LOGITS = "logits"
 CASES = {case.name: case for case in standard_cases() if case.stage == DECODE}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformer_parity.transformer.compare.findings import FAILED
+from transformer_parity.engine.findings import FAILED
 from transformer_parity.transformer.mistakes.mistake import (
     CAUSAL,
     CROSS,

@@ -21,10 +21,11 @@ from numpy import ndarray
 
 from transformer_parity.engine.system.environment import prepare_environment
 from transformer_parity.engine.system.machine import DISTRIBUTION
-from transformer_parity.transformer.ports.protocol import MissingFrameworkError, Placement, Replay, Result
+from transformer_parity.transformer.ports.protocol import MissingFrameworkError, Placement, Result
 from transformer_spec import names
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import OnStep, Search, SearchResult
+from transformer_spec.taps import Recorder
 from transformer_spec.training_config import Gradients, TrainingConfig
 
 # The dtype in which XLA compiles as it does for users, and what it makes of a program is compared. float64 compares the
@@ -131,7 +132,7 @@ def call_tapped(
 ) -> tuple[Any, dict[str, Any]]:
     """Call a block with every tap recorded; norms and embeddings have none."""
     written = getattr(function, "forward", None) or getattr(function, "call", None) or function
-    recorder = Replay(replace=given)
+    recorder = Recorder(replace=given, keep_computed=True)
     tap = {"tap": recorder} if "tap" in inspect.signature(written).parameters else {}
     return function(**arrays, **tap), OrderedDict(recorder)  # of a plain dict, jax.jit would sort the keys
 

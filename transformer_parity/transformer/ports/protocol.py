@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from numpy import ndarray
 
 from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.engine.tolerances import ALL_DTYPES
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import OnStep, Search, SearchResult
-from transformer_spec.taps import Recorder
 from transformer_spec.training_config import Gradients, TrainingConfig
 
 
@@ -21,6 +21,19 @@ class Placement(NamedTuple):
     dtype: str = "float32"
     device: str = "cpu"
     precision: str = "highest"
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Where and how models run, in each of several dtypes."""
+
+    dtypes: Sequence[str] = ALL_DTYPES
+    device: str = "cpu"
+    precision: str = "highest"
+
+    def placement(self, dtype: str) -> Placement:
+        """Return where a model in one of the dtypes runs."""
+        return Placement(dtype, self.device, self.precision)
 
 
 @dataclass(frozen=True)
@@ -90,23 +103,5 @@ class Port(Protocol):
         """Build a model that holds a copy of the weights."""
 
 
-class MissingAbilityError(Exception):
-    """Something that this port does not offer: it is skipped and counted, and never passes."""
-
-
 class MissingFrameworkError(UsageError):
     """A framework that was asked for is not installed; the message has the install line."""
-
-
-class Replay(Recorder):
-    """A tap that keeps what it is shown, and goes on with something else where that is given."""
-
-    def __call__(self, name: str, value: Any) -> Any:
-        """Keep the value, and return it or what is given in its place."""
-        return self.replace.get(name, self._keep(name, value))
-
-    def _keep(self, name: str, value: Any) -> Any:
-        if name in self:
-            raise ValueError(f"tap {name} fired twice")
-        self[name] = value
-        return value

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.outputs import MissingAbilityError
 from transformer_parity.engine.system.errors import printable
-from transformer_parity.transformer.ports.protocol import MissingAbilityError, Placement, Replay, Result
+from transformer_parity.transformer.ports.protocol import Placement, Result
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import tap_shapes
 from transformer_spec.parallel_plan import Plan
 from transformer_spec.search import OnStep, Search, SearchResult
 from transformer_spec.search_rules import SearchRules
-from transformer_spec.taps import Tap, matches, no_tap
+from transformer_spec.taps import Recorder, Tap, matches, no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig
 
 GROUP = "transformer_parity.transformer.ports"  # of entry points
@@ -218,11 +219,11 @@ class _PluginTrainer:
         """Moments are not asked of a port: they show in the weights."""
 
 
-class _Shown(Replay):
+class _Shown(Recorder):
     """The tap that a port is given: it keeps copies of what was promised, and refuses unknown names."""
 
     def __init__(self, promised: Mapping[str, bool], given: Mapping[str, ndarray] | None) -> None:
-        super().__init__(replace=given)
+        super().__init__(replace=given, keep_computed=True)
         self.promised = promised
 
     def __call__(self, name: str, value: Any) -> ndarray:

@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from transformer_parity.engine.findings import DIVERGES, IMPRECISE, Finding
 from transformer_parity.engine.system.errors import printable
-from transformer_parity.transformer.cases.case import ACTIVATIONS, STAGES
-from transformer_parity.transformer.compare.findings import DIVERGES, IMPRECISE, Finding
+from transformer_parity.transformer.cases.case import ACTIVATIONS
 from transformer_parity.transformer.diagnose.blame import Blame
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.transformer.diagnose.investigate import FailureReport
@@ -19,6 +19,7 @@ from transformer_parity.transformer.diagnose.reproduce import snippet
 from transformer_parity.transformer.diagnose.weight_audit import WRONG, Fate, summary
 from transformer_parity.transformer.report.tables import print_line
 from transformer_parity.transformer.report.tree import print_blame
+from transformer_parity.transformer.stages.registry import STAGES
 
 STYLES = {EXACT: "bold", LIKELY: "default"}
 SHOWN = 12  # weights

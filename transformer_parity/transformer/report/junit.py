@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from transformer_parity.engine.findings import AGREES, SKIPPED
 from transformer_parity.engine.system.files import write_text
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED
 
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # of XML 1.0, section 2.2
 Result = Mapping[str, Any]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformer_parity.engine.findings import AGREES
 from transformer_parity.engine.style import BACKENDS
-from transformer_parity.transformer.compare.findings import AGREES
 from transformer_parity.transformer.diagnose.blame import FINE, INTRODUCED
 from transformer_parity.transformer.report.result import MAIN_CASE
 

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
+from transformer_parity.engine.verdict import Asked, Verdict, worst
 from transformer_parity.transformer.cases.case import ACTIVATIONS, SENTENCES, Case
-from transformer_parity.transformer.compare.findings import AGREES, SKIPPED, Finding, Setting, is_near_tie
-from transformer_parity.transformer.compare.verdict import Asked, Verdict, worst
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.ports.compile_clock import Spent
+from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.report.diagnoses import to_row
 from transformer_parity.transformer.report.tables import summarise
 
@@ -54,7 +55,7 @@ class Run:
         cpu_seconds: What this process took of all cores.
     """
 
-    setting: Setting
+    setting: Placements
     findings: Sequence[Finding] = ()
     ports: Sequence[str] = ()
     asked: Sequence[Asked] = ()
@@ -104,7 +105,7 @@ def build(run: Run) -> dict[str, Any]:
         "skipped": len(skips),
         "summary": summarise(run.findings),
         "cases": _by_case(run.findings),
-        "near_ties": [finding.to_dict() for finding in run.findings if is_near_tie(finding)],
+        "near_ties": [finding.to_dict() for finding in run.findings if finding.is_near_tie],
         "failures": [finding.to_dict() for finding in failures],
         "skips": [finding.to_dict() for finding in skips],
         "sentences": [finding.to_dict() for finding in run.findings if finding.component == SENTENCES],

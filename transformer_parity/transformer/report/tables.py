@@ -10,20 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding
+from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.system.errors import printable
+from transformer_parity.engine.tolerances import POLICY
+from transformer_parity.engine.verdict import WORDS, Verdict, worst
 from transformer_parity.transformer.cases.case import SENTENCES
-from transformer_parity.transformer.compare.findings import (
-    AGREES,
-    DIVERGES,
-    FAILED,
-    IMPRECISE,
-    SKIPPED,
-    Finding,
-    is_near_tie,
-)
-from transformer_parity.transformer.compare.outputs import OUTPUT
-from transformer_parity.transformer.compare.tolerances import POLICY
-from transformer_parity.transformer.compare.verdict import WORDS, Verdict, worst
 from transformer_parity.transformer.ports.compile_clock import Spent
 
 STYLES = {SKIPPED: "dim", AGREES: "green", IMPRECISE: "yellow", DIVERGES: "bold red", FAILED: "bold magenta"}
@@ -119,7 +111,7 @@ def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdi
 
 def print_near_ties(console: Console, findings: Sequence[Finding]) -> None:
     """Print where a search returned something else than the reference, within rounding: no failure."""
-    for finding in filter(is_near_tie, findings):
+    for finding in filter(lambda finding: finding.is_near_tie, findings):
         print_line(console, "NEAR-TIE ", "", f" {finding.backend} {finding.dtype} {finding.case}: {finding.detail}")
 
 
@@ -162,7 +154,7 @@ def verdict_line(
         finding = worst(findings)
         counted += f"; the largest uses {_percent(finding.share)} of its tolerance ({finding.backend} {finding.dtype}"
         counted += f" {_place(finding)})"
-        if near_ties := sum(map(is_near_tie, findings)):
+        if near_ties := sum(finding.is_near_tie for finding in findings):
             counted += f"; {near_ties} searches with near-ties"
     else:
         failing = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]

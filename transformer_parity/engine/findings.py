@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from numpy import ndarray
-
-from transformer_parity.transformer.cases.case import ALL_DTYPES
-from transformer_parity.transformer.compare.outputs import TOKENS
-from transformer_parity.transformer.ports.protocol import Placement
 
 AGREES, DIVERGES, IMPRECISE, FAILED = "agrees", "diverges", "imprecise", "failed"
 SKIPPED = "skipped"  # not offered, and so not compared
@@ -28,7 +23,7 @@ class Finding:
         dtype: The working dtype.
         component: The part of the model that the case is about.
         case: The name of the case.
-        path: How the model was run, one of ``outputs.PATHS``, or ``run`` where it did not get so far.
+        path: How the model was run (see ``outputs``), or ``run`` where it did not get so far.
         tap: The name of the tensor.
         error: The relative error; infinite where there is a problem.
         tolerance: The largest error that agrees.
@@ -68,34 +63,20 @@ class Finding:
             return f"error {self.error:.1e}, for a tolerance of {self.tolerance:.1e}"
         return f"error {self.error:.1e}, {self.share:.3g} times its tolerance of {self.tolerance:.1e}"
 
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether a discrete decision differs and agrees all the same, because rounding may turn it."""
+        return self.verdict == AGREES and bool(self.detail)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
         return {**asdict(self), "share": self.share}
 
 
-Kept = dict[
-    tuple[str, str], dict[str, ndarray]
-]  # by case and dtype: the tensors of a port, in the order of computation
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How ports are run."""
-
-    dtypes: Sequence[str] = ALL_DTYPES
-    device: str = "cpu"
-    precision: str = "highest"
-
-    def placement(self, dtype: str) -> Placement:
-        """Return where a model in one of the dtypes runs."""
-        return Placement(dtype, self.device, self.precision)
+# By case and dtype: the tensors of a port, in the order of computation.
+Kept = dict[tuple[str, str], dict[str, ndarray]]
 
 
 def failure(backend: str, problem: str) -> Finding:
     """Return the finding that a port could not be compared at all, or not to the end."""
     return Finding(backend, "", "process", "", "run", "", math.inf, 0.0, FAILED, problem)
-
-
-def is_near_tie(finding: Finding) -> bool:
-    """Whether a search decided differently where rounding may turn the decision."""
-    return finding.verdict == AGREES and finding.tap == TOKENS and bool(finding.detail)

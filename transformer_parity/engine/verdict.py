@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.compare.findings import (
+from transformer_parity.engine.findings import (
     AGREES,
     DIVERGES,
     FAILED,
@@ -20,7 +19,7 @@ from transformer_parity.transformer.compare.findings import (
     SKIPPED,
     Finding,
 )
-from transformer_parity.transformer.compare.outputs import LOAD
+from transformer_parity.engine.outputs import LOAD
 
 EXIT_CODES = {AGREES: 0, DIVERGES: 1, IMPRECISE: 2, FAILED: 3}
 SEVERITY = (SKIPPED, AGREES, IMPRECISE, FAILED, DIVERGES)
@@ -51,11 +50,21 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
 
 @dataclass(frozen=True)
 class Author:
-    """Makes the findings of one case of one port in one dtype; every verdict comes from ``decide``."""
+    """Makes the findings of one case of one port in one dtype; every verdict comes from ``decide``.
+
+    Attributes:
+        backend: The port.
+        dtype: The working dtype.
+        case: The name of the case.
+        component: The part of the model that the case is about.
+        stage: The stage of the case.
+    """
 
     backend: str
     dtype: str
-    case: Case
+    case: str
+    component: str
+    stage: str
 
     def compared(
         self, path: str, tap: str, error: float, tolerance: float, *, problem: str = "", detail: str = ""
@@ -63,26 +72,36 @@ class Author:
         """Return the finding about one tensor."""
         error = math.inf if problem else error
         verdict = decide(error, tolerance, self.dtype, problem)
-        return self._finding((self.case.component, path, tap), error, tolerance, verdict, problem or detail)
+        return self._finding(path, tap, error, tolerance, verdict, problem or detail)
 
     def round_trip(self, problem: str) -> Finding:
         """Return the finding about the weights, which must come back bit by bit."""
         error = math.inf if problem else 0.0
-        verdict = decide(error, 0.0, "float64", problem)
-        return self._finding(("weights", LOAD, ROUND_TRIP), error, 0.0, verdict, problem)
+        found = self._finding(LOAD, ROUND_TRIP, error, 0.0, decide(error, 0.0, "float64", problem), problem)
+        return replace(found, component="weights")
 
     def failed(self, path: str, why: str) -> Finding:
         """Return the finding that a case could not be compared."""
-        return self._finding((self.case.component, path, ""), math.inf, 0.0, FAILED, why)
+        return self._finding(path, "", math.inf, 0.0, FAILED, why)
 
     def skipped(self, path: str, why: str) -> Finding:
         """Return the finding that something is not offered, and so not compared."""
-        return self._finding((self.case.component, path, ""), 0.0, 0.0, SKIPPED, why)
+        return self._finding(path, "", 0.0, 0.0, SKIPPED, why)
 
-    def _finding(self, place: tuple[str, str, str], error: float, tolerance: float, verdict: str, why: str) -> Finding:
-        component, path, tap = place
-        where = (self.backend, self.dtype, component, self.case.name, path, tap)
-        return Finding(*where, error, tolerance, verdict, why, self.case.stage)
+    def _finding(self, path: str, tap: str, error: float, tolerance: float, verdict: str, why: str) -> Finding:
+        return Finding(
+            backend=self.backend,
+            dtype=self.dtype,
+            component=self.component,
+            case=self.case,
+            path=path,
+            tap=tap,
+            error=error,
+            tolerance=tolerance,
+            verdict=verdict,
+            detail=why,
+            stage=self.stage,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,41 +13,17 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, STEPS, Case
-from transformer_parity.transformer.compare import training_outputs
-from transformer_parity.transformer.compare.outputs import (
-    LOGITS,
-    SCORES,
-    TOKENS,
-    Digest,
-    Tensors,
-    digest,
-    given,
-    tensors,
-)
-from transformer_parity.transformer.compare.tolerances import NotFiniteError, relative_error, tolerance
+from transformer_parity.engine.tensors import Digest, Tensors, digest, given
+from transformer_parity.engine.tolerances import NotFiniteError
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.stages.decode import SCORES
+from transformer_parity.transformer.stages.registry import STAGES
+from transformer_parity.transformer.stages.stage import Expected
 
 MODELS, TRUTHS = 3, 64  # that are kept
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What one case must yield in one dtype.
-
-    Attributes:
-        tensors: The float64 truth by name, in the order of computation.
-        tolerances: The largest error that agrees, by name; those of a search depend on what was found.
-        exact: The reference in float64, for searches.
-        rounded: The reference in float32, where that is the dtype.
-    """
-
-    tensors: Tensors
-    tolerances: dict[str, float]
-    exact: LoadedPackage
-    rounded: LoadedPackage | None
 
 
 @dataclass
@@ -107,15 +83,15 @@ class Reference:
             rounded = self._model(case, "float32", placement.dtype) if placement.dtype == "float32" else None
             truth = self._truth(case, exact, placement.dtype)
             baseline: Mapping[str, ndarray] = {}
-            if rounded is not None and case.stage != STEPS:  # whose tolerances are fixed
+            if rounded is not None and STAGES[case.stage].has_baseline:
                 baseline = _run(case, rounded, "float32")
                 _check_finite(baseline, "float32")
-            return Expected(truth, _tolerances(case, placement, truth, baseline), exact, rounded)
+            return Expected(truth, STAGES[case.stage].tolerances(truth, baseline, placement), exact, rounded)
 
     def _truth(self, case: Case, exact: LoadedPackage, dtype: str) -> Tensors:
         """Return the outputs in float64, which are the same for float64 and float32."""
         key = _key(case, dtype)
-        if case.stage == STEPS:  # fewer steps in float32
+        if STAGES[case.stage].trains:  # fewer steps in float32
             key = (key, dtype)
         if key not in self._truths:
             truth = _run(case, exact, dtype)
@@ -128,9 +104,10 @@ class Reference:
     def _model(self, case: Case, dtype: str, working: str) -> LoadedPackage:
         """Return the reference in a dtype; only for bfloat16 are its weights rounded beforehand."""
         key = (*_model_key(case, working), dtype)
-        if case.stage == STEPS or key not in self._models:  # training changes a model
+        trains = STAGES[case.stage].trains
+        if trains or key not in self._models:  # training changes a model
             model = PORTS["numpy"].load(case.config, self._weights(case, working), Placement(dtype))
-            if case.stage == STEPS:
+            if trains:
                 return model
             self._models[key] = model
             while len(self._models) > MODELS:
@@ -148,30 +125,10 @@ def _key(case: Case, dtype: str) -> tuple[Any, ...]:
 
 
 def _run(case: Case, model: LoadedPackage, dtype: str) -> Tensors:
-    """Return what the reference yields; of a search, the logits of all positions at once, and plain tokens."""
-    inputs = given(case.inputs, dtype)
-    if case.stage != DECODE:
-        return tensors(model, replace(case, inputs=inputs), dtype)
-    found = model.search(inputs["source_ids"], case.options)
-    searched = {TOKENS: found.nbest_ids, SCORES: found.nbest_scores}
-    if case.options.beam_size is None and "target_ids" in inputs:
-        return {LOGITS: model.model(inputs["source_ids"], inputs["target_ids"]), **searched}
-    return searched
+    return STAGES[case.stage].expected(replace(case, inputs=given(case.inputs, dtype)), model, dtype)
 
 
 def _check_finite(found: Mapping[str, ndarray], dtype: str) -> None:
     for name, value in found.items():
         if name != SCORES and not np.isfinite(value).all():  # -inf is the score of no hypothesis
             raise NotFiniteError(f"the reference is not finite in {dtype} at {name}")
-
-
-def _tolerances(case: Case, placement: Placement, exact: Tensors, baseline: Mapping[str, ndarray]) -> dict[str, float]:
-    """Return the tolerance of every tensor but those of a search."""
-    dtype, precision, device = placement.dtype, placement.precision, placement.device
-    names = [name for name in exact if name not in (TOKENS, SCORES)] if case.stage == DECODE else list(exact)
-    if case.stage in (ACTIVATIONS, DECODE):
-        own = {name: relative_error(baseline[name], exact[name]) for name in names if name in baseline}
-        return {name: tolerance(name, dtype, own.get(name, 0.0), precision, device) for name in names}
-    own = {name: training_outputs.training_error(name, baseline, exact) for name in names if name in baseline}
-    whole = own.get(training_outputs.WHOLE, 0.0)
-    return {name: training_outputs.training_tolerance(name, dtype, own.get(name, 0.0), whole) for name in names}

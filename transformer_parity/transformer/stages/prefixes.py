@@ -14,7 +14,7 @@ from numpy import ndarray
 from reference_numpy.functional import log_softmax
 from reference_numpy.search_rules import apply_rules
 from reference_numpy.transformer import Transformer
-from transformer_parity.transformer.compare.tolerances import EPS, POLICY
+from transformer_parity.engine.tolerances import EPS, POLICY
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search, SearchPlan
 from transformer_spec.taps import Tap, no_tap

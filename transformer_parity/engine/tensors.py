@@ -1,0 +1,121 @@
+"""Named tensors: plain arrays, how far apart two of them are, and what no number can excuse."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+import numpy as np
+from numpy import ndarray
+
+Tensors = dict[str, ndarray]
+Digest = tuple[str, tuple[int, ...], str]  # dtype, shape, SHA-256 of the bytes
+CHUNK = 1 << 13  # numbers that are compared at a time, so that all copies of them stay in the processor's cache
+
+
+def plain(values: Mapping[str, ndarray]) -> Tensors:
+    """Return arrays of no subclass: another class can answer for its shape and its comparisons.
+
+    Raises:
+        TypeError: An array holds objects: whoever receives them would import the module that they come from.
+    """
+    return {str(name): _plain(str(name), value) for name, value in values.items()}
+
+
+def _plain(name: str, value: ndarray) -> ndarray:
+    found = value if type(value) is ndarray else np.array(value, subok=False)
+    if found.dtype.hasobject:
+        raise TypeError(f"{name} must hold numbers: got dtype {found.dtype}")
+    return found
+
+
+def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
+    """Return what a port is given: read-only copies, rounded to bfloat16 beforehand where that is the dtype.
+
+    Both sides start from the same numbers, and a port that changes its caller's arrays is detected.
+    """
+    found = {}
+    for name, array in arrays.items():
+        rounds = dtype == "bfloat16" and array.dtype.kind == "f"
+        found[name] = array.astype("bfloat16").astype(array.dtype) if rounds else array.copy()
+        found[name].setflags(write=False)
+    return found
+
+
+def digest(array: ndarray, dtype: str = "") -> Digest:
+    """Return what two arrays have in common if they are equal bit by bit."""
+    if _holds_bfloat16(array, dtype):
+        array = array.astype("bfloat16")
+    # Without another copy where there are bytes to look at: a model may have gigabytes.
+    whole: Any = array.tobytes() if array.dtype.hasobject else np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return array.dtype.name, array.shape, hashlib.sha256(whole).hexdigest()
+
+
+def relative_error(actual: ndarray, expected: ndarray) -> float:
+    """Return the L2 norm of the difference over the L2 norm of the expected tensor, in float64.
+
+    Where nothing but zero is expected, anything else is infinitely wrong.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    actual, expected = np.asarray(actual), np.asarray(expected, np.float64)
+    if actual.shape != expected.shape:
+        raise ValueError(
+            f"actual and expected must have one shape: got {list(actual.shape)} and {list(expected.shape)}"
+        )
+    largest = np.maximum(expected.max(initial=0.0), -expected.min(initial=0.0))
+    if largest == 0.0:
+        return 0.0 if not actual.any() else float("inf")
+    actual, expected = actual.ravel(), expected.ravel()
+    difference = norm = 0.0
+    for start in range(0, expected.size, CHUNK):
+        # In units of the largest value, so that no square over- or underflows.
+        right = expected[start : start + CHUNK] / largest
+        wrong = actual[start : start + CHUNK].astype(np.float64) / largest - right
+        difference += wrong @ wrong
+        norm += right @ right
+    return float(np.sqrt(difference / norm))
+
+
+def structure_problem(actual: ndarray, truth: ndarray, dtype: str) -> str:
+    """Return what is wrong with a tensor before any number is compared; empty if nothing is."""
+    if actual.shape != truth.shape:
+        return f"shape must be {list(truth.shape)}: got {list(actual.shape)}"
+    if actual.dtype.name != dtype and not _holds_bfloat16(actual, dtype):
+        return f"dtype must be {dtype}: got {actual.dtype.name}"
+    if not np.isfinite(actual).all():
+        return f"{int((~np.isfinite(actual)).sum())} of {actual.size} values are NaN or infinite"
+    return ""
+
+
+def _holds_bfloat16(actual: ndarray, dtype: str) -> bool:
+    """Whether float32 values are bfloat16 values: NumPy has no bfloat16 of its own, so ports widen them."""
+    if dtype != "bfloat16" or actual.dtype != np.float32:
+        return False
+    return bool((actual.view(np.uint32) & 0xFFFF == 0).all())
+
+
+def name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
+    """Return in what two different lists of names differ."""
+    actual, expected = list(actual), list(expected)
+    if missing := [name for name in expected if name not in actual]:
+        return f"missing {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    if extra := [name for name in actual if name not in expected]:
+        return f"unexpected {', '.join(extra[:3])}" + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
+    first = next(i for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)) if ours != theirs)
+    return f"{actual[first]} fired where {expected[first]} was due"
+
+
+def digest_problem(actual: Mapping[str, Digest], expected: Mapping[str, Digest]) -> str:
+    """Return which weights do not come back as they were given; empty if all do."""
+    if sorted(actual) != sorted(expected):
+        return name_problem(actual, expected)
+    for name, wanted in expected.items():
+        if actual[name][1] != wanted[1]:
+            return f"{name} must come back in the shape {list(wanted[1])}: got {list(actual[name][1])}"
+        if actual[name] != wanted:
+            return f"{name} does not come back as it was given"
+    return ""

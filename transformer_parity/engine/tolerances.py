@@ -1,0 +1,62 @@
+"""Tolerances: how large an error may be, from the numbers in ``tolerances.toml`` and the error of a baseline."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+POLICY: dict[str, Any] = tomllib.loads(
+    files("transformer_parity.engine").joinpath("tolerances.toml").read_text("utf-8")
+)
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
+ALL_DTYPES = tuple(EPS)
+
+
+class NotFiniteError(ArithmeticError):
+    """The reference itself overflows, so that nothing can be compared with it."""
+
+
+def finite(baseline: float, name: str) -> float:
+    """Return the error of the reference in float32.
+
+    Raises:
+        NotFiniteError: It is infinite or NaN: no error would be too large.
+    """
+    if not 0.0 <= baseline < math.inf:
+        raise NotFiniteError(f"the reference is not finite in float32 at {name}")
+    return baseline
+
+
+def by_baseline(rule: Mapping[str, float], baseline: float, eps: float) -> float:
+    """Return the tolerance that follows from a baseline: a multiple of its error, plus some eps.
+
+    Args:
+        rule: A section of ``tolerances.toml`` with ``ratio`` and ``floor_in_eps``.
+        baseline: The error that the reference makes itself.
+        eps: The distance from 1 to the next number of the dtype.
+    """
+    return rule["ratio"] * baseline + rule["floor_in_eps"] * eps
+
+
+def tolerance(name: str, dtype: str, baseline: float, precision: str = "highest", device: str = "cpu") -> float:
+    """Return the largest relative error allowed for a tensor.
+
+    Args:
+        name: The name of the tensor; its last part may have a tolerance of its own in bfloat16.
+        dtype: The working dtype.
+        baseline: The error that the reference itself makes here in float32.
+        precision: ``highest``, or ``fast``, which allows TF32.
+        device: TF32 exists on a ``gpu`` only.
+    """
+    rule = POLICY[dtype]
+    if dtype == "float64":
+        return rule["tap"]
+    if dtype == "bfloat16":
+        return rule.get(name.rpartition(".")[2], rule["tap"])
+    allowed = by_baseline(rule, finite(baseline, name), EPS["float32"])
+    if precision == "fast" and device == "gpu":
+        return allowed * POLICY["tensorfloat32"]["eps"] / EPS["float32"]
+    return allowed

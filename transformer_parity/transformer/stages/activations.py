@@ -1,0 +1,66 @@
+"""The stage ``activations``: every intermediate value of one run, in the order of computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.outputs import FAST, OUTPUT, TAPS, Outputs
+from transformer_parity.engine.tensors import Tensors, relative_error
+from transformer_parity.engine.tolerances import tolerance
+from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
+from transformer_parity.transformer.stages.stage import Run, Shown, Stage
+from transformer_spec.names import tap_shapes
+
+
+class Activations(Stage):
+    """What every tap shows, and the output as a user computes it, without taps."""
+
+    name = ACTIVATIONS
+    component = "full model"
+    is_ordered = True
+    reproduces = 1e-12
+
+    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Run]:
+        """Yield a run with every tap, and one without."""
+        yield TAPS, lambda: _shown(case, loaded)
+        outputs.hidden = hidden(case, loaded)
+        if case.fast and TAPS in outputs.paths:
+            yield FAST, lambda: {OUTPUT: loaded.run(case.block, case.inputs, taps=False).output}
+
+    def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
+        """Return the tolerance of each tap: in float32, by the error of the reference at the same tap."""
+        own = {name: relative_error(baseline[name], truth[name]) for name in truth if name in baseline}
+        dtype, device, precision = placement
+        return {name: tolerance(name, dtype, own.get(name, 0.0), precision, device) for name in truth}
+
+    def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
+        """Return what is wrong with a tensor; scores are shown before the mask makes some of them infinite."""
+        if name.endswith("scores") and actual.dtype.kind == "f" and np.isneginf(actual).any():
+            return "scores are compared before the mask is added: show them before it"
+        return super().problem(name, actual, expected, dtype)
+
+    def due(self, shown: Shown) -> list[str]:
+        """Return the names of a path: without taps, there is only the output."""
+        return [OUTPUT] if shown.path == FAST else super().due(shown)
+
+    def not_offered(self, due: list[str], shown: Shown) -> tuple[list[str], list[str]]:
+        """Leave out the taps that the port does not promise to show."""
+        unseen = {*shown.outputs.hidden} - shown.tensors.keys()
+        rest = [name for name in due if name not in unseen]
+        missing = len(due) - len(rest)
+        return rest, [f"{missing} of {len(due) - 1} taps are not shown"] if missing else []
+
+
+def hidden(case: Case, loaded: LoadedPort) -> tuple[str, ...]:
+    """Return the taps that a port does not promise to show."""
+    return tuple(tap for tap in tap_shapes(case.config, 1, 1, 1) if not loaded.shows(tap))
+
+
+def _shown(case: Case, loaded: LoadedPort) -> Tensors:
+    result = loaded.run(case.block, case.inputs, taps=True)
+    return {**result.taps, OUTPUT: result.output}

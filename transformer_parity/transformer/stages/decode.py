@@ -1,0 +1,143 @@
+"""The stage ``decode``: greedy and beam search, token by token and score by score, and logits with a cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.findings import Finding
+from transformer_parity.engine.outputs import FAST, FILES, Outputs
+from transformer_parity.engine.tensors import Tensors, plain, relative_error, structure_problem
+from transformer_parity.engine.tolerances import tolerance
+from transformer_parity.transformer.cases.case import DECODE, Case
+from transformer_parity.transformer.ports.package import LoadedPackage
+from transformer_parity.transformer.ports.protocol import Decoded, LoadedPort, Placement
+from transformer_parity.transformer.stages.near_ties import explain, score_tolerance, summary
+from transformer_parity.transformer.stages.prefixes import score
+from transformer_parity.transformer.stages.stage import Run, Shown, Stage
+from transformer_spec.search import SearchResult
+
+CACHED = "cached"  # the path of a run position by position
+LOGITS = "logits"
+TOKENS, SCORES = "tokens", "scores"
+
+
+class Decode(Stage):
+    """The hypotheses and scores of a search, and for greedy search the logits position by position."""
+
+    name = DECODE
+    component = "decoding"
+    path = FAST
+    reproduces = 1e-12
+
+    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Run]:
+        """Yield the run position by position, and the search."""
+        source_ids = case.inputs["source_ids"]
+        if _is_stepwise(case):
+            yield CACHED, lambda: {LOGITS: loaded.decode_stepwise(source_ids, case.inputs["target_ids"])}
+        yield FAST, lambda: _search(case, loaded, outputs)
+
+    def expected(self, case: Case, reference: LoadedPackage, dtype: str) -> Tensors:
+        """Return the logits of all positions at once, and the result of the search."""
+        found = reference.search(case.inputs["source_ids"], case.options)
+        searched = {TOKENS: found.nbest_ids, SCORES: found.nbest_scores}
+        if _is_stepwise(case):
+            return {LOGITS: reference.model(case.inputs["source_ids"], case.inputs["target_ids"]), **searched}
+        return searched
+
+    def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
+        """Return the tensors with tokens in a fixed shape: padding is 0, and any token above."""
+        if TOKENS not in tensors or tensors[TOKENS].ndim != 3:
+            return tensors
+        ids = tensors[TOKENS]
+        wide = np.zeros((*ids.shape[:2], max(case.options.max_length or 0, ids.shape[2])))
+        wide[..., : ids.shape[2]] = ids + 1
+        return {**tensors, TOKENS: wide}
+
+    def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
+        """Return the tolerance of the logits; those of a search depend on what was found."""
+        own = {name: relative_error(baseline[name], truth[name]) for name in (LOGITS,) if name in baseline}
+        dtype, device, precision = placement
+        names = [name for name in truth if name == LOGITS]
+        return {name: tolerance(name, dtype, own.get(name, 0.0), precision, device) for name in names}
+
+    def due(self, shown: Shown) -> list[str]:
+        """Return the names of a path: with a cache the logits, and all else by searching."""
+        return [name for name in shown.expected.tensors if (name == LOGITS) == (shown.path == CACHED)]
+
+    def not_offered(self, due: list[str], shown: Shown) -> tuple[list[str], list[str]]:
+        """Leave out the scores of a search."""
+        if SCORES not in due or SCORES in shown.tensors:
+            return due, []
+        return [name for name in due if name != SCORES], ["scores are not shown"]
+
+    def compare_tensors(self, names: Sequence[str], shown: Shown) -> Iterator[Finding]:
+        """Compare the cached logits, then the tokens, then their scores."""
+        yield from super().compare_tensors([name for name in names if name == LOGITS], shown)
+        if TOKENS in names:
+            yield from _compare_search(shown)
+
+
+def _is_stepwise(case: Case) -> bool:
+    """Whether positions are decoded one after another too, which yields what all at once do."""
+    return case.options.beam_size is None and "target_ids" in case.inputs
+
+
+def _search(case: Case, loaded: LoadedPort, outputs: Outputs) -> Tensors:
+    found = Decoded.by(partial(loaded.search, case.inputs["source_ids"], case.options))
+    steps = {f"step {i}": np.asarray(step) for i, step in enumerate(found.shown, 1)}
+    outputs.trace = list(plain(steps).values())
+    scores = found.result.nbest_scores
+    return {TOKENS: found.result.nbest_ids, **({} if scores is None else {SCORES: scores})}
+
+
+def _compare_search(shown: Shown) -> Iterator[Finding]:
+    """Compare the tokens, and follow the decisions of a search that found others; then compare the scores."""
+    author, path, case, expected = shown.author, shown.path, shown.case, shown.expected
+    ids, scores = shown.tensors[TOKENS], shown.tensors.get(SCORES)
+    if problem := _tokens_problem(case, ids, expected.tensors[TOKENS]):
+        yield author.compared(path, TOKENS, math.inf, 0.0, problem=problem)
+        return
+    wrong = "" if scores is None else structure_problem(scores, expected.tensors[SCORES], author.dtype)
+    if wrong:
+        yield author.compared(path, SCORES, math.inf, 0.0, problem=wrong)
+    exact = expected.exact.model
+    rounded = None if expected.rounded is None else expected.rounded.model
+    source_ids, options = case.inputs["source_ids"], case.options
+    # Of a search whose steps are not known, only the result is explained.
+    unknown = None if path == FILES or scores is None else scores
+    found = Decoded(SearchResult(ids, unknown), shown.outputs.trace)  # type: ignore[arg-type]
+    doubts = explain(exact, rounded, source_ids, found, expected.tensors[TOKENS], options)
+    worst = max(doubts, key=lambda doubt: (not doubt.is_near_tie, doubt.margin), default=None)
+    problem = summary(doubts) if worst and worst.margin == math.inf else ""  # which no rounding explains
+    margin, noise = (worst.margin, worst.noise) if worst else (0.0, 0.0)
+    yield author.compared(path, TOKENS, margin, noise, problem=problem, detail=summary(doubts))
+    if scores is None or wrong:
+        return
+    truth = score(exact, source_ids, ids, options)
+    if not np.isfinite(truth).all():  # of tokens that are not allowed
+        problem = f"scores must be finite: the reference finds {truth.min()} for these tokens"
+        yield author.compared(path, SCORES, math.inf, 0.0, problem=problem)
+        return
+    usual = None if rounded is None else score(rounded, source_ids, ids, options)
+    yield author.compared(path, SCORES, relative_error(scores, truth), score_tolerance(truth, usual))
+
+
+def _tokens_problem(case: Case, ids: ndarray, truth: ndarray) -> str:
+    """Return what is wrong with tokens before any decision is compared; empty if nothing is."""
+    limit = case.options.limit(case.inputs["source_ids"].shape[1], case.config)
+    shape, size = list(truth.shape[:2]), case.config.target_vocab_size
+    if ids.dtype.kind not in "iu":
+        return f"tokens must be integers: got {ids.dtype.name}"
+    if ids.ndim != 3 or list(ids.shape[:2]) != shape:
+        return f"shape must be {[*shape, 'length']}: got {list(ids.shape)}".replace("'", "")
+    if not 0 < ids.shape[2] <= limit:
+        return f"hypotheses must be of 1 to {limit} tokens: got {ids.shape[2]}"
+    if not ((ids >= 0) & (ids < size)).all():
+        return f"tokens must be in 0 to {size - 1}: got {ids.min()} to {ids.max()}"
+    return ""

@@ -1,0 +1,91 @@
+"""The stage ``gradients``: the loss of one batch, and its gradient at every tap and for every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.findings import Finding
+from transformer_parity.engine.outputs import TAPS, Outputs
+from transformer_parity.engine.tensors import Tensors
+from transformer_parity.engine.tolerances import EPS, POLICY, by_baseline, finite
+from transformer_parity.transformer.cases.case import GRADIENTS, Case
+from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
+from transformer_parity.transformer.stages.activations import hidden
+from transformer_parity.transformer.stages.stage import Run, Shown
+from transformer_parity.transformer.stages.training import LOSS, WHOLE, TrainingStage, training_error
+
+AT = "at "  # before the name of a tap; before that of a parameter stands "of "
+
+
+class Gradients(TrainingStage):
+    """The loss, and gradients in the order of the backward pass: where a mistake is introduced, it shows first."""
+
+    name = component = GRADIENTS
+    reproduces = 1e-10
+    optional: ClassVar[Mapping[str, str]] = {"at *": "gradients at taps"}
+
+    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Run]:
+        """Yield the one run: the backward pass of one batch."""
+        yield TAPS, lambda: gradients(loaded, case.inputs)
+        outputs.hidden = hidden(case, loaded)
+
+    def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
+        """Return the tolerance of each gradient: in float32, by the error of the reference's own."""
+        own = {name: training_error(name, baseline, truth) for name in truth if name in baseline}
+        whole = own.get(WHOLE, 0.0)
+        return {name: tolerance(name, placement.dtype, own.get(name, 0.0), whole) for name in truth}
+
+    def compare(self, shown: Shown) -> Iterator[Finding]:
+        """Compare the gradients, and all those of parameters together, whatever the port says these are."""
+        return super().compare(replace(shown, tensors=_with_whole(shown.tensors, shown.expected.tensors)))
+
+    def not_offered(self, due: list[str], shown: Shown) -> tuple[list[str], list[str]]:
+        """Leave out the gradients at taps that the port does not promise to show, or else those at all taps."""
+        if any(name.startswith(AT) for name in shown.tensors):
+            unseen = {f"{AT}{tap}" for tap in shown.outputs.hidden} - shown.tensors.keys()
+            due = [name for name in due if name not in unseen]
+        return super().not_offered(due, shown)
+
+
+def gradients(loaded: Any, inputs: Arrays) -> Tensors:
+    """Return loss and gradients in the order of the backward pass."""
+    found = loaded.gradients(inputs)
+    if not found.parameters:
+        raise ValueError("gradients must hold one array per parameter: got none")
+    whole = np.concatenate([np.ravel(found.parameters[name]) for name in sorted(found.parameters)])
+    return {
+        LOSS: np.asarray(found.loss),
+        WHOLE: whole,
+        **{f"{AT}{name}": found.taps[name] for name in reversed(found.taps)},
+        **{f"of {name}": found.parameters[name] for name in reversed(found.parameters)},
+    }
+
+
+def tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
+    """Return the largest error allowed.
+
+    Args:
+        name: The name of the tensor.
+        dtype: The working dtype.
+        baseline: The error that the NumPy reference itself makes here in float32.
+        whole: Likewise, for the whole gradient.
+    """
+    rule = POLICY[GRADIENTS][dtype]
+    kind = {LOSS: "loss", WHOLE: "whole"}.get(name, "tensor")
+    if dtype == "float64":
+        return rule[kind]
+    own = max(finite(baseline, name), finite(whole, WHOLE) if kind == "tensor" else 0.0)
+    return by_baseline(rule, own, EPS[dtype])
+
+
+def _with_whole(tensors: Tensors, expected: Tensors) -> Tensors:
+    """Return the tensors with the gradient of all parameters, one after another, computed here."""
+    names = sorted(name for name in expected if name.startswith("of "))
+    if any(name not in tensors for name in names):
+        return {name: value for name, value in tensors.items() if name != WHOLE}
+    return {**tensors, WHOLE: np.concatenate([np.ravel(tensors[name]) for name in names])}

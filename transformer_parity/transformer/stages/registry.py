@@ -1,0 +1,11 @@
+"""The stages by name, in the order in which they are run."""
+
+from __future__ import annotations
+
+from transformer_parity.transformer.stages.activations import Activations
+from transformer_parity.transformer.stages.decode import Decode
+from transformer_parity.transformer.stages.gradients import Gradients
+from transformer_parity.transformer.stages.stage import Stage
+from transformer_parity.transformer.stages.steps import Steps
+
+STAGES: dict[str, Stage] = {stage.name: stage for stage in (Activations(), Gradients(), Steps(), Decode())}

@@ -1,0 +1,99 @@
+"""Ports, run in their cases: each case by its stage, and cases of one model on one loaded port."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from numpy import ndarray
+
+from transformer_parity.engine.outputs import LOAD, MissingAbilityError, Outputs
+from transformer_parity.engine.tensors import Tensors, digest, given, plain
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.ports.exceptions import described
+from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Port
+from transformer_parity.transformer.stages.registry import STAGES
+
+
+def run_cases(
+    cases: Iterable[Case], port: Port, placements: Sequence[Placement], progress: Callable[[str], None]
+) -> Iterator[Outputs]:
+    """Run every case on a port in every dtype; cases that share a config and weights run on one loaded model.
+
+    Args:
+        cases: What to run.
+        port: What to run it on.
+        placements: One per dtype.
+        progress: Told what is about to run.
+    """
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases:
+        groups.setdefault(_model(case), []).append(case)
+    for same_model in groups.values():
+        weights: Mapping[str, ndarray] = {}
+        for placement in placements:
+            if due := [case for case in same_model if placement.dtype in case.dtypes]:
+                weights = weights or same_model[0].load_weights()
+                yield from _run_group(due, port, weights, placement, progress)
+
+
+def _model(case: Case) -> tuple[Any, ...]:
+    """Return what has to be loaded; training changes a model, so what is to take steps is loaded for that only."""
+    return case.config, case.weights_file, case.seed, STAGES[case.stage].trains and case.name
+
+
+def _run_group(
+    cases: Sequence[Case],
+    port: Port,
+    weights: Mapping[str, ndarray],
+    placement: Placement,
+    progress: Callable[[str], None],
+) -> Iterator[Outputs]:
+    left_out = getattr(port, "left_out", {})
+    loaded: LoadedPort | None = None
+    skips: list[tuple[str, str]] = []  # why nothing could be loaded
+    failures: list[tuple[str, str]] = []
+    for case in cases:
+        outputs = Outputs(case.name, placement.dtype)
+        if case.name in left_out:
+            outputs.skipped.append(("run", str(left_out[case.name])))
+            yield outputs
+            continue
+        progress(f"{placement.dtype} {case.name}")
+        if loaded is None and not skips and not failures:
+            try:
+                loaded = port.load(case.config, given(weights, placement.dtype), placement)
+                _export(loaded, outputs)
+            except MissingAbilityError as missing:
+                skips.append(("run", str(missing)))
+            except Exception as error:
+                failures.append(("run", described(error)))
+        outputs.skipped += skips
+        outputs.failures += failures
+        if loaded is not None and not failures:
+            run_case(case, loaded, outputs)
+        yield outputs
+
+
+def _export(loaded: LoadedPort, outputs: Outputs) -> None:
+    try:
+        outputs.weights = {name: digest(array, outputs.dtype) for name, array in plain(loaded.export()).items()}
+    except MissingAbilityError as missing:
+        outputs.skipped.append((LOAD, str(missing)))
+
+
+def run_case(case: Case, loaded: LoadedPort, outputs: Outputs) -> None:
+    """Run one case on a loaded model and add its tensors to ``outputs``."""
+    inputs = given(case.inputs, outputs.dtype)
+    for path, run in STAGES[case.stage].run(replace(case, inputs=inputs), loaded, outputs):
+        outputs.attempt(path, run, described)
+    for name, array in given(case.inputs, outputs.dtype).items():
+        if array.tobytes() != inputs[name].tobytes():
+            outputs.problems.append(("run", name, "the port changes the array that it is given"))
+
+
+def tensors(loaded: Any, case: Case) -> Tensors:
+    """Return all tensors that a model yields in a case in float64, in the form in which they are diagnosed."""
+    stage = STAGES[case.stage]
+    return stage.diagnosed(case, stage.tensors(case, loaded))

@@ -1,0 +1,166 @@
+"""A stage: how a port is run in a case, what the reference yields there, and how closely the two must agree."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+from transformer_parity.engine.comparison import Arrays, Measure, compare_names, compare_tensors
+from transformer_parity.engine.findings import Finding
+from transformer_parity.engine.outputs import FILES, TAPS, Outputs
+from transformer_parity.engine.tensors import Tensors
+from transformer_parity.engine.verdict import Author
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.ports.package import LoadedPackage
+from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
+
+Run = tuple[str, Callable[[], Tensors]]  # a path, and the function that runs the port that way
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one case must yield in one dtype.
+
+    Attributes:
+        tensors: The float64 truth by name, in the order of computation.
+        tolerances: The largest error that agrees, by name; those of a search depend on what was found.
+        exact: The reference in float64, for searches.
+        rounded: The reference in float32, where that is the dtype.
+    """
+
+    tensors: Tensors
+    tolerances: dict[str, float]
+    exact: LoadedPackage
+    rounded: LoadedPackage | None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a port shows in a case on one path, beside what is expected.
+
+    Attributes:
+        author: Makes the findings.
+        case: What was run.
+        path: How the port was run.
+        tensors: What it showed, by name.
+        expected: What it must show.
+        outputs: All that came of the case.
+    """
+
+    author: Author
+    case: Case
+    path: str
+    tensors: Tensors
+    expected: Expected
+    outputs: Outputs
+
+
+class Stage(Measure, ABC):
+    """One kind of comparison.
+
+    Attributes:
+        name: What ``--stage`` and findings call it.
+        component: The part of the model that cases of golden vectors are about.
+        path: The path whose tensors golden vectors hold.
+        is_ordered: Whether the tensors must come in the order of the reference's.
+        has_baseline: Whether tolerances in float32 follow from the reference's own error.
+        has_loss: Whether the model is run with labels.
+        trains: Whether running a case changes the model, which then is loaded for this case only.
+        reproduces: The largest error that a right hypothesis leaves when it repeats what a port does: rounding. The
+            weakest mistake leaves 1.8e-10 in activations (an epsilon rounded to float32) and 8e-9 in weights (1e-6
+            added to a norm before clipping).
+        optional: What a port need not show, by a pattern of names.
+    """
+
+    name: str
+    component: str
+    path: str = TAPS
+    is_ordered: bool = False
+    has_baseline: bool = True
+    has_loss: bool = False
+    trains: bool = False
+    reproduces: float
+    optional: ClassVar[Mapping[str, str]] = {}
+
+    @abstractmethod
+    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Run]:
+        """Yield the ways to run a port in a case; the caller runs each before it asks for the next.
+
+        Args:
+            case: The case, with the inputs that the port is given.
+            loaded: The port.
+            outputs: What came of the case so far.
+        """
+
+    def tensors(self, case: Case, loaded: LoadedPort, dtype: str = "float64") -> Tensors:
+        """Return all tensors that a model yields in a case, in the order of computation, each once."""
+        found: Tensors = {}
+        for _, run in self.run(replace(case, fast=False), loaded, Outputs(case.name, dtype)):
+            found |= run()
+        return found
+
+    def expected(self, case: Case, reference: LoadedPackage, dtype: str) -> Tensors:
+        """Return what the reference yields in a case; ``dtype`` is the working dtype of the port."""
+        return self.tensors(case, reference, dtype)
+
+    def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
+        """Return the tensors of a case in the form in which hypotheses are compared with them."""
+        return tensors
+
+    @abstractmethod
+    def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
+        """Return the tolerance of each tensor.
+
+        Args:
+            truth: What the reference yields in float64.
+            baseline: What it yields in float32; empty where that is not the working dtype.
+            placement: The working dtype, device and precision.
+        """
+
+    def compare(self, shown: Shown) -> Iterator[Finding]:
+        """Yield what is not shown, what is wrong with the names, and then each tensor."""
+        names, skips = self._due(shown)
+        yield from (shown.author.skipped(shown.path, why) for why in skips)
+        due, known = set(names), shown.expected.tensors
+        have = [name for name in shown.tensors if name in due or name not in known]
+        yield from compare_names(shown.author, shown.path, have, names, ordered=self.is_ordered)
+        yield from self.compare_tensors([name for name in names if name in shown.tensors], shown)
+
+    def compare_tensors(self, names: Sequence[str], shown: Shown) -> Iterator[Finding]:
+        """Yield the comparison of each tensor."""
+        expected = shown.expected
+        yield from compare_tensors(
+            shown.author, shown.path, names, shown.tensors, expected.tensors, expected.tolerances, self
+        )
+
+    def due(self, shown: Shown) -> list[str]:
+        """Return the names of the tensors that belong to a path."""
+        return list(shown.expected.tensors)
+
+    def not_offered(self, due: list[str], shown: Shown) -> tuple[list[str], list[str]]:
+        """Return which of the names have to be there, and why others need not be."""
+        skips = []
+        for pattern, what in self.optional.items():
+            names = [name for name in due if fnmatchcase(name, pattern)]
+            if names and not any(name in shown.tensors for name in names):
+                skips.append(f"{len(names)} {what} are not shown")
+                due = [name for name in due if name not in names]
+        return due, skips
+
+    def _due(self, shown: Shown) -> tuple[list[str], list[str]]:
+        """Return the names that have to be there, and why others need not be: files give their own reasons."""
+        due = self.due(shown)
+        if shown.path != FILES:
+            return self.not_offered(due, shown)
+        reasons = {name: _why_absent(name, shown.outputs) for name in due if name not in shown.tensors}
+        absent = {name: why for name, why in reasons.items() if why}
+        given = list(absent.values())
+        skips = [f"{given.count(why)} tensors: {why}" for why in dict.fromkeys(given)]
+        return [name for name in due if name not in absent], skips
+
+
+def _why_absent(name: str, outputs: Outputs) -> str:
+    return next((why for pattern, why in outputs.absent if fnmatchcase(name, pattern)), "")

@@ -1,0 +1,93 @@
+"""The stage ``steps``: losses and norms of twenty optimizer steps, and weights and moments after some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.outputs import FAST, MissingAbilityError, Outputs
+from transformer_parity.engine.tensors import Tensors
+from transformer_parity.engine.tolerances import POLICY
+from transformer_parity.transformer.cases.case import STEPS, Case
+from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
+from transformer_parity.transformer.stages.stage import Run
+from transformer_parity.transformer.stages.training import LOSS, TrainingStage, is_noise
+
+SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; in float32, only before the last
+
+
+class Steps(TrainingStage):
+    """Every loss and norm of the gradient, and the state of model and optimizer after the steps of ``SNAPSHOTS``."""
+
+    name = STEPS
+    component = "optimizer steps"
+    path = FAST
+    has_baseline = False
+    trains = True
+    reproduces = 1e-10
+    optional: ClassVar[Mapping[str, str]] = {
+        "*norm of the gradient": "norms of the gradient",
+        "* moment *": "moments",
+        "* weight *": "weights",
+    }
+
+    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Run]:
+        """Yield the one run: the steps that a user trains by."""
+        snapshots = case.snapshots or SNAPSHOTS
+        last = snapshots[-1] if outputs.dtype == "float64" else snapshots[-2]
+        yield FAST, lambda: train(case, loaded, range(1, last + 1), snapshots)
+
+    def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
+        """Return the tolerance of each tensor, which is fixed."""
+        return {name: tolerance(name, placement.dtype) for name in truth}
+
+
+def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int]) -> Tensors:
+    """Train a model and return every loss, and weights and moments after some steps.
+
+    Not the weights of key biases: their gradients are rounding noise (see ``training_error``), which Adam scales up to
+    whole steps; what they are changes no output.
+    """
+    batches = shifted(case.inputs)
+    trainer = loaded.trainer(case.training)
+    found = {}
+    for step in steps:
+        result = trainer.train_step(**batches[step % len(batches)])
+        found[f"step {step} {LOSS}"] = np.asarray(float(result.loss))
+        if result.gradient_norm is not None:
+            found[f"step {step} norm of the gradient"] = np.asarray(float(result.gradient_norm))
+        if step in snapshots:
+            state = trainer.export_state()
+            for what, tensors in (
+                ("first moment", state.first_moment if state else {}),
+                ("second moment", state.second_moment if state else {}),
+                ("weight", _weights(loaded)),
+            ):
+                found |= {
+                    f"step {step} {what} {name}": tensor
+                    for name, tensor in tensors.items()
+                    if what != "weight" or not is_noise(name)
+                }
+    return found
+
+
+def shifted(inputs: Arrays) -> list[dict[str, ndarray]]:
+    """Return another batch for each step, of the same shape: the sentences change places with one another's targets."""
+    source_ids = inputs["source_ids"]
+    return [{**inputs, "source_ids": np.roll(source_ids, shift, axis=0)} for shift in range(len(source_ids))]
+
+
+def _weights(loaded: Any) -> Mapping[str, ndarray]:
+    try:
+        return loaded.export()
+    except MissingAbilityError:  # losses are still to be seen
+        return {}
+
+
+def tolerance(name: str, dtype: str) -> float:
+    """Return the largest error allowed: later steps amplify rounding, whatever the baseline is."""
+    return POLICY[STEPS][dtype]["loss" if name.endswith(LOSS) else "tensor"]

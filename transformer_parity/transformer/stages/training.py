@@ -1,0 +1,49 @@
+"""What the stages ``gradients`` and ``steps`` share: names, and errors of tensors that should be zero."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.tensors import relative_error
+from transformer_parity.transformer.stages.stage import Stage
+
+LOSS, WHOLE = "loss", "the whole gradient"
+
+
+class TrainingStage(Stage):
+    """A stage that runs the model with labels."""
+
+    has_loss = True
+
+    def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
+        """Return what is wrong with a tensor; losses and norms are float64 in every dtype."""
+        return super().problem(name, actual, expected, dtype if expected.ndim else "float64")
+
+    def error(self, name: str, actual: Arrays, expected: Arrays) -> float:
+        """Return how far a tensor is from what is expected of it."""
+        return training_error(name, actual, expected)
+
+
+def training_error(name: str, actual: Arrays, expected: Arrays) -> float:
+    """Return how far a tensor is from what is expected of it.
+
+    The gradient of a key bias is zero: adding the same to every score changes no weight. What is left is rounding
+    noise, which is measured by the gradient of the query bias. Other gradients are zero now and then, as those of
+    scores are where there is one key: noise in them is measured by the whole gradient.
+    """
+    if not is_noise(name):
+        whole = expected.get(WHOLE)
+        if whole is None or expected[name].any() or expected[name].shape != np.shape(actual[name]):
+            return relative_error(actual[name], expected[name])
+        noise = np.linalg.norm(np.asarray(actual[name], np.float64))
+        return float(noise / np.linalg.norm(whole)) if noise else 0.0
+    difference = np.linalg.norm(np.asarray(actual[name], np.float64) - expected[name])
+    scale = np.linalg.norm(expected[name.replace("key_proj.bias", "query_proj.bias")])
+    return float(difference / scale) if difference else 0.0
+
+
+def is_noise(name: str) -> bool:
+    """Whether a tensor belongs to a key bias, whose gradient is rounding noise."""
+    return name.endswith("key_proj.bias")
