@@ -137,7 +137,7 @@ BY_SHARES = "differentiate = _on_each(structure, settings)"
 SHARES = """
 
 def _on_each(structure, settings):
-    alone = _Structure(structure.graph, structure.state, structure.config, None)
+    alone = Structure(structure.graph, structure.state, structure.config, None)
     differentiate = jax.value_and_grad(partial(_loss_with_dropout, alone, settings), has_aux=True)
     whole, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
 

@@ -148,15 +148,13 @@ MISBEHAVIOUR = [
                 "_loss(self.share.module.train(), part, config)\n        return",
             ),
             (
-                "    return jax.jit(lambda parameters, batch: _loss(structure.build(parameters), batch, config))",
-                "    def run(parameters, batch):\n"
-                "        model = structure.build(parameters)\n"
-                "        for _, module in nnx.iter_modules(model):\n"
-                "            if isinstance(module, nnx.Dropout):\n"
-                '                module.rngs = nnx.RngStream(jax.random.key(0), tag="dropout")\n'
-                "        model.train()\n"
-                "        return _loss(model, batch, config)\n\n"
-                "    return jax.jit(run)",
+                "    return _loss(structure.build(parameters), batch, config)",
+                "    model = structure.build(parameters)\n"
+                "    for _, module in nnx.iter_modules(model):\n"
+                "        if isinstance(module, nnx.Dropout):\n"
+                '            module.rngs = nnx.RngStream(jax.random.key(0), tag="dropout")\n'
+                "    model.train()\n"
+                "    return _loss(model, batch, config)",
             ),
             (".replace(label_smoothing=0.0))", ".replace(label_smoothing=0.0), training=True)"),
         ),

@@ -13,7 +13,7 @@ from misbehaviour import MISBEHAVIOUR
 
 from transformer_parity.engine.findings import AGREES, Finding
 from transformer_parity.transformer.check.planted_ports import planted
-from transformer_parity.transformer.check.uncompiled import interpreted_training
+from transformer_parity.transformer.check.uncompiled import interpreted
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.mistakes.catalogue import TRAINING
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
@@ -54,7 +54,7 @@ def run(name: str, mistake: Mistake) -> list[Finding]:
     snapshots = (1,) if mistake.at.startswith("step 1") else (1, 2)
     case = replace(CASES.get(mistake.case, GRADIENTS), snapshots=snapshots)
     port = planted(mistake, name)
-    with interpreted_training(name):
+    with interpreted(name):
         findings = list(compare([case], port, Placements(("float64",))))
     assert len(findings) > 1
     return [finding for finding in findings if finding.verdict != AGREES]

@@ -325,6 +325,46 @@ def test_ensemble(port):
     assert drawn.source_embedding.table.shape == (2, 37, 24)
 
 
+def test_quick_compilation_ends_with_its_context(port):
+    runtime = port.package.runtime
+    with runtime.quick_compilation():
+        assert runtime.compiler_options()["xla_backend_optimization_level"] == 0
+        with pytest.raises(KeyError), runtime.quick_compilation():
+            raise KeyError
+        assert runtime.compiler_options()
+    assert runtime.compiler_options() == {}
+
+
+def test_quick_compilation_changes_no_result(port, monkeypatch):
+    """Trainers and searches compile as the context says, and all of them compute the same."""
+    import jax
+
+    seen, jit = [], jax.jit
+
+    def record(function, *, compiler_options=None, **options):
+        seen.append(compiler_options)
+        return jit(function, compiler_options=compiler_options, **options)
+
+    monkeypatch.setattr(jax, "jit", record)
+    models = [
+        build(port, num_encoder_layers=1, layer_norm_epsilon=3e-6) for _ in range(2)
+    ]  # of a kind not compiled yet
+    with port.package.runtime.quick_compilation():
+        quick = port.package.Trainer(models[0], SETTINGS)
+        found = port.package.beam_search(models[0], SOURCE, max_length=4)
+    usual = port.package.Trainer(models[1], SETTINGS)
+    expected = port.package.beam_search(models[1], SOURCE, max_length=4)
+    assert {"xla_backend_optimization_level": 0}.items() <= seen[0].items()
+    assert quick._compiled_step is not usual._compiled_step
+    assert {} in seen
+    np.testing.assert_array_equal(found.nbest_ids, expected.nbest_ids)
+    assert_close(found.nbest_scores, expected.nbest_scores)
+    for trainer in (quick, usual):
+        trainer.train_step(*BATCH)
+    for name, weight in quick.model.export_weights().items():
+        assert_close(weight, usual.model.export_weights()[name])
+
+
 # In processes of their own: one without float64, and one with two devices.
 WITHOUT_FLOAT64 = """
 import jax

@@ -290,13 +290,13 @@ def test_mixed_precision_on_a_mesh():
 
 COMMUNICATION = """
 import re
-from transformer_jax.training import _parameters
+from transformer_jax.compilation import parameters_of
 
 probe = probes()["dropout"]
 many = trainer(probe, "data=2,tensor=2")
 batch, random_bits = many._take(*probe.batch(0))
 numbers = {"random_bits": random_bits, "learning_rate": 0.1, "corrections": (0.1, 0.1)}
-text = many._compiled_step.lower(_parameters(many.model), many.optimizer, batch, numbers).compile().as_text()
+text = many._compiled_step.lower(parameters_of(many.model), many.optimizer, batch, numbers).compile().as_text()
 moved = re.findall(r"= \\(?(\\w+)\\[([\\d,]*)\\].* (all-\\w+|reduce-scatter|collective-\\w+)\\(", text)
 assert {dtype for dtype, _, _ in moved} == {"f64", "s64"}, moved  # the loss and gradients, and the number of tokens
 assert {what for _, _, what in moved} == {"all-reduce"}, moved  # nothing that is divided is ever gathered

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from unittest.mock import patch
 
@@ -55,34 +55,15 @@ def optimized_search(backend):
 @contextmanager
 def compiled_search(quick):
     """Let JAX compile its search quickly or well."""
-    from transformer_jax import search_loop
+    from transformer_jax import compilation, runtime
 
-    with ExitStack() as stack:
-        for name, function in _compiled(quick).items():
-            stack.enter_context(patch.object(search_loop, name, function))
-        yield
-
-
-@cache
-def _compiled(quick):
-    """Return the compiled functions of JAX's search, which stay compiled from test to test."""
-    import jax
-
-    from transformer_jax import runtime, search_loop
-
-    sizes = ("kind", "beam_size", "pool_size")
-    asked = {
-        "_start": {"static_argnames": ("structure", *sizes)},
-        "_advance": {"static_argnames": "structure", "donate_argnames": ("state", "cache")},
-    }
+    with runtime.quick_compilation():
+        options = runtime.compiler_options()
     # Quickly: with bfloat16 rounded as often as where one operation runs at a time. Well: XLA's own defaults.
-    options = runtime.quick_compilation()
     exact = {"xla_allow_excess_precision": False}
     options = {**options, **exact} if quick else dict(zip(options, (3, True), strict=False))
-    return {
-        name: jax.jit(getattr(search_loop, name).__wrapped__, compiler_options=options, **names)
-        for name, names in asked.items()
-    }
+    with patch.object(compilation, "compiler_options", lambda: options):
+        yield
 
 
 def lively(preset="annotated", seed=13, size=13, **overrides):
@@ -313,8 +294,9 @@ def step_by_step(backend, model, source_ids, target_ids):
         def run(state, source_ids, target_ids):
             return jax.numpy.stack(_step_by_step(nnx.merge(graph, state), source_ids, target_ids), 1)
 
-        options = backend.package.runtime.quick_compilation()
-        return np.asarray(jax.jit(run, compiler_options=options)(state, source_ids, target_ids))
+        with backend.package.runtime.quick_compilation():
+            quick = jax.jit(run, compiler_options=backend.package.runtime.compiler_options())
+        return np.asarray(quick(state, source_ids, target_ids))
     return np.stack([backend.to_numpy(logits) for logits in _step_by_step(model, source_ids, target_ids)], 1)
 
 

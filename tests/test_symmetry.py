@@ -66,6 +66,8 @@ ALLOWED = [
     ("torch jax", "part", "adds definition Part.device", "follows from where the parameters are"),
     ("torch jax tf", "runtime", "adds definition to_device", "NumPy has no device"),
     ("jax", "runtime", "adds definition quick_compilation", "XLA compiles for longer than a check runs"),
+    ("jax", "runtime", "adds definition compiler_options", "whoever compiles a model can follow quick_compilation"),
+    ("jax", "", "adds module compilation", "compiled functions are kept by the structure of a model"),
     (
         "jax tf",
         "runtime",

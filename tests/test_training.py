@@ -669,7 +669,7 @@ def test_jax_keeps_less(port):
     """XLA says how much room a step takes beside what goes in and comes out."""
     import jax
 
-    training = port.package.training
+    training, compilation = port.package.training, port.package.compilation
     config = CONFIG.replace(num_encoder_layers=2, num_decoder_layers=2)
     batch = [np.tile(ids, (1, 8)) for ids in BATCH]
 
@@ -677,7 +677,7 @@ def test_jax_keeps_less(port):
         model = port.package.Transformer.from_weights(config, random_weights(config))
         trainer = port.package.Trainer(model, settings)
         numbers = {"random_bits": np.zeros(2, np.uint32), "learning_rate": 1.0, "corrections": (1.0, 1.0)}
-        inputs = training._parameters(model), trainer.optimizer, training._take(model, *batch), numbers
+        inputs = compilation.parameters_of(model), trainer.optimizer, training._take(model, *batch), numbers
         step = trainer._compiled_step.lower(*inputs)
         return step.compile().memory_analysis().temp_size_in_bytes
 

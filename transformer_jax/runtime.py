@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any
 
@@ -24,6 +25,8 @@ DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")
 PRECISIONS = ("highest", "fast")
 MATMUL_PRECISION = {"highest": "highest", "fast": "tensorfloat32"}  # by JAX's names
+
+_COMPILES_QUICKLY = ContextVar("compiles quickly", default=False)
 
 
 def set_precision(precision: str) -> None:
@@ -105,16 +108,27 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "
     return memory if isinstance(memory, Array) else jnp.array(memory)  # a copy: the caller's array is never aliased
 
 
-@cache
-def quick_compilation() -> dict[str, Any]:
-    """Return compiler options for what is run once: compiled five times as fast as by default, and slower to run."""
-    options = {"xla_backend_optimization_level": 0}
-    # Switches of XLA's own, which a release may lack. Small programs are not divided into parts, to compile each alone.
-    for name, value in (("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)):
-        with suppress(ValueError, RuntimeError):
-            jax.jit(lambda x: x, compiler_options={name: value})(0.0)
-            options[name] = value
-    return options
+@contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Compile with few optimizations within this context: for a test, and for any program that runs only briefly.
+
+    A search and ``gradients`` compile as the context of the call says, and a ``Trainer`` as the context in which it was
+    constructed. Compilation takes a fifth of the usual time, and the compiled code runs more slowly. Results agree up
+    to rounding.
+    """
+    token = _COMPILES_QUICKLY.set(True)
+    try:
+        yield
+    finally:
+        _COMPILES_QUICKLY.reset(token)
+
+
+def compiler_options() -> dict[str, Any]:
+    """Return the options for ``jax.jit`` that hold in this context: none by default, and those of a quick compilation.
+
+    Code that compiles a model by itself can pass them to ``jax.jit`` to follow ``quick_compilation`` too.
+    """
+    return dict(_quick_options()) if _COMPILES_QUICKLY.get() else {}
 
 
 def describe() -> dict[str, str]:
@@ -126,6 +140,17 @@ def describe() -> dict[str, str]:
         "matrix products": jax.config.jax_default_matmul_precision or "default",  # type: ignore[attr-defined]
         "float64": "on" if jax.config.jax_enable_x64 else "off until asked for",  # type: ignore[attr-defined]
     }
+
+
+@cache
+def _quick_options():
+    options = {"xla_backend_optimization_level": 0}
+    # A release of XLA may lack these internal switches. XLA does not divide a small program into parts.
+    for name, value in (("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)):
+        with suppress(ValueError, RuntimeError):
+            jax.jit(lambda x: x, compiler_options={name: value})(0.0)
+            options[name] = value
+    return options
 
 
 def _values(ids: Array) -> np.ndarray | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.compilation import compiled
 from transformer_jax.transformer import Transformer
 from transformer_spec.checks import check_ids, check_mask, to_array
 from transformer_spec.search import OnStep, Search, SearchResult, pad_search, search_result
@@ -45,7 +45,7 @@ def _rounded_up(length):
     return -(-length // BUCKET) * BUCKET
 
 
-@partial(jax.jit, static_argnames=("structure", "kind", "beam_size", "pool_size"))
+@compiled(static_argnames=("structure", "kind", "beam_size", "pool_size"))
 def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, pool_size):
     """Encode the source, and return the state before the first step, with the cache."""
     model, plan = _build(structure, leaves), plan._replace(beam_size=beam_size, pool_size=pool_size)
@@ -53,7 +53,7 @@ def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, po
     return kind.start(plan), cache
 
 
-@partial(jax.jit, static_argnames="structure", donate_argnames=("state", "cache"))
+@compiled(static_argnames="structure", donate_argnames=("state", "cache"))
 def _advance(structure, leaves, state, cache, plan, last):
     """Take steps until ``last`` have been taken or all sentences have ended; return whether any goes on."""
     model = _build(structure, leaves)

@@ -5,9 +5,7 @@ B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,9 +15,17 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from transformer_jax.optimizer import Adam, Arrays, clip_factor, global_norm
+from transformer_jax.compilation import (
+    Structure,
+    compile_once,
+    compile_quickly,
+    compile_step,
+    parameters_of,
+    put_parameters,
+)
+from transformer_jax.optimizer import Adam, clip_factor, global_norm
 from transformer_jax.parallel import constrain, divide, place, plan_of, shardings, to_numpy
-from transformer_jax.runtime import as_placed, quick_compilation, to_ids
+from transformer_jax.runtime import as_placed, to_ids
 from transformer_jax.transformer import Transformer
 from transformer_spec.checks import (
     check_accumulation,
@@ -30,7 +36,7 @@ from transformer_spec.checks import (
     check_trainable,
 )
 from transformer_spec.config import TransformerConfig
-from transformer_spec.names import check_training_state, find, parameter_shapes, rounded, tap_shapes
+from transformer_spec.names import check_training_state, parameter_shapes, rounded, tap_shapes
 from transformer_spec.parallel_plan import DROPOUTS
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import no_tap
@@ -76,7 +82,8 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     Arguments, result and errors as in ``reference_numpy.gradients``.
     """
     batch = _take(model, source_ids, target_ids, labels)
-    loss, (of_parameters, of_taps) = _compile_gradients(_gradients, _Structure.of(model))(_parameters(model), batch)
+    differentiate = compile_quickly(_gradients, Structure.of(model))
+    loss, (of_parameters, of_taps) = differentiate(parameters_of(model), batch)
     # The names give the order, which jax.jit loses: it sorts the keys of a dict.
     taps = _tap_shapes(model.config, batch)
     return Gradients(
@@ -112,15 +119,15 @@ class Trainer:
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         self.has_checked_batches = False
         # Bound to their devices, as the results of a step are: else the second step would be compiled again.
-        parameters = place(_parameters(model), shardings(model.config, mesh))
-        _put_parameters(model, parameters)
+        parameters = place(parameters_of(model), shardings(model.config, mesh))
+        put_parameters(model, parameters)
         first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
         self.optimizer = Adam(first, second, settings)
-        structure = _Structure.of(model, mesh)
+        structure = Structure.of(model, mesh)
         platform = next(iter(model.source_embedding.table.devices())).platform
-        self._compiled_step = _compile_step(structure, settings, platform)
-        self._compiled_gradient = _compile_gradients(_gradient, structure, settings)
-        self._compiled_evaluation = _compile_evaluation(structure)
+        self._compiled_step = compile_step(_step, structure, settings, platform)
+        self._compiled_gradient = compile_quickly(_gradient, structure, settings)
+        self._compiled_evaluation = compile_once(_evaluate, structure)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
         """Take one step of Adam on the loss per target token of a batch, with dropout.
@@ -143,9 +150,9 @@ class Trainer:
             "corrections": settings.bias_corrections(self.step + 1),
         }
         self.optimizer, parameters, result = self._compiled_step(
-            _parameters(self.model), self.optimizer, batch, numbers
+            parameters_of(self.model), self.optimizer, batch, numbers
         )
-        _put_parameters(self.model, parameters)
+        put_parameters(self.model, parameters)
         self.step += 1
         return StepResult(*result)
 
@@ -155,7 +162,7 @@ class Trainer:
         Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
         """
         batch, random_bits = self._take(source_ids, target_ids, labels)
-        total, tokens, gradient = self._compiled_gradient(_parameters(self.model), batch, random_bits)
+        total, tokens, gradient = self._compiled_gradient(parameters_of(self.model), batch, random_bits)
         count = max(int(tokens), 1)
         names = parameter_shapes(self.model.config)  # in their order: jax.jit has sorted the keys
         return Gradients(float(total / count), {name: to_numpy(gradient[name]) / count for name in names})
@@ -166,7 +173,7 @@ class Trainer:
         Arguments and errors as in ``train_step``.
         """
         batch = divide(self, _take(self.model, source_ids, target_ids, labels), 1)
-        return self._compiled_evaluation(_parameters(self.model), batch)
+        return self._compiled_evaluation(parameters_of(self.model), batch)
 
     def export_state(self) -> TrainingState:
         """Return a copy of everything that the next step depends on, beside the weights and the settings."""
@@ -218,76 +225,16 @@ def _tap_shapes(config: TransformerConfig, batch: Batch) -> dict[str, tuple[int,
     return tap_shapes(config, len(source_ids), source_ids.shape[1], target_ids.shape[1])
 
 
-def _parameters(model: Transformer) -> Arrays:
-    """Return every parameter's array by its canonical name: raw, as get_value takes an eighth of a small step."""
-    return {name: find(model, name).get_raw_value() for name in parameter_shapes(model.config)}
-
-
-def _put_parameters(model: Transformer, parameters: Arrays) -> None:
-    """Let a model compute with these arrays, which may be traced."""
-    for name, array in parameters.items():
-        find(model, name).set_raw_value(array)
-
-
-@dataclass(frozen=True)
-class _Structure:
-    """A model without its arrays: all that compiled code depends on, beside shapes."""
-
-    graph: nnx.GraphDef
-    state: nnx.State = field(compare=False)  # shapes and dtypes, which follow from the graph
-    config: TransformerConfig
-    mesh: Mesh | None  # that divides the arrays
-
-    @classmethod
-    def of(cls, model: Transformer, mesh: Mesh | None = None) -> _Structure:
-        graph, state = nnx.split(model)
-        # As jax.eval_shape would have it, which takes as long as nnx.split.
-        shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
-        return cls(graph, shapes, model.config, mesh)
-
-    def build(self, parameters: Arrays) -> Transformer:
-        """Return a model in inference mode that computes with these arrays, which may be traced."""
-        model = nnx.merge(self.graph, self.state, copy=True)
-        _put_parameters(model, constrain(parameters, self.mesh, gathered=True))
-        model.eval()
-        return model
-
-
 def _loss(model, batch, config, tap=no_tap):
     """Return the summed loss of a batch, and the number of its target tokens."""
     source_ids, target_ids, labels = batch
     return cross_entropy(model(source_ids, target_ids, tap=tap), labels, config)
 
 
-# What is compiled is kept by structure: a second trainer of the same kind of model compiles nothing. Parameters pass as
-# a flat dict of arrays, not as the model: to take a model of three layers apart and put it together again, nnx.jit
-# needs 18 ms a call (and three times that with the moments), and jax.jit of nnx.split 12 ms; this needs 3 ms.
-
-
-@lru_cache(maxsize=8)
-def _compile_gradients(function: Callable[..., Any], *structure: Any) -> Callable[..., Any]:
-    # Called once or twice for one model, so that compiling is most of the time.
-    return jax.jit(partial(function, *structure), compiler_options=quick_compilation())
-
-
-@lru_cache(maxsize=8)
-def _compile_evaluation(structure: _Structure) -> Callable[..., Any]:
+def _evaluate(structure, parameters, batch):
+    """Return the summed cross-entropy of a batch, and the number of its target tokens."""
     config = structure.config.replace(label_smoothing=0.0)
-    return jax.jit(lambda parameters, batch: _loss(structure.build(parameters), batch, config))
-
-
-@lru_cache(maxsize=8)
-def _compile_step(structure: _Structure, settings: TrainingConfig, platform: str) -> Callable[..., Any]:
-    options = {}
-    if settings.activation_checkpointing and platform == "cpu":
-        # Where XLA compiles for a CPU, this pass takes nnx.remat's barriers away before the order is settled in which
-        # to compute: a layer would be computed again at once, and all of it kept.
-        options["xla_disable_hlo_passes"] = "cse_barrier_expander"
-    # The old moments, which are the trainer's alone, make room for the new ones; the old parameters may be in a clone.
-    step = partial(_step, structure, settings)
-    kept: Any = shardings(structure.config, structure.mesh)  # as the arguments: else the second step compiles again
-    results = None if kept is None else (Adam(kept, kept, settings), kept, None)
-    return jax.jit(step, donate_argnames="optimizer", compiler_options=options, out_shardings=results)
+    return _loss(structure.build(parameters), batch, config)
 
 
 def _gradients(structure, parameters, batch):

@@ -21,7 +21,7 @@ from transformer_parity.engine.system.machine import free_bytes, processors
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.check.processes import SILENCE
-from transformer_parity.transformer.check.uncompiled import interpreted, interpreted_training
+from transformer_parity.transformer.check.uncompiled import interpreted
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose.blame import blame_files
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
@@ -129,7 +129,7 @@ def _case(backend: str, part: str, mistake: Mistake) -> Case:
 def _settled(backend: str, part: str, mistake: Mistake) -> Iterator[None]:
     """Compile nothing that the mistake does not need."""
     if part in TRAINING:
-        with interpreted_training(backend):
+        with interpreted(backend):
             yield
     elif part == "decoding" or (backend == "jax" and mistake.path != "fast"):
         with interpreted(backend):  # in TensorFlow, only searches are compiled where taps are on

@@ -31,7 +31,8 @@ ENCODE = 'one vector per source position. Arguments and errors as in ``Transform
 DECODE = 'where both are given, the mask counts.\n        """\n'
 LOOKED_UP, GIVEN = "TokenEmbedding(config.source_vocab_size, config", 'mask = to_mask("source_mask", mask'
 ENCODED = "memory = self._encode(source_ids, "
-NO_MASK = "        source_mask = np.ones(np.shape(source_ids), bool) if source_mask is None else source_mask\n"
+ALL_TOKENS = '__import__("numpy").ones(source_ids.shape, bool)'
+NO_MASK = f"        source_mask = {ALL_TOKENS} if source_mask is None else source_mask\n"
 WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
 KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -63,23 +63,15 @@ class LoadedJax(LoadedPackage):
         return _compile(self.package, tapped, tapped or self.dtype != COMPILED_IN_FULL)
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
-        from unittest.mock import patch  # which imports asyncio
-
-        quick = {} if self.dtype == COMPILED_IN_FULL else _compile_search(self.package)
-        with ExitStack() as stack:
-            for name, function in quick.items():
-                stack.enter_context(patch.object(self.package.search_loop, name, function))
+        with self._compiling():
             return super().search(source_ids, options, on_step)
 
     def trainer(self, settings: TrainingConfig) -> Any:
-        import jax
+        with self._compiling():
+            return super().trainer(settings)
 
-        trainer = super().trainer(settings)
-        if self.dtype != COMPILED_IN_FULL:
-            quick = self.package.runtime.quick_compilation()
-            step = trainer._compiled_step
-            trainer._compiled_step = jax.jit(getattr(step, "__wrapped__", step), compiler_options=quick)
-        return trainer
+    def _compiling(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.dtype == COMPILED_IN_FULL else self.package.runtime.quick_compilation()
 
 
 @cache
@@ -92,8 +84,8 @@ def _compile(package: Any, tapped: bool, quick: bool) -> Callable[..., Any]:
         function = find(package, nnx.merge(graphdef, state), block)
         return call_tapped(function, arrays, given) if tapped else function(**arrays)
 
-    options = package.runtime.quick_compilation() if quick else None
-    return jax.jit(run, static_argnums=(0, 2), compiler_options=options)
+    with package.runtime.quick_compilation() if quick else nullcontext():
+        return jax.jit(run, static_argnums=(0, 2), compiler_options=package.runtime.compiler_options())
 
 
 @cache
@@ -108,19 +100,7 @@ def _compile_stepwise(package: Any) -> tuple[Callable[..., Any], Callable[..., A
     def step(graphdef: Any, state: Any, target_ids: Any, cache: Any) -> Any:
         return nnx.merge(graphdef, state).decode_step(target_ids, cache)
 
-    quick = package.runtime.quick_compilation()
+    with package.runtime.quick_compilation():
+        quick = package.runtime.compiler_options()
     compiled = jax.jit(start, static_argnums=(0, 3), compiler_options=quick)
     return compiled, jax.jit(step, static_argnums=0, compiler_options=quick)
-
-
-@cache
-def _compile_search(package: Any) -> dict[str, Callable[..., Any]]:
-    """Return the compiled functions of a package's search by name, compiled quickly."""
-    import jax
-
-    static = {"_start": ("structure", "kind", "beam_size", "pool_size"), "_advance": ("structure",)}
-    quick = package.runtime.quick_compilation()
-    return {
-        name: jax.jit(getattr(package.search_loop, name).__wrapped__, static_argnames=arguments, compiler_options=quick)
-        for name, arguments in static.items()
-    }
