@@ -128,11 +128,9 @@ def _case(backend: str, part: str, mistake: Mistake) -> Case:
 @contextmanager
 def _settled(backend: str, part: str, mistake: Mistake) -> Iterator[None]:
     """Compile nothing that the mistake does not need."""
-    if part in TRAINING:
+    # Where taps are on, TensorFlow compiles only searches and steps.
+    if part in TRAINING or part == "decoding" or (backend == "jax" and mistake.path != "fast"):
         with interpreted(backend):
-            yield
-    elif part == "decoding" or (backend == "jax" and mistake.path != "fast"):
-        with interpreted(backend):  # in TensorFlow, only searches are compiled where taps are on
             yield
     else:
         yield
