@@ -21,12 +21,12 @@ from tiers import first_alone
 from transformer_parity.apps.text.dates import SHIPPED
 from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.cli.main import main
+from transformer_parity.engine.localization import FINE, INTRODUCED, Mark
 from transformer_parity.engine.style import PAGE
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.plugin import Port
 from transformer_parity.transformer.check.planted_ports import planted
-from transformer_parity.transformer.diagnose.blame import FINE, INTRODUCED, Mark
 from transformer_parity.transformer.explore.page import Scale, page
 from transformer_parity.transformer.explore.recording import Recorded, Recording, record
 from transformer_parity.transformer.explore.view import MOST_CHANNELS, view

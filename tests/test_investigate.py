@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 import reference_numpy
 from transformer_parity.engine.findings import AGREES, SKIPPED
+from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import model_cases, port_config
 from transformer_parity.transformer.cases.standard import gradient_case, standard_cases
@@ -22,15 +23,7 @@ from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose import hypotheses as hypotheses_module
 from transformer_parity.transformer.diagnose import reproduce
-from transformer_parity.transformer.diagnose.blame import (
-    FINE,
-    INHERITED,
-    INTRODUCED,
-    Subject,
-    blame,
-    blame_files,
-    distance,
-)
+from transformer_parity.transformer.diagnose.blame import Subject, blame, blame_files, distance
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, content, hypotheses
 from transformer_parity.transformer.diagnose.investigate import Investigation

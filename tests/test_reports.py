@@ -20,12 +20,12 @@ from rich.console import Console
 
 from transformer_parity.cli.progress import PlainConsole
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding
+from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED, Blame, Mark
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.system.files import write_json
 from transformer_parity.engine.verdict import Asked, Verdict
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
 from transformer_parity.transformer.diagnose.diagnosis import Diagnosis
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.diagnose.weight_audit import Fate

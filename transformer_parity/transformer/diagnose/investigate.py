@@ -8,19 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Kept
+from transformer_parity.engine.localization import Blame, Evidence
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.transformer.diagnose import reproduce
-from transformer_parity.transformer.diagnose.blame import (
-    Arrays,
-    Blame,
-    Evidence,
-    Subject,
-    blame,
-    blame_files,
-    without_consequences,
-)
+from transformer_parity.transformer.diagnose.blame import Subject, blame, blame_files, explained_by
 from transformer_parity.transformer.diagnose.diagnosis import (
     EXACT,
     LIKELY,
@@ -153,7 +147,7 @@ class Investigation:
         if found.confidence == EXACT and case.stage == ACTIVATIONS and len(evidence.blame.introduced) > 1:
             weights = case.load_weights()
             alike = [one.load(case.config, weights) for one in reproducing_output(case, shown, known)]
-            evidence = without_consequences(evidence, alike, subject)
+            evidence = explained_by(evidence, alike, subject)
         if evidence.blame.introduced and found.confidence != EXACT:
             statements = self._measurements(case, evidence)
             found = _with_statements(found, statements, evidence)

@@ -21,10 +21,11 @@ from safetensors.numpy import load_file, save_file
 
 from reference_numpy.backward import transformer_backward
 from reference_numpy.backward_functions import cross_entropy_backward
+from transformer_parity.engine.localization import Evidence
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
-from transformer_parity.transformer.diagnose.blame import Evidence, distance
+from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS

@@ -13,9 +13,9 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED
 from transformer_parity.engine.style import BACKENDS, page_colours
 from transformer_parity.engine.system.files import write_text
-from transformer_parity.transformer.diagnose.blame import FINE, INHERITED, INTRODUCED
 
 View = Mapping[str, Any]
 TEMPLATES = files("transformer_parity.transformer.explore") / "templates"

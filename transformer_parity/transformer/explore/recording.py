@@ -7,20 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED, Evidence, Mark
 from transformer_parity.engine.outputs import OUTPUT, MissingAbilityError
 from transformer_parity.engine.system.errors import UsageError
 from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.blame import (
-    FINE,
-    INHERITED,
-    INTRODUCED,
-    Arrays,
-    Evidence,
-    Mark,
-    Subject,
-    blame,
-)
+from transformer_parity.transformer.diagnose.blame import Subject, blame
 from transformer_parity.transformer.ports.exceptions import described
 from transformer_parity.transformer.ports.protocol import Placement, Port
 from transformer_parity.transformer.ports.registry import PORTS
@@ -120,8 +113,8 @@ def record(
 
 def recording_of(found: Sequence[Evidence], subject: Subject) -> Recording:
     """Return what was recorded to find where the differences of each port start."""
-    expected = subject.of_truth()
-    baseline = subject.baseline({}, expected)
+    expected = subject.run(subject.truth, {})
+    baseline = subject.replay.baseline({}, expected)
     ports = [Recorded(one.blame.backend, _marks(one, baseline, subject.dtype), one.actual) for one in found]
     return Recording(subject.dtype, expected, ports, _feeds(ports, subject, expected))
 
@@ -144,7 +137,7 @@ def _feeds(ports: Sequence[Recorded], subject: Subject, expected: Arrays) -> dic
 
 def feeds(name: str, subject: Subject) -> tuple[str, ...]:
     """Return the taps that a tap is computed from: those that change it while all others are held."""
-    expected = subject.of_truth()
+    expected = subject.run(subject.truth, {})
     names = list(expected)
     before = names[: names.index(name)]
     given = {tap: value for tap, value in expected.items() if tap != OUTPUT}
@@ -153,7 +146,7 @@ def feeds(name: str, subject: Subject) -> tuple[str, ...]:
         if ".layers." in tap and tap not in before[-NEAR:]:
             continue
         moved = given[tap] + np.cos(np.arange(given[tap].shape[-1]))
-        shown = subject.of_truth({**given, tap: moved})[name]
+        shown = subject.run(subject.truth, {**given, tap: moved})[name]
         if not np.array_equal(shown, expected[name], equal_nan=True):
             found.append(tap)
     return tuple(found)

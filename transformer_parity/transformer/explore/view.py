@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.transformer.diagnose.blame import Evidence, Subject
+from transformer_parity.engine.localization import Evidence
+from transformer_parity.transformer.diagnose.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
 ATTENTION = ("scores", "weights")

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from transformer_parity.engine.findings import DIVERGES, IMPRECISE, Finding
+from transformer_parity.engine.localization import Blame
 from transformer_parity.engine.system.errors import printable
 from transformer_parity.transformer.cases.case import ACTIVATIONS
-from transformer_parity.transformer.diagnose.blame import Blame
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.diagnose.reproduce import snippet

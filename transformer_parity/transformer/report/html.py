@@ -9,8 +9,8 @@ from typing import Any
 from markupsafe import Markup
 
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
+from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED, Mark
 from transformer_parity.engine.system.files import write_text
-from transformer_parity.transformer.diagnose.blame import FINE, INHERITED, INTRODUCED, Mark
 from transformer_parity.transformer.explore.page import environment, parts
 from transformer_parity.transformer.report.matrix import (
     BOTTOM,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformer_parity.engine.findings import AGREES
+from transformer_parity.engine.localization import FINE, INTRODUCED
 from transformer_parity.engine.style import BACKENDS
-from transformer_parity.transformer.diagnose.blame import FINE, INTRODUCED
 from transformer_parity.transformer.report.result import MAIN_CASE
 
 Result = Mapping[str, Any]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from transformer_parity.transformer.diagnose.blame import FINE, INHERITED, INTRODUCED, Blame, Mark
+from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED, Blame, Mark
 from transformer_parity.transformer.diagnose.diagnosis import Diagnosis
 
 LINES = 25
