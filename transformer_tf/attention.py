@@ -20,8 +20,6 @@ from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 from transformer_tf.layers import Block, Dropout, Linear, masked_softmax
 
-QUERY_BLOCK = 256  # above this many queries, and without taps, not all scores are there at the same time
-
 
 def scaled_dot_product_attention(
     query: Float[Tensor, "B H L d_k"],
@@ -56,58 +54,14 @@ def scaled_dot_product_attention(
     check_attention(tuple(query.shape), tuple(key.shape), tuple(value.shape))
     if mask is not None:
         check_attention_mask(tuple(mask.shape), mask.dtype.name, tuple(query.shape), tuple(key.shape))
-    if tap is no_tap and (query.shape[2] or 0) > QUERY_BLOCK and dropout is None and _is_cpu():
-        return _attend_in_blocks(query, key, value, mask)
-    # keras.ops.dot_product_attention is not used: it rounds 1 / sqrt(d_k) to float32 also in a float64 model, and
-    # averages over forbidden keys where a row allows none. In tf.function, XLA compiles these lines as a whole.
+    # keras.ops.dot_product_attention rounds 1 / sqrt(d_k) to float32 in a float64 model too. If a row allows no key, it
+    # averages over the forbidden ones.
     d_k = query.shape[-1]
-    scores = tap("scores", tf.matmul(query, key, transpose_b=True) * (1.0 / math.sqrt(d_k)))  # [B, H, L, M]
+    scores = tap("scores", tf.matmul(query, key, transpose_b=True) / math.sqrt(d_k))  # [B, H, L, M]
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)
     return tap("context", weights @ value)  # [B, H, L, d_v]
-
-
-def _is_cpu():
-    """Whether the process computes on a CPU alone: a GPU takes all heads at a time."""
-    return not tf.config.list_physical_devices("GPU")
-
-
-def _attend_in_blocks(query, key, value, mask):
-    """Attend with some queries of one head at a time; the backward pass computes their scores again."""
-    batch, heads, length, width = keras.ops.shape(query)
-    blocks = -(-length // QUERY_BLOCK)
-    padding = [[0, 0], [0, 0], [0, blocks * QUERY_BLOCK - length], [0, 0]]
-    if mask is not None and mask.shape[2] > 1:
-        mask = tf.pad(mask, padding)
-
-    def attend(b, h, i, block, key, value):
-        allowed = None
-        if mask is not None:  # where there is one for all sentences, heads or queries, the slice begins at that one
-            start = tf.minimum(tf.stack([b, h, i * QUERY_BLOCK, 0]), tf.shape(mask) - 1)
-            allowed = tf.slice(mask, start, [1, 1, min(QUERY_BLOCK, mask.shape[2]), tf.shape(mask)[3]])
-
-        @tf.recompute_grad
-        def context(*inputs):
-            query, key, value = (x[None, None] for x in inputs)
-            return scaled_dot_product_attention(query, key, value, allowed)[0, 0]
-
-        return context(block, key, value)
-
-    def each(function, *arrays):
-        numbered = (tf.range(tf.shape(arrays[0])[0]), *arrays)
-        return tf.map_fn(
-            lambda inputs: function(*inputs), numbered, fn_output_signature=value.dtype, parallel_iterations=1
-        )
-
-    query = tf.reshape(tf.pad(query, padding), [batch, heads, blocks, QUERY_BLOCK, width])
-    context = each(
-        lambda b, *sentence: each(
-            lambda h, query, *memory: each(lambda i, block: attend(b, h, i, block, *memory), query), *sentence
-        ),
-        *(query, key, value),
-    )
-    return tf.reshape(context, [batch, heads, blocks * QUERY_BLOCK, value.shape[3]])[:, :, :length]
 
 
 def split_heads(x: Float[Tensor, "B L width"], num_heads: int) -> Float[Tensor, "B H L d"]:
@@ -192,6 +146,7 @@ class MultiHeadAttention(Block):
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)
         self.dropout = Dropout(config.dropout.attention, dtype=dtype)
+        self.attend = scaled_dot_product_attention
 
     def call(
         self,
@@ -225,7 +180,7 @@ class MultiHeadAttention(Block):
         if past is not None:
             k, v = past.append(k, v)
         dropout = self.dropout if training and self.dropout.rate else None
-        context = scaled_dot_product_attention(q, k, v, mask, dropout, tap)
+        context = self.attend(q, k, v, mask, dropout, tap)
         return tap("output", tf.reshape(self.output_proj(merge_heads(context)), shape))
 
     def project(self, memory: Float[Tensor, "B M d_model"]) -> KeyValues:

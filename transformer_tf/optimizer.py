@@ -44,23 +44,17 @@ class Adam:
             learning_rate: Of this step.
             corrections: Of this step, as ``settings.bias_corrections`` has them.
         """
-        # Not Keras' own, which rounds the betas to float32 also in float64, and goes through memory a dozen times:
-        # TensorFlow's kernel does so once. Like Keras, it adds epsilon to a root that is not corrected yet, so it is
-        # given the epsilon that amounts to the right one. (In float32 it rounds 1 - beta, by 1e-6 at 0.98.)
+        # Not Keras' own, which rounds the betas to float32 in float64 too.
         settings = self.settings
         correction1, correction2 = corrections
-        root, zero = tf.sqrt(correction2), tf.zeros_like(correction2)
-        numbers = {
-            "lr": learning_rate * root / correction1,
-            "beta1": tf.constant(settings.beta1, root.dtype),
-            "beta2": tf.constant(settings.beta2, root.dtype),
-            "epsilon": settings.epsilon * root,
-            **dict.fromkeys(("beta1_power", "beta2_power"), zero),  # the corrections are in the rate
-        }
         for name, g in gradient.items():
             theta, m, v = self.parameters[name], self.first_moment[name], self.second_moment[name]
             g = scale * g
-            tf.raw_ops.ResourceApplyAdam(var=theta.handle, m=m.handle, v=v.handle, grad=g, **numbers)
+            m.assign_add((1.0 - settings.beta1) * (g - m))
+            v.assign_add((1.0 - settings.beta2) * (g * g - v))
+            m_hat = m / correction1
+            v_hat = v / correction2
+            theta.assign_sub(learning_rate * m_hat / (tf.sqrt(v_hat) + settings.epsilon))
 
 
 def _zeros_like(variable: tf.Variable) -> tf.Variable:

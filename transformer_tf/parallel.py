@@ -6,7 +6,7 @@ import faulthandler
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from typing import Any
@@ -18,7 +18,6 @@ from numpy import ndarray
 from transformer_spec.config import TransformerConfig
 from transformer_spec.parallel_plan import Plan, Shard, spread
 from transformer_spec.shapes import Int
-from transformer_tf.layers import own_rows
 from transformer_tf.runtime import check_placement
 from transformer_tf.weights import parameters
 
@@ -98,7 +97,7 @@ def check_copies(trainer: Any) -> None:
 
 
 def spread_rows(trainer: Any, batch: Sequence[Any], slices: int) -> tuple[Any, ...]:
-    """Return a batch as ``traced`` functions take it: on a mesh, the rows of each share, [shares, rows, length].
+    """Return a batch as ``call_on_devices`` takes it: on a mesh, the rows of each share, [shares, rows, length].
 
     Raises:
         ValueError: Each process has a batch of its own, or other settings or weights; the first batch tells.
@@ -147,31 +146,6 @@ def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shares slices sites 
     return np.stack([draw([*entropy, share] if trainer.dropout == "local" else entropy) for share in shares])
 
 
-def traced(
-    trainer: Any, function: Callable[..., Any], arguments: Sequence[Any], by_xla: bool = False
-) -> Callable[..., Any]:
-    """Return a function, traced once for all lengths; on a mesh, each device calls it for its share.
-
-    The first argument holds those of the function that a mesh divides, with the shares in front; the others are the
-    same on all devices, and so is the result. XLA compiles anew for each shape.
-    """
-    signature = [tf.nest.map_structure(_any_length, argument) for argument in arguments]
-    mesh = trainer.mesh
-
-    def whole(part, *numbers):
-        return function(*part, *numbers)
-
-    def on_device(parts, *numbers):
-        share = tf.distribute.get_replica_context().replica_id_in_sync_group
-        with own_rows(share, trainer.plan.shares) if trainer.dropout == "global" else nullcontext():
-            return whole(tf.nest.map_structure(lambda x: x[share], parts), *numbers)
-
-    def on_mesh(*arguments):
-        return mesh.experimental_local_results(mesh.run(on_device, arguments))[0]
-
-    return tf.function(whole if mesh is None else on_mesh, signature, autograph=False, jit_compile=by_xla or None)
-
-
 def summed(trainer: Any, values: Any) -> Any:
     """Return the sums of what the devices of a mesh have found of a loss, its tokens and, perhaps, its gradient."""
     if trainer.mesh is None:
@@ -180,13 +154,6 @@ def summed(trainer: Any, values: Any) -> Any:
     tokens = context.all_reduce("SUM", tokens)  # on its own: integers are summed on the host
     total, *gradient = context.all_reduce("SUM", [total, *gradient])
     return total, tokens, *gradient
-
-
-def _any_length(array):
-    """Return what describes an array: ids of any number of rows and any length, and all others as they are."""
-    sizes = list(np.shape(array))
-    is_ids = array.dtype == np.int32
-    return tf.TensorSpec([*sizes[:-2], None, None] if is_ids else sizes, array.dtype)
 
 
 def first_alone(trainer: Any, action: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_tf.decoder import DecoderStack
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_tf.encoder import EncoderStack
+from transformer_tf.fast import accelerate
 from transformer_tf.layers import Configured, Dropout, LayerNorm, loading
 from transformer_tf.masks import padding_mask, target_padding_mask
 from transformer_tf.runtime import (
@@ -39,7 +40,9 @@ class Part(Configured, keras.Model):
 
     part: str | None = None
 
-    def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, dtype: str | None = None, *, fast: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(dtype=dtype, **kwargs)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
@@ -61,6 +64,9 @@ class Part(Configured, keras.Model):
             self.output_proj = OutputProjection(config, self.target_embedding, dtype=dtype)
         self.dropout = Dropout(config.dropout.embedding, dtype=dtype)
         self.built = True
+        self.fast = fast
+        if fast:
+            accelerate(self)
 
     @classmethod
     def from_weights(
@@ -70,6 +76,8 @@ class Part(Configured, keras.Model):
         dtype: str = "float32",
         device: str | None = None,
         precision: str | None = None,
+        *,
+        fast: bool = True,
     ) -> Self:
         """Build a model in inference mode that holds a copy of the given weights.
 
@@ -80,6 +88,8 @@ class Part(Configured, keras.Model):
             device: ``cpu`` or ``gpu``. None leaves the place to the framework.
             precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
                 None leaves it as it is.
+            fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
+                formula as it is written.
 
         Raises:
             TypeError: A weight is not of a floating-point dtype.
@@ -90,7 +100,7 @@ class Part(Configured, keras.Model):
         if precision is not None:
             set_precision(precision)
         with placed(to_device(device)), loading():
-            model = cls(config, dtype=dtype)
+            model = cls(config, dtype=dtype, fast=fast)
         model.device = to_device(device)
         set_weights(model, weights)
         return model

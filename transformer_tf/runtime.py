@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformer_spec.shapes import Bool, Float, Int
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")
 PRECISIONS = ("highest", "fast")
+
+_COMPILES_QUICKLY = ContextVar("compiles quickly", default=False)
 
 
 def set_precision(precision: str) -> None:
@@ -100,6 +103,25 @@ def to_memory(memory: Any, shape: tuple[int | None, ...], dtype: str) -> Float[T
     memory = memory if tf.is_tensor(memory) else np.asarray(memory)
     check_memory(tuple(memory.shape), memory.dtype.name, shape, dtype)
     return tf.convert_to_tensor(memory)
+
+
+@contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Compile nothing within this context: for a test, and for any program that runs only briefly.
+
+    A search and a ``Trainer`` without a mesh compute one operation after another, without waiting for a trace or for
+    XLA. Each call takes longer. Results agree up to rounding.
+    """
+    token = _COMPILES_QUICKLY.set(True)
+    try:
+        yield
+    finally:
+        _COMPILES_QUICKLY.reset(token)
+
+
+def compiles_quickly() -> bool:
+    """Return whether this is the context of ``quick_compilation``."""
+    return _COMPILES_QUICKLY.get()
 
 
 def describe() -> dict[str, str]:

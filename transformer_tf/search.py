@@ -16,11 +16,10 @@ from transformer_spec.checks import check_integer
 from transformer_spec.search import OnStep, Search, SearchPlan, SearchResult
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
+from transformer_tf.fast import top_by_blocks
 from transformer_tf.search_loop import run_search
 from transformer_tf.search_rules import apply_rules, within_pool
 from transformer_tf.transformer import Transformer
-
-BLOCK = 32  # so many values are told by their largest whether to look at them
 
 
 def greedy_search(
@@ -44,7 +43,7 @@ def greedy_search(
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
     )
-    return run_search(Greedy, model, source_ids, source_mask, search, on_step)
+    return run_search(FastGreedy if model.fast else Greedy, model, source_ids, source_mask, search, on_step)
 
 
 def beam_search(
@@ -76,7 +75,13 @@ def beam_search(
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
     )
-    return run_search(Beam, model, source_ids, source_mask, search, on_step)
+    return run_search(FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step)
+
+
+def top(values: Float[Tensor, "B N"], count: int | Int[Tensor, ""]) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
+    """Return the largest values of each row and their indices. Of equal values, the first comes first."""
+    values = tf.where(~tf.math.is_nan(values), values, inf)  # NaN comes first, so that it is noticed
+    return tf.math.top_k(values, count)
 
 
 class Greedy(NamedTuple):
@@ -86,6 +91,8 @@ class Greedy(NamedTuple):
     ids: Int[Tensor, "B 1 capacity"]
     scores: Float[Tensor, "B 1"]
     unfinished: Bool[Tensor, " B"]
+
+    top = staticmethod(top)
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
@@ -101,13 +108,13 @@ class Greedy(NamedTuple):
     def step(self, logits: Float[Tensor, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
         """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [B, V]
-        _, index = _top(log_probabilities, 1)  # on a CPU, argmax takes longer
-        best = tf.gather(log_probabilities, index, batch_dims=1)  # NaN stays NaN, which is inf in _top
+        _, index = self.top(log_probabilities, 1)
+        best = tf.gather(log_probabilities, index, batch_dims=1)  # NaN stays NaN, which is inf in ``top``
         tokens = tf.where(self.unfinished, index[:, 0], plan.pad_id)
         ids = keras.ops.slice_update(self.ids, [0, 0, n - 1], tokens[:, None, None])
         scores = self.scores + tf.where(self.unfinished[:, None], best, 0.0)
         unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits)
-        return Greedy(tokens, ids, scores, unfinished), None
+        return self._replace(tokens=tokens, ids=ids, scores=scores, unfinished=unfinished), None
 
     def goes_on(self) -> Any:
         """Whether any sentence is unfinished."""
@@ -126,6 +133,8 @@ class Beam(NamedTuple):
     alive: Float[Tensor, "B K"]  # log-probabilities; -inf is no hypothesis
     finished_ids: Int[Tensor, "B P capacity"]
     finished: Float[Tensor, "B P"]  # scores, best first
+
+    top = staticmethod(top)
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
@@ -147,7 +156,7 @@ class Beam(NamedTuple):
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])  # [B, K, V]
-        best, index = _top(tf.reshape(totals, [batch, beam_size * vocabulary]), 2 * beam_size)  # [B, 2K]
+        best, index = self.top(tf.reshape(totals, [batch, beam_size * vocabulary]), 2 * beam_size)  # [B, 2K]
         if plan.rules.beam_shrinks:
             best = within_pool(best, self.finished)
         parent, token = index // vocabulary, index % vocabulary
@@ -158,11 +167,11 @@ class Beam(NamedTuple):
         ended = tf.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
         if plan.rules.pool == "first":
             ended = within_pool(ended, self.finished)
-        finished, rank = tf.math.top_k(tf.concat([self.finished, ended], 1), pool_size)  # [B, P]
+        finished, rank = top(tf.concat([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = tf.concat([self.finished_ids, candidates[:, :beam_size]], 1)
         finished_ids = tf.gather(finished_ids, rank, batch_dims=1)
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
-        alive, rank = tf.math.top_k(tf.where(~ends, best, -inf), beam_size)  # [B, K]
+        alive, rank = top(tf.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
         attainable = alive[:, 0] / tf.gather(plan.penalties, longest)  # if all its further tokens were certain
         is_over = finished[:, -1] >= attainable
@@ -172,7 +181,8 @@ class Beam(NamedTuple):
         ids, tokens, parent = (tf.gather(x, rank, batch_dims=1) for x in (candidates, token, parent))
         ids = tf.where((alive != -inf)[:, :, None], ids, plan.pad_id)
         rows = tf.reshape(tf.range(batch)[:, None] * beam_size + parent, [-1])
-        return Beam(tokens, ids, alive, finished_ids, finished), rows
+        state = self._replace(tokens=tokens, ids=ids, alive=alive, finished_ids=finished_ids, finished=finished)
+        return state, rows
 
     def goes_on(self) -> Any:
         """Whether any hypothesis is unfinished."""
@@ -183,6 +193,18 @@ class Beam(NamedTuple):
         return self.finished_ids, self.finished
 
 
+class FastGreedy(Greedy):
+    """Greedy search with a faster choice of the likeliest token."""
+
+    top = staticmethod(top_by_blocks)
+
+
+class FastBeam(Beam):
+    """Beam search with a faster choice of the best continuations."""
+
+    top = staticmethod(top_by_blocks)
+
+
 def _next_log_probabilities(logits, ids, n, plan):
     """Return the log-probability of each next token [R, V], with -inf for tokens that are not allowed."""
     wide = keras.backend.result_type(logits.dtype, "float32")  # bfloat16 is too coarse to sum in
@@ -190,20 +212,3 @@ def _next_log_probabilities(logits, ids, n, plan):
     token = tf.range(logits.shape[1])
     forbidden = (token == plan.pad_id) | ((n < plan.min_length) & (token == plan.eos_id))
     return apply_rules(tf.where(~forbidden, log_probabilities, -inf), ids, n, plan)
-
-
-def _top(values, count):
-    """Return the largest values of each row and where they are; of equal ones, the first come first."""
-    # On a CPU, top_k of them all takes seven times as long as the largest of each block. What is looked for lies in few
-    # blocks: those with the largest maxima, of equal ones the first; or in what is left behind the last block. Sizes
-    # are not known while tracing: of few blocks, all are looked at.
-    rows, size = keras.ops.shape(values)
-    values = tf.where(~tf.math.is_nan(values), values, inf)  # NaN comes first: a model that computes it is found out
-    blocks, left = size // BLOCK, size % BLOCK
-    maxima = tf.reduce_max(tf.reshape(values[:, : size - left], [rows, blocks, BLOCK]), -1)
-    _, block = tf.math.top_k(maxima, tf.minimum(count, blocks))
-    # In their old order, so that the first of equal values stays the first.
-    place = tf.reshape(tf.sort(block)[:, :, None] * BLOCK + tf.range(BLOCK), [rows, -1])
-    place = tf.concat([place, tf.tile(tf.range(size - left, size)[None], [rows, 1])], 1)
-    best, at = tf.math.top_k(tf.gather(values, place, batch_dims=1), count)
-    return best, tf.gather(place, at, batch_dims=1)

@@ -28,9 +28,11 @@ from transformer_spec.parallel_plan import DROPOUTS
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder, no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
+from transformer_tf.compilation import call_on_devices
+from transformer_tf.fast import FastAdam
 from transformer_tf.layers import Dropout
 from transformer_tf.optimizer import Adam, clip_factor, global_norm
-from transformer_tf.parallel import check_copies, plan_of, random_bits, spread_rows, summed, traced
+from transformer_tf.parallel import check_copies, plan_of, random_bits, spread_rows, summed
 from transformer_tf.runtime import as_placed, placed, to_ids
 from transformer_tf.weights import parameters, variables
 
@@ -132,7 +134,9 @@ class Trainer:
         if mesh is not None:
             model.device = None  # each device computes where it is
         with placed(model.device) if mesh is None else mesh.scope():
-            self.optimizer = Adam(parameters(model), settings)
+            # On a mesh, only the kernel updates the copy of each device.
+            adam = FastAdam if model.fast or mesh is not None else Adam
+            self.optimizer = adam(parameters(model), settings)
         check_copies(self)
         self._traced: dict[tuple[str, ...], Any] = {}  # by function, and what is trained
 
@@ -154,7 +158,7 @@ class Trainer:
         numbers = learning_rate, settings.bias_corrections(self.step + 1)
         with placed(self.model.device):
             numbers = tf.nest.map_structure(lambda number: tf.constant(number, self.model.variable_dtype), numbers)
-            result = self._call(self._step, self._part(batch), numbers)
+            result = call_on_devices(self, self._step, self._part(batch), numbers, by_xla=self._compile)
         self.step += 1
         return StepResult(*result)
 
@@ -165,7 +169,7 @@ class Trainer:
         """
         batch = _take(self.model, source_ids, target_ids, labels)
         with placed(self.model.device):
-            total, tokens, gradient = self._call(self._gradient, self._part(batch))
+            total, tokens, gradient = call_on_devices(self, self._gradient, self._part(batch), by_xla=self._compile)
         count = max(int(tokens), 1)
         frozen = tuple(name for name in self._variables if name not in gradient)
         return Gradients(float(total) / count, {name: g.numpy() / count for name, g in gradient.items()}, {}, frozen)
@@ -177,7 +181,7 @@ class Trainer:
         """
         batch = _take(self.model, source_ids, target_ids, labels)
         with placed(self.model.device):
-            return self._call(self._evaluation, (spread_rows(self, batch, 1),))
+            return call_on_devices(self, self._evaluation, (spread_rows(self, batch, 1),))
 
     def export_state(self) -> TrainingState:
         """Return a copy of everything that the next step depends on, beside the weights and the settings."""
@@ -204,14 +208,6 @@ class Trainer:
         slices = self.settings.accumulation_steps
         check_accumulation(slices, batch[0].shape[0])
         return spread_rows(self, batch, slices), tf.constant(random_bits(self, len(self._seeds)))
-
-    def _call(self, function, part, *numbers):
-        """Call a function, traced once for all lengths and scalars, and again where other parameters are frozen."""
-        key = function.__name__, *_trained(self._variables)
-        if key not in self._traced:
-            by_xla = self._compile and function != self._evaluation  # batches of any shape are evaluated once
-            self._traced[key] = traced(self, function, (part, *numbers), by_xla)
-        return self._traced[key](part, *numbers)
 
     def _step(self, batch, random_bits, numbers):
         """Return loss, tokens and the norm of the gradient of a batch, and take one step on it."""

@@ -45,25 +45,26 @@ WRITTEN_OUT = """with torch.no_grad():
                 theta -= learning_rate * m_hat / (v_hat.sqrt() + group["eps"])"""
 
 
-# The same for TensorFlow's kernel.
-KERNEL = "tf.raw_ops.ResourceApplyAdam(var=theta.handle, m=m.handle, v=v.handle, grad=g, **numbers)\n"
-TF_WRITTEN_OUT = """m = m.assign_add((1.0 - settings.beta1) * (g - m))
-            v = v.assign_add((1.0 - settings.beta2) * (g * g - v))
-            m_hat = m / correction1
-            v_hat = v / correction2
-            theta.assign_sub(learning_rate * m_hat / (tf.sqrt(v_hat) + settings.epsilon))
-"""
+# TensorFlow's trainer computes the formulas of Adam instead of its kernel, which cannot be edited.
+NO_KERNEL = "training", "FastAdam if model.fast or mesh is not None else Adam", "Adam"
+
+
+def in_adam(usual: Change | None = None, **others: Change) -> Edits:
+    """Return edits of the module of the optimizer, whose Adam the trainer then uses."""
+    edits = dict(changed("optimizer", usual, **others))
+    if "tf" in edits:
+        edits["tf"] = [*edits["tf"], NO_KERNEL]
+    return edits
 
 
 def adam(usual: Change, **others: Change) -> Edits:
     """Return edits of Adam's formulas."""
     changes = {**dict.fromkeys(FOUR, usual), **others}
-    for text, (old, _) in ((WRITTEN_OUT, changes["torch"]), (TF_WRITTEN_OUT, changes["tf"])):
-        if text.count(old) != 1:
-            raise ValueError(f"Adam must hold {old!r} once")
+    old, _ = changes["torch"]
+    if WRITTEN_OUT.count(old) != 1:
+        raise ValueError(f"Adam must hold {old!r} once")
     changes["torch"] = "self.step()", WRITTEN_OUT.replace(*changes["torch"])
-    changes["tf"] = KERNEL, TF_WRITTEN_OUT.replace(*changes["tf"])
-    return changed("optimizer", **changes)
+    return in_adam(**changes)
 
 
 def clipping(old: str, new: str) -> Edits:
@@ -152,8 +153,7 @@ ENTRIES: dict[str, Table] = {
             "clipped by value": {
                 **together(
                     NOT_AS_A_WHOLE,
-                    changed(
-                        "optimizer",
+                    in_adam(
                         numpy=("g *= scale", "g[...] = np.clip(g * scale, -settings.clip_norm, settings.clip_norm)"),
                         jax=("g = scale * g", "g = jnp.clip(scale * g, -settings.clip_norm, settings.clip_norm)"),
                         tf=(
@@ -171,8 +171,7 @@ ENTRIES: dict[str, Table] = {
             "every tensor clipped for itself": {
                 **together(
                     NOT_AS_A_WHOLE,
-                    changed(
-                        "optimizer",
+                    in_adam(
                         numpy=(
                             "            for theta, g, m, v in _pieces(",
                             "            largest = max(scale * np.linalg.norm(gradient[name]), settings.clip_norm)\n"
@@ -229,8 +228,7 @@ ENTRIES: dict[str, Table] = {
         },
         (FIRST, "steps"): {
             "betas swapped": assumed(beta1=0.98, beta2=0.9),
-            "weight decay left on": changed(
-                "optimizer",
+            "weight decay left on": in_adam(
                 ("g = scale * g", "g = scale * g + 0.01 * theta"),
                 numpy=("g *= scale", "g = scale * g + 0.01 * theta"),
                 torch=("fused=True", "fused=True, weight_decay=0.01"),
@@ -270,7 +268,7 @@ CONTROLS = [
     Mistake(
         "Adam written out",
         "",
-        changed("optimizer", torch=("self.step()", WRITTEN_OUT), tf=(KERNEL, TF_WRITTEN_OUT)),
+        {**changed("optimizer", torch=("self.step()", WRITTEN_OUT)), "tf": [NO_KERNEL]},
         case="steps/clipped",
     ),
     Mistake("all slices at once", "", assumed(accumulation_steps=1), case="steps/sliced"),

@@ -22,7 +22,7 @@ from transformer_parity.transformer.mistakes.mistake import (
 
 PRODUCT = {"torch": "query @ key.mT", "jax": "query @ key.mT", "tf": "tf.matmul(query, key, transpose_b=True)"}
 ROOT = "math.sqrt(d_k)"
-SCALE = {"torch": f" / {ROOT}", **dict.fromkeys(("jax", "tf"), f" * (1.0 / {ROOT})")}
+SCALE = {"torch": f" / {ROOT}", "jax": f" * (1.0 / {ROOT})", "tf": f" / {ROOT}"}
 FREQUENCIES = "[:, None] * frequencies"
 FLOAT32_FREQUENCIES = changed(
     "embedding",

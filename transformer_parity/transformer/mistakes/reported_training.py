@@ -13,7 +13,7 @@ from transformer_parity.transformer.mistakes.mistake import (
     table,
     together,
 )
-from transformer_parity.transformer.mistakes.optimizer import DIFFERENTIATED, KERNEL, SLICE, adam, rate
+from transformer_parity.transformer.mistakes.optimizer import DIFFERENTIATED, SLICE, adam, in_adam, rate
 from transformer_parity.transformer.mistakes.search import BEAM, GREEDY, LOGITS, TWICE_THE_BEAM
 from transformer_parity.transformer.mistakes.training import LOSS, ROW, SUM, TABLE, WEIGHT, by_hand, in_training
 from transformer_parity.transformer.stages.decode import TOKENS
@@ -126,15 +126,17 @@ ENTRIES: dict[str, Table] = {
     "Adam": {
         (WEIGHT, "steps"): {
             "neither moment corrected": adam(uncorrected(16), jax=uncorrected(12), tf=uncorrected(12)),
-            "decoupled weight decay left on": changed(
-                "optimizer",
+            "decoupled weight decay left on": in_adam(
                 numpy=(
                     "theta -= learning_rate *",
                     "theta *= 1.0 - 0.01 * learning_rate\n                theta -= learning_rate *",
                 ),
                 torch=("Adam(torch.optim.Adam)", "Adam(torch.optim.AdamW)"),
                 jax=("= theta - learning_rate *", "= theta * (1.0 - 0.01 * learning_rate) - learning_rate *"),
-                tf=(KERNEL, f"theta.assign(theta * (1.0 - 0.01 * learning_rate))\n            {KERNEL}"),
+                tf=(
+                    "theta.assign_sub(learning_rate *",
+                    "theta.assign(theta * (1.0 - 0.01 * learning_rate))\n            theta.assign_sub(learning_rate *",
+                ),
             ),
         }
     },

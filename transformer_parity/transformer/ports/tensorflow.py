@@ -67,7 +67,7 @@ class LoadedTf(LoadedPackage):
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
         # Searches by other programs' rules run in float64 alone, and so by XLA: what it makes of each must be compared.
         if self.dtype != COMPILED_IN_FULL and options.rules == SearchRules():
-            with _uncompiled():
+            with self.package.runtime.quick_compilation():
                 return super().search(source_ids, options, on_step)
         with self._compiling((options, source_ids.shape)) as stop:
 
@@ -88,14 +88,3 @@ class LoadedTf(LoadedPackage):
         self._called.add(what)
         with COMPILING.running() if first else nullcontext(lambda: None) as stop:
             yield stop
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Let TensorFlow run one operation after another, also where a graph, and XLA, were asked for."""
-    from unittest.mock import patch  # which imports asyncio
-
-    import tensorflow as tf
-
-    with patch.object(tf, "function", lambda function, *signature, **options: function):
-        yield

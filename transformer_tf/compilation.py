@@ -1,0 +1,109 @@
+"""Tracing what a search and a trainer compute, once for all sizes. XLA compiles the steps of a search for each shape.
+
+A model with ``fast=False`` computes one operation after another, and so does every model in ``quick_compilation``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, proxy
+
+import numpy as np
+import tensorflow as tf
+from numpy import ndarray
+
+from transformer_spec.search import SearchPlan, pad_search, power_of_two
+from transformer_spec.shapes import Bool, Int
+from transformer_tf.layers import own_rows
+from transformer_tf.runtime import compiles_quickly, placed
+from transformer_tf.transformer import Transformer
+
+# Everything that has been traced for a model, as long as the model lives. Keras saves and copies attributes of a model.
+_TRACED: WeakKeyDictionary[Transformer, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
+
+
+def padded(
+    model: Transformer, source_ids: Int[ndarray, "B S"], source_mask: Bool[ndarray, "B S"], plan: SearchPlan
+) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
+    """Return source and plan with padding at the end, so that XLA compiles for few sizes.
+
+    XLA takes seconds for each size, and makes a step several times as fast.
+    """
+
+    def round_up(length: int) -> int:
+        return max(32, power_of_two(length))
+
+    return pad_search(source_ids, source_mask, plan, model.config.max_positions, round_up)
+
+
+def call_traced(function: Callable[..., Any], model: Transformer, *args: Any, **constants: Any) -> Any:
+    """Call a function of a model, traced once for tensors and numbers of all sizes, and again for other constants."""
+    return _call(function, model, args, constants, by_xla=False)
+
+
+def call_compiled(function: Callable[..., Any], model: Transformer, *args: Any, **constants: Any) -> Any:
+    """Do what ``call_traced`` does, and let XLA compile the function for each shape."""
+    return _call(function, model, args, constants, by_xla=True)
+
+
+def _call(function, model, args, constants, by_xla):
+    with placed(model.device):
+        args = tf.nest.map_structure(tf.convert_to_tensor, args)
+        if compiles_quickly() or not model.fast:
+            return function(model, *args, **constants)
+        traced = _TRACED.setdefault(model, {})
+        # Among the types is the kind of search. Keras replaces variables when it adds some, such as those of LoRA.
+        key = function, *constants.values(), *map(type, args), *map(id, model.variables)
+        if key not in traced:
+            of_model = partial(function, proxy(model), **constants)  # a model would live as long as its functions
+            signature = tf.nest.map_structure(lambda x: tf.TensorSpec([None] * x.shape.rank, x.dtype), args)
+            traced[key] = tf.function(of_model, signature, autograph=False, jit_compile=by_xla)
+        return traced[key](*args)
+
+
+def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numbers: Any, by_xla: bool = False) -> Any:
+    """Call a function of a trainer; on a mesh, each device calls it for its share.
+
+    TensorFlow traces it once for all lengths, and again if different parameters are frozen.
+
+    Args:
+        trainer: The trainer.
+        function: One of its methods.
+        part: Its first arguments, which a mesh divides, with the shares in front.
+        numbers: Its other arguments, which are the same on all devices, and so is the result.
+        by_xla: Whether XLA compiles the function, for each shape.
+    """
+    if trainer.mesh is None and (compiles_quickly() or not (trainer.model.fast or by_xla)):
+        return function(*part, *numbers)
+    key = function.__name__, *(name for name, variable in trainer._variables.items() if variable.trainable)
+    if key not in trainer._traced:
+        trainer._traced[key] = _traced(trainer, function, (part, *numbers), by_xla)
+    return trainer._traced[key](part, *numbers)
+
+
+def _traced(trainer, function, arguments, by_xla):
+    signature = [tf.nest.map_structure(_any_length, argument) for argument in arguments]
+    mesh = trainer.mesh
+
+    def whole(part, *numbers):
+        return function(*part, *numbers)
+
+    def on_device(parts, *numbers):
+        share = tf.distribute.get_replica_context().replica_id_in_sync_group
+        with own_rows(share, trainer.plan.shares) if trainer.dropout == "global" else nullcontext():
+            return whole(tf.nest.map_structure(lambda x: x[share], parts), *numbers)
+
+    def on_mesh(*arguments):
+        return mesh.experimental_local_results(mesh.run(on_device, arguments))[0]
+
+    return tf.function(whole if mesh is None else on_mesh, signature, autograph=False, jit_compile=by_xla or None)
+
+
+def _any_length(array):
+    """Return what describes an array: ids of any number of rows and any length, and all others as they are."""
+    sizes = list(np.shape(array))
+    is_ids = array.dtype == np.int32
+    return tf.TensorSpec([*sizes[:-2], None, None] if is_ids else sizes, array.dtype)
