@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformer_parity.transformer.mistakes.layers import ATTENDED
-from transformer_parity.transformer.mistakes.mistake import ENCODER, Edits, changed, instead
-from transformer_parity.transformer.mistakes.optimizer import KERNEL
+from transformer_parity.transformer.mistakes.mistake import ENCODER, Edits, instead
+from transformer_parity.transformer.mistakes.optimizer import in_adam
 from transformer_parity.transformer.mistakes.training import in_training
 
 
@@ -240,8 +240,7 @@ MISBEHAVIOUR = [
         "weights in bfloat16",
         ("check_mixed_precision",),
         "weight: 100% of the values fit in bfloat16",
-        changed(
-            "optimizer",
+        in_adam(
             torch=(
                 "        self.step()\n",
                 "        self.step()\n"
@@ -253,7 +252,11 @@ MISBEHAVIOUR = [
                 "first_moment[name], second_moment[name] = m, v\n"
                 '            updated[name] = updated[name].astype("bfloat16").astype(theta.dtype)',
             ),
-            tf=(KERNEL, f"{KERNEL}            theta.assign(tf.cast(tf.cast(theta, tf.bfloat16), theta.dtype))\n"),
+            tf=(
+                "(tf.sqrt(v_hat) + settings.epsilon))\n",
+                "(tf.sqrt(v_hat) + settings.epsilon))\n"
+                "            theta.assign(tf.cast(tf.cast(theta, tf.bfloat16), theta.dtype))\n",
+            ),
         ),
     ),
 ]

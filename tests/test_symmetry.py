@@ -50,7 +50,7 @@ ALLOWED = [
         "parameter dropout: *",
         "its kernel takes the rate, not a function",
     ),
-    ("jax tf", "attention._attend_in_blocks", "*", "theirs draws for all weights at once"),
+    ("jax", "attention._attend_in_blocks", "*", "theirs draws for all weights at once"),
     ("jax", "*.__init__", "adds parameter rngs", "NNX draws initial values on construction"),
     ("tf", "*.__init__", "adds parameter **kwargs", KERAS),
     ("tf", "transformer.Transformer.__call__", "adds parameter training", MODES),
@@ -65,9 +65,11 @@ ALLOWED = [
     ("torch", "runtime.to_*", "adds parameter device", DEVICE),
     ("torch jax", "part", "adds definition Part.device", "follows from where the parameters are"),
     ("torch jax tf", "runtime", "adds definition to_device", "NumPy has no device"),
-    ("jax", "runtime", "adds definition quick_compilation", "XLA compiles for longer than a check runs"),
+    ("jax tf", "runtime", "adds definition quick_compilation", "XLA compiles for longer than a check runs"),
     ("jax", "runtime", "adds definition compiler_options", "whoever compiles a model can follow quick_compilation"),
-    ("jax", "", "adds module compilation", "compiled functions are kept by the structure of a model"),
+    ("tf", "runtime", "adds definition compiles_quickly", "whoever compiles a model can follow quick_compilation"),
+    ("jax tf", "", "adds module compilation", "compiled functions are kept by the structure of a model, or with it"),
+    ("tf", "search", "adds definition FastGreedy", "its argmax takes longer than the largest of each block"),
     (
         "jax tf",
         "runtime",
@@ -119,7 +121,7 @@ ALLOWED = [
     ("tf", "training.Trainer._gradient", "adds parameter random_bits", "its dropout is given numbers, not a generator"),
     *(
         ("tf", "parallel", f"adds definition {name}", "a function of a step is traced as a strategy runs it")
-        for name in ("check_copies", "spread_rows", "random_bits", "traced", "summed", "first_alone")
+        for name in ("check_copies", "spread_rows", "random_bits", "summed", "first_alone")
     ),
     ("tf", "layers", "adds definition own_rows", "Keras' dropout draws by itself; it is told what for"),
     ("tf", "layers.Dropout.__call__", "*", KERAS),
