@@ -108,11 +108,24 @@ def seen_scores(monkeypatch, attention):
     return shapes
 
 
+def in_blocks_of(port, monkeypatch=None, queries=None):
+    """Return the fast attention of a port, with another number of queries in a block."""
+    if port.name == "jax":
+        module = port.package.attention
+        attend = module.scaled_dot_product_attention
+    else:
+        module = port.package.fast
+        attend = module.attend_by_blocks
+    if queries is not None:
+        monkeypatch.setattr(module, "QUERY_BLOCK", queries)
+    return attend
+
+
 def context_and_gradients(name, attention, arrays, mask, **given):
     """Return the context of a port's attention, compiled where that is quick, and its gradient at query, key, value."""
 
     def attend(*arrays):
-        return attention.scaled_dot_product_attention(*arrays, mask, **given)
+        return attention(*arrays, mask, **given)
 
     if name == "jax":
         import jax
@@ -143,9 +156,8 @@ def context_and_gradients(name, attention, arrays, mask, **given):
 @pytest.mark.only("jax", "tf")  # PyTorch's own kernel holds no scores
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_port_attends_in_blocks(port, shape, monkeypatch):
-    attention = port.package.attention
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
-    shapes = seen_scores(monkeypatch, attention)
+    attention = in_blocks_of(port, monkeypatch, 4)
+    shapes = seen_scores(monkeypatch, port.package.attention)
     arrays = random(2, 3, 9, 5), random(2, 3, 7, 5, seed=1), random(2, 3, 7, 6, seed=2)
     mask = masks(2, 3, 9, 7)[shape]
     in_blocks = context_and_gradients(port.name, attention, arrays, mask)
@@ -161,9 +173,8 @@ def test_a_port_attends_in_blocks(port, shape, monkeypatch):
 def test_dropout_draws_for_all_weights_at_once(port, monkeypatch):
     config = tiny_config("marian", dropout=ref.DropoutRates(attention=0.4))
     model = port.package.Transformer.from_weights(config, random_weights(config))
-    attention = port.package.attention
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
-    shapes = seen_scores(monkeypatch, attention)
+    in_blocks_of(port, monkeypatch, 4)
+    shapes = seen_scores(monkeypatch, port.package.attention)
     block, x = model.encoder.layers[0].self_attention, random(2, 9, config.d_model).astype("float32")
     if port.name == "jax":
         import jax.numpy as jnp
@@ -186,13 +197,13 @@ def test_dropout_draws_for_all_weights_at_once(port, monkeypatch):
 def test_jax_needs_memory_for_a_block_only(port, passes):
     import jax
 
-    attention, length = port.package.attention, 1024
+    attention, length = in_blocks_of(port), 1024
     shape = jax.ShapeDtypeStruct((1, 4, length, 8), "float32")
     mask = jax.ShapeDtypeStruct((1, 1, 1, length), "bool")
 
     def needed(**given):
         def total(arrays, mask):
-            return (attention.scaled_dot_product_attention(*arrays, mask, **given) ** 2).sum()
+            return (attention(*arrays, mask, **given) ** 2).sum()
 
         function = total if passes == "forward" else jax.grad(total)
         return jax.jit(function).lower((shape, shape, shape), mask).compile().memory_analysis().temp_size_in_bytes
@@ -207,12 +218,12 @@ def test_jax_needs_memory_for_a_block_only(port, passes):
 def test_tf_compiles_no_array_of_all_scores(port):
     import tensorflow as tf
 
-    attention, length = port.package.attention, 640
+    attention, length = in_blocks_of(port), 640
     inputs = [tf.zeros([1, 2, length, 8])] * 3
 
     def program(**given):
         def attend(*inputs):
-            return attention.scaled_dot_product_attention(*inputs, **given)
+            return attention(*inputs, **given)
 
         compiled = tf.function(attend, autograph=False, jit_compile=True)
         return compiled.experimental_get_compiler_ir(*inputs)(stage="optimized_hlo")

@@ -41,12 +41,12 @@ def padded(
 
 def call_traced(function: Callable[..., Any], model: Transformer, *args: Any, **constants: Any) -> Any:
     """Call a function of a model, traced once for tensors and numbers of all sizes, and again for other constants."""
-    return _call(function, model, args, constants, by_xla=False)
+    return _call(function, model, args, constants, False)
 
 
 def call_compiled(function: Callable[..., Any], model: Transformer, *args: Any, **constants: Any) -> Any:
     """Do what ``call_traced`` does, and let XLA compile the function for each shape."""
-    return _call(function, model, args, constants, by_xla=True)
+    return _call(function, model, args, constants, True)
 
 
 def _call(function, model, args, constants, by_xla):
