@@ -253,10 +253,16 @@ def test_every_piece_is_the_code_in_the_file(package):
         assert [type(node) for node in whole.body] == [type(node) for node in module.tree.body[1:]]
 
 
+def on_terminal(capsys, monkeypatch, width, *arguments):
+    """Return what `parity source` prints on a terminal of some width, without colours and styles."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    return re.sub(r"\x1b\[[0-9;]*m", "", parity(capsys, "source", *arguments)[1])
+
+
 @pytest.mark.parametrize(("width", "columns"), [(60, 1), (119, 1), (120, 2), (130, 2), (200, 2), (240, 4)])
-def test_source_stands_side_by_side_where_there_is_room(capsys, width, columns):
-    out = parity(capsys, "source", "split_heads", "--width", width)[1]
-    assert "\x1b" not in out
+def test_source_stands_side_by_side_where_there_is_room(capsys, monkeypatch, width, columns):
+    out = on_terminal(capsys, monkeypatch, width, "split_heads")
     assert max(map(len, out.splitlines())) == width
     titles = [[package for package in PACKAGES if f"{package}/attention.py:" in line] for line in out.splitlines()]
     assert [row for row in titles if row] == [PACKAGES[i : i + columns] for i in range(0, 4, columns)]
@@ -320,22 +326,23 @@ def test_marks_survive_folding(width, name):
 
 def test_source_marks_without_colours(capsys, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    out = parity(capsys, "source", "LayerNorm", "--backends", "numpy,torch", "--width", 120)[1]
+    out = on_terminal(capsys, monkeypatch, 120, "LayerNorm", "--backends", "numpy,torch")
     marked = [line for line in out.splitlines() if "│ > " in line]
     assert marked
     for half in (slice(60), slice(60, None)):  # the reference too
         assert any("│ > " in line[half] for line in marked)
     assert " tokens, 103 added, 37 missing " in out
     assert "columns need" not in out
-    narrow = parity(capsys, "source", "LayerNorm", "--width", 120)[1]
+    narrow = on_terminal(capsys, monkeypatch, 120, "LayerNorm")
     assert narrow.endswith("4 columns need 240 characters; this is laid out for 120\n")
 
 
 def test_source_has_colors_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[94" in parity(capsys, "source", "split_heads")[1]
-    assert "\x1b[94" not in parity(capsys, "source", "split_heads", "--no-color")[1]
-    assert "\x1b[7m" in parity(capsys, "source", "split_heads", "--no-color")[1]  # reversed: no colour
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[94" not in parity(capsys, "source", "split_heads")[1]
+    assert "\x1b[7m" in parity(capsys, "source", "split_heads")[1]  # reversed: no colour
 
 
 @pytest.mark.parametrize("width", [8, 20, 56])
@@ -378,7 +385,7 @@ def test_show_writes_png_and_svg(capsys, tmp_path):
         again.append((folder / name).read_bytes())
     assert ElementTree.fromstring(again[0]).tag == "{http://www.w3.org/2000/svg}svg"
     assert again[0] == again[1]
-    chinese = ("attention", "--preset", "paper_base", "--source", "你好 $1 $2", "--out", folder, "--format", "svg")
+    chinese = ("attention", "--preset", "paper_base", "--source", "你好 $1 $2", "--out", folder / "attention.svg")
     chinese += ("--backends", "numpy")
     note = "note: the font lacks some of the characters; boxes stand for them\n"
     assert parity(capsys, "show", *chinese) == (0, f"wrote {folder / 'attention.svg'}\n", note)
@@ -397,7 +404,7 @@ def test_a_failed_write_leaves_the_old_picture(capsys, tmp_path, monkeypatch):
 
 
 def test_positions_are_those_of_the_presets():
-    paper, fairseq, _ = draw("positions", "--preset", "paper_base,fairseq", "--length", 12, "--d-model", 8).axes
+    paper, fairseq, _ = draw("positions", "--preset", "paper_base,fairseq", "--size", "12x8").axes
     np.testing.assert_array_equal(paper.images[0].get_array(), ref.sinusoidal_encoding(12, 8))
     shifted = ref.sinusoidal_encoding(12, 8, "split", "m_minus_1", 2)
     np.testing.assert_array_equal(fairseq.images[0].get_array(), shifted)
@@ -498,17 +505,15 @@ def test_agreement_names_the_two_that_differ_the_most():
     ("command", "message"),
     [
         ("info --vocab 2", "--vocab 2: eos_id must be below the vocabulary size 2"),
-        ("source Linear --width 10", "--width must be at least 60: got 10"),
         ("source Linear --backends mxnet", "unknown mxnet: choose from numpy, torch, jax, tf"),
         (
             "source transformer_backward --backends tf",
             "transformer_backward is not in transformer_tf, but in reference_numpy",
         ),
         ("show positions --preset paper_learned", "paper_learned learns its positions"),
-        ("show positions --length 0", "--length must be at least 1: got 0"),
-        ("show positions --d-model 7", "need an even d_model: got 7"),
+        ("show positions --size 0x64", "must be a positive integer: got '0'"),
+        ("show positions --size 50x7", "need an even d_model: got 7"),
         ("show masks --out x.pdf", "--out must be a folder or end in .png or .svg: got x.pdf"),
-        ("show masks --out x.svg --format png", "--out x.svg and --format png contradict each other"),
         ("show masks --out some_file/x.png", "some_file"),
         ("show attention --backends numpy,jax", "jax is not installed: pip install 'transformer-parity[cli,jax]'"),
         ("show attention --backends numpy --layer 2", "--layer must be 0 to 1 in this model: got 2"),
@@ -530,13 +535,13 @@ def test_wrong_usage_exits_with_3(capsys, tmp_path, monkeypatch, command, messag
 
 
 ABSURD = {
-    "bench forward --layers 100000": "100000+100000 layers",
+    "bench forward --scale depth=100000": "100000+100000 layers",
     "bench train --batch 1000000000": "1000000000 sentences",
     "bench decode --target 1000000000000 --backends numpy": "1000000000000 tokens",
     "bench forward --scale depth=1,1000000000 --backends numpy": "1000000000+1000000000 layers",
-    "show positions --length 1000000000000": "a picture of 1,000,000,000,000 by 64",
-    "show positions --d-model 1000000000000": "a picture of 50 by 1,000,000,000,000",
-    "train --task dates --set num_encoder_layers=1000000000 --backends numpy": "training 132,",
+    "show positions --size 1000000000000x64": "a picture of 1,000,000,000,000 by 64",
+    "show positions --size 50x1000000000000": "a picture of 50 by 1,000,000,000,000",
+    "train --task dates --set num_encoder_layers=1000000000 --backends numpy": "training 131,",
     "train --task dates --set d_ff=1000000000000 --backends numpy": "training ",
     "train --task dates --set tokens_per_batch=1000000000000 --backends numpy": "a batch of 1,000,000,000,000 tokens",
 }

@@ -71,7 +71,7 @@ def test_help_fits_a_page_and_names_what_it_ends_with(name, capsys, monkeypatch)
         assert f"  parity {name}" in out  # an example
 
 
-@pytest.mark.parametrize("name", ["golden", "compare", "explore", "init-port", "evaluate", "bench", "curve"])
+@pytest.mark.parametrize("name", ["golden", "compare", "explore", "init-port", "evaluate", "bench"])
 def test_what_is_required_leads_to_examples(name, capsys):
     code, _, err = parity(capsys, name)
     assert code == 3
@@ -119,7 +119,7 @@ def test_what_is_named_runs_without_a_framework(capsys, only, tmp_path, monkeypa
         "check --backends torch",
         "selftest",
         "bench forward --backends jax",
-        "bench import --backends tf",
+        "bench train --backends tf",
         "translate --text x --compare",
         "translate --text x --backend torch",
         f"evaluate {SHIPPED} --task dates --backend tf",

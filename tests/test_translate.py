@@ -16,13 +16,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tiers
-from matplotlib.image import imread
 from test_decoding import twins
 from test_search import lively
 
 import reference_numpy as ref
-from transformer_parity.apps.figures import attention
-from transformer_parity.apps.translate import picture as pictures
 from transformer_parity.apps.translate import translator
 from transformer_parity.apps.translate.agreement import Comparison
 from transformer_parity.apps.translate.lines import Hypothesis, Line
@@ -70,7 +67,8 @@ def parity(capfd, model, lines, *options, file=None):
     """Translate lines, and return the exit code, what was written and what was said."""
     path = file or model.with_name("lines")
     path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
-    usual = ["--dtype", "float64", "--max-length", str(min(LIMIT, read_trained(model).config.max_positions or LIMIT))]
+    limit = min(LIMIT, read_trained(model).config.max_positions or LIMIT)
+    usual = ["--dtype", "float64", "--search", f"max_length={limit}"]
     code = main(["translate", "--weights", str(model), *usual, *map(str, options), str(path)])
     captured = capfd.readouterr()
     return code, captured.out.split("\n")[:-1], captured.err
@@ -183,12 +181,12 @@ def test_a_translation_is_one_line(tmp_path, capfd):
 def test_scores_and_hypotheses(model, capfd):
     lines = [*random_lines(9, seed=2), ""]
     plain = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3)[1]
-    scored = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--scores")[1]
-    assert [line.split("\t")[1] for line in scored] == plain
+    scored = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 1)[1]
+    assert [line.split("\t")[2] for line in scored] == plain
     many = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 2)[1]
     assert len(many) == 2 * len(lines)
     assert [line.split("\t")[0] for line in many] == [str(n) for n in range(1, 11) for _ in range(2)]
-    assert [line.partition("\t")[2] for line in many[::2]] == scored
+    assert many[::2] == scored
     assert many[-2:] == ["10\t-inf\t", "10\t-inf\t"]
     for best, second in zip(many[:-2:2], many[1:-2:2], strict=True):
         assert best.split("\t")[1:] != second.split("\t")[1:]
@@ -200,7 +198,7 @@ def test_scores_and_hypotheses(model, capfd):
 def test_json_has_it_all(model, capfd):
     lines = [*random_lines(5, seed=3), "", " Ä\t? "]
     code, found, _ = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 3, "--json")
-    plain = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--scores")[1]
+    plain = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 1)[1]
     found = [json.loads(line) for line in found]
     assert code == 0
     assert [(answer["line"], answer["source"]) for answer in found] == list(enumerate(lines, 1))
@@ -209,7 +207,7 @@ def test_json_has_it_all(model, capfd):
     for answer, line in zip(found, plain, strict=True):
         assert len(answer["hypotheses"]) == (3 if answer["source"] else 0)
         for best in answer["hypotheses"][:1]:
-            assert f"{best['score']:.4f}\t{best['text']}" == line
+            assert f"{answer['line']}\t{best['score']:.4f}\t{best['text']}" == line
         for said in answer["hypotheses"]:
             assert said["text"] == vocabulary.text(said["ids"])
             assert said["text"] == spelled(said["pieces"])
@@ -241,9 +239,9 @@ def test_a_line_of_a_million_characters_is_left_empty_at_once(model, capfd):
     code, found, said = parity(capfd, model, ["abc", 1_000_000 * "a", "de"], "--backend", "numpy")
     assert (code, found) == (3, [*one_by_one(model, ["abc"]), "", *one_by_one(model, ["de"])])
     assert said == "parity translate: line 2 is left empty: it is 1,000,001 tokens long, and may have at most 4,096\n"
-    code, found, said = parity(capfd, model, ["abc"], "--backend", "numpy", "--max-length", 10**9)
+    code, found, said = parity(capfd, model, ["abc"], "--backend", "numpy", "--search", f"max_length={10**9}")
     assert (code, found) == (3, [])
-    assert said.endswith("--max-length must be at most 4,096 with this model: got 1,000,000,000\n")
+    assert said.endswith("max_length must be at most 4,096 with this model: got 1,000,000,000\n")
 
 
 def test_a_closed_standard_input_is_refused(model, capfd, monkeypatch):
@@ -275,7 +273,7 @@ def test_a_text_forges_no_line_of_a_comparison():
 
 def start(model, *options, **streams):
     """Start the command in a process of its own, which is killed if it hangs."""
-    options = ["--weights", model, "--backend", "numpy", "--max-length", LIMIT, *options]
+    options = ["--weights", model, "--backend", "numpy", "--search", f"max_length={LIMIT}", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
     process = subprocess.Popen([*COMMAND, *map(str, options)], env=environment, **streams)
@@ -450,47 +448,6 @@ def test_what_was_not_compared_is_no_agreement(model, short, capfd, port):
     assert "line 2 is left empty" in said
 
 
-# --- The picture ---
-
-
-@pytest.mark.extended("pictures", "jax", "tf")
-def test_the_picture_shows_what_each_token_attends_to(model, tmp_path, capfd, monkeypatch, backend):
-    drawn = []
-    draw = pictures.draw_heads
-    monkeypatch.setattr(pictures, "draw_heads", lambda *given: drawn.append(given) or draw(*given))
-    picture = tmp_path / "picture.png"
-    lines = ["", "abcde", "fghi"]
-    code, found, said = parity(capfd, model, lines, "--backend", backend.name, "--attention", picture)
-    assert (code, len(found), said) == (0, 3, "")
-    image = imread(picture)[..., :3]
-    assert (image < 0.5).any(-1).mean() > 0.01
-    ((heads, queries, keys, _),) = drawn
-    trained = read_trained(model)
-    config = trained.config
-    assert keys == [*"abcde", "</s>"]
-    assert spelled(queries) == found[1]
-    source_ids = np.array([trained.vocabulary.ids("abcde")])
-    loaded = ref.Transformer.from_weights(config, trained.weights, "float64")
-    said_ids = ref.greedy_search(loaded, source_ids).ids
-    seen = ref.Recorder("decoder.layers.2.cross_attention.weights")
-    loaded(source_ids, np.concatenate([[[config.bos_id]], said_ids[:, :-1]], 1), tap=seen)
-    np.testing.assert_allclose(heads, next(iter(seen.values()))[0], rtol=1e-10)
-    assert heads.shape == (config.num_heads, len(queries), len(keys))
-
-
-def test_all_panels_are_drawn_on_one_scale():
-    heads = np.random.default_rng(0).random((9, 4, 30))
-    figure = attention.draw_heads(heads, list("abcd"), list("x" * 30), "title")
-    panels = [axes for axes in figure.axes if axes.get_title()]
-    assert [axes.get_title() for axes in panels] == ["mean of the heads", *(f"head {n}" for n in range(9))]
-    images = [axes.images[0] for axes in panels]
-    assert {image.get_clim() for image in images} == {(0, heads.max())}
-    np.testing.assert_array_equal(images[0].get_array(), heads.mean(0))
-    np.testing.assert_array_equal(images[9].get_array(), heads[8])
-    size = attention.draw_heads(np.ones((1, 500, 300)), ["q"] * 500, ["k"] * 300, "title").get_size_inches()
-    assert max(size) < 90
-
-
 # --- What cannot work ---
 
 REFUSED = {
@@ -507,17 +464,22 @@ REFUSED = {
     "one to compare": (["--compare", "--backend", "numpy"], "two backends, such as --backends numpy,torch; without"),
     "one framework to compare": (["--compare", "--backend", "jax"], "such as --backends jax,numpy; without"),
     "compared in bfloat16": (["--compare", "--dtype", "bfloat16"], "leave out bfloat16 and fast"),
-    "scores of a comparison": (["--compare", "--scores", "--attention", "x.png"], "leave out --scores, --attention"),
+    "scores of a comparison": (["--compare", "--nbest", "1"], "leave out --nbest"),
     "n-best without a beam": (["--nbest", "2"], "--nbest 2 needs a beam that is as wide"),
     "n-best beyond the beam": (["--nbest", "5", "--beam", "4"], "add --beam 5"),
-    "a penalty without a beam": (["--length-penalty", "1"], "--length-penalty is about beam search"),
-    "a negative penalty": (["--beam", "2", "--length-penalty", "-1"], "must be a number of at least 0: got '-1'"),
-    "a picture of another kind": (["--attention", "x.gif"], "--attention must end in .png or .svg: got x.gif"),
+    "a penalty without a beam": (["--search", "length_penalty=1"], "length_penalty is about beam search"),
+    "a negative penalty": (
+        ["--beam", "2", "--search", "length_penalty=-1"],
+        "length_penalty must be at least 0: got -1",
+    ),
+    "no field of a search": (["--search", "beam_size=2"], "--search must name a field of at_limit, banned_ids, "),
+    "a program that is not known": (["--search", "rules=ours"], "rules must be one of paper, hf, fairseq, marian"),
+    "a word for a length": (["--search", "max_length=many"], "max_length must be an integer: got 'many'"),
+    "a field without a value": (["--search", "max_length"], "must be FIELD=VALUE"),
     "bfloat16 in numpy": (["--backend", "numpy", "--dtype", "bfloat16"], "dtype must be one of float64, float32"),
-    "nothing to draw": (["--backend", "numpy", "--attention", "{folder}/x.png", "{folder}/empty"], "nothing to draw"),
     "more than the positions": (
-        ["--weights", "{short}", "--max-length", "7"],
-        "--max-length must be at most 6 with this model: got 7",
+        ["--weights", "{short}", "--search", "max_length=7"],
+        "max_length must be at most 6 with this model: got 7",
     ),
 }
 
@@ -550,7 +512,7 @@ def test_a_text_that_breaks_off_is_translated_up_to_there(model, capfd, monkeypa
     """From a pipe, nobody can know beforehand."""
     text = "".join(f"{line}\n" for line in random_lines(16)).encode() + b"\xff\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-    assert main(["translate", "--weights", str(model), "--backend", "numpy", "--max-length", str(LIMIT)]) == 3
+    assert main(["translate", "--weights", str(model), "--backend", "numpy", "--search", f"max_length={LIMIT}"]) == 3
     captured = capfd.readouterr()
     assert captured.out.split("\n")[:-1] == one_by_one(model, random_lines(16))
     assert "line 17: " in captured.err
@@ -571,7 +533,7 @@ def test_evaluate_searches_with_a_beam(model, tmp_path, capfd):
     (tmp_path / "target").write_text("".join(f"{answer}\n" for answer in expected), "utf-8")
     text = ["--text", str(tmp_path / "source"), str(tmp_path / "target"), "--json", str(tmp_path / "json")]
     scores = {}
-    for asked in ((), ("--beam", "3", "--length-penalty", "2")):
+    for asked in ((), ("--beam", "3", "--search", "length_penalty=2")):
         assert main(["evaluate", str(model), "--backend", "numpy", *text, *asked]) == 0
         (found,) = json.loads((tmp_path / "json").read_text("utf-8"))
         scores[found["beam"]] = found["BLEU"]

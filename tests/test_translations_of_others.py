@@ -110,16 +110,18 @@ def test_what_is_asked_for_wins_over_what_the_file_says(opus, capfd):
     search = read_trained(model).search
     assert (search.beam_size, search.max_length, search.rules.stop) == (4, 15, "current")
     lines, said = TEXT[:12], [expected[:12]]
+    no_repeats = replace(search, rules=replace(search.rules, no_repeat_ngram_size=1))
     marian_rules = Search.preset("marian", beam_size=4, max_length=9, start_id=search.start_id)
     for asked, meant in (
-        (("--beam", 2, "--max-length", 6), replace(search, beam_size=2, max_length=6)),
-        (("--length-penalty", 3), replace(search, length_penalty=3.0)),
-        (("--rules", "marian", "--max-length", 9), marian_rules),
+        (("--beam", 2, "--search", "max_length=6"), replace(search, beam_size=2, max_length=6)),
+        (("--search", "length_penalty=3"), replace(search, length_penalty=3.0)),
+        (("--search", "rules=marian", "--search", "max_length=9"), marian_rules),
+        (("--search", "no_repeat_ngram_size=1"), no_repeats),
     ):
         code, found, _ = translate(capfd, model, lines, "--backend", "numpy", *asked)
         assert (code, found) == (0, by_reference(model, meant, lines))
         said.append(found)
-    assert len({tuple(found) for found in said}) == 4
+    assert len({tuple(found) for found in said}) == 5
     code, found, _ = translate(capfd, model, lines[:2], "--backend", "numpy", "--nbest", 3)
     assert (code, len(found)) == (0, 6)
 

@@ -85,7 +85,7 @@ def _check_task(options: argparse.Namespace) -> None:
 def _work(options: argparse.Namespace) -> Work:
     """Return the work that the options describe."""
     given = {name: getattr(options, name) for name in ("batch", "source", "target") if getattr(options, name)}
-    given |= {name: getattr(options, name) for name in ("layers", "dtype", "device")}
+    given |= {name: getattr(options, name) for name in ("dtype", "device")}
     if options.task == "forward":
         return ForwardWork(options.config, **given)
     if options.task == "decode":

@@ -129,8 +129,12 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
 def _add_work(parser: argparse.ArgumentParser) -> None:
     """Add the options of the work."""
     work = parser.add_argument_group("the work")
-    work.add_argument("--config", choices=SIZES, default=Work.size, help="size of the model (default: %(default)s)")
-    work.add_argument("--layers", type=positive, metavar="N", help="in each stack (default: as in --config)")
+    work.add_argument(
+        "--config",
+        choices=SIZES,
+        default=Work.size,
+        help="size of the model (default: %(default)s); --scale depth=N changes the layers of each stack",
+    )
     for name, what in (
         ("batch", "sentences"),
         ("source", "tokens of the longest source sentence"),

@@ -1,4 +1,4 @@
-"""``parity evaluate`` and ``parity curve``: loss and score of trained weights, and the curves of training."""
+"""``parity evaluate``: loss and score of trained weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from transformer_parity.apps.train import curves
 from transformer_parity.apps.train.evaluate import evaluate, held_out
-from transformer_parity.apps.train.log import CURVE, LOG, read_log
 from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.cli.options import (
     FALLBACK_HELP,
@@ -27,7 +25,7 @@ from transformer_parity.cli.options import (
 )
 from transformer_parity.cli.progress import PlainConsole, make_console
 from transformer_parity.engine.system.environment import quiet_frameworks
-from transformer_parity.engine.system.errors import UsageError, printable, refusals
+from transformer_parity.engine.system.errors import printable, refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 
 EXAMPLES = """\
@@ -103,42 +101,3 @@ def _print(results: list[dict[str, Any]]) -> None:
             f"{result['seconds']:.0f} s",
         )
     make_console().print(table)
-
-
-def add_parser_curve(commands: Any) -> None:
-    """Describe the options."""
-    parser = commands.add_parser(
-        "curve",
-        description="Draw training loss, held-out loss and score of several runs, one backend each, into one picture.",
-        epilog="example:\n  parity curve runs/dates-torch runs/dates-jax runs/dates-tf --out dates.png",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders that `parity train` wrote")
-    parser.add_argument("--out", type=Path, default=Path(CURVE), metavar="FILE", help=f"png or svg (default: {CURVE})")
-    parser.set_defaults(run=run_curve)
-
-
-def run_curve(options: argparse.Namespace) -> int:
-    """Draw, and return the exit code."""
-    if missing := [str(folder) for folder in options.runs if not (folder / LOG).is_file()]:
-        raise UsageError(f"no {LOG} in {', '.join(missing)}")
-    if options.out.suffix not in (".png", ".svg"):
-        raise UsageError(f"--out must end in .png or .svg: got {options.out}")
-    check_writable(options.out)
-    with refusals(OSError):
-        logs = [read_log(folder) for folder in options.runs]
-        for folder, log in zip(options.runs, logs, strict=True):
-            kinds = {event["event"] for event in log}
-            if lacking := [f"no {kind}" for kind in ("start", "step") if kind not in kinds]:
-                got = " and ".join(lacking)
-                raise UsageError(f"{folder / LOG} must hold the start of a run and a step: got {got}")
-        backends = [name for log in logs for name in curves.losses(log)[1]]
-        if len(logs) > 1 and len(set(backends)) < len(backends):
-            raise UsageError(f"one run a backend: got {', '.join(backends)}")
-        events = [event for log in logs for event in log]
-        tasks = {event["task"] for event in events if event["event"] == "start"}
-        if len(tasks) > 1:
-            raise UsageError(f"runs of one task can share a picture: got {', '.join(sorted(tasks))}")
-        curves.draw(events, options.out)
-    print(options.out)
-    return 0

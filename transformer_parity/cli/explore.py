@@ -18,7 +18,6 @@ from transformer_parity.engine.system.files import check_writable
 from transformer_parity.transformer.explore.page import write_page
 from transformer_parity.transformer.explore.recording import Recording, record
 from transformer_parity.transformer.explore.view import view
-from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.sentences.vocabulary import pad
@@ -93,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         if not options.source.strip():
             raise UsageError("SOURCE must not be blank")
         source_ids = pad([trained.vocabulary.ids(options.source)], trained.config)
-        target_ids, said = _target(options.target, trained, source_ids)
+        target_ids, said = _target(options.target, trained, options.source)
     with quiet_frameworks() as terminal, Progress(["explore"], len(ports) + 1, terminal) as progress:
 
         def advance(name: str) -> None:
@@ -144,15 +143,13 @@ def _ports(options: argparse.Namespace, console: PlainConsole) -> list[Any]:
     return [PORTS[name] for name in backends] + [PluginPort(name) for name in dict.fromkeys(options.port)]
 
 
-def _target(text: str | None, trained: Trained, source_ids: ndarray) -> tuple[ndarray, str]:
+def _target(text: str | None, trained: Trained, source: str) -> tuple[ndarray, str]:
     """Return what the decoder reads, and how it is written: as given, or as the reference translates the source."""
     vocabulary, config = trained.vocabulary, trained.config
     start = config.bos_id if vocabulary.start_id is None else vocabulary.start_id
     if text is not None:
         ids = vocabulary.target_ids(text)
     else:
-        model = PORTS["numpy"].load(config, trained.weights, Placement("float32"))
-        found = model.search(source_ids, trained.search).nbest_ids[0, 0]
-        ids = [int(token) for token in found if token != config.pad_id]
+        ids = trained.translation(source)
         text = vocabulary.text(ids)
     return pad([[start, *ids[:-1]]], config), text

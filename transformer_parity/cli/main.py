@@ -30,7 +30,6 @@ COMMANDS = {
     "selftest": ("selftest", "add_parser", "plant every known mistake in every port: is it caught, located and named?"),
     "train": ("train", "add_parser", "train a model in any backend, go on in another, or several in lockstep"),
     "checkpoint": ("checkpoint", "add_parser", "join the folder of a run on several devices to one file, or split one"),
-    "curve": ("evaluate", "add_parser_curve", "draw the curves of several training runs in one picture"),
     "evaluate": ("evaluate", "add_parser", "measure the loss and the score of trained weights on held-out sentences"),
     "translate": ("translate", "add_parser", "translate lines of text in any backend, or compare the translations"),
     "import": ("import_checkpoint", "add_parser", "read a checkpoint of other software, and prove what was read"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from transformer_parity.transformer.ports.protocol import MissingFrameworkError
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.parallel_plan import Plan
 from transformer_spec.search import Search
-from transformer_spec.search_rules import SEARCH_PRESETS
+from transformer_spec.search_rules import SEARCH_PRESETS, SearchRules
 
 if TYPE_CHECKING:  # it reads checkpoints of every program, of which most commands need none
     from transformer_parity.apps.translate.trained import Trained
@@ -135,17 +135,15 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         help="beam search, keeping K hypotheses; the paper has 4 (default: as in the weight file, or else greedy)",
     )
     parser.add_argument(
-        "--length-penalty",
-        type=not_negative,
-        metavar="ALPHA",
-        help="with a beam: how much longer hypotheses are favoured; 0 not at all (default: as in the weight file, or "
-        "else 0.6, as in the paper)",
-    )
-    parser.add_argument(
-        "--rules",
-        choices=SEARCH_PRESETS,
-        help="search as another program does, with its own penalty and lengths: paper, hf (Hugging Face's generate), "
-        "fairseq or marian (default: as in the weight file, or else paper)",
+        "--search",
+        type=field,
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any other setting of the search, such as max_length=90, or length_penalty=1 with a beam (0: none). "
+        f"rules={'|'.join(SEARCH_PRESETS)} searches as that program does, with its own penalty and lengths; any field "
+        "of Search and of SearchRules may follow. May be repeated (default: as in the weight file, or else as in the "
+        "paper: length_penalty=0.6, and at most source length + 50 tokens)",
     )
 
 
@@ -179,35 +177,45 @@ def directed(trained: Trained, options: argparse.Namespace) -> Trained:
         raise UsageError(f"--from and --to: {error}") from error
 
 
-def search_options(
-    options: argparse.Namespace, usual: Search, max_length: int | None = None, nbest: int | None = None
-) -> Search:
+SEARCH_FIELDS = {entry.name for entry in dataclasses.fields(Search)} - {"beam_size", "num_hypotheses"}
+RULES_FIELDS = {entry.name for entry in dataclasses.fields(SearchRules)}
+
+
+def search_options(options: argparse.Namespace, usual: Search, nbest: int | None = None) -> Search:
     """Return the search that was asked for.
 
     Args:
         options: Those of ``add_search``.
-        usual: How to search where they say nothing.
-        max_length: The most tokens of a hypothesis, if that was asked for.
+        usual: The search if they are silent.
         nbest: How many hypotheses, if that was asked for.
 
     Raises:
-        UsageError: The options contradict each other.
+        TypeError: A field has the wrong type.
+        UsageError: The options contradict each other, or name no field.
+        ValueError: A field makes no sense.
     """
+    fields = dict(options.search)
+    if unknown := [name for name in fields if name not in SEARCH_FIELDS | RULES_FIELDS]:
+        known = ", ".join(sorted(SEARCH_FIELDS | RULES_FIELDS))
+        raise UsageError(f"--search must name a field of {known}: got {unknown[0]}")
     search = replace(usual, num_hypotheses=nbest or 1)
-    if options.rules is not None:
-        program, ids = Search.preset(options.rules), usual.rules
+    if "rules" in fields:
+        program, ids = Search.preset(fields.pop("rules")), usual.rules
         search = replace(
             program,
             **{name: getattr(search, name) for name in ("beam_size", "num_hypotheses", "start_id")},
             rules=replace(program.rules, forced_ids=ids.forced_ids, banned_ids=ids.banned_ids),
         )
-    asked = {"beam_size": options.beam, "length_penalty": options.length_penalty, "max_length": max_length}
-    search = replace(search, **{name: value for name, value in asked.items() if value is not None})
-    if search.beam_size is None and options.length_penalty is not None:
-        raise UsageError("--length-penalty is about beam search: add --beam 4")
-    if nbest is not None and nbest > (search.beam_size or 0):
+    rules = replace(search.rules, **{name: value for name, value in fields.items() if name in RULES_FIELDS})
+    fields = {name: value for name, value in fields.items() if name in SEARCH_FIELDS}
+    if options.beam is not None:
+        fields["beam_size"] = options.beam
+    beam_size = fields.get("beam_size", search.beam_size)
+    if nbest is not None and nbest > (beam_size or 1):
         raise UsageError(f"--nbest {nbest} needs a beam that is as wide: add --beam {max(nbest, 4)}")
-    return search
+    if beam_size is None and "length_penalty" in fields:
+        raise UsageError("--search length_penalty is about beam search: add --beam 4")
+    return replace(search, **fields, rules=rules)
 
 
 def field(text: str) -> tuple[str, Any]:
@@ -229,15 +237,4 @@ def positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer: got {text!r}")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """Return an argparse value: a number, zero or above."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0: got {text!r}")
     return value

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformer_parity.apps.figures.attention import TAPS, Asked, draw_attention
 from transformer_parity.apps.figures.positions import draw_masks, draw_positions
-from transformer_parity.cli.options import add_backends, one_or_more
-from transformer_parity.engine.style import FORMATS, STYLE, destination, write
+from transformer_parity.cli.options import add_backends, one_or_more, positive
+from transformer_parity.engine.style import STYLE, destination, write
 from transformer_parity.engine.system.errors import refusals
 from transformer_parity.engine.system.files import check_writable
 from transformer_parity.transformer.ports.registry import PORTS
@@ -26,6 +26,9 @@ examples:
   parity show attention --backends numpy,torch
   parity show attention --weights model.safetensors --which cross --layer 5 \\
       --source "The cat sleeps." --target "Die Katze schläft." --out cat.svg
+
+A model without a vocabulary, or with one for several languages, is run on subwords that are learned from the text
+that ships. `parity explore --from CODE --to CODE` shows the attention of such a model in its own tokens.
 """
 
 
@@ -49,8 +52,13 @@ def add_parser(commands: Any) -> None:
         metavar="NAME[,NAME]",
         help="conventions of layout, timescale and offset (default: paper_base,t2t_2017); `parity info` lists them",
     )
-    positions.add_argument("--length", type=int, default=50, metavar="N", help="positions (default: %(default)s)")
-    positions.add_argument("--d-model", type=int, default=64, metavar="N", help="channels (default: %(default)s)")
+    positions.add_argument(
+        "--size",
+        type=_size,
+        default=(50, 64),
+        metavar="LENGTHxCHANNELS",
+        help="positions by channels of the model (default: 50x64)",
+    )
     positions.set_defaults(run=run, picture="positions", draw=_positions)
 
     say = "which query may attend to which key, for a padded sentence pair"
@@ -76,9 +84,9 @@ def add_parser(commands: Any) -> None:
     attention.add_argument(
         "--source", metavar="TEXT", help="the sentence that is read (default: a date, or a line of the text that ships)"
     )
-    attention.add_argument("--target", metavar="TEXT", help="the sentence that is written (default: its translation)")
-    files, learn = ("SOURCE", "TARGET"), "line-aligned files to learn subwords from (default: the text that ships)"
-    attention.add_argument("--text", type=Path, nargs=2, metavar=files, help=learn)
+    attention.add_argument(
+        "--target", metavar="TEXT", help="the sentence that is written (default: the model's translation)"
+    )
     attention.add_argument("--which", choices=TAPS, default="cross", help="which attention (default: %(default)s)")
     attention.add_argument("--layer", type=int, default=0, metavar="N", help="counted from 0 (default: %(default)s)")
     attention.add_argument(
@@ -88,15 +96,21 @@ def add_parser(commands: Any) -> None:
 
     for picture in (positions, masks, attention):
         picture.add_argument(
-            "--out", default=".", metavar="FILE|FOLDER", help="a .png or .svg file, or a folder (default: this one)"
-        )
-        picture.add_argument(
-            "--format", choices=FORMATS, help="of the picture (default: that of the name of the file, or png)"
+            "--out",
+            default=".",
+            metavar="FILE|FOLDER",
+            help="a .png or .svg file, or a folder for a .png file (default: this one)",
         )
 
 
 def _positions(options: argparse.Namespace) -> Figure:
-    return draw_positions(options.preset, options.length, options.d_model)
+    return draw_positions(options.preset, *options.size)
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Return an argparse value: two positive integers."""
+    length, _, channels = text.partition("x")
+    return positive(length), positive(channels)
 
 
 def _attention(options: argparse.Namespace) -> Figure:
@@ -109,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
     """Draw one picture, print where it is, and return the exit code."""
     import matplotlib
 
-    path = destination(options.out, options.format, options.picture)
+    path = destination(options.out, options.picture)
     if path.parent.is_dir():  # any other is made
         check_writable(path)
     with refusals(ImportError, OSError, RuntimeError, ValueError), matplotlib.rc_context(STYLE):

@@ -46,6 +46,8 @@ examples:
   parity source attention                      a whole module
   parity source LayerNorm --backends torch,tf --docstrings
   parity source EncoderLayer | less            plain Python in a pipe
+  NO_COLOR=1 parity source EncoderLayer        without colours
+  FORCE_COLOR=1 COLUMNS=120 parity source EncoderLayer > code.txt    a file laid out as a terminal of 120 characters
 """
 
 
@@ -78,15 +80,11 @@ def add_parser(commands: Any) -> None:
         default=False,
         help="keep the docstrings in the code (default: their first paragraph stands once above it)",
     )
-    parser.add_argument("--width", type=int, metavar="N", help="lay out for N characters (default: the terminal's)")
-    parser.add_argument("--no-color", action="store_true", help="print without colours")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the pieces and return the exit code."""
-    if options.width is not None and options.width < COLUMN:
-        raise UsageError(f"--width must be at least {COLUMN}: got {options.width}")
     packages = [Package(port.package) for port in PORTS.values()]
     if options.name is None:
         print(list_names(packages))
@@ -100,9 +98,9 @@ def run(options: argparse.Namespace) -> int:
     reference = pieces[REFERENCE]
     base = next(iter(found)) if reference is None else REFERENCE
     shown = list(_compared(found, base, (reference or found[base]).code))
-    console = PlainConsole(width=options.width, no_color=options.no_color or None)
+    console = PlainConsole()
     summary = "" if options.docstrings else next(iter(found.values())).summary
-    if console.is_terminal or options.width is not None:
+    if console.is_terminal:
         _print_panels(console, options.name, summary, shown, absent)
     else:
         _print_plain(options.name, summary, shown, absent)

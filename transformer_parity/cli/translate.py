@@ -17,8 +17,7 @@ from typing import Any, BinaryIO, TextIO
 from transformer_parity.apps.text.dates import SHIPPED
 from transformer_parity.apps.translate.agreement import Comparison, scorers
 from transformer_parity.apps.translate.lines import Line, Translation
-from transformer_parity.apps.translate.picture import draw_translation
-from transformer_parity.apps.translate.report import Form, Tally, answers, differences
+from transformer_parity.apps.translate.report import Tally, answers, differences
 from transformer_parity.apps.translate.trained import Trained, read_trained
 from transformer_parity.apps.translate.translator import WINDOW, Translator
 from transformer_parity.cli.options import (
@@ -35,10 +34,8 @@ from transformer_parity.cli.options import (
     search_options,
 )
 from transformer_parity.cli.progress import Progress
-from transformer_parity.engine.style import FORMATS
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, printable, refusals
-from transformer_parity.engine.system.files import check_writable
 from transformer_parity.engine.system.interrupts import ctrl_c_waits
 from transformer_parity.engine.tolerances import EPS
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
@@ -56,14 +53,15 @@ examples:
   echo "A dog runs." | parity translate --weights model.safetensors --backend jax
   parity translate --weights model.safetensors --beam 4 test.en               as in the paper
   parity translate --weights model.safetensors --beam 4 --nbest 4 test.en     every hypothesis that was kept
+  parity translate --weights model.safetensors --search rules=fairseq --search max_length=90 --beam 5 test.en
   parity translate --weights nllb.safetensors --from eng_Latn --to deu_Latn test.en
   parity translate --weights model.safetensors --compare --beam 4 test.en     do all backends translate alike?
-  echo "A dog runs." | parity translate --weights model.safetensors --attention dog.png
+  parity show attention --weights model.safetensors --source "A dog runs." --out dog.png    the attention of a
+                                                                               translation
 
 input: one sentence a line, UTF-8 (a file may be gzipped). As many lines come out, in the same order:
   by default   the translation
-  --scores     score<TAB>translation
-  --nbest N    line number<TAB>score<TAB>translation, N lines for each line of the input, best first
+  --nbest N    line number<TAB>score<TAB>translation, N lines for each line of the input, best first; N may be 1
   --json       one object a line: line, source, hypotheses (each with text, score, pieces, ids)
 A score is the log-probability in nats; with --beam, over the length penalty. It is -inf where there is no hypothesis.
 A blank line yields an empty line. So does a line that is too long (for the model's learned positions, or over 4,096
@@ -98,24 +96,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the text (default: standard input)")
     add_backends(parser, None, f"{FALLBACK_HELP}; with --compare all four")
     add_search(parser)
-    parser.add_argument(
-        "--max-length",
-        type=positive,
-        metavar="N",
-        help="tokens of a translation (default: as in the weight file, or else source length + 50)",
-    )
     add_languages(parser)
     what = parser.add_argument_group("output")
-    what.add_argument("--scores", action="store_true", help="put its score before each translation")
-    what.add_argument("--nbest", type=positive, metavar="N", help="the N best hypotheses of --beam, with their scores")
+    what.add_argument(
+        "--nbest", type=positive, metavar="N", help="the N best hypotheses, with their scores; above 1 with --beam"
+    )
     what.add_argument("--json", action="store_true", help="one JSON object a line")
     what.add_argument("--compare", action="store_true", help="print where backends differ, and why; no translations")
-    what.add_argument(
-        "--attention",
-        type=Path,
-        metavar="FILE",
-        help="also draw the cross-attention of the first translation: .png or .svg",
-    )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--dtype", choices=EPS, default="float32", help="of weights and computation (default: float32)"
@@ -127,15 +114,14 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Translate or compare, and return the exit code."""
     _check_options(options)
-    check_writable(options.attention)
     backends = options.backends or (list(PORTS) if options.compare else [installed_backend(COMMAND)])
     check_installed(backends, 2 if options.compare else 1)
     with refusals(OSError, TypeError, ValueError):
         trained = directed(read_trained(options.weights), options)
-        search = search_options(options, trained.search, options.max_length, options.nbest)
+        search = search_options(options, trained.search, options.nbest)
         trained = replace(trained, search=search)
-        if options.max_length and options.max_length > (most := most_tokens(trained.config)):
-            raise UsageError(f"--max-length must be at most {most:,} with this model: got {options.max_length:,}")
+        if "max_length" in dict(options.search) and search.max_length > (most := most_tokens(trained.config)):
+            raise UsageError(f"max_length must be at most {most:,} with this model: got {search.max_length:,}")
         total = _count_lines(options.file) if options.text is None else None
     output = _Output()
     try:
@@ -153,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
                     found = translator.compare(ports, scorers(trained, options.dtype), lines, show.advance)
                     return _compare(options, found, show, output)
                 (port,) = ports.values()
-                return _translate(options, trained, port, translator.translate(port, lines), show, output)
+                return _translate(options, translator.translate(port, lines), show, output)
     except KeyboardInterrupt:
         print(f"{COMMAND}: interrupted: {output}", file=sys.stderr)
         return INCOMPLETE
@@ -170,8 +156,6 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.file is not None and not os.path.exists(options.file):
         line = shlex.quote(str(options.file))
         raise UsageError(f"there is no file {options.file}; to translate the text itself, write --text {line}")
-    if options.attention and options.attention.suffix.lower().removeprefix(".") not in FORMATS:
-        raise UsageError(f"--attention must end in .png or .svg: got {options.attention}")
     if not options.compare:
         if options.backends and len(options.backends) > 1:
             raise UsageError("one backend translates: name one, or compare several with --compare")
@@ -182,8 +166,8 @@ def _check_options(options: argparse.Namespace) -> None:
         raise UsageError(
             f"--compare needs at least two backends, such as --backends {one},{other}; without --backends, all four"
         )
-    if given := [f"--{name}" for name in ("scores", "nbest", "attention") if getattr(options, name)]:
-        raise UsageError(f"--compare prints no translations: leave out {', '.join(given)}")
+    if options.nbest:
+        raise UsageError("--compare prints no translations: leave out --nbest")
     if options.dtype == "bfloat16" or options.precision == "fast":
         raise UsageError("--compare measures the rounding of float64 and float32 only: leave out bfloat16 and fast")
 
@@ -281,28 +265,14 @@ def _load(options: argparse.Namespace, trained: Trained, backends: Sequence[str]
     return loaded
 
 
-def _translate(
-    options: argparse.Namespace,
-    trained: Trained,
-    port: LoadedPort,
-    translations: Iterable[Translation],
-    show: _Show,
-    output: _Output,
-) -> int:
+def _translate(options: argparse.Namespace, translations: Iterable[Translation], show: _Show, output: _Output) -> int:
     """Write translations, and return the exit code."""
-    form = Form(options.json, options.nbest, options.scores)
-    to_draw = options.attention
     for translation in translations:
         if not translation.hypotheses:
             show.pass_over(translation.line)
         else:
             show.advance(show.backends[0], 1)
-            if to_draw:
-                draw_translation(port, trained, translation, to_draw)
-                to_draw = None
-        output.write(answers(translation, form))
-    if to_draw:
-        raise UsageError("no line was translated: there is nothing to draw")
+        output.write(answers(translation, options.nbest, as_json=options.json))
     return INCOMPLETE if show.left_empty else 0
 
 

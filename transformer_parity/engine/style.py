@@ -61,20 +61,18 @@ def page_colours() -> str:
     return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
-def destination(out: str, file_format: str | None, picture: str) -> Path:
+def destination(out: str, picture: str) -> Path:
     """Return the file to write: ``out``, or a file named after the picture if ``out`` is a folder.
 
     Raises:
-        UsageError: The name ends in no known format, or in another than ``file_format``.
+        UsageError: The name ends in no known format.
     """
     path = Path(out)
     kind = path.suffix.lower().removeprefix(".")
     if out.endswith(("/", os.sep)) or path.is_dir() or not kind:
-        return path / f"{picture}.{file_format or 'png'}"
+        return path / f"{picture}.png"
     if kind not in FORMATS:
         raise UsageError(f"--out must be a folder or end in .png or .svg: got {out}")
-    if file_format not in (None, kind):
-        raise UsageError(f"--out {out} and --format {file_format} contradict each other")
     return path
 
 

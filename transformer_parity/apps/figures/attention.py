@@ -16,6 +16,7 @@ from rich.console import Console
 import reference_numpy as ref
 from transformer_parity.apps.text.dates import SHIPPED
 from transformer_parity.apps.text.kinds import build_vocabulary
+from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.engine.style import MINUS, PLUS, ZERO, label
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError
@@ -54,13 +55,12 @@ class Asked:
     Attributes:
         backends: One row of heads for each.
         source: The source sentence; None is one of the model's kind.
-        target: The target sentence, likewise.
+        target: The target sentence, likewise; or the model's own translation of a source that is given.
         which: A key of ``TAPS``.
         layer: Counted from 0.
         dtype: That of the models.
         preset: The conventions of a small random model; None asks for none.
         weights: A weight file; without one, and without a preset, the model that ships.
-        text: Line-aligned files from which subwords are learned; None is the text that ships.
     """
 
     backends: Sequence[str] = ("numpy",)
@@ -71,7 +71,6 @@ class Asked:
     dtype: str = "float32"
     preset: str | None = None
     weights: Path | None = None
-    text: Sequence[Path] | None = None
 
 
 def draw_attention(asked: Asked) -> Figure:
@@ -136,30 +135,6 @@ def draw_attention(asked: Asked) -> Figure:
     return figure
 
 
-def draw_heads(heads: ndarray, queries: Sequence[str], keys: Sequence[str], title: str) -> Figure:
-    """Draw the mean of the heads and each of them, on one scale."""
-    from matplotlib.figure import Figure
-
-    panels = {"mean of the heads": heads.mean(0)} | {f"head {number}": head for number, head in enumerate(heads)}
-    width, height = (min(max(1.6, CELL * len(tokens)), 200 * CELL) for tokens in (keys, queries))
-    columns = min(len(panels), max(1, int(WIDEST / width)))
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(2.0 + columns * (width + 0.1), 1.8 + rows * (height + 0.3)), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for number, axes in enumerate(grid.flat):
-        if number >= len(panels):
-            axes.remove()
-    for number, ((name, weights), axes) in enumerate(zip(panels.items(), grid.flat, strict=False)):
-        image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=heads.max(), aspect="auto", interpolation="nearest")
-        axes.set_title(name, fontweight="bold" if number == 0 else "normal")
-        label(axes, queries if number % columns == 0 else [], keys if number + columns >= len(panels) else [])
-    figure.colorbar(image, ax=figure.axes, label="attention weight", aspect=4 * figure.get_figheight())
-    figure.suptitle(title, fontsize=11)
-    figure.supylabel("token of the translation", fontsize=9)
-    figure.supxlabel("token of the source that it attends to", fontsize=9)
-    return figure
-
-
 def attention_weights(
     config: TransformerConfig, weights: Arrays, inputs: Arrays, tap: str, ports: Sequence[PackagePort], dtype: str
 ) -> dict[str, ndarray]:
@@ -210,16 +185,28 @@ def agreement(seen: Arrays) -> str:
 
 
 def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
-    """Return what was asked for with its weights, and the sentences: a date where the model that ships is meant."""
-    ships = asked.weights is None and asked.preset is None and asked.text is None
+    """Return what was asked for with its weights, and the sentences: a date if the model that ships is meant."""
+    ships = asked.weights is None and asked.preset is None
     source, target = DATE if ships else (SOURCE, TARGET)
+    if asked.source and not asked.target and (ships or asked.weights is not None):
+        target = _own_translation(asked.source, asked.weights or SHIPPED) or target
     pair = asked.source or source, asked.target or target
     return (replace(asked, weights=SHIPPED) if ships else asked), pair
 
 
+def _own_translation(source: str, weights: Path) -> str | None:
+    """Return how the model of a weight file translates a sentence; None if the file lacks what that takes."""
+    config, _ = ref.load_weights(weights)
+    stored = ref.load_vocabulary(weights)
+    if stored is None or build_vocabulary(stored, config).needs_direction:
+        return None
+    trained = read_trained(weights)
+    return trained.vocabulary.text(trained.translation(source))
+
+
 def _model(asked: Asked) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
     """Return a config, weights, subwords, and the title of the model."""
-    lines = [line for pair in read_pairs(*(asked.text or ())) for line in pair]
+    lines = [line for pair in read_pairs() for line in pair]
     if asked.weights is None:
         preset = asked.preset or "paper_base"
         subwords = Subwords.train(lines)
@@ -228,10 +215,9 @@ def _model(asked: Asked) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
         title = f"a small random model, not trained, built as {preset}"
         return config, hard_weights(config), subwords.numbered(config), title
     config, weights = ref.load_weights(asked.weights)
-    stored = None if asked.text else ref.load_vocabulary(asked.weights)
+    stored = ref.load_vocabulary(asked.weights)
     if stored is not None and not (vocabulary := build_vocabulary(stored, config)).needs_direction:
         return config, weights, vocabulary, f"{asked.weights.name}, with its own vocabulary"
     size = min(config.source_vocab_size, config.target_vocab_size) - SPECIAL
     vocabulary = Subwords.train(lines, min(size, VOCAB_SIZE)).numbered(config)
-    text = "the text that ships" if asked.text is None else asked.text[0].name
-    return config, weights, vocabulary, f"{asked.weights.name}, with subwords learned from {text}"
+    return config, weights, vocabulary, f"{asked.weights.name}, with subwords learned from the text that ships"

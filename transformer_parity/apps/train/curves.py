@@ -1,7 +1,13 @@
-"""The curve of a training run as a picture, and as a table where several backends ran in lockstep."""
+"""The curve of a training run as a picture, and as a table if several backends ran in lockstep.
+
+    python -m transformer_parity.apps.train.curves runs/dates-torch runs/dates-jax --out dates.png
+
+draws the training loss, the held-out loss and the score of several runs, one backend each, in one picture.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +16,9 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from transformer_parity.engine.style import BACKENDS, GREY, OPEN_STYLE, write
+from transformer_parity.apps.train.log import CURVE, LOG, read_log
+from transformer_parity.engine.style import BACKENDS, FORMATS, GREY, OPEN_STYLE, write
+from transformer_parity.engine.system.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -119,3 +127,47 @@ def _smoothed(values: np.ndarray, width: int = 25) -> np.ndarray:
     width = min(width, len(values))
     padded = np.pad(values, (width // 2, width - 1 - width // 2), mode="edge")
     return np.convolve(padded, np.full(width, 1.0 / width), mode="valid")
+
+
+def read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the events of several runs that can share a picture.
+
+    Raises:
+        OSError: A log cannot be read.
+        UsageError: A folder holds no run, or a run has no step, or the runs differ in their task or share a backend.
+    """
+    if missing := [str(folder) for folder in folders if not (folder / LOG).is_file()]:
+        raise UsageError(f"no {LOG} in {', '.join(missing)}")
+    logs = [read_log(folder) for folder in folders]
+    for folder, log in zip(folders, logs, strict=True):
+        kinds = {event["event"] for event in log}
+        if lacking := [f"no {kind}" for kind in ("start", "step") if kind not in kinds]:
+            got = " and ".join(lacking)
+            raise UsageError(f"{folder / LOG} must hold the start of a run and a step: got {got}")
+    backends = [name for log in logs for name in losses(log)[1]]
+    if len(logs) > 1 and len(set(backends)) < len(backends):
+        raise UsageError(f"one run a backend: got {', '.join(backends)}")
+    events = [event for log in logs for event in log]
+    tasks = {event["task"] for event in events if event["event"] == "start"}
+    if len(tasks) > 1:
+        raise UsageError(f"runs of one task can share a picture: got {', '.join(sorted(tasks))}")
+    return events
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw the curves of several runs in one picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders that `parity train` wrote")
+    parser.add_argument("--out", type=Path, default=Path(CURVE), metavar="FILE", help=f"png or svg (default: {CURVE})")
+    options = parser.parse_args(arguments)
+    if options.out.suffix.removeprefix(".") not in FORMATS:
+        parser.error(f"--out must end in .png or .svg: got {options.out}")
+    try:
+        draw(read_runs(options.runs), options.out)
+    except (OSError, UsageError) as error:
+        parser.error(str(error))
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,32 +16,17 @@ from transformer_parity.transformer.stages.near_ties import summary
 from transformer_parity.transformer.stages.prefixes import Tokens
 
 
-@dataclass(frozen=True)
-class Form:
-    """What is written for a line.
-
-    Attributes:
-        as_json: One object.
-        nbest: So many hypotheses, numbered and scored.
-        scores: The score before the translation.
-    """
-
-    as_json: bool = False
-    nbest: int | None = None
-    scores: bool = False
-
-
-def answers(translation: Translation, form: Form) -> list[str]:
-    """Return the lines that answer one line."""
+def answers(translation: Translation, nbest: int | None = None, *, as_json: bool = False) -> list[str]:
+    """Return the lines that answer one line: the translation, or one object, or so many hypotheses with scores."""
     line, hypotheses = translation.line, list(translation.hypotheses)
-    if form.as_json:
+    if as_json:
         found = [vars(hypothesis) for hypothesis in hypotheses]
         return [_json({"line": line.number, "source": line.text, "hypotheses": found})]
+    if nbest is None:
+        return [translation.text]
     scored = [f"{hypothesis.score:.4f}\t{hypothesis.text}" for hypothesis in hypotheses]
-    scored += ["-inf\t"] * ((form.nbest or 1) - len(hypotheses))
-    if form.nbest:
-        return [f"{line.number}\t{answer}" for answer in scored]
-    return scored if form.scores else [translation.text]
+    scored += ["-inf\t"] * (nbest - len(hypotheses))
+    return [f"{line.number}\t{answer}" for answer in scored]
 
 
 def differences(found: Comparison, *, as_json: bool) -> list[str]:

@@ -10,7 +10,9 @@ from numpy import ndarray
 
 from transformer_parity.apps.checkpoints.importer import read_search, read_step
 from transformer_parity.apps.text.kinds import build_vocabulary
-from transformer_parity.transformer.sentences.vocabulary import Vocabulary
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.sentences.vocabulary import Vocabulary, pad
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import open_file, read_notes, read_vocabulary, read_weights
 from transformer_spec.search import Search
@@ -49,6 +51,12 @@ class Trained:
         if vocabulary.forced_ids:
             search = replace(search, rules=replace(search.rules, forced_ids=vocabulary.forced_ids))
         return replace(self, vocabulary=vocabulary, search=search)
+
+    def translation(self, source: str) -> list[int]:
+        """Return the ids of the translation of a sentence, as the NumPy reference searches it."""
+        model = PORTS["numpy"].load(self.config, self.weights, Placement("float32"))
+        found = model.search(pad([self.vocabulary.ids(source)], self.config), self.search).nbest_ids[0, 0]
+        return [int(token) for token in found if token != self.config.pad_id]
 
 
 def read_trained(path: Path) -> Trained:
