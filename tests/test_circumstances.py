@@ -69,7 +69,7 @@ RUNS = {
     "compare": ("compare {have}/truth {have}/mine --stage activations --json {out}/a.json", 0),
     "selftest": ("selftest --backends torch --part feed-forward --json {out}/a.json", 0),
     "train": (f"train --task dates --backend numpy --steps 2 {MODEL} --out {{out}}/run", 0),
-    "checkpoint": ("checkpoint join {have}/parts --out {out}/checkpoint.safetensors", 0),
+    "checkpoint": ("checkpoint {have}/parts --out {out}/checkpoint.safetensors", 0),
     "evaluate": ("evaluate {have}/model --text {have}/text {have}/text --backend numpy --json {out}/a.json", 0),
     "translate": ("translate --weights {have}/model --backend numpy --search max_length=9 {have}/text", 0),
     "import": ("import {have}/hf --out {out}/model.safetensors --backend numpy --json {out}/a.json", 0),
@@ -135,7 +135,7 @@ class Server:
             return
         (path,) = (self.have / "run").glob("checkpoint-*.safetensors")
         case = Case(self, "checkpoint")
-        case.arguments = ["checkpoint", "split", str(path), "--backend", "torch", "--out", str(self.have / "parts")]
+        case.arguments = ["checkpoint", str(path), "--backend", "torch", "--out", str(self.have / "parts")]
         assert case.end("plain") == 0, case.said
 
     def moments(self, command: str) -> int:

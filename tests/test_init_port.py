@@ -78,9 +78,10 @@ def test_skeleton_shows_every_method(folder):
 def test_a_file_that_exists_is_left_alone(folder, capsys):
     (folder / "my_port.py").write_text("mine")
     assert main(["init-port", "--framework", "other"]) == 3
-    assert "my_port.py exists: choose another name with --out, or write over it with --force" in capsys.readouterr().err
+    assert "my_port.py exists: choose a different name with --out, or remove the file" in capsys.readouterr().err
     assert (folder / "my_port.py").read_text() == "mine"
-    assert main(["init-port", "--framework", "other", "--force"]) == 0
+    (folder / "my_port.py").unlink()
+    assert main(["init-port", "--framework", "other"]) == 0
     assert "class MyPort(Port)" in (folder / "my_port.py").read_text()
 
 

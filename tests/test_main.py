@@ -91,7 +91,7 @@ def test_a_word_that_is_unknown_leads_to_one_that_is_known(line, says, capsys):
     assert leaving.value.code == 3
     usage, *_, error = capsys.readouterr().err.splitlines()
     command = error.partition(": error: ")[0]
-    assert command in ("parity", "parity translate", "parity bench forward", "parity info")
+    assert command in ("parity", "parity translate", "parity bench", "parity info")
     assert usage.startswith(f"usage: {command} ")
     assert error.startswith(f"{command}: error: {says}")
 

@@ -15,9 +15,9 @@ from transformer_spec.checkpoint import load_checkpoint, save_checkpoint
 
 EXAMPLES = """\
 examples:
-  parity checkpoint join run/step-4000 --out run/checkpoint-0004000.safetensors
+  parity checkpoint run/step-4000 --out run/checkpoint-0004000.safetensors
   parity train --resume run/checkpoint-0004000.safetensors --backend jax --parallel fsdp=4
-  parity checkpoint split run/checkpoint-0004000.safetensors --backend torch --out run/step-4000
+  parity checkpoint run/checkpoint-0004000.safetensors --backend torch --out run/step-4000
 
 `parity train` writes one file, in which each backend can continue on any plan. A run of your own that is too large to
 be gathered calls save_sharded and load_sharded of the package, in transformer_torch.parallel_checkpoint (which has
@@ -39,25 +39,34 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    join = actions.add_parser("join", help="write the one file", description="Write what a folder holds to one file.")
-    join.add_argument("folder", type=Path, metavar="FOLDER", help="what save_sharded of a package wrote")
-    join.add_argument("--out", type=Path, required=True, metavar="FILE", help="the checkpoint to write")
-    join.set_defaults(run=run_join)
-    split = actions.add_parser(
-        "split", help="write a folder", description="Write a checkpoint as a folder, which load_sharded reads."
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="a folder that save_sharded of a package wrote, or a checkpoint of any run",
     )
-    split.add_argument("file", type=Path, metavar="FILE", help="a checkpoint of any run")
-    split.add_argument("--backend", required=True, choices=["torch", "jax", "tf"], help="whose folder")
-    split.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder to make")
-    split.set_defaults(run=run_split)
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="PATH", help="the file to write, or the folder if PATH is a file"
+    )
+    parser.add_argument("--backend", choices=["torch", "jax", "tf"], help="whose folder to write, if PATH is a file")
+    parser.set_defaults(run=run)
 
 
-def run_join(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Write a folder to one file, or a file to a folder, and return the exit code."""
+    if not options.path.exists():
+        raise UsageError(f"there is no file or folder {options.path}")
+    if options.path.is_dir():
+        if options.backend is not None:
+            raise UsageError("--backend is about a file that becomes a folder: leave it out")
+        return _join(options.path, options.out)
+    if options.backend is None:
+        raise UsageError(f"{options.path} becomes a folder: say whose, as by --backend torch")
+    return _split(options.path, options.backend, options.out)
+
+
+def _join(folder: Path, path: Path) -> int:
     """Write a folder to one file, and return the exit code."""
-    folder, path = options.folder, options.out
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}")
     if path.exists():
         raise UsageError(f"{path} exists already: choose another name with --out")
     backend = next((name for name, file in WRITTEN.items() if (folder / file).exists()), "jax")
@@ -68,12 +77,12 @@ def run_join(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_split(options: argparse.Namespace) -> int:
+def _split(path: Path, backend: str, folder: Path) -> int:
     """Write a file to a folder, and return the exit code."""
     with refusals(OSError, TypeError, ValueError), quiet_frameworks():
-        checkpoint = load_checkpoint(options.file)
-        _package(options.backend).split_sharded(options.out, checkpoint)
-    print(f"{options.out}: step {checkpoint.state.step:,}, for {options.backend}")
+        checkpoint = load_checkpoint(path)
+        _package(backend).split_sharded(folder, checkpoint)
+    print(f"{folder}: step {checkpoint.state.step:,}, for {backend}")
     return 0
 
 

@@ -35,7 +35,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(f"{NAME}.py"), metavar="FILE", help=f"where to; default: {NAME}.py"
     )
-    parser.add_argument("--force", action="store_true", help="write over a file that exists")
     parser.set_defaults(run=run)
 
 
@@ -44,8 +43,8 @@ def run(options: argparse.Namespace) -> int:
     path: Path = options.out
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise UsageError(f"--out must be a module that Python can import, such as {NAME}.py: got {path.name}")
-    if path.exists() and not options.force:
-        raise UsageError(f"{path} exists: choose another name with --out, or write over it with --force")
+    if path.exists():
+        raise UsageError(f"{path} exists: choose a different name with --out, or remove the file")
     with refusals(OSError):
         write_text(path, skeleton(options.framework, path.stem))
     print(f"Wrote {path}. It agrees as it stands; compare it with")

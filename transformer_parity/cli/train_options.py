@@ -32,7 +32,7 @@ WITH_DEFAULTS = {
     "num_heads": "attention heads",
     "num_encoder_layers": "layers of the encoder",
     "num_decoder_layers": "layers of the decoder",
-    "dropout": "rate at the preset's sites, or an object with a rate for each site",
+    "dropout": "rate at the preset's sites, or an object of rates",
     "tokens_per_batch": "padding included",
     "learning_rate_factor": "factor of equation (3)",
     "warmup_steps": "steps in which the rate rises",

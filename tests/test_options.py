@@ -1,0 +1,31 @@
+"""The command line stays small: the number of options, over all commands."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from transformer_parity.cli.main import COMMANDS, make_parser
+
+MOST = 150
+
+
+def innermost(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parsers of the commands below a parser that have no further commands below them."""
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        yield parser
+    for action in below:
+        for choice in action.choices.values():
+            yield from innermost(choice)
+
+
+def test_the_options_and_positionals_of_all_commands_are_few():
+    """Every action counts, except for --help."""
+    counts = {
+        parser.prog: sum(not isinstance(action, argparse._HelpAction) for action in parser._actions)
+        for name in COMMANDS
+        for parser in innermost(make_parser(name))
+    }
+    assert len(counts) >= len(COMMANDS)
+    assert sum(counts.values()) <= MOST, counts
