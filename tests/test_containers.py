@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from imports import ROOT
 from safetensors.numpy import save_file
-from test_layout import ROOT
 
 from transformer_parity.apps.containers import pickles, tensors
 from transformer_parity.apps.containers.folder import member

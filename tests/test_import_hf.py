@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import test_vocabularies
 import torch
-from test_layout import ROOT
+from imports import ROOT
 from third_party import relative_error
 from tiers import first_alone
 

@@ -1,72 +1,129 @@
-"""Imports inside a package never lead back to where they began, imports inside functions included.
+"""Who imports whom: facts import nobody, backends import facts, and the checker's engine knows none of them.
 
-The source is read, not run: ``ast`` sees every import statement, executed or not.
+The source is read, not run; imports inside functions are included.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from imports import (
+    BACKENDS,
+    BASE,
+    BENCH,
+    PARITY,
+    PROGRAM,
+    ROOT,
+    SPEC,
+    TYPE_CHECKING,
+    circle,
+    imports,
+    module_name,
+    packages_of,
+)
 
-ROOT = Path(__file__).resolve().parent.parent
-TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def imports(folder: Path, *, types: bool) -> dict[str, set[str]]:
-    """Return the modules of the same package that each module of a package imports, by dotted name.
-
-    A sub-module that is imported is an import of that sub-module alone, though Python runs the ``__init__`` of each
-    package above it first: else no ``__init__`` could export anything.
-
-    Args:
-        folder: The folder of the package, sub-packages in sub-folders.
-        types: Counts the imports under ``if TYPE_CHECKING`` too.
-    """
-    files = {}
-    for path in sorted(folder.rglob("*.py")):
-        parts = path.relative_to(folder.parent).with_suffix("").parts
-        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {
-        module: {name if name in files else name.rpartition(".")[0] for name in imported(module, path, types)}
-        & files.keys()
-        for module, path in files.items()
-    }
-
-
-def imported(module: str, path: Path, types: bool) -> Iterator[str]:
-    """Yield the dotted name of everything that a file imports, be it a module or a name inside one."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in TYPE_CHECKING]
-    skipped = {inner for guard in guards for node in guard.body for inner in ast.walk(node) if not types}
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            yield from (".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names)
+FRAMEWORKS = {
+    "reference_numpy": set(),
+    "transformer_torch": {"torch"},
+    "transformer_jax": {"jax", "flax"},
+    "transformer_tf": {"tensorflow", "keras"},
+}
+OPTIONAL = {"orbax"}  # only for directories of sharded checkpoints
+ENGINE = f"{PARITY}/engine"
+# Files of transformer_parity that import a package only to show a user how; it is copied, not imported.
+TEMPLATES = f"{PARITY}/transformer/ports/templates/"
+# Files outside of transformer_bench that import it, and the reason.
+USES_BENCH = {f"{PARITY}/cli/info.py": "`parity info` measures the same matmul throughput as `parity bench`"}
 
 
-def circle(folder: Path, *, types: bool) -> list[str]:
-    """Return modules of a package, each of which imports the next and the last of which is the first; or none."""
-    try:
-        TopologicalSorter(imports(folder, types=types)).prepare()
-    except CycleError as error:
-        return error.args[1][::-1]
-    return []
+def outside(package: str, *, types: bool = False, root: Path = ROOT) -> dict[str, set[str]]:
+    """Return the packages, without Python's own, that each file of a package imports beside that package."""
+    found = packages_of(root / package, types=types, root=root)
+    return {name: packages - set(sys.stdlib_module_names) - {package.split("/")[0]} for name, packages in found.items()}
 
 
-@pytest.mark.parametrize("package", ["reference_numpy", "transformer_torch", "transformer_jax", "transformer_tf"])
+def importers(of: set[str], package: str, *, root: Path = ROOT) -> dict[str, set[str]]:
+    """Return which files of a package import some others, type hints included."""
+    found = outside(package, types=True, root=root)
+    return {name: packages & of for name, packages in found.items() if packages & of}
+
+
+def test_the_spec_imports_no_backend():
+    assert set().union(*outside(SPEC).values()) == BASE
+    assert importers({*PROGRAM} - {SPEC}, SPEC) == {}
+
+
+@pytest.mark.parametrize("package", BACKENDS)
+def test_a_backend_imports_the_spec_and_its_framework(package):
+    found = set().union(*outside(package).values())
+    assert {SPEC} | FRAMEWORKS[package] <= found <= {SPEC} | BASE | FRAMEWORKS[package] | OPTIONAL
+
+
+@pytest.mark.parametrize("package", BACKENDS)
+def test_a_backend_imports_no_other(package):
+    assert importers({*PROGRAM} - {SPEC, package}, package) == {}
+
+
+def test_only_the_benchmarks_import_the_checker():
+    for package in PROGRAM:
+        assert bool(importers({PARITY}, package)) == (package == BENCH), package
+    assert importers({BENCH}, PARITY).keys() == USES_BENCH.keys()
+
+
+def test_the_engine_imports_neither_the_spec_nor_a_backend():
+    assert importers({SPEC, BENCH, *BACKENDS}, ENGINE) == {}
+    rooms = tuple(f"{PARITY}.{name}" for name in ("transformer", "apps", "cli"))
+    graph = imports(ROOT / PARITY, types=True)
+    engine = {name: others for name, others in graph.items() if name.startswith(f"{PARITY}.engine.")}
+    assert len(engine) > 10
+    assert [(name, other) for name, others in engine.items() for other in others if other.startswith(rooms)] == []
+
+
+def test_no_file_of_the_checker_imports_a_port():
+    """They are imported by name where a command needs them: see the test below, which runs."""
+    found = importers({*BACKENDS} - {"reference_numpy"}, PARITY)
+    assert {name for name in found if not name.startswith(TEMPLATES)} == set()
+
+
+PORTS = tuple(f"{PARITY}/transformer/ports/{name}.py" for name in ("torch", "jax", "tensorflow"))
+
+
+def test_the_checker_loads_a_backend_only_when_it_needs_it():
+    """Import every module but the ports' own: no framework comes with them."""
+    paths = [path for path in (ROOT / PARITY).rglob("*.py") if path.name != "__main__.py"]
+    files = {path.relative_to(ROOT).as_posix(): module_name(path, ROOT) for path in paths}
+    modules = [name for path, name in files.items() if not path.startswith(TEMPLATES) and path not in PORTS]
+    assert len(modules) > 150
+    loaded = {*FRAMEWORKS, *set().union(*FRAMEWORKS.values())} - {"reference_numpy"}
+    code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+    code += f"print(*{loaded} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
+def test_every_backend_exports_the_names_of_the_spec(backend):
+    import transformer_spec
+
+    for name in transformer_spec.__all__:
+        assert getattr(backend.package, name) is getattr(transformer_spec, name), name
+    assert set(transformer_spec.__all__) < set(backend.package.__all__)
+
+
+@pytest.mark.parametrize("package", [SPEC, *BACKENDS, BENCH])
 def test_no_import_circle(package):
-    assert imports(ROOT / package, types=True)[f"{package}.transformer"] >= {f"{package}.decoder", f"{package}.masks"}
-    assert circle(ROOT / package, types=True) == []
+    assert circle(ROOT / package, types=package != SPEC) == []
 
+
+def test_the_imports_of_a_package_are_seen():
+    for package in BACKENDS:
+        graph = imports(ROOT / package, types=True)
+        assert graph[f"{package}.transformer"] >= {f"{package}.decoder", f"{package}.masks"}
+
+
+# --- The tests of these tests ---
 
 WAYS = {  # how b.py can import a.py, which imports b.py
     "absolute": "from house.room.a import A",
@@ -108,3 +165,13 @@ def test_imports_for_the_type_checker_count_where_wanted(tmp_path, guard):
     package = house(tmp_path, f"if {guard}:\n    from house.room.a import A")
     assert circle(package, types=False) == []
     assert circle(package, types=True) != []
+
+
+OTHER = "import transformer_torch.layers"
+
+
+@pytest.mark.parametrize("text", [OTHER, f"def f():\n    {OTHER}", f"if TYPE_CHECKING:\n    {OTHER}"])
+def test_an_import_of_another_package_is_found(tmp_path, text):
+    house(tmp_path, text)
+    assert importers({"transformer_torch"}, "house", root=tmp_path) == {"house/room/b.py": {"transformer_torch"}}
+    assert importers({"transformer_jax"}, "house", root=tmp_path) == {}

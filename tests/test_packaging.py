@@ -16,30 +16,21 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from imports import BASE, PROGRAM, ROOT
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from test_layout import ROOT, imported
 
 import transformer_spec
 from transformer_parity.cli.main import main
 from transformer_parity.engine.system.machine import LIBRARIES
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-PACKAGES = {
-    "reference_numpy": set(),
-    "transformer_torch": {"torch"},
-    "transformer_jax": {"jax", "flax"},
-    "transformer_tf": {"tensorflow", "keras"},
-}
-SHARED = ("transformer_spec", "transformer_parity", "transformer_bench")
-BASE = {"numpy", "safetensors", "ml_dtypes"}
-OPTIONAL = {"orbax"}  # for folders of parts alone
 
 # --- What each install brings ---
 
 
-@pytest.mark.parametrize("name", [*PACKAGES, *SHARED])
+@pytest.mark.parametrize("name", PROGRAM)
 def test_a_package_has_a_version_public_names_and_types(name):
     """The version of the distribution, which `parity --version` prints too; all public names exist, each named once."""
     package = importlib.import_module(name)
@@ -53,18 +44,6 @@ def test_a_package_has_a_version_public_names_and_types(name):
 def test_parity_prints_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"parity {transformer_spec.__version__}\n"
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_the_base_install_and_its_own_framework(package):
-    """And jaxtyping for the type checker alone."""
-    found = {
-        name.partition(".")[0]
-        for path in (ROOT / package).glob("*.py")
-        for name in imported(f"{package}.{path.stem}", path, types=False)
-    }
-    outside = found - set(sys.stdlib_module_names) - {package, "transformer_spec"}
-    assert PACKAGES[package] <= outside <= BASE | PACKAGES[package] | OPTIONAL
 
 
 def distributions(requirements: list[str]) -> set[str]:
@@ -172,7 +151,7 @@ def test_everything_that_comes_along_is_pinned():
 
 # --- What is shipped ---
 
-FOLDERS = (*SHARED, *PACKAGES, "tests", "docs", "benchmarks", ".ci")
+FOLDERS = (*PROGRAM, "tests", "docs", "benchmarks", ".ci")
 FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "constraints.txt", "pyproject.toml", "setup.py")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
@@ -218,9 +197,8 @@ def test_the_source_distribution_has_everything(built):
 
 def test_the_wheel_has_every_package_and_nothing_else(built):
     _, wheel = built
-    packages = (*SHARED, *PACKAGES)
-    assert contents(wheel, packages) == contents(ROOT, packages)
-    (info,) = {path.name for path in wheel.iterdir()} - set(packages)
+    assert contents(wheel, PROGRAM) == contents(ROOT, PROGRAM)
+    (info,) = {path.name for path in wheel.iterdir()} - set(PROGRAM)
     assert info.endswith(".dist-info")
 
 

@@ -25,13 +25,13 @@ from transformer_parity.apps.checkpoints.importer import (
 )
 from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.checkpoints.proof import Agreement, check_against_transformers, prove
+from transformer_parity.apps.checkpoints.summary import describe, print_model
 from transformer_parity.cli.options import add_backends, check_installed, field
 from transformer_parity.cli.progress import PlainConsole, make_console
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, printable, refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.report.weights import describe, print_model
 from transformer_spec.files import open_file
 from transformer_spec.names import FLOAT_DTYPES
 

@@ -1,0 +1,74 @@
+"""What the packages import, read from their source: ``ast`` sees every import statement, executed or not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+SPEC, PARITY, BENCH = "transformer_spec", "transformer_parity", "transformer_bench"
+BASE = {"numpy", "safetensors", "ml_dtypes"}  # packages that every install has
+BACKENDS = ("reference_numpy", "transformer_torch", "transformer_jax", "transformer_tf")
+PROGRAM = (SPEC, *BACKENDS, PARITY, BENCH)
+
+
+def imports(folder: Path, *, types: bool) -> dict[str, set[str]]:
+    """Return the modules of the same package that each module of a package imports, by dotted name.
+
+    A sub-module that is imported is an import of that sub-module alone, though Python runs the ``__init__`` of each
+    package above it first: else no ``__init__`` could export anything.
+
+    Args:
+        folder: The folder of the package, sub-packages in sub-folders.
+        types: Counts the imports under ``if TYPE_CHECKING`` too.
+    """
+    files = {module_name(path, folder.parent): path for path in sorted(folder.rglob("*.py"))}
+    return {
+        module: {name if name in files else name.rpartition(".")[0] for name in imported(module, path, types)}
+        & files.keys()
+        for module, path in files.items()
+    }
+
+
+def imported(module: str, path: Path, types: bool) -> Iterator[str]:
+    """Yield the dotted name of everything that a file imports, be it a module or a name inside one."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in TYPE_CHECKING]
+    skipped = {inner for guard in guards for node in guard.body for inner in ast.walk(node) if not types}
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            yield from (".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names)
+
+
+def packages_of(folder: Path, *, types: bool = False, root: Path = ROOT) -> dict[str, set[str]]:
+    """Return the top-level packages that each file of a package imports, by its path below the root."""
+    return {
+        path.relative_to(root).as_posix(): {
+            name.partition(".")[0] for name in imported(module_name(path, root), path, types)
+        }
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def module_name(path: Path, root: Path) -> str:
+    """Return the dotted name of a file."""
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circle(folder: Path, *, types: bool) -> list[str]:
+    """Return modules of a package, each of which imports the next and the last of which is the first; or none."""
+    try:
+        TopologicalSorter(imports(folder, types=types)).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return []

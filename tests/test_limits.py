@@ -1,0 +1,143 @@
+"""Sizes at which a file or a signature is looked at: they are alarms, and every exception has its reason here."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from imports import BACKENDS, PROGRAM, ROOT
+
+MOST_LINES, MOST_LINES_OF_TESTS, MOST_PARAMETERS = 400, 500, 8
+LONG_FILES = {
+    "transformer_parity/transformer/mistakes/reported.py": "data: one entry for each reported bug",
+}
+SEARCH = "the public options of a search, as DESIGN.md and the frameworks' own searches name them"
+LONG_SIGNATURES = {
+    "reference_numpy/search.py: greedy_search": SEARCH,
+    **{f"{package}/search.py: beam_search": SEARCH for package in BACKENDS},
+}
+SAME_NAMES = {
+    "MyPort": "the templates of `parity init-port`, of which a user takes one",
+}
+
+
+TO_RENAME = {
+    "Activations",
+    "Asked",
+    "Batch",
+    "Comparison",
+    "DecoderLayer",
+    "DisagreementError",
+    "EncoderLayer",
+    "Folder",
+    "Form",
+    "Gradients",
+    "Hypothesis",
+    "Job",
+    "Line",
+    "Model",
+    "Package",
+    "Pair",
+    "Plan",
+    "Port",
+    "Row",
+    "Run",
+    "Shown",
+    "Translator",
+    "_Show",
+}
+TO_SPLIT = {
+    "tests/test_backward.py",
+    "tests/test_bench.py",
+    "tests/test_checkpoints.py",
+    "tests/test_commands.py",
+    "tests/test_data.py",
+    "tests/test_golden.py",
+    "tests/test_import_hf.py",
+    "tests/test_native.py",
+    "tests/test_native_torch.py",
+    "tests/test_reports.py",
+    "tests/test_search.py",
+    "tests/test_site.py",
+    "tests/test_train.py",
+    "tests/test_training.py",
+    "tests/test_translate.py",
+    "tests/test_vocabularies.py",
+}
+
+
+def sources(*folders: str) -> dict[str, str]:
+    """Return the text of every Python file in some folders, by its path."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
+
+
+def longer(files: Mapping[str, str], most: int) -> dict[str, int]:
+    """Return the files that have more lines, and how many."""
+    return {name: lines for name, text in files.items() if (lines := len(text.splitlines())) > most}
+
+
+def signatures(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield every function with the number of its parameters, without ``self`` and ``cls``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            yield node.name, len([one for one in parameters if one.arg not in ("self", "cls")])
+
+
+def defined_twice(files: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names of classes that several files define. The four backends, which mirror each other, are one."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(file)
+    backends = tuple(f"{package}/" for package in BACKENDS)
+    return {
+        name: places
+        for name, places in found.items()
+        if len([place for place in places if not place.startswith(backends)])
+        + any(place.startswith(backends) for place in places)
+        > 1
+    }
+
+
+def test_files_of_the_program_are_short():
+    assert longer(sources(*PROGRAM), MOST_LINES).keys() == LONG_FILES.keys()  # an exception goes with its need
+
+
+def test_files_of_tests_are_short():
+    assert longer(sources("tests", "docs"), MOST_LINES_OF_TESTS).keys() <= TO_SPLIT
+
+
+def test_functions_take_few_parameters():
+    long = {
+        f"{file}: {function}"
+        for file, text in sources(*PROGRAM).items()
+        for function, parameters in signatures(ast.parse(text))
+        if parameters > MOST_PARAMETERS
+    }
+    assert long == LONG_SIGNATURES.keys()
+
+
+def test_no_two_classes_have_one_name():
+    assert defined_twice(sources(*PROGRAM)).keys() <= {*SAME_NAMES, *TO_RENAME}
+
+
+def test_what_is_too_long_is_found():
+    assert longer({"a": "1\n2\n3\n", "b": "1\n2\n"}, 2) == {"a": 3}
+
+
+def test_parameters_are_counted():
+    tree = ast.parse("class A:\n    def f(self, a, /, b, *c, d=1, **e): ...\nasync def g(x): ...")
+    assert dict(signatures(tree)) == {"f": 3, "g": 1}
+
+
+def test_a_second_class_of_a_name_is_found():
+    files = dict.fromkeys(("reference_numpy/a.py", "transformer_torch/a.py"), "class A: ...")
+    assert defined_twice(files) == {}
+    assert defined_twice({**files, "transformer_spec/b.py": "class B:\n    class A: ..."}) == {
+        "A": ["reference_numpy/a.py", "transformer_torch/a.py", "transformer_spec/b.py"]
+    }
+    assert defined_twice({"b.py": "class B: ...", "c.py": "class B: ..."}) == {"B": ["b.py", "c.py"]}

@@ -1,0 +1,117 @@
+"""The rooms of ``transformer_parity``: imports run downwards, and no directory has too many files."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from imports import PARITY, ROOT, circle, imports
+
+PACKAGE = ROOT / PARITY
+# From the lowest to the highest: a room imports those before it, and so does a sub-package in its room. Files beside
+# the sub-packages of a room import from all of these; how they import each other is free of circles, which is enough.
+ROOMS = {
+    "engine": ("system", "processes"),
+    "transformer": (
+        *("sentences", "ports", "cases", "stages", "compare", "mistakes", "distributed", "diagnose"),
+        *("golden", "explore", "check", "report"),
+    ),
+    "apps": ("containers", "text", "checkpoints", "figures", "translate", "train"),
+    "cli": (),
+}
+# Modules beside the rooms: entry points and public names, which import from any of them.
+ABOVE = {"__init__": 0, "__main__": 1, "plugin": 3}  # modules that they import from, at most
+DATA = {"data"}
+TEMPLATES = ("transformer/explore/templates", "transformer/ports/templates", "transformer/report/templates")
+MOST_FILES = 10
+LARGE_FOLDERS = {
+    "cli": 20,  # a file for each command or two, for long lists of options, and for what comes before any import
+    "transformer/ports": 11,  # the protocol, the four packages, the user's ports, and the source side by side
+    "transformer/check": 11,  # what processes are told and tell, one file for each kind of them
+    "transformer/diagnose": 11,  # one file for each kind of evidence
+    "transformer/mistakes": 14,  # one file of data for each part of the catalogue
+    "apps/checkpoints": 11,
+    "apps/checkpoints/formats": 14,  # one file for each format, or for its settings
+}
+FOLDERS = [*ROOMS, *(f"{room}/{name}" for room, names in ROOMS.items() for name in names), "apps/checkpoints/formats"]
+
+
+def place(module: str) -> tuple[int, int]:
+    """Return the number of a module's room, and of its sub-package in that; -1 for the package itself."""
+    _, room, name, *_ = *module.split("."), "", ""
+    if room not in ROOMS:
+        return -1, -1
+    order = ROOMS[room]
+    return [*ROOMS].index(room), order.index(name) if name in order else len(order)
+
+
+def upward(graph: dict[str, set[str]]) -> list[str]:
+    """Return the imports that do not run downwards."""
+    return [
+        f"{module} imports {other}"
+        for module, others in graph.items()
+        for other in sorted(others)
+        if place(module) != (-1, -1) and place(other) > place(module)
+    ]
+
+
+def test_every_folder_has_its_place_in_the_order():
+    def folders(folder: Path) -> set[str]:
+        return {path.name for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"}
+
+    assert folders(PACKAGE) - DATA == set(ROOMS)
+    for room, names in ROOMS.items():
+        assert folders(PACKAGE / room) == set(names)
+    assert {path.stem for path in PACKAGE.glob("*.py")} == set(ABOVE)
+    assert [path.name for room in ("transformer", "apps") for path in (PACKAGE / room).glob("[!_]*.py")] == []
+
+
+def test_imports_run_downwards():
+    graph = imports(PACKAGE, types=False)
+    graph = {name: others for name, others in graph.items() if ".templates." not in name}  # which users copy
+    assert f"{PARITY}.engine.system.errors" in graph[f"{PARITY}.cli.main"]
+    assert upward(graph) == []
+
+
+def test_no_file_imports_itself_by_a_detour():
+    assert circle(PACKAGE, types=True) == []
+
+
+def test_modules_beside_the_rooms_hold_no_code():
+    for name, most in ABOVE.items():
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text("utf-8"))
+        assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in tree.body) <= most + 1
+        assert not any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in tree.body)
+
+
+def test_an_upward_import_is_found():
+    graph = {
+        "p.engine.system.files": {"p.engine.processes.child", "p.transformer.ports.user", "p"},
+        "p.transformer.cases.case": {"p.transformer.ports.user", "p.transformer.check.selection", "p.engine.style"},
+        "p.apps.text.kinds": {"p.apps.containers.npz", "p.apps.train.run", "p.transformer.report.result"},
+        "p.cli.main": {"p.engine.system.files", "p.cli.check", "p"},
+        "p.engine.style": {"p.engine.system.files", "p.engine.verdict"},
+    }
+    assert upward(graph) == [
+        "p.engine.system.files imports p.engine.processes.child",
+        "p.engine.system.files imports p.transformer.ports.user",
+        "p.transformer.cases.case imports p.transformer.check.selection",
+        "p.apps.text.kinds imports p.apps.train.run",
+    ]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_has_few_files_and_one_sentence(name):
+    modules = [path.stem for path in (PACKAGE / name).glob("*.py") if path.stem != "__init__"]
+    assert len(modules) <= LARGE_FOLDERS.get(name, MOST_FILES), sorted(modules)
+    tree = ast.parse((PACKAGE / name / "__init__.py").read_text("utf-8"))
+    sentence = ast.get_docstring(tree)
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+    assert len(tree.body) == 1
+
+
+def test_parsed_options_stay_in_the_command_line():
+    users = {path for path in PACKAGE.rglob("*.py") if "import argparse" in path.read_text("utf-8")}
+    assert {path.relative_to(PACKAGE).parts[0] for path in users} == {"cli"}
