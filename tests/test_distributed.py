@@ -258,7 +258,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
 )
 def test_what_several_devices_are_not_compared_with(options, message):
     with pytest.raises(ValueError, match=message):
-        Selection(("torch",), **options)
+        Selection(backends=("torch",), **options)
 
 
 @pytest.mark.extended("plans")

@@ -23,7 +23,7 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECI
 from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED, Blame, Mark
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.system.files import write_json
-from transformer_parity.engine.verdict import Asked, Verdict
+from transformer_parity.engine.verdict import Coverage, Verdict
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.diagnose.diagnosis import Diagnosis
@@ -519,7 +519,7 @@ def test_nothing_from_outside_is_markup_or_a_line_of_its_own():
     console = PlainConsole(file=file, width=140, force_terminal=True, color_system="standard")
     wrong = replace(SIMPLE, backend=FORGED, verdict=FAILED, detail=FORGED, error=math.inf)
     findings = [wrong, replace(wrong, verdict=SKIPPED), replace(wrong, verdict=AGREES, tap=TOKENS, error=0.0)]
-    verdict = Verdict.of(findings, [Asked(FORGED, ("steps",), ("float64",), True, {})])
+    verdict = Verdict.of(findings, [Coverage(FORGED, ("steps",), ("float64",), True, {})])
     print_problems(console, findings, verdict)
     print_skips(console, findings)
     print_near_ties(console, findings)

@@ -15,7 +15,7 @@ from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
 from transformer_parity.engine.outputs import FAST, OUTPUT, TAPS, MissingAbilityError, Outputs
 from transformer_parity.engine.tensors import digest, relative_error
-from transformer_parity.engine.verdict import Asked, Verdict, decide
+from transformer_parity.engine.verdict import Coverage, Verdict, decide
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.cases.standard import standard_cases
@@ -199,7 +199,7 @@ class OneCase(MyPort):
 def verdict_of(kind, stages=None, dtypes=None):
     """Return the verdict on a port, as ``parity check`` reaches it."""
     port = PluginPort(f"{HERE}:{kind.__name__}")
-    selection = Selection((), (port.reference,), dtypes, stages)
+    selection = Selection(backends=(), ports=(port.reference,), dtypes=dtypes, stages=stages)
     cases = port_cases(port_config(port), selection.chosen_stages)
     found = list(compare(cases, port, selection.setting))
     return Verdict.of(found, [selection.asked(port.name, cases, port.kind.dtypes)])
@@ -273,7 +273,7 @@ def test_a_skip_counts_for_nothing():
     planned = {(ACTIVATIONS, "float64"): 3}
     author = PADDED.author("it", "float64")
     one = author.compared(TAPS, OUTPUT, 0.0, 1.0)
-    missing = Asked("it", (ACTIVATIONS,), planned=planned).missing([one, author.skipped(TAPS, "hidden")])
+    missing = Coverage("it", (ACTIVATIONS,), planned=planned).missing([one, author.skipped(TAPS, "hidden")])
     assert missing == ["it: activations: 1 of 3 cases compared, and half are needed (hidden)"]
 
 

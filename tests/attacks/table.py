@@ -85,7 +85,8 @@ def run_attack(attack: Attack) -> Outcome:
 
 def _run_port(attack: Attack) -> tuple[int, list[Finding]]:
     """Compare a port as `parity check --port` does, in a process of its own where it needs one."""
-    selection = Selection((), (attack.plant,), stages=attack.stages if set(attack.stages) != set(STAGES) else None)
+    stages = attack.stages if set(attack.stages) != set(STAGES) else None
+    selection = Selection(backends=(), ports=(attack.plant,), stages=stages)
     found = Processes({})
     try:
         port = PluginPort(attack.plant)

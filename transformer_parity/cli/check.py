@@ -209,19 +209,19 @@ def run(options: argparse.Namespace) -> int:
 def _selection(options: argparse.Namespace) -> Selection:
     backends = list(PORTS) * (not options.port) if options.backends is None else options.backends
     return Selection(
-        tuple(name for name in backends if name != "numpy"),
-        tuple(dict.fromkeys(options.port)),
-        options.dtype,
-        options.stage,
-        options.device,
-        options.precision,
-        options.preset or (),
-        options.only,
-        options.weights,
-        options.text or (),
-        options.sentences,
-        options.parallel,
-        options.processes,
+        backends=tuple(name for name in backends if name != "numpy"),
+        ports=tuple(dict.fromkeys(options.port)),
+        dtypes=options.dtype,
+        stages=options.stage,
+        device=options.device,
+        precision=options.precision,
+        presets=options.preset or (),
+        only=options.only,
+        weights=options.weights,
+        text=options.text or (),
+        sentences=options.sentences,
+        plans=options.parallel,
+        processes=options.processes,
     )
 
 

@@ -20,7 +20,7 @@ from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.verdict import Verdict
-from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.cases.case import in_stages, tiny
 from transformer_parity.transformer.cases.for_ports import port_config
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.golden import writer
@@ -135,9 +135,7 @@ def _write(
 ) -> list[str]:
     """Write all folders at once, or nothing, and return what there is to say about them."""
     said = []
-    chosen = {
-        name: [case for case in golden_cases(config) if case.stage in options.stage] for name, config in configs.items()
-    }
+    chosen = {name: in_stages(golden_cases(config), options.stage) for name, config in configs.items()}
     with writer.replaced(options.out, force=options.force) as folder:
         total = sum(dtype in case.dtypes for cases in chosen.values() for case in cases for dtype in options.dtype)
         device = options.device or "cpu"

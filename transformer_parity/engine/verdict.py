@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from transformer_parity.engine.findings import (
     AGREES,
@@ -105,7 +106,7 @@ class Author:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Coverage:
     """What a run has to compare of one port.
 
     Attributes:
@@ -128,7 +129,7 @@ class Asked:
         """Return what was asked for and not compared: nothing at all, or fewer than half of the cases."""
         own = [finding for finding in findings if finding.backend == self.port]
         if self.pairs:
-            wanted = [(f"{stage} in {dtype}", {stage}, {dtype}) for stage in self.stages for dtype in self.dtypes]
+            wanted = [(f"{stage} in {dtype}", {stage}, {dtype}) for stage, dtype in product(self.stages, self.dtypes)]
         else:
             every = {dtype for _, dtype in self.planned}
             wanted = [(stage, {stage}, every) for stage in self.stages]
@@ -155,7 +156,7 @@ class Asked:
         return f"{len(compared)} of {planned} cases compared, and half are needed{why}"
 
     def _instead(self, stages: set[str]) -> str:
-        """Return how to compare a stage in the dtypes in which it has cases; empty where there are none."""
+        """Return how to compare the stages in the dtypes in which they have cases; empty where there are none."""
         ways = [(stage, dtypes) for stage, dtypes in self.elsewhere.items() if stage in stages and dtypes]
         return "".join(
             f"; {stage} are compared in {' and '.join(dtypes)}: leave out --dtype, or run "
@@ -179,7 +180,7 @@ class Verdict:
     undecided: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, findings: Iterable[Finding], asked: Iterable[Asked] = ()) -> Verdict:
+    def of(cls, findings: Iterable[Finding], asked: Iterable[Coverage] = ()) -> Verdict:
         """Return the worst verdict of any port; AGREES only if all that was asked for was compared."""
         findings, asked = list(findings), list(asked)
         by_port: dict[str, list[Finding]] = {entry.port: [] for entry in asked}

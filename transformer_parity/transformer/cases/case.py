@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,6 +65,11 @@ class Case:
     def load_weights(self) -> Mapping[str, ndarray]:
         """Return the weights that every port is given."""
         return hard_weights(self.config, self.seed) if self.weights_file is None else load_weights(self.weights_file)[1]
+
+
+def in_stages(cases: Iterable[Case], stages: Container[str]) -> list[Case]:
+    """Return the cases of some stages."""
+    return [case for case in cases if case.stage in stages]
 
 
 def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:

@@ -11,7 +11,7 @@ import numpy as np
 
 from reference_numpy.search import beam_search, greedy_search
 from reference_numpy.transformer import Transformer
-from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, TOKENS, Case, tiny
+from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, TOKENS, Case, in_stages, tiny
 from transformer_parity.transformer.cases.inputs import (
     SOURCE,
     generator,
@@ -150,4 +150,4 @@ def port_cases(config: TransformerConfig, stages: Collection[str] | None = None)
     cases = [*model_cases(config), *_unlike_the_first(config), *_searches_of_many(config)]
     if config.source_vocab_size == config.target_vocab_size == TOKENS:  # the port leaves the vocabulary to the cases
         cases.append(large_vocabulary(config))
-    return cases if stages is None else [case for case in cases if case.stage in stages]
+    return cases if stages is None else in_stages(cases, stages)

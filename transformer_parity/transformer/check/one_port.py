@@ -20,7 +20,7 @@ from transformer_parity.engine.findings import Finding, Kept
 from transformer_parity.engine.outputs import Outputs
 from transformer_parity.engine.processes.messages import Parent
 from transformer_parity.engine.tolerances import ALL_DTYPES
-from transformer_parity.transformer.cases.case import ACTIVATIONS, SENTENCES, Case
+from transformer_parity.transformer.cases.case import SENTENCES, Case
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.check.kept_programs import kept_by_tensorflow
 from transformer_parity.transformer.diagnose.investigate import FailureReport, Investigation
@@ -144,7 +144,7 @@ class _Process:
         gc.set_threshold(THRESHOLD)
         self.send(facts=facts)
         cases = cases_of(self.job, facts)
-        main = next((case for case in cases if case.stage == ACTIVATIONS and not case.block), None)
+        main = next((case for case in cases if case.is_forward), None)
         suspect = self._audit(port, main) if main is not None and isinstance(port, PluginPort) else None
         setting = self.job.setting
         placements = [setting.placement(dtype) for dtype in setting.dtypes]

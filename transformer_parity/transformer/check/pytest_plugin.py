@@ -204,7 +204,7 @@ def _stage(test: Test) -> str:
 def _missing(facts: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return what was asked for and not compared, by the facts of all tests that ran."""
     from transformer_parity.engine.findings import Finding
-    from transformer_parity.engine.verdict import Asked
+    from transformer_parity.engine.verdict import Coverage
 
     missing = []
     facts = list(facts)
@@ -213,7 +213,7 @@ def _missing(facts: Iterable[Mapping[str, Any]]) -> list[str]:
         planned = Counter((fact["stage"], fact["dtype"]) for fact in own)
         dtypes = tuple(dict.fromkeys(dtype for _, dtype in planned))
         findings = [Finding(**{**entry, "backend": port}) for fact in own for entry in fact["findings"]]
-        missing += Asked(port, stages, dtypes, planned=planned).missing(findings)
+        missing += Coverage(port, stages, dtypes, planned=planned).missing(findings)
     return missing
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import reference_numpy as ref
 from transformer_parity.engine.tolerances import ALL_DTYPES
-from transformer_parity.engine.verdict import Asked
-from transformer_parity.transformer.cases.case import ACTIVATIONS, DISTRIBUTED, SENTENCES, STEPS, Case
+from transformer_parity.engine.verdict import Coverage
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DISTRIBUTED, SENTENCES, STEPS, Case, in_stages
 from transformer_parity.transformer.cases.standard import gradient_case, preset_case, search_cases, standard_cases
 from transformer_parity.transformer.distributed.environments import number_of_processes
 from transformer_parity.transformer.distributed.stage import Check
@@ -28,7 +28,7 @@ from transformer_spec.parallel_plan import Plan
 CASES, TEXT = ONLY = ("cases", "text")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Selection:
     """What ``parity check`` was asked to compare.
 
@@ -134,7 +134,7 @@ class Selection:
             cases = list(chain.from_iterable(map(_preset_cases, self.presets))) if self.presets else standard_cases()
         if self.only != CASES and ACTIVATIONS in self.chosen_stages:
             cases += self._sentence_cases()
-        return [case for case in cases if case.stage in self.chosen_stages]
+        return in_stages(cases, self.chosen_stages)
 
     def _sentence_cases(self) -> list[Case]:
         pairs = read_pairs(*self.text)
@@ -155,7 +155,7 @@ class Selection:
             for name, config in configs.items()
         ]
 
-    def asked(self, port: str, cases: Sequence[Case], offered: Sequence[str] = ALL_DTYPES) -> Asked:
+    def asked(self, port: str, cases: Sequence[Case], offered: Sequence[str] = ALL_DTYPES) -> Coverage:
         """Return what has to be compared of a port.
 
         Args:
@@ -164,18 +164,15 @@ class Selection:
             offered: The dtypes that it computes in.
         """
         dtypes = [dtype for dtype in self.setting.dtypes if dtype in offered or dtype in (self.dtypes or ())]
-        stages = self.stages or [stage for stage in STAGES if any(case.stage == stage for case in cases)]
+        held = {(case.stage, dtype) for case in cases for dtype in case.dtypes}
+        present = {case.stage for case in cases}
+        stages = self.stages or [name for name in STAGES if name in present]
         planned = Counter((case.stage, dtype) for case in cases for dtype in dtypes if dtype in case.dtypes)
         pairs = self.stages is not None and self.dtypes is not None
         elsewhere = {
-            stage: [
-                dtype
-                for dtype in ALL_DTYPES
-                if dtype in offered and any(case.stage == stage and dtype in case.dtypes for case in cases)
-            ]
-            for stage in stages
+            name: [dtype for dtype in ALL_DTYPES if dtype in offered and (name, dtype) in held] for name in stages
         }
-        return Asked(port, tuple(stages), tuple(self.dtypes or ()), pairs, planned, elsewhere)
+        return Coverage(port, tuple(stages), tuple(self.dtypes or ()), pairs, planned, elsewhere)
 
     def not_tested(self, cases: Iterable[Case]) -> list[str]:
         """Return what this run leaves out, and how to ask for it; ``cases`` are those of all ports."""
@@ -193,7 +190,7 @@ class Selection:
             yield "the packages' standard cases (left out by --weights or --only text)"
         elif self.presets and self.backends:
             yield "the other cases, and optimizer steps (left out by --preset)"
-        if unnamed := [stage for stage in STAGES if stage not in self.chosen_stages]:
+        if unnamed := [name for name in STAGES if name not in self.chosen_stages]:
             yield f"{', '.join(unnamed)} (left out of --stage)"
         if self.ports:
             yield "sentences, fully masked rows and parts of the model alone in ports of yours (the packages have them)"

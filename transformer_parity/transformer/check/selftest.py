@@ -18,12 +18,12 @@ from transformer_parity.engine.processes.child import Child, ChildEndedError
 from transformer_parity.engine.processes.children import Children
 from transformer_parity.engine.processes.messages import Parent
 from transformer_parity.engine.system.machine import free_bytes, processors
-from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.check.processes import SILENCE
 from transformer_parity.transformer.check.uncompiled import interpreted
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.diagnose.blame import blame_files
+from transformer_parity.transformer.diagnose.blame import REPLAYED, blame_files
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
 from transformer_parity.transformer.diagnose.hypotheses import content, hypotheses
 from transformer_parity.transformer.mistakes import training
@@ -108,7 +108,7 @@ def where_it_is(failures: list[Finding], mistake: Mistake) -> bool:
 
 def _blamed(case: Case, mistake: Mistake, failures: list[Finding], shown: Mapping[str, Any]) -> bool:
     """Whether the replay of every block locates the mistake, too; true where there is nothing to replay."""
-    if case.stage not in (ACTIVATIONS, GRADIENTS) or mistake.dtype != "float64" or mistake.path != "taps":
+    if case.stage not in REPLAYED or mistake.dtype != "float64" or mistake.path != "taps":
         return True
     if not mistake.at or mistake.at == LOSS or not shown:
         return True

@@ -37,6 +37,7 @@ from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import LoadedPlugin
 from transformer_parity.transformer.stages.gradients import AT, gradients
+from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.training import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
 
@@ -100,7 +101,7 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
     """
     if subject.case.stage not in REPLAYED:
         raise ValueError(f"blocks can be replayed for activations and gradients: got {subject.case.stage}")
-    if subject.case.stage == GRADIENTS:
+    if STAGES[subject.case.stage].has_loss:
         return _replay_backward(gradients(loaded, subject.inputs), subject)
     is_ours = not isinstance(loaded, LoadedPlugin)  # our own packages go on with what they are given; a test shows it
     return subject.replay.blocks_of_port(
@@ -112,7 +113,7 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
 def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) -> Evidence:
     """Return the same for float64 tensors from files."""
     subject = Subject(case, backend, "float64", case.inputs, truth)
-    if case.stage == GRADIENTS:
+    if STAGES[case.stage].has_loss:
         return _replay_backward(actual, subject)
     expected = {name: value for name, value in subject.run(truth, {}).items() if name in actual}
     return subject.replay.blocks_of_reference(actual, expected)

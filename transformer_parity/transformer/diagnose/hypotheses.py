@@ -20,6 +20,7 @@ from transformer_parity.transformer.mistakes.edited_package import edited_packag
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.config import CHOICES, TransformerConfig
 from transformer_spec.names import parameter_shapes
 from transformer_spec.presets import IMPLEMENTATIONS
@@ -79,13 +80,13 @@ def hypotheses(config: TransformerConfig, stage: str) -> list[Mistake]:
 
     Args:
         config: What the port should do.
-        stage: ``activations``, ``gradients``, ``steps`` or ``decode``: mistakes of training cannot show in activations.
+        stage: The name of a stage: mistakes of training cannot show in activations.
     """
     found = [*conventions(config, stage), *mixed_up_weights(config.d_k == config.d_v)]
     parts = [*FORWARD.values(), EVERYWHERE, *STRUCTURE.values()]
-    if stage in ("gradients", "steps"):
+    if STAGES[stage].has_loss:
         parts += TRAINING.values()
-    if stage == "decode":
+    if STAGES[stage].searches:
         parts.append(SEARCH)
     seen = {content(mistake) for mistake in found}
     for mistake in (mistake for part in parts for mistake in part):
@@ -102,7 +103,7 @@ def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
     for name, choices in CHOICES.items():
         if name in ("tie_embeddings", "position_encoding"):  # which are a matter of parameters
             continue
-        if name in LOSS_FIELDS and stage not in ("gradients", "steps"):
+        if name in LOSS_FIELDS and not STAGES[stage].has_loss:
             continue
         fields += [{name: choice} for choice in choices if choice != getattr(config, name)]
     fields += [{name: not getattr(config, name)} for name in SWITCHED]
@@ -116,7 +117,7 @@ def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
         entry = {
             name: value
             for name, value in wanted.items()
-            if value != getattr(config, name) and (stage in ("gradients", "steps") or name not in LOSS_FIELDS)
+            if value != getattr(config, name) and (STAGES[stage].has_loss or name not in LOSS_FIELDS)
         }
         if len(entry) > 1:
             named.append(Mistake(f"{_words(entry)} (the conventions of {preset})", "", config=entry))

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.comparison import NAMES, Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Kept
 from transformer_parity.engine.localization import Blame, Evidence
+from transformer_parity.engine.outputs import FAST
 from transformer_parity.engine.tensors import given
-from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
+from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose import reproduce
-from transformer_parity.transformer.diagnose.blame import Subject, blame, blame_files, explained_by
+from transformer_parity.transformer.diagnose.blame import REPLAYED, Subject, blame, blame_files, explained_by
 from transformer_parity.transformer.diagnose.diagnosis import (
     EXACT,
     LIKELY,
@@ -34,7 +35,6 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.stages.registry import STAGES
 
 FAR = {"float64": 1e-9, "float32": 1e-5}  # relative: more than rounding
-NAMES = "names"  # the tap of a finding about names and order
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ class Investigation:
             return replace(report, diagnosis=Diagnosis(f"{finding.tap}: {finding.detail}; it must copy it", LIKELY))
         if random := self._randomness(case, dtype):
             return replace(report, diagnosis=Diagnosis(random, LIKELY))
-        if finding.path == "fast" and case.stage == ACTIVATIONS:
+        forward = case.stage == ACTIVATIONS
+        if finding.path == FAST and forward:
             with suppress(Exception):
                 sentence = of_path(self._loaded(case, dtype), case, finding.tolerance)
                 return replace(report, diagnosis=Diagnosis(sentence, LIKELY))
@@ -138,23 +139,23 @@ class Investigation:
             found = diagnose(case, shown, self.port.name, self.progress, known, others)
             if finding.tap == NAMES:
                 found = _of_names(found, finding.detail)
-            if case.stage != ACTIVATIONS and found.confidence != EXACT:
+            if not forward and found.confidence != EXACT:
                 found = self._beside_forward(found, [(case, shown), *others])
-        if case.stage not in (ACTIVATIONS, GRADIENTS):
+        if case.stage not in REPLAYED:
             return replace(report, diagnosis=found)
         subject = Subject.of(case, self.port.name, dtype)
         evidence = self._blame(subject)
-        if found.confidence == EXACT and case.stage == ACTIVATIONS and len(evidence.blame.introduced) > 1:
+        if found.confidence == EXACT and forward and len(evidence.blame.introduced) > 1:
             weights = case.load_weights()
             alike = [one.load(case.config, weights) for one in reproducing_output(case, shown, known)]
             evidence = explained_by(evidence, alike, subject)
         if evidence.blame.introduced and found.confidence != EXACT:
-            statements = self._measurements(case, evidence)
+            statements = _of_error(evidence, case)
+            if forward:
+                statements = self._measurements(case, evidence, statements)
             found = _with_statements(found, statements, evidence)
         report = replace(report, blame=evidence.blame, diagnosis=found, folder=self._saved(evidence, case))
-        if self.view is None or case.stage != ACTIVATIONS or case.block:
-            return report
-        return replace(report, view=self.view(evidence, subject))
+        return replace(report, view=self.view(evidence, subject)) if self.view and case.is_forward else report
 
     def _beside_forward(self, found: Diagnosis, shown: Sequence[tuple[Case, Arrays | None]]) -> Diagnosis:
         """Add what the port's own forward shows where its gradients, steps or searches differ."""
@@ -167,21 +168,20 @@ class Investigation:
 
     def _randomness(self, case: Case, dtype: str) -> str:
         """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""
-        if case.stage != ACTIVATIONS or case.block:
+        if not case.is_forward:
             return ""
         with suppress(Exception):
             return is_random(self._loaded(case, dtype), case)
         return ""
 
-    def _measurements(self, case: Case, evidence: Evidence) -> list[str]:
-        """Return what runs of the port show, and then what the error of the first wrong block is like."""
+    def _measurements(self, case: Case, evidence: Evidence, of_error: Sequence[str]) -> list[str]:
+        """Return what other runs of the port show, before what the error of the first wrong block is like."""
         placement = self.setting.placement(evidence.blame.dtype)
-        runs = lacking(case, self.port, placement) if case.stage == ACTIVATIONS else []
-        found = [*runs, *_of_error(evidence, case)]
-        if not found and case.stage == ACTIVATIONS:
-            with suppress(Exception):  # a port need not take other weights
-                found = list(filter(None, [rounding(case, self.port, placement)]))
-        return found
+        if found := [*lacking(case, self.port, placement), *of_error]:
+            return found
+        with suppress(Exception):  # a port need not take other weights
+            return list(filter(None, [rounding(case, self.port, placement)]))
+        return []
 
     def _blame(self, subject: Subject) -> Evidence:
         return blame(self._loaded(subject.case, subject.dtype), subject)
@@ -215,7 +215,7 @@ def investigate_files(
         if found.confidence != EXACT and (statement := of_learning_rate(case, actual)):
             found = _first(found, [statement])
         report = FailureReport(backend, "float64", case.name, case.stage, None, found)
-        if case.stage not in (ACTIVATIONS, GRADIENTS):
+        if case.stage not in REPLAYED:
             yield report
             continue
         truth = PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
@@ -232,17 +232,18 @@ def _shared(case: Case) -> tuple[object, ...]:
 
 
 def _first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
+    """Return the first failure of each stage in float64, or else in float32; if activations fail, only theirs."""
     failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
     for dtype in ("float64", "float32"):
-        for stages in ((ACTIVATIONS,), tuple(stage for stage in STAGES if stage != ACTIVATIONS)):
-            chosen = []
-            for stage in stages:
-                of_stage = [f for f in failures if f.dtype == dtype and cases[f.case].stage == stage]
-                # Where all of the model is run, blame can tell its blocks apart.
-                of_stage.sort(key=lambda f: (f.verdict == FAILED, cases[f.case].block != ""))
-                chosen += of_stage[:1]
-            if chosen:
-                return chosen if stages != (ACTIVATIONS,) or dtype == "float32" else chosen[:1]
+        first: dict[str, Finding] = {}
+        # Where all of the model is run, blame can tell its blocks apart.
+        for finding in sorted(failures, key=lambda f: (f.verdict == FAILED, cases[f.case].block != "")):
+            if finding.dtype == dtype:
+                first.setdefault(cases[finding.case].stage, finding)
+        if ACTIVATIONS in first:
+            return [first[ACTIVATIONS]]
+        if first:
+            return [first[name] for name in STAGES if name in first]
     return []
 
 

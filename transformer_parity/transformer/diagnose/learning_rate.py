@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.transformer.cases.case import STEPS, Case
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.trials import TRUTH, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.optimizer import rate
@@ -60,7 +60,7 @@ def _moved(case: Case, shown: Arrays) -> list[float]:
 
     The first is NaN where it is not the same for all weights; the others are means.
     """
-    usual, start = observed(TRUTH, case) or {}, case.load_weights() if case.stage == STEPS else {}
+    usual, start = observed(TRUTH, case) or {}, case.load_weights() if case.settings is not None else {}
     found = []
     for step in SNAPSHOTS:
         names = {name: f"step {step} weight {name}" for name in start}

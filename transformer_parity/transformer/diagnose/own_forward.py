@@ -12,7 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.tensors import given
-from transformer_parity.transformer.cases.case import DECODE, Case
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.properties import SAME, output
 from transformer_parity.transformer.ports.protocol import Placement, Port
@@ -42,7 +42,7 @@ def beside_forward(port: Port, placement: Placement, shown: Iterable[tuple[Case,
             continue
         source_ids, target_ids = case.inputs["source_ids"], case.inputs.get("target_ids")
         ids = None
-        if case.stage == DECODE:
+        if case.search is not None:
             if case.options.beam_size is not None or TOKENS not in tensors or tensors[TOKENS].ndim != 3:
                 continue
             ids = tensors[TOKENS][:, 0].astype(np.int64) - 1  # -1 behind the last

@@ -24,13 +24,14 @@ from reference_numpy.backward_functions import cross_entropy_backward
 from transformer_parity.engine.localization import Evidence
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.tensors import given
-from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.stages.gradients import gradients
+from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.files import load_weights, save_weights
 from transformer_spec.taps import Recorder
 
@@ -71,7 +72,7 @@ def save(evidence: Evidence, case: Case, port: str, folder: Path) -> Path:
     mark = next(mark for mark in blame.marks if mark.name == blame.introduced[0])
     saved = SavedBlock(port, blame.dtype, blame.stage, case.block, mark.name, blame.replayed, mark.alone)
     truth = PORTS["numpy"].load(case.config, weights, Placement("float64"))
-    read = _read_by_gradient if blame.stage != ACTIVATIONS else _read_by_tap
+    read = _read_by_gradient if STAGES[blame.stage].has_loss else _read_by_tap
     arrays = {
         **{f"inputs/{name}": value for name, value in read(saved, truth, inputs, evidence).items()},
         **{f"batch/{name}": value for name, value in inputs.items()},
@@ -120,7 +121,7 @@ def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
     port = PORTS[saved.port] if saved.port in PORTS else PluginPort(saved.port)
     loaded = port.load(config, weights, Placement(saved.dtype))
     expected = {saved.name: arrays["expected"]}
-    if saved.stage != ACTIVATIONS:
+    if STAGES[saved.stage].has_loss:
         found = gradients(loaded, batch)
     else:
         truth = PORTS["numpy"].load(config, weights, Placement("float64"))

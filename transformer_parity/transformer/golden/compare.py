@@ -16,8 +16,8 @@ from numpy import ndarray
 
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
 from transformer_parity.engine.outputs import FILES, Outputs
-from transformer_parity.engine.verdict import Asked
-from transformer_parity.transformer.cases.case import DECODE, Case
+from transformer_parity.engine.verdict import Coverage
+from transformer_parity.transformer.cases.case import Case, in_stages
 from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.diagnose.investigate import FailureReport, investigate_files
@@ -72,7 +72,7 @@ class Pair:
     @cached_property
     def cases(self) -> list[Case]:
         """The cases of A in the stages that were asked for."""
-        return [case for case in self.truth.cases if case.stage in self.stages]
+        return in_stages(self.truth.cases, self.stages)
 
     @cached_property
     def is_copied(self) -> bool:
@@ -81,20 +81,20 @@ class Pair:
         return all(_is_copy(self.truth.tensors(c, d), self.candidate.tensors(c, d), few=True) for c, d in both)
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> Coverage:
         """What has to be compared: each stage of A, in the dtypes of B."""
         dtypes = self.candidate.dtypes
         planned = Counter((case.stage, d) for case in self.cases for d in dtypes if self.truth.holds(case, d))
         held = tuple(dict.fromkeys(case.stage for case in self.cases))
-        return Asked(self.backend, held or tuple(self.stages), planned=planned)
+        return Coverage(self.backend, held or tuple(self.stages), planned=planned)
 
     @property
     def not_tested(self) -> list[str]:
         """The dtypes that A holds and B does not, and the stages that were not asked for."""
         label = f"{self.backend}: "
         left = [f"{label}{dtype} (B holds none)" for dtype in self.truth.dtypes if dtype not in self.candidate.dtypes]
-        others = dict.fromkeys(case.stage for case in self.truth.cases if case.stage not in self.stages)
-        return left + [f"{label}{stage} (left out of --stage)" for stage in others]
+        held = dict.fromkeys(case.stage for case in self.truth.cases)
+        return left + [f"{label}{name} (left out of --stage)" for name in held if name not in self.stages]
 
 
 def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGES)) -> list[Pair]:
@@ -183,7 +183,7 @@ def investigate(pair: Pair, findings: Sequence[Finding]) -> list[FailureReport]:
 
     def shown(case: Case) -> dict[str, ndarray]:
         tensors = candidate.tensors(case, "float64") if candidate.holds(case, "float64") else {}
-        return {name: value for name, value in tensors.items() if case.stage != DECODE or name != SCORES}
+        return {name: value for name, value in tensors.items() if name != SCORES}
 
     own = [replace(finding, case=finding.case.removeprefix(prefix)) for finding in findings]
     whole = [finding for finding in own if finding.tap and finding.tap != "names"]

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
-from transformer_parity.engine.outputs import FAST, LOAD, TAPS, Outputs
+from transformer_parity.engine.outputs import LOAD, Outputs
 from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.tensors import Tensors
-from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.for_ports import model_cases
 from transformer_parity.transformer.golden.vectors import LeftOut
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.user import PluginPort
-from transformer_parity.transformer.stages.decode import SCORES, TOKENS
+from transformer_parity.transformer.stages.decode import TOKENS
+from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.run import run_cases
 from transformer_parity.transformer.stages.training import WHOLE
 from transformer_spec.config import DropoutRates, TransformerConfig
@@ -27,10 +27,6 @@ from transformer_spec.presets import IMPLEMENTATIONS
 Progress = Callable[[str], None]
 PRESETS = ("paper_base", "paper_learned", *IMPLEMENTATIONS)  # the others differ from these in sizes and rates
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
-OPTIONAL = {  # what a port need not show
-    GRADIENTS: {"at *": "gradients at taps are not shown"},
-    STEPS: {"* norm of the gradient": "norms of the gradient are not shown", "* moment *": "moments are not shown"},
-}
 
 
 def words(entry: LeftOut) -> str:
@@ -47,7 +43,9 @@ def golden_cases(config: TransformerConfig) -> list[Case]:
     cases = [case for case in cases if case.seed == cases[0].seed]  # a folder holds the weights of one model
     return [
         replace(
-            case, inputs={"source_ids": case.inputs["source_ids"]} if case.stage == DECODE else case.inputs, fast=False
+            case,
+            inputs={"source_ids": case.inputs["source_ids"]} if case.search is not None else case.inputs,
+            fast=False,
         )
         for case in cases
     ]
@@ -82,7 +80,8 @@ def compute(
             continue
         if tensors := _tensors(port.name, case, outputs):
             computed[case.name][outputs.dtype] = tensors
-            left_out += [LeftOut(case.name, why, names) for names, why in _hidden(case, outputs, tensors)]
+            missing = STAGES[case.stage].left_out(tensors, outputs.hidden)
+            left_out += [LeftOut(case.name, why, names) for names, why in missing]
         declared = port.left_out if isinstance(port, PluginPort) else {}
         dtype = "*" if case.name in declared else outputs.dtype
         left_out += [LeftOut(case.name, why, dtype=dtype) for path, why in outputs.skipped if path != LOAD]
@@ -94,23 +93,9 @@ def _tensors(port: str, case: Case, outputs: Outputs) -> Tensors:
     problems = [why for _, why in outputs.failures] + [f"{name}: {why}" for _, name, why in outputs.problems]
     if problems:
         raise RuntimeError(f"{port}, {outputs.dtype} {case.name}: {problems[0]}")
-    tensors = outputs.paths.get(TAPS if case.stage in (ACTIVATIONS, GRADIENTS) else FAST, {})
+    tensors = outputs.paths.get(STAGES[case.stage].path, {})
     if TOKENS in tensors:
         if tensors[TOKENS].dtype.kind not in "iu":
             raise TypeError(f"{port}: tokens must be integers: got {tensors[TOKENS].dtype}")
         tensors = {**tensors, TOKENS: tensors[TOKENS].astype(np.int64)}
     return {name: value for name, value in tensors.items() if name != WHOLE}  # which is the others together
-
-
-def _hidden(case: Case, outputs: Outputs, tensors: Tensors) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the names of what a port does not promise to show, and why."""
-    unseen = outputs.hidden
-    if case.stage == ACTIVATIONS and unseen:
-        yield unseen, "these taps are not shown"
-    if case.stage == GRADIENTS and unseen and any(name.startswith("at ") for name in tensors):
-        yield tuple(f"at {tap}" for tap in unseen), "gradients at these taps are not shown"
-    if case.stage == DECODE and SCORES not in tensors:
-        yield (SCORES,), "scores are not shown"
-    for pattern, why in OPTIONAL.get(case.stage, {}).items():
-        if not any(fnmatchcase(name, pattern) for name in tensors):
-            yield (pattern,), why

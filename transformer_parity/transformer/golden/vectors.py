@@ -19,7 +19,7 @@ from numpy import ndarray
 from safetensors import SafetensorError
 
 from transformer_parity.engine.system.errors import printable
-from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
@@ -31,7 +31,6 @@ VERSION = 2
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 DTYPES = ("float64", "float32")
-COMPONENTS = {ACTIVATIONS: "full model", GRADIENTS: "gradients", STEPS: "optimizer steps", DECODE: "decoding"}
 KINDS: dict[type, str] = {str: "a string", dict: "an object", list: "a list"}
 Arrays = Mapping[str, ndarray]
 
@@ -182,12 +181,13 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
     stage = _entry(fields, "stage", str)
     if stage not in STAGES:
         raise ValueError(f"case {name} must have a stage of {', '.join(STAGES)}: got {stage!r}")
-    search = Search.from_dict(_entry(fields, "search", dict)) if stage == DECODE else None
+    kind = STAGES[stage]
+    search = Search.from_dict(_entry(fields, "search", dict)) if kind.searches else None
     if search is not None and search.num_hypotheses != 1:  # a difference among further ones could not be explained
         raise ValueError(f"num_hypotheses of case {name} must be 1: got {search.num_hypotheses}")
     return Case(
         name,
-        COMPONENTS[stage],
+        kind.component,
         config,
         "",
         _read_file(path, _entry(fields, "inputs", dict)),
@@ -195,7 +195,7 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
         fast=False,
         dtypes=tuple(_entry(fields, "outputs", dict)),
         stage=stage,
-        settings=TrainingConfig.from_dict(_entry(fields, "settings", dict)) if stage == STEPS else None,
+        settings=TrainingConfig.from_dict(_entry(fields, "settings", dict)) if kind.trains else None,
         search=search,
     )
 

@@ -6,13 +6,12 @@ them alone, and shows in the tokens or in the scores.
 
 from __future__ import annotations
 
-from transformer_parity.transformer.cases.case import DECODE
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.mistakes.mistake import but, changed, instead, table, together
 from transformer_parity.transformer.stages.decode import SCORES, TOKENS
 
 LOGITS = "logits"
-CASES = {case.name: case for case in standard_cases() if case.stage == DECODE}
+CASES = {case.name: case for case in standard_cases() if case.search is not None}
 GREEDY, BEAM = "decode/ends_apart_greedy", "decode/ends_apart_beam"
 MARIAN = "decode/marian_greedy"  # starts with padding
 OPUS, BART, FAIRSEQ = "decode/rules_of_opus", "decode/rules_of_bart", "decode/rules_of_fairseq"

@@ -19,7 +19,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
-from transformer_parity.engine.verdict import Asked, Verdict, worst
+from transformer_parity.engine.verdict import Coverage, Verdict, worst
 from transformer_parity.transformer.cases.case import ACTIVATIONS, SENTENCES, Case
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.ports.compile_clock import Spent
@@ -58,7 +58,7 @@ class Run:
     setting: Placements
     findings: Sequence[Finding] = ()
     ports: Sequence[str] = ()
-    asked: Sequence[Asked] = ()
+    asked: Sequence[Coverage] = ()
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
     cases: Sequence[Case] = ()

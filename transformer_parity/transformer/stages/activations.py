@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from numpy import ndarray
@@ -54,6 +54,11 @@ class Activations(Stage):
         rest = [name for name in due if name not in unseen]
         missing = len(due) - len(rest)
         return rest, [f"{missing} of {len(due) - 1} taps are not shown"] if missing else []
+
+    def left_out(self, tensors: Collection[str], hidden: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield the taps that are not shown."""
+        if hidden:
+            yield tuple(hidden), "these taps are not shown"
 
 
 def hidden(case: Case, loaded: LoadedPort) -> tuple[str, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 from numpy import ndarray
@@ -33,7 +34,9 @@ class Decode(Stage):
     name = DECODE
     component = "decoding"
     path = FAST
+    searches = True
     reproduces = 1e-12
+    optional: ClassVar[Mapping[str, str]] = {SCORES: SCORES}
 
     def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Run]:
         """Yield the run position by position, and the search."""

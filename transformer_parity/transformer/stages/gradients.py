@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -50,6 +50,12 @@ class Gradients(TrainingStage):
             unseen = {f"{AT}{tap}" for tap in shown.outputs.hidden} - shown.tensors.keys()
             due = [name for name in due if name not in unseen]
         return super().not_offered(due, shown)
+
+    def left_out(self, tensors: Collection[str], hidden: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield the gradients at taps that are not shown."""
+        if hidden and any(name.startswith(AT) for name in tensors):
+            yield tuple(f"{AT}{tap}" for tap in hidden), "gradients at these taps are not shown"
+        yield from super().left_out(tensors, hidden)
 
 
 def gradients(loaded: Any, inputs: Arrays) -> Tensors:

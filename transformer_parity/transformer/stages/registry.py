@@ -8,4 +8,4 @@ from transformer_parity.transformer.stages.gradients import Gradients
 from transformer_parity.transformer.stages.stage import Stage
 from transformer_parity.transformer.stages.steps import Steps
 
-STAGES: dict[str, Stage] = {stage.name: stage for stage in (Activations(), Gradients(), Steps(), Decode())}
+STAGES: dict[str, Stage] = {one.name: one for one in (Activations(), Gradients(), Steps(), Decode())}

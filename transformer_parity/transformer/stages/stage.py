@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -66,6 +66,7 @@ class Stage(Measure, ABC):
         component: The part of the model that cases of golden vectors are about.
         path: The path whose tensors golden vectors hold.
         is_ordered: Whether the tensors must come in the order of the reference's.
+        searches: Whether the model is run by a search.
         has_baseline: Whether tolerances in float32 follow from the reference's own error.
         has_loss: Whether the model is run with labels.
         trains: Whether running a case changes the model, which then is loaded for this case only.
@@ -79,6 +80,7 @@ class Stage(Measure, ABC):
     component: str
     path: str = TAPS
     is_ordered: bool = False
+    searches: bool = False
     has_baseline: bool = True
     has_loss: bool = False
     trains: bool = False
@@ -149,6 +151,17 @@ class Stage(Measure, ABC):
                 skips.append(f"{len(names)} {what} are not shown")
                 due = [name for name in due if name not in names]
         return due, skips
+
+    def left_out(self, tensors: Collection[str], hidden: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield the names, or patterns of names, that files leave out, and why.
+
+        Args:
+            tensors: The names of the tensors that the port shows.
+            hidden: The taps that it does not promise to show.
+        """
+        for pattern, what in self.optional.items():
+            if not any(fnmatchcase(name, pattern) for name in tensors):
+                yield (pattern,), f"{what} are not shown"
 
     def _due(self, shown: Shown) -> tuple[list[str], list[str]]:
         """Return the names that have to be there, and why others need not be: files give their own reasons."""

@@ -30,7 +30,7 @@ class Steps(TrainingStage):
     trains = True
     reproduces = 1e-10
     optional: ClassVar[Mapping[str, str]] = {
-        "*norm of the gradient": "norms of the gradient",
+        "* norm of the gradient": "norms of the gradient",
         "* moment *": "moments",
         "* weight *": "weights",
     }
