@@ -24,7 +24,7 @@ import circumstances
 import psutil
 import pytest
 from conftest import assert_same_bits
-from test_search import lively
+from search_models import lively
 from test_translate import save
 
 from reference_numpy import TransformerConfig, init_weights

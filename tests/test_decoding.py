@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from test_search import lively, load_reference, sources
+from search_models import lively, load_reference, sources
 
 import reference_numpy as ref
 from reference_numpy import SearchResult, search, search_loop

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from search_models import lively
 from test_reports import open_page
-from test_search import lively
 from test_translate import save
 from tiers import first_alone
 

@@ -58,10 +58,8 @@ TO_SPLIT = {
     "tests/test_native.py",
     "tests/test_native_torch.py",
     "tests/test_reports.py",
-    "tests/test_search.py",
     "tests/test_site.py",
     "tests/test_train.py",
-    "tests/test_training.py",
     "tests/test_translate.py",
     "tests/test_vocabularies.py",
 }

@@ -13,7 +13,8 @@ import other_searches
 import pytest
 import third_party
 from conftest import random_weights, tiny_config
-from test_search import load, quick_search, score_all, tokens_of
+from search_models import load, quick_search, tokens_of
+from test_search import score_all
 
 import reference_numpy
 from reference_numpy import SearchRules

@@ -16,8 +16,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tiers
+from search_models import lively
 from test_decoding import twins
-from test_search import lively
 
 import reference_numpy as ref
 from transformer_parity.apps.translate import translator

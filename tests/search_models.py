@@ -1,0 +1,97 @@
+"""What the tests of the search share: models whose sentences vary and end, and how a search is compiled."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from conftest import random_weights, tiny_config
+
+import reference_numpy
+from transformer_parity.transformer.check.uncompiled import interpreted
+
+TOLERANCE = 1e-12  # float64
+
+
+SEARCHES = ("greedy_search", "beam_search")
+
+
+REPEATED = pytest.mark.extended("searches", "jax", "tf")
+
+
+EITHER = [pytest.param("greedy_search", marks=REPEATED), "beam_search"]
+
+
+COMPILED = (  # what takes many steps; as users have it compiled
+    "test_cached_equals_uncached_step_by_step",
+    "test_beam_search_is_the_textbooks",
+    "test_a_sentence_does_not_depend_on_its_batch",
+    "test_the_maximum_length_follows_each_source",
+    "test_each_step_is_shown",
+    "test_the_largest_of_many",
+)
+
+
+def quick_search(backend):
+    """Search without waiting for a compiler that optimizes; TensorFlow, for any."""
+    return compiled_search(quick=True) if backend == "jax" else interpreted(backend)
+
+
+def optimized_search(backend):
+    """Search as users do, whatever XLA_FLAGS say to JAX."""
+    return compiled_search(quick=False) if backend == "jax" else nullcontext()
+
+
+@contextmanager
+def compiled_search(quick):
+    """Let JAX compile its search quickly or well."""
+    from transformer_jax import compilation, runtime
+
+    with runtime.quick_compilation():
+        options = runtime.compiler_options()
+    # Quickly: with bfloat16 rounded as often as where one operation runs at a time. Well: XLA's own defaults.
+    exact = {"xla_allow_excess_precision": False}
+    options = {**options, **exact} if quick else dict(zip(options, (3, True), strict=False))
+    with patch.object(compilation, "compiler_options", lambda: options):
+        yield
+
+
+def lively(preset="annotated", seed=13, size=13, **overrides):
+    """Return config and weights of a model whose sentences vary, end, and end at different times."""
+    fields = {"tie_embeddings": "none", "output_bias": True, "source_vocab_size": size, "target_vocab_size": size}
+    ids = {"pad_id": 0, "bos_id": 1, "eos_id": 2}
+    config = tiny_config(preset, **{**fields, **ids, **overrides})
+    weights = random_weights(config, seed)
+    if "output_proj.bias" in weights:
+        weights["output_proj.bias"][config.eos_id] += 0.8
+    return config, weights
+
+
+def sources(config, seed=3, lengths=(6, 4, 1, 5, 2)):
+    """Return padded source sentences of different lengths."""
+    rng = np.random.default_rng(seed)
+    ids = np.full((len(lengths), max(lengths)), config.pad_id)
+    usual = [token for token in range(config.source_vocab_size) if token != config.pad_id]
+    for row, length in enumerate(lengths):
+        ids[row, :length] = rng.choice(usual, length)
+    return ids
+
+
+def load(backend, config, weights, dtype="float64"):
+    return backend.package.Transformer.from_weights(config, weights, dtype)
+
+
+def tokens_of(ids, config):
+    """Return a hypothesis without padding."""
+    return tuple(int(token) for token in ids if token != config.pad_id)
+
+
+def assert_same(found, expected, tolerance=TOLERANCE):
+    np.testing.assert_array_equal(found.nbest_ids, expected.nbest_ids)
+    np.testing.assert_allclose(found.nbest_scores, expected.nbest_scores, rtol=tolerance, atol=0)
+
+
+def load_reference(config, weights, dtype="float64"):
+    return reference_numpy.Transformer.from_weights(config, weights, dtype)

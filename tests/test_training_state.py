@@ -1,0 +1,314 @@
+"""The state of a training run: copies, resumption in any framework, and the batches and states that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import numpy as np
+import pytest
+from conftest import assert_same_bits, refusal
+from training_runs import (
+    BATCH,
+    CONFIG,
+    HANDOVER,
+    NAME,
+    RIGHT,
+    SOURCE,
+    TARGET,
+    WEIGHTS,
+    assert_near,
+    at_the_start,
+    build,
+    everything,
+    losses_of,
+    make_batch,
+    mode_of,
+    model_of,
+    quick_xla,
+    take_steps,
+    zero_state,
+)
+
+import reference_numpy as ref
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation(backends):
+    with quick_xla(backends):
+        yield
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    return at_the_start
+
+
+def altered(ids, row, column, value):
+    """Return a copy of ids with one of them replaced."""
+    ids = ids.copy()
+    ids[row, column] = value
+    return ids
+
+
+# --- State ---
+def test_a_state_is_a_copy(backend, trainers):
+    trainer = build(backend) if backend.name in ("numpy", "torch") else trainers(backend)
+    state = trainer.export_state()
+    assert (state.step, state.seed) == (0, 0)
+    for moments in (state.first_moment, state.second_moment):
+        assert list(moments) == list(WEIGHTS)
+        for name, array in moments.items():
+            assert array.shape == WEIGHTS[name].shape
+            assert not array.any()
+    trainer = trainers(backend)
+    trainer.train_step(*BATCH)
+    exported = everything(trainer)
+    kept = {name: array.copy() for name, array in exported.items()}
+    trainer.train_step(*BATCH)
+    assert_same_bits(exported, kept)  # training on does not reach what was handed out
+    now = everything(trainer)
+    for array in everything(trainer).values():
+        array[...] = 99  # nor does what happens to it reach the trainer
+    assert_same_bits(everything(trainer), now)
+    state = trainer.export_state()
+    trainer.load_state(state)
+    for array in (*state.first_moment.values(), *state.second_moment.values()):
+        array[...] = 99
+    assert_same_bits(everything(trainer), now)
+
+
+@pytest.mark.extended("backends", "tf")
+def test_a_run_goes_on_bit_for_bit(backend, trainers, tmp_path):
+    """Cut anywhere, with dropout, through a file, in a model and a trainer that never saw the first part."""
+    trainer, batches = trainers(backend, "dropout"), [make_batch(seed) for seed in range(4)]
+    trainer.load_state(zero_state(seed=7))
+    settings, config, losses, snapshots = trainer.settings, trainer.model.config, [], []
+    for step, batch in enumerate(batches):
+        checkpoint = ref.Checkpoint(config, settings, trainer.model.export_weights(), trainer.export_state(), {})
+        ref.save_checkpoint(tmp_path / f"{step}.safetensors", checkpoint)
+        snapshots.append(checkpoint)
+        losses.append(float(trainer.train_step(*batch).loss))
+    expected = everything(trainer)
+    assert {array.dtype.name for name, array in expected.items() if " " in name} == {"float32"}
+    resumed = build(backend, "dropout", seed=5)
+    for step in (1, 3, 2):
+        for checkpoint in (ref.load_checkpoint(tmp_path / f"{step}.safetensors"), snapshots[step]):
+            assert (checkpoint.settings, checkpoint.config) == (settings, config)
+            backend.package.set_weights(resumed.model, checkpoint.weights)
+            resumed.load_state(checkpoint.state)
+            assert [float(result.loss) for result in take_steps(resumed, batches[step:])] == losses[step:]
+            assert_same_bits(everything(resumed), expected)
+    assert (resumed.step, resumed.seed) == (4, 7)
+
+
+def test_dropout_depends_on_seed_and_step_only(backend, trainers):
+    trainer = trainers(backend, "dropout")
+
+    def first(seed, step):
+        backend.package.set_weights(trainer.model, WEIGHTS)
+        trainer.load_state(zero_state(step, seed))
+        return float(trainer.train_step(*BATCH).loss)
+
+    mode, generator = mode_of(backend, trainer.model), np.random.get_state()[1].tolist()
+    losses = [first(*pair) for pair in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    assert len(set(losses)) == 4
+    assert first(0, 1) == losses[1]
+    assert mode_of(backend, trainer.model) == mode  # nothing random of the caller's has moved
+    assert np.random.get_state()[1].tolist() == generator
+    undropped = ref.gradients(ref.Transformer.from_weights(CONFIG, WEIGHTS), *BATCH).loss
+    assert min(abs(loss / undropped - 1) for loss in losses) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(backends, trainers, tmp_path_factory):
+    """Each backend's losses over eight steps, and its checkpoint after four."""
+    runs = {}
+    for backend in backends:
+        trainer, path = trainers(backend), tmp_path_factory.mktemp(backend.name) / "run.safetensors"
+        losses = losses_of(trainer, HANDOVER[:4])
+        weights, state = trainer.model.export_weights(), trainer.export_state()
+        ref.save_checkpoint(path, ref.Checkpoint(CONFIG, trainer.settings, weights, state, {}))
+        losses = [*losses, *losses_of(trainer, HANDOVER[4:])]
+        runs[backend.name] = path, losses, float(trainer.evaluate(*BATCH)[0])
+    return runs
+
+
+@pytest.mark.extended("training", "torch", "jax", "tf")  # each runs all four
+def test_a_run_goes_on_in_another_framework(backend, uninterrupted, trainers):
+    for other, (path, losses, final) in uninterrupted.items():
+        trainer, checkpoint = trainers(backend), ref.load_checkpoint(path)
+        backend.package.set_weights(trainer.model, checkpoint.weights)
+        trainer.load_state(checkpoint.state)
+        assert trainer.step == 4
+        # The contract says 1e-10; correct ports stay under 1e-14.
+        assert_near(losses_of(trainer, HANDOVER[4:]), losses[4:], 1e-12, f"from {other}")
+        assert_near(float(trainer.evaluate(*BATCH)[0]), final, 1e-12, f"from {other}")
+
+
+BAD_BATCHES = {
+    "labels too short": (
+        (SOURCE, TARGET, RIGHT[:, :4]),
+        ValueError,
+        "labels must have shape (8, 5): got (8, 4)",
+    ),
+    "labels of fewer sentences": (
+        (SOURCE, TARGET, RIGHT[:4]),
+        ValueError,
+        "labels must have shape (8, 5): got (4, 5)",
+    ),
+    "flat labels": (
+        (SOURCE, TARGET, RIGHT.ravel()),
+        ValueError,
+        "labels must have shape [batch, length]: got (40,)",
+    ),
+    "label too large": (
+        (SOURCE, TARGET, altered(RIGHT, 0, 1, 37)),
+        ValueError,
+        "labels must lie in [0, 37): got 37 at [0, 1]",
+    ),
+    "label -100": (
+        (SOURCE, TARGET, altered(RIGHT, 1, 3, -100)),
+        ValueError,
+        "labels must lie in [0, 37): got -100 at [1, 3]",
+    ),
+    "float labels": ((SOURCE, TARGET, RIGHT.astype(float)), TypeError, "labels must be integers: got float64"),
+    "float source": ((SOURCE.astype("float32"), TARGET, RIGHT), TypeError, "source_ids must be integers: got float32"),
+    "boolean target": ((SOURCE, TARGET > 0, RIGHT), TypeError, "target_ids must be integers: got bool"),
+    "source out of range": (
+        (altered(SOURCE, 0, 0, 37), TARGET, RIGHT),
+        ValueError,
+        "source_ids must lie in [0, 37): got 37 at [0, 0]",
+    ),
+    "target negative": (
+        (SOURCE, altered(TARGET, 0, 0, -1), RIGHT),
+        ValueError,
+        "target_ids must lie in [0, 37): got -1 at [0, 0]",
+    ),
+    "another batch size": (
+        (SOURCE[:7], TARGET, RIGHT),
+        ValueError,
+        "source_ids and target_ids must agree in batch size: got 7 and 8",
+    ),
+    "no sentence": (
+        (SOURCE[:0], TARGET[:0], RIGHT[:0]),
+        ValueError,
+        "source_ids must hold at least one token: got shape (0, 4)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BATCHES)
+def test_bad_batches(backend, trainers, case):
+    batch, kind, message = BAD_BATCHES[case]
+    trainer = trainers(backend)
+    trainer.train_step(*BATCH)
+    before = everything(trainer)
+    for function in (trainer.train_step, trainer.evaluate, partial(backend.package.gradients, trainer.model)):
+        for ids in (batch, [backend.from_numpy(array) for array in batch]):
+            assert refusal(function, *ids) == (kind, message)
+    assert_same_bits(everything(trainer), before)
+
+
+def test_a_batch_that_does_not_fall_into_slices(backend, trainers):
+    trainer = trainers(backend, "four slices, clipped")
+    before = everything(trainer)
+    batch = [array[:6] for array in BATCH]
+    assert refusal(trainer.train_step, *batch) == (
+        ValueError,
+        "accumulation_steps must divide the batch: got 4 and 6 sentences",
+    )
+    assert_same_bits(everything(trainer), before)
+    trainer.evaluate(*batch)  # which has no slices
+
+
+MIXED = ref.TrainingConfig(mixed_bfloat16=True)
+
+
+TOO_COARSE = "training needs float32 or float64 weights: got bfloat16; mixed_bfloat16 computes in bfloat16"
+
+
+@pytest.mark.parametrize("settings", [ref.TrainingConfig(), MIXED], ids=["plain", "mixed"])
+def test_weights_too_coarse_to_train(port, settings):
+    assert refusal(port.package.Trainer, model_of(port, "bfloat16"), settings) == (ValueError, TOO_COARSE)
+
+
+def test_mixed_precision_needs_float32(port):
+    expected = ValueError, "mixed_bfloat16 needs float32 weights: got float64"
+    assert refusal(port.package.Trainer, model_of(port, "float64"), MIXED) == expected
+
+
+def test_numpy_has_no_mixed_precision():
+    expected = ValueError, "mixed_bfloat16 is not available in this backend"
+    for dtype in ("float64", "float32"):
+        assert refusal(ref.Trainer, ref.Transformer.from_weights(CONFIG, WEIGHTS, dtype), MIXED) == expected
+
+
+BAD_STATES = {  # what is changed: attributes of the state, or one first or second moment; None leaves it out
+    "negative step": ({"step": -1}, ValueError, "step must be at least 0: got -1"),
+    "step of a float": ({"step": 1.0}, TypeError, "step must be an integer: got 1.0"),
+    "negative seed": ({"seed": -3}, ValueError, "seed must be at least 0: got -3"),
+    "seed of None": ({"seed": None}, TypeError, "seed must be an integer: got None"),
+    "missing": (
+        {"first_moment": {NAME: None}},
+        ValueError,
+        f"first moments do not fit the config: missing {NAME} [40]",
+    ),
+    "extra": (
+        {"second_moment": {"momentum": np.zeros((2, 3))}},
+        ValueError,
+        "second moments do not fit the config: unexpected momentum [2, 3]",
+    ),
+    "misshaped": (
+        {"second_moment": {NAME: np.zeros((40, 1))}},
+        ValueError,
+        f"second moments do not fit the config: {NAME} must have shape [40]: got [40, 1]",
+    ),
+    "integers": (
+        {"first_moment": {NAME: np.zeros(40, int)}},
+        TypeError,
+        f"{NAME} must be one of float64, float32, float16, bfloat16: got int64",
+    ),
+    "NaN": (
+        {"first_moment": {NAME: np.append(np.zeros(39), np.nan)}},
+        ValueError,
+        f"{NAME} must be finite: got 1 NaN or infinite values",
+    ),
+    "infinite": (
+        {"second_moment": {NAME: np.full(40, np.inf)}},
+        ValueError,
+        f"{NAME} must be finite: got 40 NaN or infinite values",
+    ),
+    "negative": (
+        {"second_moment": {NAME: np.append(np.zeros(39), -0.25)}},
+        ValueError,
+        f"the second moment of {NAME} must not be negative: got -0.25",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STATES)
+def test_bad_states(backend, trainers, case):
+    changes, kind, message = BAD_STATES[case]
+    trainer = trainers(backend)
+    trainer.train_step(*BATCH)
+    before, state = everything(trainer), zero_state(step=9, seed=9)
+    for field, change in changes.items():
+        if isinstance(change, dict):
+            change = getattr(state, field) | change
+            change = {name: array for name, array in change.items() if array is not None}
+        state = dataclasses.replace(state, **{field: change})
+    assert refusal(trainer.load_state, state) == (kind, message)
+    assert_same_bits(everything(trainer), before)
+
+
+@pytest.mark.parametrize("moment", ["first_moment", "second_moment"])
+def test_a_state_too_large_for_the_dtype(backend, trainers, moment):
+    """Found out only when it is rounded, by which time nothing may have changed either."""
+    trainer = trainers(backend, "dropout")
+    trainer.train_step(*BATCH)
+    before, state = everything(trainer), zero_state(step=9, seed=9)
+    getattr(state, moment)[NAME] = np.append(np.zeros(39), 1e300)
+    kind, message = refusal(trainer.load_state, state)
+    assert (kind, message) == (ValueError, f"{NAME} overflows float32: its largest magnitude is 1e+300")
+    assert_same_bits(everything(trainer), before)
