@@ -20,8 +20,8 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECI
 from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.case import ACTIVATIONS
 from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.check.one_port import Job
-from transformer_parity.transformer.check.processes import WORK, run_all
+from transformer_parity.transformer.check.messages import PortJob
+from transformer_parity.transformer.check.processes import WORK, CheckedPort, run_all
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_parity.transformer.sentences.subwords import Subwords
@@ -160,15 +160,14 @@ def test_an_interruption_keeps_what_was_compared(name):
 
 
 def test_a_process_that_dies_is_a_finding_about_its_port():
-    findings, killed = [], False
-    for message in run_all([Job("torch", Placements(("float64",)), tuple(standard_cases()))]):
-        findings += message.findings
-        if message.doing.endswith("feed_forward/relu") and not killed:
+    port, killed = CheckedPort(PortJob("torch", Placements(("float64",))), standard_cases()), False
+    for _ in run_all([port]):
+        if port.doing.endswith("feed_forward/relu") and not killed:
             (process,) = [child for child in psutil.Process().children() if WORK in child.cmdline()]
             process.kill()
             killed = True
-    assert "the process ended with exit code" in findings[-1].detail
-    assert Verdict.of(findings).exit_code == 3
+    assert "the process ended with exit code" in port.findings[-1].detail
+    assert Verdict.of(port.findings).exit_code == 3
 
 
 def test_shipped_text_is_aligned_and_varied():

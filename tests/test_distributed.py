@@ -16,12 +16,12 @@ import reference_numpy
 from reference_numpy import Plan
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import AGREES, FAILED, IMPRECISE, SKIPPED
-from transformer_parity.transformer.check.selection import Selection
+from transformer_parity.transformer.check.messages import CaseCompared
 from transformer_parity.transformer.distributed import run as processes
 from transformer_parity.transformer.distributed.cases import PLANS, probes, rounded
-from transformer_parity.transformer.distributed.compare import DIVIDED, NAMES, REPLICAS, Run, findings
-from transformer_parity.transformer.distributed.stage import Check
-from transformer_parity.transformer.distributed.worker import Seen, Task, train
+from transformer_parity.transformer.distributed.check import DistributedCheck
+from transformer_parity.transformer.distributed.compare import DIVIDED, NAMES, REPLICAS, DeviceRun, findings
+from transformer_parity.transformer.distributed.worker import Seen, TrainingTask, train
 from transformer_parity.transformer.mistakes.distributed import MISTAKES
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 
@@ -34,11 +34,11 @@ def expected(name: str):
     return train(reference_numpy, task(name))
 
 
-def task(name: str, plan: Plan | None = None) -> Task:
+def task(name: str, plan: Plan | None = None) -> TrainingTask:
     """Return the run of a case; ``resumed`` goes on from the middle of another."""
     if name != "resumed":
-        return Task(probes()[name], plan)
-    return Task(probes()["short"], plan, expected("short").snapshots[2])
+        return TrainingTask(probes()[name], plan)
+    return TrainingTask(probes()["short"], plan, expected("short").snapshots[2])
 
 
 def run(mistake):
@@ -50,7 +50,7 @@ def run(mistake):
     return (
         seen,
         expected(name),
-        findings("numpy", Run(started.probe, Plan.parse(plan), started.start), [seen], expected(name)),
+        findings("numpy", DeviceRun(started.probe, Plan.parse(plan), started.start), [seen], expected(name)),
     )
 
 
@@ -69,7 +69,7 @@ def test_parts_that_are_clipped_by_their_own_norms_are_named_of_a_port_that_show
     plan, right = Plan(data=2, fsdp=2), replace(expected("short"), norms=[])
     package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
     seen = replace(train(package, task("short", plan)), norms=[])
-    first = next(iter(failing(findings("mine", Run(probes()["short"], plan), [seen], right)).items()))
+    first = next(iter(failing(findings("mine", DeviceRun(probes()["short"], plan), [seen], right)).items()))
     assert first[0] == "step 2 loss"
     assert first[1].endswith("right: what follows differs, as by this mistake: clipped by the norm of each part")
 
@@ -105,7 +105,7 @@ def test_a_mistake_in_a_port_is_found_located_and_named(two, name, mistake):
         return
     seen = two(name).train(run_of)
     right = two(name).train(task(case))[0] if "dropout" in case else expected(case)
-    found = failing(findings(name, Run(run_of.probe, run_of.plan), seen, right))
+    found = failing(findings(name, DeviceRun(run_of.probe, run_of.plan), seen, right))
     at, said = next(iter(found.items()))
     assert at.startswith(mistake.at)
     assert mistake.detail in said
@@ -117,13 +117,14 @@ def test_a_mistake_in_a_port_is_found_located_and_named(two, name, mistake):
 def test_shares_that_are_written_out_are_right_before_a_mistake_is_planted(two):
     edits = distributed_ports.on_each(distributed_ports.SUM_OF_ALL)
     seen = two("jax").train(replace(task("shallow", Plan(data=2)), edits=tuple(edits)))
-    assert failing(findings("jax", Run(probes()["shallow"], Plan(data=2)), seen, expected("shallow"))) == {}
+    assert failing(findings("jax", DeviceRun(probes()["shallow"], Plan(data=2)), seen, expected("shallow"))) == {}
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_right_run_raises_no_alarm(plan):
     probe = probes()["short"]
-    found = findings("numpy", Run(probe, plan), [train(reference_numpy, Task(probe, plan))], expected("short"))
+    seen = train(reference_numpy, TrainingTask(probe, plan))
+    found = findings("numpy", DeviceRun(probe, plan), [seen], expected("short"))
     assert {finding.verdict for finding in found} == {AGREES}
     assert {REPLICAS, DIVIDED} <= {finding.tap for finding in found}
 
@@ -133,29 +134,30 @@ def test_below_float64_rounding_agrees_and_half_a_gradient_does_not(name):
     """NumPy has no mixed precision: its float32 gradients are rounded."""
     probe, plan = rounded()[name], Plan(data=2)
     float32 = replace(probe, settings=probe.exact.settings)
-    one_device, seen = (train(reference_numpy, Task(float32, devices)) for devices in (None, plan))
+    one_device, seen = (train(reference_numpy, TrainingTask(float32, devices)) for devices in (None, plan))
     if probe.settings.mixed_bfloat16:
         for each in (one_device, seen):
             each.gradient = {name: array.astype("bfloat16").astype("float32") for name, array in each.gradient.items()}
-    exact = train(reference_numpy, Task(probe.exact))
-    found = findings("numpy", Run(probe, plan), [seen], exact, one_device)
+    exact = train(reference_numpy, TrainingTask(probe.exact))
+    found = findings("numpy", DeviceRun(probe, plan), [seen], exact, one_device)
     assert {finding.verdict for finding in found} == {AGREES}
     assert {finding.dtype for finding in found} == {"float32"}
     half = replace(seen, gradient={name: array / 2 for name, array in seen.gradient.items()})
-    found = findings("numpy", Run(probe, plan), [half], exact, one_device)
+    found = findings("numpy", DeviceRun(probe, plan), [half], exact, one_device)
     wrong = {finding.tap for finding in found if finding.verdict == IMPRECISE}
     assert {"the whole gradient", "of source_embedding.table"} <= wrong
     counted = replace(seen, tokens=[30, *seen.tokens[1:]])
-    assert failing(findings("numpy", Run(probe, plan), [counted], exact, one_device)).keys() == {"step 1 tokens"}
+    assert failing(findings("numpy", DeviceRun(probe, plan), [counted], exact, one_device)).keys() == {"step 1 tokens"}
 
 
 def on_two(change=lambda seen: seen) -> list:
     """Return what is found if two processes have a device each, and the second sees something else."""
-    seen = train(reference_numpy, Task(probes()["short"], Plan(data=2)))
+    seen = train(reference_numpy, TrainingTask(probes()["short"], Plan(data=2)))
     of_each = [
         replace(seen, shards={name: [held[device]] for name, held in seen.shards.items()}) for device in range(2)
     ]
-    return findings("numpy", Run(probes()["short"], Plan(data=2)), [of_each[0], change(of_each[1])], expected("short"))
+    run_of = DeviceRun(probes()["short"], Plan(data=2))
+    return findings("numpy", run_of, [of_each[0], change(of_each[1])], expected("short"))
 
 
 def failing(found) -> dict[str, str]:
@@ -188,16 +190,17 @@ def test_a_process_that_sees_less_or_something_else_is_found():
 @pytest.mark.parametrize(("named", "verdict"), [(True, FAILED), (False, SKIPPED)])
 def test_a_plan_that_a_framework_refuses_is_reported_with_the_reason(named, verdict):
     (finding,) = findings(
-        "tf", Run(probes()["short"], Plan(fsdp=2), named=named), [Seen(refused="rows only")], expected("short")
+        "tf", DeviceRun(probes()["short"], Plan(fsdp=2), named=named), [Seen(refused="rows only")], expected("short")
     )
     assert (finding.verdict, finding.detail) == (verdict, "rows only")
 
 
 def steps(backend, *plans, count=None):
     """Return all findings of the stage, by plan and case."""
-    check = Check([*map(Plan.parse, plans)], count)
+    check = DistributedCheck([backend], asked=[*map(Plan.parse, plans)], processes=count)
     start = partial(processes.group, backend, processes=count, timeout=200)
-    found = [step.findings for step in check.steps(backend, start)]
+    (port,) = check.checked_ports()
+    found = [message.findings for message in check.steps(port, start) if isinstance(message, CaseCompared)]
     return {finding.case.removeprefix("distributed/"): finding for of_run in found for finding in of_run}
 
 
@@ -220,7 +223,7 @@ def test_a_process_that_dies_ends_the_run():
 
 
 def test_an_interpreter_that_cannot_be_started_is_said_once(capsys):
-    command = ["check", "--stage", "distributed", "--backends", "torch", "--isolate", "torch=/absent/python"]
+    command = ["check-distributed", "--backends", "torch", "--isolate", "torch=/absent/python"]
     assert main([*command, "--parallel", "data=2", "--parallel", "tensor=2"]) == 3
     said = "the interpreter /absent/python cannot be started: No such file or directory"
     assert " ".join(capsys.readouterr().out.split()).count(said) == 1
@@ -229,10 +232,10 @@ def test_an_interpreter_that_cannot_be_started_is_said_once(capsys):
 def test_the_command(monkeypatch, capsys, tmp_path):
     as_numpy = partial(processes.group, "numpy")
     monkeypatch.setattr(
-        "transformer_parity.transformer.check.distributed.group",
+        "transformer_parity.transformer.distributed.check.group",
         lambda backend, devices, **how: as_numpy(devices, **how),
     )
-    command = ["check", "--stage", "distributed", "--backends", "torch", "--dtype", "float64"]  # all that NumPy has
+    command = ["check-distributed", "--backends", "torch", "--dtype", "float64"]  # all that NumPy has
     command += ["--json", str(tmp_path / "result.json")]
     assert main([*command, "--parallel", "data=2", "--parallel", "fsdp=2,tensor=2"]) == 0
     printed = capsys.readouterr().out
@@ -248,17 +251,31 @@ def test_the_command(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plans": [Plan(data=2)]}, "add --stage distributed"),
-        ({"stages": ["steps", "distributed"]}, "compared alone"),
-        ({"stages": ["distributed"], "dtypes": ["bfloat16"]}, "in float64 and float32 on CPUs"),
-        ({"stages": ["distributed"], "presets": ["marian"]}, "on models of its own"),
-        ({"processes": 2}, "--processes is about several devices: add --stage distributed"),
-        ({"stages": ["distributed"], "plans": [Plan(data=4)], "processes": 2}, "one for each device of data=4: got 2"),
+        (["--backends", "numpy"], "numpy is the reference: name at least one port"),
+        (["--backends", "torch", "--parallel", "data=4", "--processes", "2"], "one for each device of data=4: got 2"),
+        (["--backends", "torch", "--isolate", "jax=python"], "--isolate must be PORT=PYTHON, with one of torch"),
     ],
 )
-def test_what_several_devices_are_not_compared_with(options, message):
-    with pytest.raises(ValueError, match=message):
-        Selection(backends=("torch",), **options)
+def test_unusable_options_are_rejected(options, message, capsys):
+    assert main(["check-distributed", *options]) == 3
+    assert message in capsys.readouterr().err
+
+
+def test_options_of_the_other_command_are_rejected(capsys):
+    for command in (["check", "--stage", "distributed"], ["check", "--parallel", "data=2"]):
+        with pytest.raises(SystemExit, match="3"):
+            main([*command, "--backends", "torch"])
+    with pytest.raises(SystemExit, match="3"):
+        main(["check-distributed", "--dtype", "bfloat16"])
+    assert "unknown bfloat16: choose from float64, float32" in capsys.readouterr().err
+
+
+def test_nothing_is_trained_before_the_check_runs(monkeypatch):
+    monkeypatch.setattr("transformer_parity.transformer.distributed.check.train", None)
+    check = DistributedCheck(["torch", "tf"])
+    names = [case.name for port in check.checked_ports() for case in port.given]
+    assert len(names) == 6 * 3 + 6
+    assert "distributed/tensor=2/resumed" in names
 
 
 @pytest.mark.extended("plans")

@@ -22,8 +22,8 @@ from transformer_parity.transformer.check.kept_programs import (
     keep_programs,
     kept_by_tensorflow,
 )
-from transformer_parity.transformer.check.one_port import Job
-from transformer_parity.transformer.check.processes import run_all
+from transformer_parity.transformer.check.messages import PortJob
+from transformer_parity.transformer.check.processes import CheckedPort, run_all
 from transformer_parity.transformer.ports.protocol import Placements
 
 
@@ -117,13 +117,15 @@ def test_the_second_run_compiles_nothing(tmp_path, monkeypatch, backend):
     monkeypatch.setenv(SWITCH, str(tmp_path))
     monkeypatch.delenv(JAX_SWITCH, raising=False)
     cases = tuple(case for case in standard_cases() if case.name in ("attention/padding", "feed_forward/relu"))
-    job = Job(backend.name, Placements((dtype,)), cases)
 
     def programs():
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob(pattern)}
 
     def verdicts():
-        return Counter(finding.verdict for message in run_all([job]) for finding in message.findings)
+        port = CheckedPort(PortJob(backend.name, Placements((dtype,))), cases)
+        for _ in run_all([port]):
+            pass
+        return Counter(finding.verdict for finding in port.findings)
 
     first = verdicts()
     kept = programs()

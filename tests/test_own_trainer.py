@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,13 @@ import reference_numpy as ref
 from reference_numpy import Plan
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import AGREES, SKIPPED
+from transformer_parity.transformer.check.messages import CaseCompared
 from transformer_parity.transformer.distributed import run as processes
 from transformer_parity.transformer.distributed.cases import port_probes
-from transformer_parity.transformer.distributed.compare import REPLICAS, Run, findings
+from transformer_parity.transformer.distributed.check import DistributedCheck
+from transformer_parity.transformer.distributed.compare import REPLICAS, DeviceRun, findings
 from transformer_parity.transformer.distributed.signatures import divisions
-from transformer_parity.transformer.distributed.stage import Check
-from transformer_parity.transformer.distributed.worker import Seen, Snapshot, Task, train, train_port
+from transformer_parity.transformer.distributed.worker import Seen, Snapshot, TrainingTask, train, train_port
 from transformer_parity.transformer.ports.templates.other_port import MyPort
 from transformer_parity.transformer.ports.user import PluginPort
 
@@ -92,8 +93,9 @@ def compared(tmp_path_factory):
             name = f"port_{abs(hash(text))}"
             (folder / f"{name}.py").write_text(text)
             (folder / "chosen").write_text(name)
-            steps = Check([Plan(data=2)])._on_plan("chosen:Chosen", Plan(data=2), group)
-            return [finding for step in steps for finding in step.findings]
+            check = DistributedCheck(ports=["chosen:Chosen"], asked=[Plan(data=2)])
+            messages = check._on_plan(*check.checked_ports(), Plan(data=2), group)
+            return [found for message in messages if isinstance(message, CaseCompared) for found in message.findings]
 
         yield found
 
@@ -152,7 +154,7 @@ def test_arrays_of_objects_are_refused_where_they_are_made(kind, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     probe = replace(port_probes()[0], steps=2)
     with pytest.raises(TypeError, match=r"^\S+ must hold numbers: got dtype object$"):
-        train_port(PluginPort(f"{__name__}:{kind.__name__}"), Task(probe, Plan(data=2)))
+        train_port(PluginPort(f"{__name__}:{kind.__name__}"), TrainingTask(probe, Plan(data=2)))
 
 
 # --- The command, with ports that need no framework ---
@@ -202,7 +204,7 @@ class Apart(Reference):
 def test_the_command(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("devices.py").write_text(PORTS)
-    command = ["check", "--stage", "distributed", "--json", "result.json", "--port"]
+    command = ["check-distributed", "--json", "result.json", "--port"]
     assert main([*command, "devices:Reference", "--parallel", "data=2"]) == 0
     assert "AGREE  1 port, 2 cases" in capsys.readouterr().out
     result = json.loads(Path("result.json").read_text())
@@ -222,7 +224,11 @@ def test_what_is_said_of_other_ports(monkeypatch, tmp_path, kind, plan, said):
     monkeypatch.chdir(tmp_path)
     Path("devices.py").write_text(PORTS)
     name = f"devices:{kind}"
-    found = [f for step in Check([Plan.parse(plan)]).steps(name, partial(processes.group, name)) for f in step.findings]
+    check = DistributedCheck(ports=[name], asked=[Plan.parse(plan)])
+    (port,) = check.checked_ports()
+    for _ in check.run([port]):
+        pass
+    found = port.findings
     assert {finding.backend for finding in found} == {kind}
     wrong = [finding for finding in found if finding.verdict not in (AGREES, SKIPPED)]
     assert len(wrong) == 2
@@ -239,7 +245,7 @@ def test_rows_may_be_divided_in_any_way(way):
     rows = divisions(8, 2, 2)[way]
     assert sorted(rows.ravel()) == [*range(8)]
     model = ref.Transformer.from_weights(probe.config, probe.weights(), "float64")
-    expected = train(ref, Task(replace(probe, config=model.config)))
+    expected = train(ref, TrainingTask(replace(probe, config=model.config)))
     of_shares = [[ref.gradients(model, *(ids[own] for ids in probe.batch(0))) for own in part] for part in rows]
     mean = {
         name: np.mean([[own.parameters[name] for own in part] for part in of_shares], (0, 1))
@@ -249,6 +255,6 @@ def test_rows_may_be_divided_in_any_way(way):
     seen = Seen(losses=[loss, *expected.losses[1:]], gradient=mean, config=model.config, snapshots=expected.snapshots)
     seen.snapshots = {step: Snapshot(one.weights, None) for step, one in expected.snapshots.items()}
     wanted = replace(expected, tokens=[], norms=[], snapshots=seen.snapshots)
-    found = findings("mine", Run(replace(probe, config=model.config), Plan(data=2)), [seen], wanted)
+    found = findings("mine", DeviceRun(replace(probe, config=model.config), Plan(data=2)), [seen], wanted)
     first = next(finding for finding in found if finding.verdict != AGREES)
     assert "each share divided by its own tokens, then averaged: a mean of means" in first.detail

@@ -19,8 +19,8 @@ from transformer_parity.engine.verdict import Coverage, Verdict, decide
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.check.one_port import Job
-from transformer_parity.transformer.check.processes import run_all
+from transformer_parity.transformer.check.messages import PortJob
+from transformer_parity.transformer.check.processes import CheckedPort, run_all
 from transformer_parity.transformer.check.selection import Selection
 from transformer_parity.transformer.compare.comparator import Comparator, compare
 from transformer_parity.transformer.compare.reference import Reference
@@ -349,8 +349,10 @@ class NormReplaced(MyPort):
 
 @pytest.mark.parametrize("kind", ["ExpReplaced", "NormReplaced"])
 def test_a_port_cannot_reach_the_truth(kind):
-    job = Job(f"{HERE}:{kind}", Placements(("float64",)), stages=[ACTIVATIONS])
-    findings = [finding for message in run_all([job]) for finding in message.findings]
+    port = CheckedPort(PortJob(f"{HERE}:{kind}", Placements(("float64",))), stages=[ACTIVATIONS])
+    for _ in run_all([port]):
+        pass
+    findings = port.findings
     assert Verdict.of(findings).word != "AGREE"
 
 

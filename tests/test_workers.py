@@ -18,8 +18,8 @@ from transformer_parity.engine.system.machine import processors
 from transformer_parity.transformer.cases.case import ACTIVATIONS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.check.one_port import Job
-from transformer_parity.transformer.check.processes import MEMORY, run_all
+from transformer_parity.transformer.check.messages import PortJob
+from transformer_parity.transformer.check.processes import MEMORY, CheckedPort, run_all
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.stages.registry import STAGES
 
@@ -55,15 +55,17 @@ def write(tmp_path, monkeypatch):
     return write
 
 
-def jobs(*names: str, cases=None, stages=(ACTIVATIONS,)) -> list[Job]:
-    """Return a job for each port, with some cases or, for those that have none, all of some stages."""
-    return [Job(name, FLOAT64, (cases or {}).get(name), stages) for name in names]
+def ports(*names: str, cases=None, stages=(ACTIVATIONS,)) -> list[CheckedPort]:
+    """Return each port, with some cases or, for those that have none, all of some stages."""
+    return [CheckedPort(PortJob(name, FLOAT64), (cases or {}).get(name), stages) for name in names]
 
 
 def compare(*names: str, cases=None, stages=(ACTIVATIONS,), **options) -> list[Finding]:
-    messages = list(run_all(jobs(*names, cases=cases, stages=stages), **options))
-    assert [message.backend for message in messages if message.done] != []
-    return [finding for message in messages for finding in message.findings]
+    compared = ports(*names, cases=cases, stages=stages)
+    for _ in run_all(compared, **options):
+        pass
+    assert all(port.is_done for port in compared)
+    return [finding for port in compared for finding in port.findings]
 
 
 def only_problem(findings: list[Finding]) -> str:
@@ -76,20 +78,20 @@ def only_problem(findings: list[Finding]) -> str:
 def test_a_plug_in_port_beside_a_built_in_one(write):
     name = write()
     full = tuple(case for case in standard_cases() if case.name == "full/padded")
-    messages = list(run_all(jobs(name, "torch", cases={"torch": full})))
-    findings = [finding for message in messages for finding in message.findings]
+    compared = ports(name, "torch", cases={"torch": full})
+    for _ in run_all(compared):
+        pass
+    mine, of_torch = compared
+    findings = [finding for port in compared for finding in port.findings]
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     cases = {backend: {found.case for found in findings if found.backend == backend} for backend in ("Mine", "torch")}
     assert cases["Mine"] == FORWARD
     assert cases["torch"] == {"full/padded"}
-    said = [message for message in messages if message.backend == name]
-    (facts,) = [message.facts for message in said if message.facts]
-    assert (facts.name, facts.dtypes) == ("Mine", ("float64",))
-    assert said[-1].done
-    assert said[-1].environment["port"] == name
-    assert "numpy" in said[-1].environment
-    (of_torch,) = [message.environment for message in messages if message.backend == "torch" and message.done]
-    assert {type(value) for value in of_torch.values()} == {str}  # of another class, it would be imported to be read
+    assert (mine.label, mine.dtypes, mine.is_done) == ("Mine", ("float64",), True)
+    assert mine.environment["port"] == name
+    assert "numpy" in mine.environment
+    kinds = {type(value) for value in of_torch.environment.values()}
+    assert kinds == {str}  # of another class, it would be imported to be read
 
 
 def test_cases_may_be_given_outright(write):
@@ -243,9 +245,9 @@ def compute():
 
 def test_closing_the_iterator_ends_the_process(write, tmp_path):
     name = write(f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)")
-    messages = run_all(jobs(name))
-    for message in messages:
-        if message.doing == "float64 full/padded":
+    messages = run_all(ports(name))
+    for port, _ in messages:
+        if port.doing == "float64 full/padded":
             break
     messages.close()
     pid = tmp_path / "pid"

@@ -13,8 +13,8 @@ from transformer_bench.measurements import DisagreementError, Entry
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
 from transformer_parity.engine.processes.child import ChildEndedError
 from transformer_parity.engine.processes.children import THREAD_SWITCHES, Children
-from transformer_parity.engine.processes.messages import Parent
-from transformer_parity.engine.processes.team import Broken, Team, TeamError
+from transformer_parity.engine.processes.messages import Broken, Parent
+from transformer_parity.engine.processes.team import Team, TeamError
 from transformer_parity.engine.system.machine import forget_peak, held_bytes, peak_bytes
 
 SWITCHES = (*THREAD_SWITCHES, "VECLIB_MAXIMUM_THREADS")

@@ -15,9 +15,8 @@ from transformer_parity.engine.findings import AGREES, SKIPPED, Finding, failure
 from transformer_parity.engine.system.machine import processors
 from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
-from transformer_parity.transformer.check.one_port import Job
-from transformer_parity.transformer.check.processes import Outcome as Processes
-from transformer_parity.transformer.check.processes import run_all
+from transformer_parity.transformer.check.messages import PortJob
+from transformer_parity.transformer.check.processes import CheckedPort, run_all
 from transformer_parity.transformer.check.selection import Selection
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.ports.user import PluginPort
@@ -87,21 +86,22 @@ def _run_port(attack: Attack) -> tuple[int, list[Finding]]:
     """Compare a port as `parity check --port` does, in a process of its own where it needs one."""
     stages = attack.stages if set(attack.stages) != set(STAGES) else None
     selection = Selection(backends=(), ports=(attack.plant,), stages=stages)
-    found = Processes({})
+    findings: list[Finding] = []
     try:
         port = PluginPort(attack.plant)
         cases = (attack.cases or partial(port_cases, stages=attack.stages))(port_config(port))
         if attack.alone:
-            job = Job(attack.plant, selection.setting, tuple(cases), attack.stages)
-            for message in run_all([job], timeout=attack.timeout):
-                found.keep(message, job)
+            checked = CheckedPort(PortJob(attack.plant, selection.setting), cases, attack.stages)
+            for _ in run_all([checked], timeout=attack.timeout):
+                pass
+            findings += checked.findings
         else:
-            found.findings += compare(cases, port, selection.setting)
+            findings += compare(cases, port, selection.setting)
         asked = [selection.asked(port.name, cases, port.kind.dtypes)]
     except Exception as error:  # as the process of a port does
-        found.findings.append(failure(attack.name, f"{type(error).__name__}: {error}"))
+        findings.append(failure(attack.name, f"{type(error).__name__}: {error}"))
         asked = []
-    return Verdict.of(found.findings, asked).exit_code, found.findings
+    return Verdict.of(findings, asked).exit_code, findings
 
 
 def _first(findings: Sequence[Finding]) -> str:

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -16,21 +17,16 @@ from transformer_parity.cli.options import (
     add_ports,
     check_installed,
     one_or_more,
-    parallel_plan,
     positive,
 )
 from transformer_parity.cli.progress import Progress, make_console
-from transformer_parity.engine.findings import failure
 from transformer_parity.engine.system.errors import refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.tolerances import EPS
-from transformer_parity.transformer.cases.case import DISTRIBUTED
-from transformer_parity.transformer.check.distributed import run_distributed
-from transformer_parity.transformer.check.one_port import Job, Message
-from transformer_parity.transformer.check.processes import SILENCE, Outcome, run_all
+from transformer_parity.transformer.check.messages import CaseCompared, PortImported, PortJob
+from transformer_parity.transformer.check.processes import SILENCE, CheckedPort, run_all
 from transformer_parity.transformer.check.selection import ONLY, Selection
-from transformer_parity.transformer.distributed.stage import Check
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.report.diagnoses import print_audit, print_failure_report, print_undiagnosed
 from transformer_parity.transformer.report.junit import write_junit
@@ -57,7 +53,6 @@ examples:
   parity check --weights model.safetensors           your own weights
   parity check --device gpu --precision fast         what TF32 costs
   parity check --port my_package.my_module:MyPort    a port of yours; `parity init-port` writes one to start from
-  parity check --stage distributed --parallel data=2 training on two devices against training on one
   parity check --port mine:Port --html report.html   and a page for a browser
 
 exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
@@ -76,20 +71,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_backends(parser, None, "all four, or none beside --port")
     add_ports(parser)
-    parser.add_argument(
-        "--isolate",
-        action="append",
-        default=[],
-        metavar="PORT=PYTHON",
-        help="run this port with another Python interpreter, such as ../other/.venv/bin/python",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=positive,
-        default=int(SILENCE),
-        metavar="SECONDS",
-        help="stop a port that reports nothing for so long, not counting waits for a processor (default: %(default)s)",
-    )
+    add_processes(parser)
     parser.add_argument("--dtype", action=one_or_more(EPS), metavar=",".join(EPS), help="which dtypes (default: all)")
     add_machine(parser)
     parser.add_argument(
@@ -100,26 +82,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--stage",
-        action=one_or_more((*STAGES, DISTRIBUTED)),
-        metavar=",".join((*STAGES, DISTRIBUTED)),
+        action=one_or_more(STAGES),
+        metavar=",".join(STAGES),
         help="what to compare: every intermediate value; every gradient; weights and moments after 1, 5 and 20 steps; "
-        "tokens and scores of greedy and beam search; training on several devices (default: all but the last)",
-    )
-    parser.add_argument(
-        "--parallel",
-        type=parallel_plan,
-        action="append",
-        default=[],
-        metavar="PLAN",
-        help="a plan of several devices for --stage distributed, such as data=2 or fsdp=2,tensor=2; may be repeated "
-        "(default: data=2, fsdp=2 and tensor=2, where the framework has it)",
-    )
-    parser.add_argument(
-        "--processes",
-        type=positive,
-        metavar="N",
-        help="how many processes have the devices of a plan, for --stage distributed (default: one for each in torch, "
-        "else one)",
+        "tokens and scores of greedy and beam search (default: all)",
     )
     parser.add_argument("--only", choices=ONLY, help="only the small cases, or only the sentences")
     parser.add_argument(
@@ -136,9 +102,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="your own sentences: two line-aligned files, plain or gzipped",
     )
     parser.add_argument("--sentences", type=int, default=16, metavar="N", help="sentence pairs to run (default: 16)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
+    add_outputs(parser)
     parser.add_argument("--junit", type=Path, metavar="FILE", help="also write it as JUnit XML, for a CI server")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as one page for a browser")
     parser.add_argument("--profile", action="store_true", help="also show what the processor time went into")
     parser.add_argument(
         "--failures",
@@ -150,6 +115,30 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the processes that run the ports."""
+    parser.add_argument(
+        "--isolate",
+        action="append",
+        default=[],
+        metavar="PORT=PYTHON",
+        help="run this port with another Python interpreter, such as ../other/.venv/bin/python",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=int(SILENCE),
+        metavar="SECONDS",
+        help="stop a port that reports nothing for so long, not counting waits for a processor (default: %(default)s)",
+    )
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that write the result to files."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as one page for a browser")
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit code."""
     console = make_console()
@@ -159,51 +148,65 @@ def run(options: argparse.Namespace) -> int:
         check_installed(selection.backends)
         with console.status("learning subwords from the text"):
             cases = selection.cases()
-        interpreters = _interpreters(options.isolate, [*selection.ports, *selection.backends])
+        chosen = interpreters(options.isolate, [*selection.ports, *selection.backends])
 
     started = time.monotonic()
     common = {"failures": options.failures.absolute(), "views": options.html is not None}
-    if selection.distributed:
-        check = Check(selection.plans, selection.processes, selection.setting.dtypes)
-        named = [*selection.ports, *selection.backends]
-        jobs = [Job(name, selection.setting, tuple(check.cases(name)), **common) for name in named]
-        messages = run_distributed(jobs, check, interpreters=interpreters, timeout=options.timeout)
-    else:
-        jobs = [Job(name, selection.setting, tuple(cases), **common) for name in selection.backends]
-        jobs += [Job(name, selection.setting, None, selection.chosen_stages, **common) for name in selection.ports]
-        messages = run_all(jobs, interpreters=interpreters, timeout=options.timeout)
-    outcome = Outcome({"numpy": ref.describe()})
-    _listen(messages, jobs, outcome)
-    ports = [outcome.name(job) for job in jobs]
-    ran = {case.name: case for own in outcome.cases.values() for case in own}
-    result = Run(
-        selection.setting,
-        outcome.findings,
+    ports = [CheckedPort(PortJob(name, selection.setting, **common), cases) for name in selection.backends]
+    ports += [
+        CheckedPort(PortJob(name, selection.setting, **common), stages=selection.chosen_stages)
+        for name in selection.ports
+    ]
+    watch(run_all(ports, interpreters=chosen, timeout=options.timeout), ports)
+    result = gathered(
         ports,
-        [selection.asked(name, outcome.cases.get(name, ()), outcome.dtypes.get(name, ())) for name in ports],
-        outcome.environment,
-        describe_machine(),
-        cases,
-        selection.weights,
-        selection.text,
-        selection.not_tested(ran.values()),
-        outcome.failure_reports,
-        [{"backend": name, "weights": [fate.to_dict() for fate in fates]} for name, fates in outcome.audits.items()],
-        time.monotonic() - started,
-        outcome.spent,
-        time.process_time(),
+        setting=selection.setting,
+        asked=[selection.asked(port.label, port.cases, port.dtypes) for port in ports],
+        cases=cases,
+        weights=selection.weights,
+        text=selection.text,
+        not_tested=selection.not_tested({case.name: case for port in ports for case in port.cases}.values()),
+        seconds=time.monotonic() - started,
     )
-    for name, fates in outcome.audits.items():
-        print_audit(console, name, fates)
-    _print(console, result, options.profile)
-    if options.json or options.junit or options.html:
-        from transformer_parity.transformer.report.html import (
-            write_html,  # which a check without a page need not wait for
-        )
-
-        files = ((options.json, write_json), (options.junit, write_junit), (options.html, write_html))
-        write_results(build(result), *files)
+    for port in ports:
+        if port.audit:
+            print_audit(console, port.label, port.audit)
+    print_result(console, result, options.profile)
+    write(result, options)
     return result.verdict.exit_code
+
+
+def gathered(ports: Sequence[CheckedPort], **known: Any) -> Run:
+    """Return the result of a check.
+
+    Args:
+        ports: Everything that was compared.
+        known: The other fields of the result.
+    """
+    return Run(
+        findings=[finding for port in ports for finding in port.findings],
+        ports=[port.label for port in ports],
+        environment={"numpy": ref.describe(), **{port.label: port.environment for port in ports if port.environment}},
+        machine=describe_machine(),
+        failure_reports=[report for port in ports for report in port.failure_reports],
+        audits=[
+            {"backend": port.label, "weights": [fate.to_dict() for fate in port.audit]} for port in ports if port.audit
+        ],
+        spent={port.label: port.spent for port in ports if port.spent},
+        cpu_seconds=time.process_time(),
+        **known,
+    )
+
+
+def write(result: Run, options: argparse.Namespace) -> None:
+    """Write the result to the files that the options name."""
+    junit = getattr(options, "junit", None)
+    if options.json or junit or options.html:
+        # A check without a page does not wait for this import.
+        from transformer_parity.transformer.report.html import write_html
+
+        files = ((options.json, write_json), (junit, write_junit), (options.html, write_html))
+        write_results(build(result), *files)
 
 
 def _selection(options: argparse.Namespace) -> Selection:
@@ -220,12 +223,10 @@ def _selection(options: argparse.Namespace) -> Selection:
         weights=options.weights,
         text=options.text or (),
         sentences=options.sentences,
-        plans=options.parallel,
-        processes=options.processes,
     )
 
 
-def _print(console: Console, result: Run, profile: bool) -> None:
+def print_result(console: Console, result: Run, profile: bool = False) -> None:
     """Print tables, what failed and why, what was not compared, and the verdict."""
     findings = result.findings
     print_summary(console, findings, result.ports)
@@ -242,7 +243,7 @@ def _print(console: Console, result: Run, profile: bool) -> None:
     console.print(verdict_line(result.verdict, findings, result.ports, result.seconds, result.spent))
 
 
-def _interpreters(isolate: Sequence[str], asked: Sequence[str]) -> dict[str, str]:
+def interpreters(isolate: Sequence[str], asked: Sequence[str]) -> dict[str, str]:
     """Return the interpreter of each port that has one of its own."""
     found = {}
     for text in isolate:
@@ -253,30 +254,25 @@ def _interpreters(isolate: Sequence[str], asked: Sequence[str]) -> dict[str, str
     return found
 
 
-def _listen(messages: Iterator[Message], jobs: Sequence[Job], outcome: Outcome) -> None:
-    """Collect the messages of all processes, with a progress bar for each, until they are done or interrupted.
+def watch(messages: Iterator[tuple[CheckedPort, Any]], ports: Sequence[CheckedPort]) -> None:
+    """Show the progress of all ports, with a bar for each, until they are done or interrupted.
 
     An interruption is a finding too: what was compared until then is kept, and it is no agreement.
     """
-    by_name = {job.backend: job for job in jobs}
-    done: set[str] = set()
-    with Progress(by_name) as progress:
-        titles = ", ".join(job.title for job in jobs)
-        progress.log(f"comparing {titles} with the reference in {', '.join(jobs[0].setting.dtypes)}")
+    with Progress(port.job.backend for port in ports) as progress:
+        titles = ", ".join(port.job.title for port in ports)
+        progress.log(f"comparing {titles} with the reference in {', '.join(ports[0].job.setting.dtypes)}")
         try:
-            for message in messages:
-                job = by_name[message.backend]
-                outcome.keep(message, job)
-                for finding in message.findings:
-                    progress.log(f"{finding.backend}: {finding.component}")
-                total = None
-                if message.facts is not None:
-                    cases = outcome.cases[outcome.name(job)]
-                    total = sum(dtype in case.dtypes for case in cases for dtype in job.setting.dtypes)
-                doing = "done" if message.done else message.doing
-                progress.update(message.backend, doing, advance=bool(message.findings), total=total)
-                if message.done:
-                    done.add(message.backend)
+            for port, message in messages:
+                total, compared = None, isinstance(message, CaseCompared)
+                if isinstance(message, CaseCompared):
+                    for finding in message.findings:
+                        progress.log(f"{finding.backend}: {finding.component}")
+                elif isinstance(message, PortImported):
+                    total = sum(dtype in case.dtypes for case in port.cases for dtype in port.job.setting.dtypes)
+                doing = "done" if port.is_done else port.doing
+                progress.update(port.job.backend, doing, advance=compared, total=total)
         except KeyboardInterrupt:
-            problem = "interrupted before everything was compared"
-            outcome.findings += [failure(outcome.name(job), problem) for job in jobs if job.backend not in done]
+            for port in ports:
+                if not port.is_done:
+                    port.fail("interrupted before everything was compared")

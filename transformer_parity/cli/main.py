@@ -24,6 +24,11 @@ INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage
 # of help.
 COMMANDS = {
     "check": ("check", "add_parser", "compare every port with the reference, tap by tap"),
+    "check-distributed": (
+        "check_distributed",
+        "add_parser",
+        "compare training on several devices with training on one",
+    ),
     "init-port": ("init_port", "add_parser", "write a port that runs and agrees, to put your own model into"),
     "golden": ("golden", "add_parser", "write inputs, weights and everything computed from them to files"),
     "compare": ("golden", "add_parser_compare", "compare two such folders; one may come from a port in any language"),

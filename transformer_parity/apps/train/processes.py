@@ -16,8 +16,8 @@ from transformer_parity.apps.train.learner import Where
 from transformer_parity.apps.train.run import Observer, Status
 from transformer_parity.apps.train.start import Setup
 from transformer_parity.engine.processes.children import THREAD_SWITCHES, Children
-from transformer_parity.engine.processes.messages import Parent
-from transformer_parity.engine.processes.team import Broken, Team, TeamError
+from transformer_parity.engine.processes.messages import Broken, Parent
+from transformer_parity.engine.processes.team import Team, TeamError
 from transformer_parity.engine.system.environment import keep_freed_memory
 from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.interrupts import Stop, stop_on_signal

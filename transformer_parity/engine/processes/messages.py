@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import time
 from typing import IO, Any
 
 LENGTH = struct.Struct("!Q")  # in bytes, and the number of parts
@@ -58,6 +59,21 @@ def _exactly(size: int, stream: IO[bytes]) -> bytearray:
     if found < size:
         raise EOFError(f"a message has ended after {found} of {size} bytes")
     return content
+
+
+class Broken:
+    """The message of a process that cannot continue.
+
+    Args:
+        why: The exception, in words.
+        is_usage: Whether the input is at fault. Then most processes of a team send the same.
+
+    Attributes:
+        at: When it was made, in seconds since the epoch.
+    """
+
+    def __init__(self, why: str, is_usage: bool = False) -> None:
+        self.why, self.is_usage, self.at = why, is_usage, time.time()
 
 
 class Parent:

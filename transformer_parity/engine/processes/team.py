@@ -5,28 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from transformer_parity.engine.processes.child import PATIENCE, Child, ChildEndedError
 from transformer_parity.engine.processes.children import Children
+from transformer_parity.engine.processes.messages import Broken
 
 CAUSE = 2.0  # seconds for the process that failed first to say so: others fail because it is gone
-
-
-@dataclass(frozen=True)
-class Broken:
-    """What a child process sends when it cannot continue.
-
-    Attributes:
-        why: The exception, in words.
-        is_usage: Whether the input is at fault. Then most processes send the same.
-        at: When it was raised, in seconds since the epoch.
-    """
-
-    why: str
-    is_usage: bool = False
-    at: float = field(default_factory=time.time)
 
 
 class TeamError(Exception):

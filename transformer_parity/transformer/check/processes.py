@@ -10,68 +10,102 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from transformer_parity.engine.findings import Finding, Kept, failure
 from transformer_parity.engine.processes.child import PATIENCE, Child, ChildEndedError, StartError
 from transformer_parity.engine.processes.children import THREAD_SWITCHES, Children
+from transformer_parity.engine.processes.messages import Broken
 from transformer_parity.engine.system.machine import processors
 from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.check.kept_programs import keep_programs
-from transformer_parity.transformer.check.one_port import Job, Message, cases_of
+from transformer_parity.transformer.check.messages import (
+    AllCasesRan,
+    Assignment,
+    CaseCompared,
+    CaseRan,
+    Comparison,
+    FailureExplained,
+    NowDoing,
+    PortFinished,
+    PortImported,
+    PortJob,
+    WeightsAudited,
+)
 from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.diagnose.weight_audit import Fate
 from transformer_parity.transformer.ports.compile_clock import Spent
 from transformer_parity.transformer.ports.protocol import Placements
+from transformer_parity.transformer.stages.registry import STAGES
 
 
 @dataclass
-class Outcome:
-    """What all processes found.
+class CheckedPort:
+    """A port in a check, and everything that is known of it so far.
 
     Attributes:
-        environment: Versions and switches, by name.
+        job: The port, and how it is run.
+        given: The cases to run; None runs the cases that ``port_cases`` makes of the port's config.
+        stages: The stages of these cases.
+        label: Its name in findings and reports.
+        cases: The cases that it is run on; empty until it has been imported.
+        dtypes: The dtypes that it computes in; empty until it has been imported.
+        doing: What its process does.
         findings: Every comparison.
-        names: By which findings call a port, by what was asked for.
-        cases: What each port was run on, by name.
-        dtypes: Those that each port computes in, by name.
-        audits: What became of the weights, by name.
+        audit: The fate of each weight.
         failure_reports: Where differences were introduced.
-        spent: The time of each process, by name.
+        environment: Versions and switches.
+        spent: The time of its process.
+        is_done: Whether its process has ended.
     """
 
-    environment: dict[str, dict[str, str]]
+    job: PortJob
+    given: Sequence[Case] | None = None
+    stages: Sequence[str] = tuple(STAGES)
+    label: str = ""
+    cases: Sequence[Case] = ()
+    dtypes: Sequence[str] = ()
+    doing: str = "starting"
     findings: list[Finding] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)
-    cases: dict[str, Sequence[Case]] = field(default_factory=dict)
-    dtypes: dict[str, Sequence[str]] = field(default_factory=dict)
-    audits: dict[str, tuple[Fate, ...]] = field(default_factory=dict)
+    audit: tuple[Fate, ...] = ()
     failure_reports: list[FailureReport] = field(default_factory=list)
-    spent: dict[str, Spent] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    spent: Spent | None = None
+    is_done: bool = False
 
-    def name(self, job: Job) -> str:
-        """Return what findings call a port."""
-        return self.names.get(job.backend, job.title)
+    def keep(self, message: object) -> None:
+        """Keep the content of a message."""
+        match message:
+            case NowDoing():
+                self.doing = message.text
+            case CaseCompared():
+                self.findings += message.findings
+            case WeightsAudited():
+                self.audit = message.fates
+            case FailureExplained():
+                self.failure_reports.append(message.report)
+            case PortFinished():
+                self.environment, self.spent, self.is_done = message.environment, message.spent, True
 
-    def keep(self, message: Message, job: Job) -> None:
-        """Keep a message; of two ports of the same name, the second is called as it was asked for."""
-        if message.facts is not None:
-            taken = {name for asked, name in self.names.items() if asked != job.backend}
-            self.names[job.backend] = job.backend if message.facts.name in taken else message.facts.name
-            self.cases[self.name(job)] = cases_of(job, message.facts)
-            self.dtypes[self.name(job)] = message.facts.dtypes
-        name = self.name(job)
-        self.findings += [replace(finding, backend=name) for finding in message.findings]
-        if message.audit:
-            self.audits[name] = message.audit
-        if message.failure_report is not None:
-            self.failure_reports.append(message.failure_report.of(name))
-        if message.environment:
-            self.environment[name] = message.environment
-        if message.spent:
-            self.spent[name] = message.spent
+    def fail(self, problem: str) -> CaseCompared:
+        """Keep and return the finding that the port could not be compared, or not to the end."""
+        failed = CaseCompared([failure(self.label, problem)])
+        self.keep(failed)
+        return failed
+
+
+def give_labels(ports: Sequence[CheckedPort]) -> None:
+    """Call each port by its class or package; the second of the same name by what the user asked for."""
+    for port in ports:
+        port.label = _free_label(port, port.job.title, ports)
+
+
+def _free_label(port: CheckedPort, name: str, ports: Sequence[CheckedPort]) -> str:
+    return port.job.backend if any(other.label == name for other in ports if other is not port) else name
 
 
 WORK = "transformer_parity.transformer.check.one_port:work"  # what a process runs
@@ -84,85 +118,96 @@ MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
 def run_all(
-    jobs: Sequence[Job], *, interpreters: Mapping[str, str] | None = None, timeout: float | None = SILENCE
-) -> Iterator[Message]:
-    """Do all jobs, as many at a time as processors are allowed, and yield the messages of their processes.
+    ports: Sequence[CheckedPort], *, interpreters: Mapping[str, str] | None = None, timeout: float | None = SILENCE
+) -> Iterator[tuple[CheckedPort, Any]]:
+    """Compare all ports, as many at a time as processors are allowed, and yield each message with its port.
 
-    The outputs of the ports are compared here, where no port runs, and the findings added to the messages. Closing the
-    iterator ends the processes.
+    The outputs of the ports are compared here, where no port runs: a ``CaseCompared`` takes the place of a ``CaseRan``.
+    Each port keeps what its messages say. Closing the iterator ends the processes.
 
     Args:
-        jobs: What to compare, one job for each backend.
+        ports: The ports to compare.
         interpreters: The Python interpreter that runs a backend, where it is not this one.
         timeout: Seconds of silence, without those of waiting for a processor, after which a process is ended; None
             waits for ever.
     """
     cores = processors()
-    at_once = max(1, min(len(jobs), cores))
+    at_once = max(1, min(len(ports), cores))
     threads = dict.fromkeys(THREAD_SWITCHES, str(max(1, cores // at_once)))
-    waiting = sorted(jobs, key=_when)
-    running: dict[Child, _Running] = {}
-    reference = Reference(ports=sum(job.cases is not None for job in jobs) or 1)
+    waiting = sorted(ports, key=lambda port: _when(port.job))
+    running: dict[Child, _Comparing] = {}
+    reference = Reference(ports=sum(port.given is not None for port in ports) or 1)
+    give_labels(ports)
     # Read by the frameworks when a process imports them.
     # The threads of small models mostly wait for one another: asleep, not by counting, which takes a processor each.
     defaults = {**threads, "OMP_WAIT_POLICY": "passive", **MEMORY, **keep_programs(os.environ)}
     with Children({**defaults, **os.environ}) as children:
 
-        def begin() -> Iterator[Message]:
-            """Start as many jobs as there is room for, and yield what cannot be started."""
+        def begin() -> Iterator[tuple[CheckedPort, CaseCompared]]:
+            """Start as many processes as there is room for, and yield what cannot be started."""
             while waiting and len(running) < at_once:
-                job = waiting.pop(0)
+                port = waiting.pop(0)
                 try:
-                    child = children.start(WORK, (interpreters or {}).get(job.backend, sys.executable))
+                    child = children.start(WORK, (interpreters or {}).get(port.job.backend, sys.executable))
                 except StartError as error:
-                    yield Message(job.backend, findings=(failure(job.title, str(error)),), done=True)
+                    port.is_done = True
+                    yield port, port.fail(str(error))
                 else:
-                    child.send(job)
-                    running[child] = _Running(job, child, reference)
+                    child.send(port.job)
+                    running[child] = _Comparing(port, child, ports, reference)
 
         yield from begin()
         for child, message in children.listen(running, patience=math.inf if timeout is None else timeout):
-            found = running[child].received(message)
-            yield found
-            if found.done:
+            port = running[child].port
+            yield port, running[child].received(message)
+            if port.is_done:
                 del running[child]
                 children.stop(child, PATIENCE)  # a framework may hang at exit
                 yield from begin()
 
 
-def _when(job: Job) -> int:
+def _when(job: PortJob) -> int:
     return SLOWEST_FIRST.index(job.backend) if job.backend in SLOWEST_FIRST else -1
 
 
-class _Running:
-    """A job, its process, and what compares its outputs."""
+class _Comparing:
+    """The parent's side of one process: it assigns the cases and compares the outputs."""
 
-    def __init__(self, job: Job, child: Child, reference: Reference) -> None:
-        self.job, self.child, self.reference = job, child, reference
-        self.name, self.doing = job.title, "starting"
-        self.findings: list[Finding] = []
+    def __init__(self, port: CheckedPort, child: Child, ports: Sequence[CheckedPort], reference: Reference) -> None:
+        self.port, self.child, self.ports, self.reference = port, child, ports, reference
         self.kept: Kept = {}
 
-    def received(self, message: Message | ChildEndedError) -> Message:
-        """Return a message with its findings, or one that says that the process has ended."""
-        if isinstance(message, ChildEndedError):
-            problem = f"{message.how} at {self.doing}: {message.last_line}"
-            return Message(self.job.backend, findings=(failure(self.name, problem),), done=True)
-        self.doing = message.doing or self.doing
-        if message.facts is not None:
-            self.name = message.facts.name
-            self.cases = {case.name: case for case in cases_of(self.job, message.facts)}
-            # A port of the user's own is not told a precision, and is allowed none but the highest.
-            own = message.facts.config is not None
-            setting = Placements(self.job.setting.dtypes) if own else self.job.setting
-            self.comparator = Comparator(self.name, setting, self.reference)
-        found: list[Finding] = []
-        if message.outputs is not None:
-            case = self.cases[message.outputs.case]
-            found = list(self.comparator.compare(case, message.outputs, self.kept))
-        if message.problem:
-            found.append(failure(self.name, message.problem))
-        self.findings += found
-        if message.ran:
-            self.child.send((self.findings, self.kept))
-        return replace(message, outputs=None, findings=tuple(found))
+    def received(self, message: Any) -> Any:
+        """Answer a message, and return it as the caller of ``run_all`` gets it."""
+        port = self.port
+        match message:
+            case ChildEndedError():
+                port.is_done = True
+                return port.fail(f"{message.how} at {port.doing}: {message.last_line}")
+            case Broken():
+                return port.fail(message.why)
+            case PortImported():
+                self._assign(message)
+            case CaseRan(outputs=outputs):
+                message = CaseCompared([*self.comparator.compare(self.cases[outputs.case], outputs, self.kept)])
+            case AllCasesRan():
+                self.child.send(Comparison(port.findings, self.kept))
+        port.keep(message)
+        return message
+
+    def _assign(self, imported: PortImported) -> None:
+        """Decide what the port is called and run on, before it runs anything."""
+        port = self.port
+        port.label = _free_label(port, imported.name, self.ports)
+        port.dtypes = imported.dtypes
+        if port.given is not None:
+            port.cases = port.given
+        elif imported.config is not None:
+            port.cases = port_cases(imported.config, port.stages)
+        else:
+            raise ValueError(f"{port.job.backend} has no cases, and no config to make them of")
+        self.cases = {case.name: case for case in port.cases}
+        # A user's port is not told a precision, and is allowed none but the highest.
+        setting = port.job.setting if imported.config is None else Placements(port.job.setting.dtypes)
+        self.comparator = Comparator(port.label, setting, self.reference)
+        self.child.send(Assignment(port.label, port.cases))

@@ -11,10 +11,8 @@ from pathlib import Path
 import reference_numpy as ref
 from transformer_parity.engine.tolerances import ALL_DTYPES
 from transformer_parity.engine.verdict import Coverage
-from transformer_parity.transformer.cases.case import ACTIVATIONS, DISTRIBUTED, SENTENCES, STEPS, Case, in_stages
+from transformer_parity.transformer.cases.case import ACTIVATIONS, SENTENCES, STEPS, Case, in_stages
 from transformer_parity.transformer.cases.standard import gradient_case, preset_case, search_cases, standard_cases
-from transformer_parity.transformer.distributed.environments import number_of_processes
-from transformer_parity.transformer.distributed.stage import Check
 from transformer_parity.transformer.ports.package import COMPILED_IN_FULL
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import PORTS
@@ -23,7 +21,6 @@ from transformer_parity.transformer.sentences.subwords import SPECIAL, VOCAB_SIZ
 from transformer_parity.transformer.sentences.vocabulary import batch, pick
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.config import TransformerConfig
-from transformer_spec.parallel_plan import Plan
 
 CASES, TEXT = ONLY = ("cases", "text")
 
@@ -44,8 +41,6 @@ class Selection:
         weights: A weight file of the user's own, in place of the standard cases.
         text: Two line-aligned files of the user's own; none is the shipped text.
         sentences: How many pairs of the text.
-        plans: Those of several devices that were named; none is the usual ones.
-        processes: How many share the devices of a plan; None is what is usual for each framework.
 
     Raises:
         ValueError: One option would be ignored beside another.
@@ -62,13 +57,10 @@ class Selection:
     weights: Path | None = None
     text: Sequence[Path] = ()
     sentences: int = 16
-    plans: Sequence[Plan] = ()
-    processes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.backends and not self.ports:
             raise ValueError("numpy is the reference: name at least one port to compare with it")
-        self._check_devices()
         about_text = bool(self.text or self.weights)
         if self.only == CASES and about_text:
             raise ValueError("--text and --weights are about the sentences, which --only cases leaves out")
@@ -82,30 +74,6 @@ class Selection:
             raise ValueError("a port defines its own cases: leave out --preset, --weights, --text and --only")
         if self.sentences < 1:
             raise ValueError(f"--sentences must be at least 1: got {self.sentences}")
-
-    def _check_devices(self) -> None:
-        """Refuse what several devices are not compared with."""
-        for option, value in (("--parallel", self.plans), ("--processes", self.processes)):
-            if value and not self.distributed:
-                raise ValueError(f"{option} is about several devices: add --stage {DISTRIBUTED}")
-        if not self.distributed:
-            return
-        for name in [*self.backends, *self.ports] if self.processes else ():
-            for plan in Check(self.plans).plans(name):
-                number_of_processes(name, plan, self.processes)
-        if len(self.chosen_stages) > 1:
-            raise ValueError(f"--stage {DISTRIBUTED} is compared alone: leave out the other stages")
-        others = (self.presets, self.only, self.device != "cpu", self.precision != "highest")
-        if any(others) or not {"float64", "float32"} & {*self.setting.dtypes}:
-            raise ValueError(
-                f"--stage {DISTRIBUTED} compares in float64 and float32 on CPUs, on models of its own: leave out "
-                "--preset, --only, --device, --precision and other dtypes"
-            )
-
-    @property
-    def distributed(self) -> bool:
-        """Whether training on several devices is compared."""
-        return DISTRIBUTED in self.chosen_stages
 
     @property
     def chosen_stages(self) -> Sequence[str]:
@@ -126,9 +94,6 @@ class Selection:
         """
         if not self.backends:
             return []
-        if self.distributed:
-            check = Check(self.plans, self.processes, self.setting.dtypes)
-            return list({case.name: case for name in self.backends for case in check.cases(name)}.values())
         cases: list[Case] = []
         if self.only != TEXT and self.weights is None:
             cases = list(chain.from_iterable(map(_preset_cases, self.presets))) if self.presets else standard_cases()
@@ -196,8 +161,8 @@ class Selection:
             yield "sentences, fully masked rows and parts of the model alone in ports of yours (the packages have them)"
         if self.only == CASES and self.backends:
             yield "sentences (left out by --only cases)"
-        if self.backends and not self.distributed:
-            yield f"several devices (ask for them with --stage {DISTRIBUTED})"
+        if self.backends:
+            yield "several devices (`parity check-distributed` compares them)"
         other = "cpu" if self.device == "gpu" else "gpu"
         yield f"{other} (ask for it with --device {other})"
 

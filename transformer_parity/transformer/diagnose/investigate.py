@@ -61,12 +61,6 @@ class FailureReport:
     view: dict[str, Any] | None = None
     folder: Path | None = None
 
-    def of(self, name: str) -> FailureReport:
-        """Return the same with another name for the port."""
-        blame = None if self.blame is None else replace(self.blame, backend=name)
-        view = None if self.view is None else {**self.view, "ports": [name]}
-        return replace(self, backend=name, blame=blame, view=view)
-
 
 @dataclass(frozen=True)
 class Investigation:

@@ -30,7 +30,7 @@ REPLICAS, DIVIDED, NAMES = "replicas", "what is divided", "names"  # findings th
 
 
 @dataclass(frozen=True)
-class Run:
+class DeviceRun:
     """One run on several devices, as a report shows it.
 
     Attributes:
@@ -39,6 +39,7 @@ class Run:
         start: What it goes on from, and where that was; None is its beginning.
         origin: Likewise, in words: framework and plan.
         named: Whether the plan was asked for, so that it must not be refused.
+        resumes: Whether the run goes on from elsewhere, even if it is not known yet from where.
     """
 
     probe: Probe
@@ -46,18 +47,19 @@ class Run:
     start: Snapshot | None = None
     origin: str = ""
     named: bool = True
+    resumes: bool = False
 
     @property
     def case(self) -> Case:
         """The case that its findings are about."""
         inputs = dict(zip(("source_ids", "target_ids", "labels"), self.probe.batch(0), strict=True))
-        name = f"{DISTRIBUTED}/{self.plan}/{RESUMED if self.start else self.probe.name}"
+        name = f"{DISTRIBUTED}/{self.plan}/{RESUMED if self.resumes or self.start else self.probe.name}"
         common: dict[str, Any] = {"dtypes": (self.probe.dtype,), "stage": DISTRIBUTED, "settings": self.probe.settings}
         return Case(name, str(self.plan), self.probe.config, "", inputs, **common)
 
 
 def findings(
-    backend: str, run: Run, seen: Sequence[Seen], expected: Seen, baseline: Seen | None = None
+    backend: str, run: DeviceRun, seen: Sequence[Seen], expected: Seen, baseline: Seen | None = None
 ) -> list[Finding]:
     """Return every comparison of a run.
 
@@ -100,7 +102,7 @@ def draws(probe: Probe) -> bool:
     return any((rates.embedding, rates.residual, rates.attention, rates.feed_forward))
 
 
-def _ways(run: Run, seen: Seen) -> list[Contributions]:
+def _ways(run: DeviceRun, seen: Seen) -> list[Contributions]:
     """Return what each share contributes to the first gradient, for each way to divide the rows."""
     probe, start = run.probe, run.start
     if draws(probe):
@@ -140,7 +142,7 @@ def tensors(seen: Seen) -> dict[str, ndarray]:
 
 
 def _tensors(
-    author: Author, run: Run, seen: Sequence[Seen], expected: Seen, one_device: Seen | None
+    author: Author, run: DeviceRun, seen: Sequence[Seen], expected: Seen, one_device: Seen | None
 ) -> Iterator[Finding]:
     """Compare each tensor with what is expected of it, in the process where it is furthest from that."""
     wanted, of_all = tensors(expected), [tensors(one) for one in seen]
@@ -189,7 +191,7 @@ def _distance(name: str, found: dict[str, ndarray], wanted: dict[str, ndarray]) 
     return training_error(name, found, wanted)
 
 
-def _held(author: Author, run: Run, seen: Sequence[Seen]) -> Iterator[Finding]:
+def _held(author: Author, run: DeviceRun, seen: Sequence[Seen]) -> Iterator[Finding]:
     """Compare what the devices hold: what several have is equal, and what a plan divides is divided."""
     held, shapes = Holdings.of(seen), parameter_shapes(run.probe.config)
     problem = ""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from transformer_parity.engine.processes.children import THREAD_SWITCHES, Children
 from transformer_parity.engine.processes.team import Team, TeamError
 from transformer_parity.transformer.distributed.environments import environments, number_of_processes
-from transformer_parity.transformer.distributed.worker import Seen, Task
+from transformer_parity.transformer.distributed.worker import Seen, TrainingTask
 from transformer_spec.parallel_plan import Plan
 
 WORK = "transformer_parity.transformer.distributed.worker:work"  # what a process runs
@@ -37,7 +37,7 @@ class TrainingGroup:
         self._team = team
         self._patience = math.inf if timeout is None else timeout
 
-    def train(self, task: Task) -> list[Seen]:
+    def train(self, task: TrainingTask) -> list[Seen]:
         """Return what each process saw of a run; those that leave all devices to another saw nothing.
 
         Raises:

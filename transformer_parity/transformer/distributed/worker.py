@@ -20,8 +20,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.outputs import MissingAbilityError
-from transformer_parity.engine.processes.messages import Parent
-from transformer_parity.engine.processes.team import Broken
+from transformer_parity.engine.processes.messages import Broken, Parent
 from transformer_parity.engine.tensors import plain
 from transformer_parity.transformer.cases.for_ports import port_config
 from transformer_parity.transformer.distributed.cases import Probe
@@ -54,7 +53,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """One run: what is trained, on which devices, and from where.
 
     Attributes:
@@ -97,7 +96,7 @@ class Seen:
     config: TransformerConfig | None = None
 
 
-def train(package: ModuleType, task: Task, meshes: dict[Plan, Any] | None = None) -> Seen:
+def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | None = None) -> Seen:
     """Train the part of this process, and return what it saw.
 
     Args:
@@ -135,7 +134,7 @@ def train(package: ModuleType, task: Task, meshes: dict[Plan, Any] | None = None
     return seen
 
 
-def train_port(port: PluginPort, task: Task) -> Seen | None:
+def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
     """Train as this process of a port does, and return what it saw; None where another has all devices.
 
     Args:

@@ -1,0 +1,102 @@
+"""``parity check-distributed``: whether training on several devices gives the same as training on one."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from transformer_parity.cli.check import add_outputs, add_processes, gathered, interpreters, print_result, watch, write
+from transformer_parity.cli.options import (
+    add_backends,
+    add_ports,
+    check_installed,
+    one_or_more,
+    parallel_plan,
+    positive,
+)
+from transformer_parity.cli.progress import make_console
+from transformer_parity.engine.system.errors import UsageError, refusals
+from transformer_parity.engine.system.files import check_writable
+from transformer_parity.transformer.distributed.check import DTYPES, DistributedCheck
+from transformer_parity.transformer.ports.registry import PORTS
+
+DESCRIPTION = """\
+Train small models on several devices of this machine and compare every gradient, weight and moment with training on
+one device, in the NumPy reference. Each plan also resumes a run of the plan or framework before it.
+"""
+EXAMPLES = """
+examples:
+  parity check-distributed                                        two devices, every framework
+  parity check-distributed --backends torch --parallel data=4     a different plan
+  parity check-distributed --backends jax --parallel data=2 --processes 2
+  parity check-distributed --port my_package.my_module:MyPort     your trainer on two processes
+
+exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Describe the options."""
+    parser = commands.add_parser(
+        "check-distributed",
+        help="compare training on several devices with training on one",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_backends(parser, None, "all but numpy, or none beside --port")
+    add_ports(parser)
+    add_processes(parser)
+    parser.add_argument(
+        "--dtype", action=one_or_more(DTYPES), metavar=",".join(DTYPES), help="which dtypes (default: all)"
+    )
+    parser.add_argument(
+        "--parallel",
+        type=parallel_plan,
+        action="append",
+        default=[],
+        metavar="PLAN",
+        help="how several devices share a step, such as data=2 or fsdp=2,tensor=2; may be repeated (default: data=2, "
+        "fsdp=2 and tensor=2, if the framework has them)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=positive,
+        metavar="N",
+        help="how many processes share the devices of a plan (default: one for each device in torch, otherwise one)",
+    )
+    add_outputs(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the comparison and return the exit code."""
+    console = make_console()
+    check_writable(options.json, options.html)
+    backends = list(PORTS) * (not options.port) if options.backends is None else options.backends
+    with refusals(OSError, ValueError):
+        check = DistributedCheck(
+            backends=[name for name in backends if name != "numpy"],
+            ports=list(dict.fromkeys(options.port)),
+            asked=options.parallel,
+            processes=options.processes,
+            dtypes=options.dtype,
+        )
+        if not check.named:
+            raise UsageError("numpy is the reference: name at least one port to compare with it")
+        check_installed(check.backends)
+        chosen = interpreters(options.isolate, check.named)
+    started = time.monotonic()
+    ports = check.checked_ports()
+    watch(check.run(ports, interpreters=chosen, timeout=options.timeout), ports)
+    result = gathered(
+        ports,
+        setting=check.setting,
+        asked=[check.asked_of(port) for port in ports],
+        cases=list({case.name: case for port in ports for case in port.cases}.values()),
+        not_tested=check.not_tested(),
+        seconds=time.monotonic() - started,
+    )
+    print_result(console, result)
+    write(result, options)
+    return result.verdict.exit_code
