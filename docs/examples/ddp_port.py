@@ -1,6 +1,6 @@
 """A trainer of one's own with DistributedDataParallel, and the port that compares two processes of it with one.
 
-parity check --port ddp_port:MyPort --stage distributed
+parity check-distributed --port ddp_port:MyPort
 """
 
 import torch

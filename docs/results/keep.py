@@ -2,7 +2,7 @@
 
 parity check --json check.json && python docs/results/keep.py conformance check.json COMMIT
 parity selftest --json selftest.json && python docs/results/keep.py selftest selftest.json COMMIT
-python docs/results/keep.py devices torch.json jax.json tf.json COMMIT    (of parity check --stage distributed)
+python docs/results/keep.py devices torch.json jax.json tf.json COMMIT    (of parity check-distributed)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def worst(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def devices(*reports: dict[str, Any]) -> dict[str, Any]:
-    """Return the worst comparison of each framework and plan, of checks of the stage distributed."""
+    """Return the worst comparison of each framework and plan, of reports of parity check-distributed."""
     return {
         **{name: reports[0][name] for name in ("date", "machine")},
         "cases": sum(len({row["case"] for row in report["cases"] if row["case"]}) for report in reports),

@@ -68,7 +68,7 @@ class MyPort(Port):
         """Take one step, still without dropout, and return the loss before it."""
         return float(self.trainer.train_step(source_ids, target_ids, labels).loss)
 
-    # Training on several devices is compared by `--stage distributed`, in processes that are started as by torchrun.
+    # `parity check-distributed` compares training on several devices, in processes that it starts like torchrun.
     # Then each process takes its rows of every batch, and returns loss, gradient and weights of all. It needs:
     #
     #     one_process = False  # whether one process has all devices

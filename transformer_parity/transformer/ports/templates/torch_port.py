@@ -113,7 +113,7 @@ class MyPort(Port):
         self.optimizer.step()
         return loss.item()
 
-    # Training on several devices is compared by `--stage distributed`, in processes that are started as by torchrun.
+    # `parity check-distributed` compares training on several devices, in processes that it starts like torchrun.
     # Then each process takes its rows of every batch, and returns loss, gradient and weights of all. It needs:
     #
     #     one_process = False  # whether one process has all devices
