@@ -64,6 +64,10 @@ RUNS = {
         "--json {out}/a.json --junit {out}/a.xml --html {out}/a.html",
         0,
     ),
+    "check-distributed": (
+        "check-distributed --port one:One --dtype float64 --json {out}/a.json --html {out}/a.html",
+        3,  # the port does not train
+    ),
     "init-port": ("init-port --framework other --out {out}/mine.py", 0),
     "golden": ("golden --dtype float64 --out {out}/golden", 0),
     "compare": ("compare {have}/truth {have}/mine --stage activations --json {out}/a.json", 0),
