@@ -10,7 +10,7 @@ import pytest
 from conftest import random_weights, tiny_config
 
 import reference_numpy
-from transformer_parity.transformer.check.uncompiled import interpreted
+from transformer_parity.transformer.selftest.uncompiled import interpreted
 
 TOLERANCE = 1e-12  # float64
 

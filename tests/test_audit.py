@@ -11,7 +11,6 @@ import pytest
 import reference_numpy
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.diagnose.weight_audit import (
     HIDDEN,
     INITIAL,
@@ -30,6 +29,7 @@ from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port, find
+from transformer_parity.transformer.selftest.planted_ports import planted
 
 CASES = {case.name: case for case in standard_cases()}
 MISTAKES = [mistake for part in (*FORWARD.values(), STRUCTURE["weights"]) for mistake in part]

@@ -11,12 +11,12 @@ from transformer_parity.engine.tensors import relative_error
 from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.check.planted_ports import planted
-from transformer_parity.transformer.check.uncompiled import interpreted
 from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE
 from transformer_parity.transformer.mistakes.mistake import ALL
 from transformer_parity.transformer.ports.protocol import Placement, Port, Result
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.uncompiled import interpreted
 
 CASES_BY_NAME = {case.name: case for case in standard_cases()}
 OF_THE_MODEL = [mistake for part in FORWARD.values() for mistake in part]

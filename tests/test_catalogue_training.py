@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from transformer_parity.engine.tensors import relative_error
-from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.mistakes import search, training
 from transformer_parity.transformer.mistakes.catalogue import SEARCH, TRAINING
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.selftest.planted_ports import planted
 from transformer_parity.transformer.stages.run import tensors
 from transformer_parity.transformer.stages.training import training_error
 

@@ -14,7 +14,6 @@ import tiers
 from misbehaviour import MISBEHAVIOUR
 
 from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.mistakes import optimizer, precision
 from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, parts
 from transformer_parity.transformer.mistakes.edited_package import edited_package
@@ -22,6 +21,7 @@ from transformer_parity.transformer.mistakes.mistake import FOUR, Mistake, inste
 from transformer_parity.transformer.mistakes.structure import STALE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.selftest.planted_ports import planted
 
 CASES = {case.name: case for case in standard_cases()}
 CATALOGUE = [mistake for part in parts().values() for mistake in part]

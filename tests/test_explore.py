@@ -26,13 +26,13 @@ from transformer_parity.engine.style import PAGE
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.plugin import Port
-from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.explore.page import Scale, page
 from transformer_parity.transformer.explore.recording import Recorded, Recording, record
 from transformer_parity.transformer.explore.view import MOST_CHANNELS, view
 from transformer_parity.transformer.mistakes.catalogue import FORWARD, cases
 from transformer_parity.transformer.mistakes.mistake import FOUR
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.selftest.planted_ports import planted
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import tap_shapes
 

@@ -19,7 +19,6 @@ from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import model_cases, port_config
 from transformer_parity.transformer.cases.standard import gradient_case, standard_cases
-from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose import hypotheses as hypotheses_module
 from transformer_parity.transformer.diagnose import reproduce
@@ -34,6 +33,7 @@ from transformer_parity.transformer.mistakes.mistake import Mistake, instead, to
 from transformer_parity.transformer.ports.protocol import Placement, Placements, Result
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port
+from transformer_parity.transformer.selftest.planted_ports import planted
 from transformer_parity.transformer.stages.run import tensors
 from transformer_parity.transformer.stages.training import WHOLE, training_error
 

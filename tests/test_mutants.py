@@ -18,13 +18,13 @@ from transformer_parity.engine.tolerances import EPS, POLICY, NotFiniteError, to
 from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases import case as case_module
 from transformer_parity.transformer.cases.inputs import hard_weights
-from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.mistakes import precision, structure
 from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE, cases
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.selftest.planted_ports import planted
 from transformer_parity.transformer.stages import gradients, steps
 from transformer_parity.transformer.stages.training import WHOLE, training_error
 

@@ -12,14 +12,14 @@ from conftest import Backend
 from misbehaviour import MISBEHAVIOUR
 
 from transformer_parity.engine.findings import AGREES, Finding
-from transformer_parity.transformer.check.planted_ports import planted
-from transformer_parity.transformer.check.uncompiled import interpreted
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.mistakes.catalogue import TRAINING
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
 from transformer_parity.transformer.mistakes.optimizer import CONTROLS
 from transformer_parity.transformer.mistakes.training import CASES, GRADIENTS
 from transformer_parity.transformer.ports.protocol import Placements
+from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.uncompiled import interpreted
 
 
 def in_every_port(mistakes: list[Mistake]) -> list:

@@ -12,7 +12,6 @@ from reference_numpy import PRESETS
 from transformer_parity.engine.findings import AGREES, DIVERGES, SKIPPED
 from transformer_parity.transformer.cases.for_ports import model_cases, port_config
 from transformer_parity.transformer.cases.standard import preset_case
-from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
 from transformer_parity.transformer.diagnose.investigate import Investigation
@@ -20,6 +19,7 @@ from transformer_parity.transformer.mistakes.catalogue import FORWARD
 from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, together
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort
+from transformer_parity.transformer.selftest.planted_ports import planted
 
 SETTING = Placements(("float64",))
 KNOWN = {mistake.name: mistake for part in FORWARD.values() for mistake in part}

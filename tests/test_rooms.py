@@ -14,8 +14,8 @@ PACKAGE = ROOT / PARITY
 ROOMS = {
     "engine": ("system", "processes"),
     "transformer": (
-        *("sentences", "ports", "cases", "stages", "compare", "mistakes", "distributed", "diagnose"),
-        *("golden", "explore", "check", "report"),
+        *("sentences", "ports", "cases", "stages", "compare", "mistakes", "diagnose"),
+        *("golden", "explore", "check", "distributed", "selftest", "report"),
     ),
     "apps": ("containers", "text", "checkpoints", "figures", "translate", "train"),
     "cli": (),
@@ -28,7 +28,6 @@ MOST_FILES = 10
 LARGE_FOLDERS = {
     "cli": 20,  # a file for each command or two, for long lists of options, and for what comes before any import
     "transformer/ports": 11,  # the protocol, the four packages, the user's ports, and the source side by side
-    "transformer/check": 11,  # what processes are told and tell, one file for each kind of them
     "transformer/diagnose": 11,  # one file for each kind of evidence
     "transformer/mistakes": 14,  # one file of data for each part of the catalogue
     "apps/checkpoints": 11,

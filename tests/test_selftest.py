@@ -13,9 +13,9 @@ import pytest
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import DIVERGES, Finding
 from transformer_parity.engine.processes.child import ChildEndedError
-from transformer_parity.transformer.check import selftest
 from transformer_parity.transformer.mistakes import catalogue
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake, instead
+from transformer_parity.transformer.selftest import trials
 
 
 def every() -> list:
@@ -35,7 +35,7 @@ def every() -> list:
 
 @pytest.mark.parametrize(("name", "part", "mistake"), every())
 def test_mistake_is_caught_located_and_named(name, part, mistake):
-    trial = selftest.try_out(name, part, mistake)
+    trial = trials.try_out(name, part, mistake)
     assert trial.caught, "not caught"
     assert trial.located, trial.said
     assert trial.named is not False, trial.said
@@ -45,7 +45,7 @@ def test_there_are_no_two_of_a_name_and_most_have_one():
     mistakes = [(mistake.name, mistake.case) for part in catalogue.parts().values() for mistake in part]
     assert len(set(mistakes)) == len(mistakes) > 190
     nameless = {
-        name: [m.name for part in catalogue.parts().values() for m in part if not selftest.has_a_name(m, name)]
+        name: [m.name for part in catalogue.parts().values() for m in part if not trials.has_a_name(m, name)]
         for name in ALL
     }
     assert max(map(len, nameless.values())) < 50, nameless
@@ -61,7 +61,7 @@ def test_the_figures_of_the_site_are_those_of_the_catalogue():
     expected = []
     for part, mistakes in catalogue.parts().items():
         places = [(mistake, name) for name in ALL for mistake in mistakes if name in mistake.edits]
-        planted, named = len(places), sum(selftest.has_a_name(*place) for place in places)
+        planted, named = len(places), sum(trials.has_a_name(*place) for place in places)
         expected.append({"part": part, **dict.fromkeys(("planted", "caught", "located"), planted)})
         expected[-1] |= dict.fromkeys(("named", "nameable"), named)
     assert kept["parts"] == expected
@@ -74,18 +74,18 @@ def finding(tap, verdict=DIVERGES, detail=""):
 
 def test_a_mistake_in_the_wrong_place_is_not_located():
     mistake = Mistake("a mistake", "logits")
-    assert selftest.where_it_is([finding("logits"), finding("output")], mistake)
-    assert not selftest.where_it_is([finding("encoder.output"), finding("logits")], mistake)
+    assert trials.where_it_is([finding("logits"), finding("output")], mistake)
+    assert not trials.where_it_is([finding("encoder.output"), finding("logits")], mistake)
     announced = Mistake("another", "", announced="missing logits")
-    assert selftest.where_it_is([finding("names", detail="missing logits")], announced)
-    assert not selftest.where_it_is([finding("names", detail="missing logits"), finding("output")], announced)
-    assert not selftest.where_it_is([finding("names", detail="unexpected logits")], announced)
+    assert trials.where_it_is([finding("names", detail="missing logits")], announced)
+    assert not trials.where_it_is([finding("names", detail="missing logits"), finding("output")], announced)
+    assert not trials.where_it_is([finding("names", detail="unexpected logits")], announced)
 
 
 @pytest.mark.only("torch")
 def test_what_is_no_mistake_is_not_caught():
     nothing = Mistake("nothing", "logits", instead("attention", "math.sqrt(d_k)", "d_k**0.5"))
-    trial = selftest.try_out("torch", "attention", nothing)
+    trial = trials.try_out("torch", "attention", nothing)
     assert (trial.caught, trial.located, trial.named) == (False, False, None)
 
 
@@ -101,7 +101,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
 
 WORKERS = """
 import os, time
-from transformer_parity.transformer.check.selftest import Trial
+from transformer_parity.transformer.selftest.trials import Trial
 
 def dies(parent):
     parent.receive()
@@ -120,7 +120,7 @@ def work(tmp_path, monkeypatch):
     """Return a function that lets the processes run one of the functions above."""
     (tmp_path / "workers.py").write_text(WORKERS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    return lambda name: monkeypatch.setattr(selftest, "WORK", f"workers:{name}")
+    return lambda name: monkeypatch.setattr(trials, "WORK", f"workers:{name}")
 
 
 @pytest.mark.only("torch")
@@ -140,7 +140,7 @@ def test_what_was_tried_before_a_process_died_is_kept(work, tmp_path, capsys):
 def test_a_process_that_is_silent_is_not_waited_for(work):
     work("sleeps")
     with pytest.raises(ChildEndedError, match=r"^no answer for 1 s at torch: feed-forward: it printed nothing$"):
-        list(selftest.all_trials(["torch"], ["feed-forward"], timeout=1.0))
+        list(trials.all_trials(["torch"], ["feed-forward"], timeout=1.0))
 
 
 @pytest.mark.parametrize(("gibibytes", "jobs", "count"), [(100, 60, 3), (100, 2, 2), (6, 60, 2), (1, 60, 1)])
@@ -148,4 +148,4 @@ def test_as_many_processes_as_processors_and_memory_allow(gibibytes, jobs, count
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5}, raising=False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=gibibytes * 2**30))
-    assert selftest.number_of_processes(jobs) == count
+    assert trials.number_of_processes(jobs) == count

@@ -18,10 +18,10 @@ from transformer_parity.engine.findings import FAILED
 from transformer_parity.engine.processes.child import ChildEndedError
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.verdict import EXIT_CODES
-from transformer_parity.transformer.check.selftest import Trial, all_trials
 from transformer_parity.transformer.mistakes.catalogue import parts
 from transformer_parity.transformer.mistakes.mistake import ALL
 from transformer_parity.transformer.report.tables import print_line
+from transformer_parity.transformer.selftest.trials import Trial, all_trials
 
 NAMED = 0.9  # of those that have a name
 DESCRIPTION = """\

@@ -19,9 +19,7 @@ from transformer_parity.engine.processes.children import Children
 from transformer_parity.engine.processes.messages import Parent
 from transformer_parity.engine.system.machine import free_bytes, processors
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.check.planted_ports import planted
 from transformer_parity.transformer.check.processes import SILENCE
-from transformer_parity.transformer.check.uncompiled import interpreted
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose.blame import REPLAYED, blame_files
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
@@ -31,6 +29,8 @@ from transformer_parity.transformer.mistakes.catalogue import TRAINING, cases, p
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Placement, Placements
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.uncompiled import interpreted
 from transformer_parity.transformer.stages.training import LOSS, WHOLE
 
 
@@ -150,7 +150,7 @@ def _first(failures: list[Finding]) -> str:
     return first.detail or f"{first.tap}: error {first.error:.1e}"
 
 
-WORK = "transformer_parity.transformer.check.selftest:work"  # what a process runs
+WORK = "transformer_parity.transformer.selftest.trials:work"  # what a process runs
 EACH = 2.5 * 2**30  # bytes of memory for a process, which imports every framework
 
 
