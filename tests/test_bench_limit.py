@@ -11,12 +11,13 @@ import tiers
 from test_bench_verify import FORWARD, SMALL, TRAIN
 
 import reference_numpy as ref
-from transformer_bench.limit import LibraryEntry, Limit, libraries, limit_of, multiplied
+from transformer_bench.limit import LibraryEntry, Limit, libraries, limit_of
 from transformer_bench.matrix_products import Products
 from transformer_bench.measurements import Entry, Spread, exponent, exponents, fastest, ratio, verdict
 from transformer_bench.run import grown, work_title
 from transformer_bench.workload import DecodeWork, ForwardWork, TrainWork
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
+from transformer_parity.transformer.ports.products import multiplied
 
 
 def test_ratios_are_taken_within_a_round():

@@ -24,6 +24,7 @@ from rich.text import Text
 import reference_numpy as ref
 from transformer_parity.apps.figures import attention
 from transformer_parity.apps.train import corpora
+from transformer_parity.cli import describe_presets as presets
 from transformer_parity.cli import info, show, source
 from transformer_parity.cli.main import main
 from transformer_parity.engine.system.environment import quiet_frameworks
@@ -31,7 +32,6 @@ from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.ports import source_code, source_marks
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.report import presets
 from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_parity.transformer.sentences.subwords import Subwords
 from transformer_parity.transformer.sentences.vocabulary import batch

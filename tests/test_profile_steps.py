@@ -1,4 +1,4 @@
-"""`transformer_bench/profile_steps.py`: every kind of work has its share, and the shares are the whole."""
+"""`python -m transformer_bench.profile_steps`: every kind of work has its share, and the shares are the whole."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-PROFILE = Path(__file__).parents[1] / "transformer_bench" / "profile_steps.py"
+PROFILE = "transformer_bench.profile_steps"
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ PROFILE = Path(__file__).parents[1] / "transformer_bench" / "profile_steps.py"
 )
 def test_a_profile_divides_the_time_among_kinds(task, package, kinds):
     run = subprocess.run(
-        [sys.executable, PROFILE, task, package, "--config", "tiny", "--calls", "1", "--largest", "1"],
+        [sys.executable, "-m", PROFILE, task, package, "--config", "tiny", "--calls", "1", "--largest", "1"],
         **{"check": True, "capture_output": True, "text": True},
     )
     head, *rows = run.stdout.splitlines()
@@ -60,7 +59,7 @@ ENTRY %main (a: f32[2,3], b: f32[3,4]) -> f32[4] {
 
 
 def test_what_has_a_product_is_told_from_sums(tmp_path):
-    products = runpy.run_path(str(PROFILE))["products"]
+    products = runpy.run_module(PROFILE)["products"]
     (tmp_path / "module_1.jit_step.cpu_after_optimizations.txt").write_text(PROGRAM)
     assert products(tmp_path) == {("jit_step", "ynn_fusion"): True, ("jit_step", "ynn_fusion.1"): False}
     swapped = (

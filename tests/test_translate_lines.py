@@ -6,9 +6,8 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-LINES = Path(__file__).parents[1] / "transformer_bench" / "translate_lines.py"
+LINES = "transformer_bench.translate_lines"
 
 
 def test_lines_are_translated_by_each(tmp_path):
@@ -16,7 +15,7 @@ def test_lines_are_translated_by_each(tmp_path):
     text.write_text("a dog runs\n\na man in a red coat walks by\n" * 30)
     options = ["--config", "tiny", "--lines", "70", "--tokens", "4", "--threads", "1", "--translators", "numpy,torch"]
     run = subprocess.run(
-        [sys.executable, LINES, text, *options, "--json", file], check=True, capture_output=True, text=True
+        [sys.executable, "-m", LINES, text, *options, "--json", file], check=True, capture_output=True, text=True
     )
     rows = [re.sub(r"[\d.,]+", "N", row, count=2).split() for row in run.stdout.splitlines()[1:]]
     assert rows == [[name, "N", "N", "70", "of", "70"] for name in ("numpy", "torch")]

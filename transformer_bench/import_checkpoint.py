@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "75": {"preset": "marian", "vocab_size": 58101, "d_model": 512, "d_ff": 2048, "num_heads": 8, "layers": 6},
     "600": {"preset": "m2m_100", "vocab_size": 256206, "d_model": 1024, "d_ff": 4096, "num_heads": 16, "layers": 12},
 }

@@ -19,7 +19,7 @@ import pstats
 import re
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -82,7 +82,7 @@ def numpy_names(run: Callable[[], Any], calls: int) -> Names:
     profile = cProfile.Profile(time.process_time)
     for _ in range(calls):
         profile.runcall(run)
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
 
     def give(function: tuple[str, int, str], seconds: float, above: frozenset[Any]) -> None:
@@ -225,11 +225,11 @@ def main() -> None:
             run()
         names = PROFILERS[options.backend](run, options.calls)
     whole = sum(names.values())
-    kinds: Counter[str] = Counter()
+    kinds: dict[str, float] = defaultdict(float)
     for name, seconds in names.items():
         kinds[kind_of(options.backend, name)] += seconds
     print(f"{1e3 * whole / options.calls:,.0f} ms a call, one thread")
-    for kind, seconds in kinds.most_common():
+    for kind, seconds in sorted(kinds.items(), key=lambda item: -item[1]):
         print(f"{seconds / whole:6.1%}  {kind}")
     for name, seconds in Counter(names).most_common(options.largest):
         print(f"{seconds / whole:6.1%}  {name}: {kind_of(options.backend, name)}")

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from reference_numpy import PRESETS
-from transformer_bench.limit import library, quick_rate
 from transformer_parity.apps.checkpoints.importer import load
 from transformer_parity.apps.checkpoints.summary import describe, print_model
+from transformer_parity.cli.describe_presets import PAPER_VOCABULARY, describe_presets, print_presets
 from transformer_parity.cli.progress import PlainConsole, make_console
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, printable, refusals
@@ -25,8 +25,8 @@ from transformer_parity.engine.system.machine import describe_machine, processor
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.inputs import BATCH, SOURCE, TARGET
 from transformer_parity.transformer.ports.package import PackagePort
+from transformer_parity.transformer.ports.products import library, quick_rate
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.report.presets import PAPER_VOCABULARY, describe_presets, print_presets
 from transformer_spec.names import parameter_shapes, tap_shapes
 
 DESCRIPTION = """\

@@ -120,8 +120,9 @@ def run(options: argparse.Namespace) -> int:
         trained = directed(read_trained(options.weights), options)
         search = search_options(options, trained.search, options.nbest)
         trained = replace(trained, search=search)
-        if "max_length" in dict(options.search) and search.max_length > (most := most_tokens(trained.config)):
-            raise UsageError(f"max_length must be at most {most:,} with this model: got {search.max_length:,}")
+        longest, most = search.max_length, most_tokens(trained.config)
+        if "max_length" in dict(options.search) and longest is not None and longest > most:
+            raise UsageError(f"max_length must be at most {most:,} with this model: got {longest:,}")
         total = _count_lines(options.file) if options.text is None else None
     output = _Output()
     try:
