@@ -7,6 +7,8 @@ import errno
 import fcntl
 import json
 import os
+import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -376,7 +378,8 @@ def test_which_sentences_are_held_out_does_not_depend_on_hashing(tmp_path):
 
 
 def test_curves_of_several_runs_in_one_picture(finished, tmp_path, capfd):
-    curves.main([str(finished), "--out", str(tmp_path / "c.svg")])
+    main = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "examples" / "curves.py"))["main"]
+    main([str(finished), "--out", str(tmp_path / "c.svg")])
     assert "<svg" in (tmp_path / "c.svg").read_text("utf-8")
     for arguments, message in (
         ([str(finished), str(finished)], "one run a backend"),
@@ -384,7 +387,7 @@ def test_curves_of_several_runs_in_one_picture(finished, tmp_path, capfd):
         ([str(finished), "--out", str(tmp_path / "c.txt")], "--out must end in .png or .svg"),
     ):
         with pytest.raises(SystemExit):
-            curves.main(arguments)
+            main(arguments)
         assert message in capfd.readouterr().err
 
 
@@ -406,17 +409,15 @@ LOGS = {
 
 
 @pytest.mark.parametrize("why", LOGS)
-def test_a_log_without_a_curve_is_refused(why, tmp_path, capfd):
+def test_a_log_without_a_curve_is_refused(why, tmp_path):
     events, message = LOGS[why]
-    log, picture = tmp_path / "log.jsonl", tmp_path / "c.svg"
+    log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(event) + "\n" for event in events), "utf-8")
-    with pytest.raises(SystemExit):
-        curves.main([str(tmp_path), "--out", str(picture)])
-    assert message.format(log=log) in capfd.readouterr().err
-    assert list(tmp_path.iterdir()) == [log]
+    with pytest.raises(UsageError, match=re.escape(message.format(log=log))):
+        curves.read_runs([tmp_path])
     log.write_text("".join(json.dumps(event) + "\n" for event in (START, STEP, VALIDATION)), "utf-8")
-    curves.main([str(tmp_path), "--out", str(picture)])
-    assert picture.stat().st_size > 1000
+    curves.draw(curves.read_runs([tmp_path]), tmp_path / "c.svg")
+    assert (tmp_path / "c.svg").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ what a run leaves in its folder:
   {MODEL:24}   the final weights, for load_transformer and `parity translate`
   {LOG:24}   one JSON object a line
   {CURVE:24}   the curves of the losses and of the score
-`python -m transformer_parity.apps.train.curves RUN RUN --out FILE` draws the curves of several runs in one picture.
+`python docs/examples/curves.py RUN RUN --out FILE` draws the curves of several runs in one picture.
 Every backend can continue from a checkpoint of any other. Ctrl-C and SIGTERM finish the step, save, and print how to
 continue. A second run in the same folder is refused until the first has ended. If the text has moved, name it:
 --resume RUN --text SOURCE TARGET.

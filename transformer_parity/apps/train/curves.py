@@ -1,13 +1,7 @@
-"""The curve of a training run as a picture, and as a table if several backends ran in lockstep.
-
-    python -m transformer_parity.apps.train.curves runs/dates-torch runs/dates-jax --out dates.png
-
-draws the training loss, the held-out loss and the score of several runs, one backend each, in one picture.
-"""
+"""The curves of training runs as a picture, and as a table if several backends ran in lockstep."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +10,8 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from transformer_parity.apps.train.log import CURVE, LOG, read_log
-from transformer_parity.engine.style import BACKENDS, FORMATS, GREY, OPEN_STYLE, write
+from transformer_parity.apps.train.log import LOG, read_log
+from transformer_parity.engine.style import BACKENDS, GREY, OPEN_STYLE, write
 from transformer_parity.engine.system.errors import UsageError
 
 if TYPE_CHECKING:
@@ -152,22 +146,3 @@ def read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     if len(tasks) > 1:
         raise UsageError(f"runs of one task can share a picture: got {', '.join(sorted(tasks))}")
     return events
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the curves of several runs in one picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders that `parity train` wrote")
-    parser.add_argument("--out", type=Path, default=Path(CURVE), metavar="FILE", help=f"png or svg (default: {CURVE})")
-    options = parser.parse_args(arguments)
-    if options.out.suffix.removeprefix(".") not in FORMATS:
-        parser.error(f"--out must end in .png or .svg: got {options.out}")
-    try:
-        draw(read_runs(options.runs), options.out)
-    except (OSError, UsageError) as error:
-        parser.error(str(error))
-    print(options.out)
-
-
-if __name__ == "__main__":
-    main()
