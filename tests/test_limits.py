@@ -24,7 +24,6 @@ SAME_NAMES = {
 
 TO_RENAME = {
     "Activations",
-    "Asked",
     "Batch",
     "Comparison",
     "DecoderLayer",
@@ -34,7 +33,6 @@ TO_RENAME = {
     "Form",
     "Gradients",
     "Hypothesis",
-    "Job",
     "Line",
     "Model",
     "Package",

@@ -19,7 +19,7 @@ from transformer_parity.apps.train.corpora import RECIPES
 from transformer_parity.apps.train.group import ALONE, Group, of_this_process
 from transformer_parity.apps.train.learner import Where
 from transformer_parity.apps.train.log import CURVE, LOG, MODEL, checkpoints, locked, read_log
-from transformer_parity.apps.train.processes import Job, train
+from transformer_parity.apps.train.processes import TrainingJob, train
 from transformer_parity.apps.train.run import Observer, Status
 from transformer_parity.apps.train.start import Changes, Setup, begin, resume
 from transformer_parity.cli.options import check_installed, installed_backend
@@ -82,7 +82,7 @@ def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> in
     placement = Placement(options.dtype or setup.dtype, options.device, options.precision)
     where = Where(placement, options.parallel, group or ALONE)
     if options.parallel is not None and group is None:
-        return _start_processes(options, Job(setup, options.backends[0], folder, where, options.stop_at))
+        return _start_processes(options, TrainingJob(setup, options.backends[0], folder, where, options.stop_at))
     # Of several processes, what compiled code prints may be all that is known of the end of one.
     with quiet_frameworks() if where.group.size == 1 else nullcontext(sys.stderr) as terminal:
         shown = terminal if where.group.rank == 0 else StringIO()
@@ -104,7 +104,7 @@ def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> in
     return 0
 
 
-def _start_processes(options: argparse.Namespace, job: Job) -> int:
+def _start_processes(options: argparse.Namespace, job: TrainingJob) -> int:
     """Train in processes of their own, which follow a plan, and return the exit code."""
     steps = options.stop_at or job.setup.plan.steps
     with refusals(ValueError):

@@ -31,7 +31,7 @@ PATIENCE = 60.0  # seconds for the others to end when the first has
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A run, and where it is: what each process is told."""
 
     setup: Setup
@@ -64,7 +64,7 @@ class Ended:
     reached: dict[str, dict[str, float]] | None
 
 
-def train(job: Job, processes: int, observer: Observer, stop: Stop) -> Ended:
+def train(job: TrainingJob, processes: int, observer: Observer, stop: Stop) -> Ended:
     """Train in so many processes, which all end with this one, and return how that ended.
 
     Raises:
@@ -103,7 +103,7 @@ def work(parent: Parent) -> None:
         raise  # its traceback is behind what the framework has printed
 
 
-def _trained(job: Job, parent: Parent, send: Any) -> Ended:
+def _trained(job: TrainingJob, parent: Parent, send: Any) -> Ended:
     with stop_on_signal() as stop:
         Thread(target=_heed, args=(parent, stop), daemon=True).start()
         with refusals(RuntimeError, TypeError, ValueError):

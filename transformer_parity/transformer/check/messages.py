@@ -2,9 +2,9 @@
 
 The process receives a ``PortJob``, imports the port, and sends ``PortImported``. The parent decides what the port is
 called and what it is run on, and answers with an ``Assignment``. The process sends a ``CaseRan`` for each case and
-dtype, then ``AllCasesRan``, receives a ``Comparison``, and sends a ``FailureExplained`` for each failure that it can
-explain.
-``NowDoing`` comes before everything that may take long, ``Broken`` if it cannot continue, and ``PortFinished`` last.
+dtype, then ``AllCasesRan``. It receives ``AllCasesCompared``, and sends a ``FailureExplained`` for each failure that it
+can explain. ``NowDoing`` comes before everything that may take long, ``Broken`` if the process cannot continue, and
+``PortFinished`` last.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class CaseRan:
 
 
 class AllCasesRan:
-    """All cases have run, and the process waits for a ``Comparison``."""
+    """All cases have run, and the process waits for a ``AllCasesCompared``."""
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AllCasesCompared:
     """All findings about a port, and the tensors of the cases that failed."""
 
     findings: Sequence[Finding]

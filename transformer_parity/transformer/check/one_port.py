@@ -20,10 +20,10 @@ from transformer_parity.transformer.cases.case import SENTENCES, Case
 from transformer_parity.transformer.cases.for_ports import port_config
 from transformer_parity.transformer.check.kept_programs import kept_by_tensorflow
 from transformer_parity.transformer.check.messages import (
+    AllCasesCompared,
     AllCasesRan,
     Assignment,
     CaseRan,
-    Comparison,
     FailureExplained,
     NowDoing,
     PortFinished,
@@ -89,7 +89,7 @@ class _PortProcess:
             self.parent.send(CaseRan(outputs))
             self.spend(f"{stages[outputs.case]} {outputs.dtype}")
         self.parent.send(AllCasesRan())
-        compared: Comparison = self.parent.receive()
+        compared: AllCasesCompared = self.parent.receive()
         shown = view_of_case if self.job.views else None
         investigation = Investigation(port, setting, self.job.backend, self.job.failures, self.report, suspect, shown)
         for report in investigation.failures(compared.findings, compared.kept, cases):

@@ -22,11 +22,11 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.check.kept_programs import keep_programs
 from transformer_parity.transformer.check.messages import (
+    AllCasesCompared,
     AllCasesRan,
     Assignment,
     CaseCompared,
     CaseRan,
-    Comparison,
     FailureExplained,
     NowDoing,
     PortFinished,
@@ -191,7 +191,7 @@ class _Comparing:
             case CaseRan(outputs=outputs):
                 message = CaseCompared([*self.comparator.compare(self.cases[outputs.case], outputs, self.kept)])
             case AllCasesRan():
-                self.child.send(Comparison(port.findings, self.kept))
+                self.child.send(AllCasesCompared(port.findings, self.kept))
         port.keep(message)
         return message
 
