@@ -18,7 +18,8 @@ from transformer_spec.checks import check_attention, check_attention_mask, check
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
-from transformer_tf.layers import Block, Dropout, Linear, masked_softmax
+from transformer_tf.block import Block
+from transformer_tf.layers import Dropout, Linear, masked_softmax
 
 
 def scaled_dot_product_attention(

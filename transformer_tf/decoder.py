@@ -16,8 +16,9 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
 from transformer_tf.attention import KeyValueCache, KeyValues, MultiHeadAttention, Nested
+from transformer_tf.block import Block
 from transformer_tf.feed_forward import PositionwiseFeedForward
-from transformer_tf.layers import Block, Dropout, LayerNorm
+from transformer_tf.layers import Dropout, LayerNorm
 
 
 class DecoderLayer(Block):

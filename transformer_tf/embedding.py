@@ -15,7 +15,7 @@ from tensorflow import Tensor
 
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float, Int
-from transformer_tf.layers import Block
+from transformer_tf.block import Block
 
 
 def sinusoidal_encoding(

@@ -13,8 +13,9 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
 from transformer_spec.taps import Tap, no_tap, within
 from transformer_tf.attention import MultiHeadAttention
+from transformer_tf.block import Block
 from transformer_tf.feed_forward import PositionwiseFeedForward
-from transformer_tf.layers import Block, Dropout, LayerNorm
+from transformer_tf.layers import Dropout, LayerNorm
 
 
 class EncoderLayer(Block):

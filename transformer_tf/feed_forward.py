@@ -12,7 +12,8 @@ from tensorflow import Tensor
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float
 from transformer_spec.taps import Tap, no_tap
-from transformer_tf.layers import ACTIVATIONS, Block, Dropout, Linear
+from transformer_tf.block import Block
+from transformer_tf.layers import ACTIVATIONS, Dropout, Linear
 
 
 class PositionwiseFeedForward(Block):

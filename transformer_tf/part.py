@@ -12,11 +12,12 @@ from numpy import ndarray
 
 from transformer_spec.checks import check_given, check_next_ids, check_same_batch
 from transformer_spec.config import TransformerConfig
+from transformer_tf.block import Configured, loading
 from transformer_tf.decoder import DecoderStack
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_tf.encoder import EncoderStack
 from transformer_tf.fast import accelerate
-from transformer_tf.layers import Configured, Dropout, LayerNorm, loading
+from transformer_tf.layers import Dropout, LayerNorm
 from transformer_tf.masks import padding_mask, target_padding_mask
 from transformer_tf.runtime import (
     as_placed,

@@ -1,0 +1,114 @@
+"""What TensorFlow computes faster than the formulas say, and what it compiles, are two switches."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import tiers
+from conftest import random_weights, tiny_config
+from test_native import BATCH, SETTINGS, SOURCE, assert_close, build
+
+pytestmark = pytest.mark.only("tf")
+CONFIG = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
+
+
+def is_fast(port, model):
+    """Whether a model computes with ``fast.py``, which its switch and its attention must agree on."""
+    attends = {block.attend for block in model._flatten_layers() if isinstance(block, port.package.MultiHeadAttention)}
+    assert attends == {port.package.fast.attend_by_blocks if model.fast else port.package.scaled_dot_product_attention}
+    return model.fast
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return a list that grows by whether XLA is to compile each function that TensorFlow is to trace."""
+    import tensorflow as tf
+
+    function, asked = tf.function, []
+
+    def record(*args, **options):
+        asked.append(options["jit_compile"])
+        return function(*args, **options)
+
+    monkeypatch.setattr(tf, "function", record)
+    return asked
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_switch_goes_where_the_model_goes(port, fast, tmp_path):
+    """Each layer, too, is accelerated once more: Keras builds a model from the arguments of its constructor."""
+    import keras
+
+    model = port.package.Transformer(CONFIG, fast=fast)
+    model.save(tmp_path / "model.keras")
+    clone = keras.models.clone_model(model)
+    again = port.package.Transformer.from_config(model.get_config())
+    for one in (model, clone, again, copy.deepcopy(model), keras.models.load_model(tmp_path / "model.keras")):
+        assert is_fast(port, one) == fast
+    weights = random_weights(CONFIG)
+    for part in ("Transformer", "Encoder", "Decoder"):
+        assert is_fast(port, getattr(port.package, part).from_weights(CONFIG, weights, fast=fast)) == fast
+        assert is_fast(port, getattr(port.package, part).from_weights(CONFIG, weights))
+
+
+def test_formulas_run_one_operation_at_a_time(port, asked):
+    """A model with fast=False is traced only if its user says so."""
+    fast, plain = (
+        port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG), "float64", fast=fast)
+        for fast in (True, False)
+    )
+    trainer = port.package.Trainer(plain, SETTINGS)
+    loss = trainer.train_step(*BATCH).loss
+    found = port.package.beam_search(plain, SOURCE, max_length=4)
+    assert asked == []
+    assert_close(np.array(port.package.Trainer(fast, SETTINGS).train_step(*BATCH).loss), np.array(loss))
+    expected = port.package.beam_search(fast, SOURCE, max_length=4)
+    assert asked == [None, False, True]
+    np.testing.assert_array_equal(found.nbest_ids, expected.nbest_ids)
+    port.package.Trainer(plain, SETTINGS, compile=True).train_step(*BATCH)
+    assert asked[3:] == [True]
+
+
+def test_quick_compilation_ends_with_its_context(port):
+    runtime = port.package.runtime
+    with runtime.quick_compilation():
+        assert runtime.compiles_quickly()
+        with pytest.raises(KeyError), runtime.quick_compilation():
+            raise KeyError
+        assert runtime.compiles_quickly()
+    assert not runtime.compiles_quickly()
+
+
+def test_quick_compilation_changes_no_result(port, asked):
+    """Within its context nothing is traced, and what is traced afterwards computes the same."""
+    models = [build(port) for _ in range(2)]
+    trainers = [port.package.Trainer(model, SETTINGS) for model in models]
+    with port.package.runtime.quick_compilation():
+        found = [
+            getattr(port.package, name)(models[0], SOURCE, max_length=4) for name in ("greedy_search", "beam_search")
+        ]
+        trainers[0].train_step(*BATCH)
+        quick = trainers[0].evaluate(*BATCH)
+    assert asked == []
+    expected = [
+        getattr(port.package, name)(models[1], SOURCE, max_length=4) for name in ("greedy_search", "beam_search")
+    ]
+    trainers[1].train_step(*BATCH)
+    usual = trainers[1].evaluate(*BATCH)
+    assert asked == [False, True, True, None, None]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.nbest_ids, other.nbest_ids)
+        assert_close(one.nbest_scores, other.nbest_scores)
+    assert_close(np.array(quick[0]), np.array(usual[0]))
+
+
+@pytest.mark.parametrize("dtype", tiers.first_alone(["float64", "float32"], "dtypes"))
+def test_gelu_keeps_its_digits_far_below_zero(port, dtype):
+    """``1 + erf`` has none left at -6 in float32, and at -9 in float64."""
+    x = np.linspace(-9.0, 9.0, 73).astype(dtype)
+    expected = [0.5 * value * math.erfc(-value / math.sqrt(2.0)) for value in x.astype(float).tolist()]
+    found = port.to_numpy(port.package.layers.gelu(port.from_numpy(x)))
+    np.testing.assert_allclose(found, expected, rtol=60 * np.finfo(dtype).eps)
