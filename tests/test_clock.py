@@ -15,6 +15,7 @@ from rich.console import Console
 
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import AGREES, Finding
+from transformer_parity.engine.report.tables import verdict_line
 from transformer_parity.engine.tensors import CHUNK, relative_error
 from transformer_parity.engine.tolerances import ALL_DTYPES
 from transformer_parity.engine.verdict import Verdict
@@ -26,7 +27,7 @@ from transformer_parity.transformer.ports.compile_clock import COMPILING, Clock,
 from transformer_parity.transformer.ports.package import LoadedPackage, PackagePort
 from transformer_parity.transformer.ports.protocol import Placement, Placements
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.report.tables import print_profile, verdict_line
+from transformer_parity.transformer.report.tables import print_profile
 from transformer_spec.search import Search
 
 CASES_BY_NAME = {case.name: case for case in standard_cases()}

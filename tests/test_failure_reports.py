@@ -15,6 +15,7 @@ from test_investigate import CASE, blamed, named, numpy, plant
 
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import DIVERGES, Finding
+from transformer_parity.engine.report.tables import print_problems
 from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import model_cases
@@ -24,7 +25,6 @@ from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.ports import templates
 from transformer_parity.transformer.ports.templates.other_port import MyPort
 from transformer_parity.transformer.report.diagnoses import print_failure_report, print_undiagnosed
-from transformer_parity.transformer.report.tables import print_problems
 from transformer_parity.transformer.stages.near_ties import Doubt
 from transformer_parity.transformer.stages.run import tensors
 

@@ -22,6 +22,14 @@ from transformer_parity.cli.progress import PlainConsole
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding
 from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED, Blame, Mark
 from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.engine.report.tables import (
+    print_coverage,
+    print_near_ties,
+    print_problems,
+    print_skips,
+    print_summary,
+)
+from transformer_parity.engine.report.tree import LINES, print_blame
 from transformer_parity.engine.system.files import write_json
 from transformer_parity.engine.verdict import Coverage, Verdict
 from transformer_parity.transformer.cases.case import tiny
@@ -35,15 +43,7 @@ from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.report.diagnoses import print_audit, print_failure_report
 from transformer_parity.transformer.report.html import html, write_html
 from transformer_parity.transformer.report.junit import junit, write_junit
-from transformer_parity.transformer.report.result import Run, build
-from transformer_parity.transformer.report.tables import (
-    print_coverage,
-    print_near_ties,
-    print_problems,
-    print_skips,
-    print_summary,
-)
-from transformer_parity.transformer.report.tree import LINES, print_blame
+from transformer_parity.transformer.report.result import CheckResult, build
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_spec.names import parameter_shapes, tap_shapes
 
@@ -84,7 +84,16 @@ def blame_of(guilty: set[str], dtype: str = "float64", names: list[str] = TAPS) 
 
 
 def result_of(findings: list[Finding], **options) -> dict:
-    return build(Run(SETTING, findings, ["torch", "jax"], environment=ENVIRONMENT, machine=MACHINE, **options))
+    return build(
+        CheckResult(
+            setting=SETTING,
+            findings=findings,
+            ports=["torch", "jax"],
+            environment=ENVIRONMENT,
+            machine=MACHINE,
+            **options,
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +216,15 @@ def test_taps_are_of_the_main_case_and_of_what_failed(result):
 
 def test_fingerprint_is_of_what_matters(tmp_path):
     def fingerprint(finding=SIMPLE, setting=SETTING, environment=ENVIRONMENT, cases=CASES, weights=None):
-        run = Run(setting, [finding], ["torch"], (), environment, MACHINE, cases, weights)
+        run = CheckResult(
+            setting=setting,
+            findings=[finding],
+            ports=["torch"],
+            environment=environment,
+            machine=MACHINE,
+            cases=cases,
+            weights=weights,
+        )
         made = build(run)
         return made["fingerprint"]["sha256"]
 
@@ -494,7 +511,14 @@ def test_junit_is_xml_whatever_ports_say():
         replace(SIMPLE, backend=f"b{nasty}", case=f"c{nasty}", stage=f"s{nasty}", verdict=FAILED, detail=f"d{nasty}")
     ]
     environment = {f"b{nasty}": {f"n{nasty}": nasty}}
-    run = Run(SETTING, findings, [f"b{nasty}"], environment=environment, machine=MACHINE, not_tested=[nasty])
+    run = CheckResult(
+        setting=SETTING,
+        findings=findings,
+        ports=[f"b{nasty}"],
+        environment=environment,
+        machine=MACHINE,
+        not_tested=[nasty],
+    )
     found = build(run)
     (suite,) = ElementTree.fromstring(junit(found).encode())
     assert suite.get("name") == "b[31m]]>&<\x85"
@@ -555,15 +579,15 @@ def test_the_table_says_whose_comparison_is_the_closest():
 # The tree in a terminal
 
 
-def drawn(blame: Blame, diagnosis: Diagnosis | None = None) -> list[str]:
+def drawn(blame: Blame) -> list[str]:
     console = Console(file=io.StringIO(), width=140, color_system=None)
-    print_blame(console, blame, diagnosis)
+    print_blame(console, blame)
     return console.file.getvalue().splitlines()
 
 
 def test_tree_folds_what_is_fine():
-    lines = drawn(blame_of({"decoder.layers.0.feed_forward.inner"}), Diagnosis("a sentence", "likely"))
-    assert lines[0] == "torch float64 full/padded: a sentence [likely]"
+    lines = drawn(blame_of({"decoder.layers.0.feed_forward.inner"}))
+    assert lines[0] == "torch float64 full/padded"
     assert [line for line in lines if "encoder.layers.0 to 1  fine, 24 tensors" in line]
     guilty = [line for line in lines if "<-" in line]
     assert [line.strip("│├└─ ") for line in guilty] == ["inner  error 2.5e-01, tolerance 1e-12  <- introduced here"]

@@ -27,9 +27,9 @@ from transformer_bench.measurements import (
     work_bytes,
 )
 from transformer_bench.workload import Work
+from transformer_parity.engine.report.tables import STYLES, print_line
 from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.verdict import WORDS
-from transformer_parity.transformer.report.tables import STYLES, print_line
 from transformer_spec.parallel_plan import AXES, Plan
 
 BUSY = 0.5  # processes: a higher load average before anything is started is worth a word

@@ -20,6 +20,14 @@ from transformer_parity.cli.options import (
     positive,
 )
 from transformer_parity.cli.progress import Progress, make_console
+from transformer_parity.engine.report.tables import (
+    print_coverage,
+    print_near_ties,
+    print_problems,
+    print_skips,
+    print_summary,
+    verdict_line,
+)
 from transformer_parity.engine.system.errors import refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.system.machine import describe_machine
@@ -30,17 +38,8 @@ from transformer_parity.transformer.check.selection import ONLY, Selection
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.report.diagnoses import print_audit, print_failure_report, print_undiagnosed
 from transformer_parity.transformer.report.junit import write_junit
-from transformer_parity.transformer.report.result import Run, build
-from transformer_parity.transformer.report.tables import (
-    print_coverage,
-    print_depth,
-    print_near_ties,
-    print_problems,
-    print_profile,
-    print_skips,
-    print_summary,
-    verdict_line,
-)
+from transformer_parity.transformer.report.result import CheckResult, build
+from transformer_parity.transformer.report.tables import TITLES, print_depth, print_profile
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.presets import PRESETS
 
@@ -176,14 +175,14 @@ def run(options: argparse.Namespace) -> int:
     return result.verdict.exit_code
 
 
-def gathered(ports: Sequence[CheckedPort], **known: Any) -> Run:
+def gathered(ports: Sequence[CheckedPort], **known: Any) -> CheckResult:
     """Return the result of a check.
 
     Args:
         ports: Everything that was compared.
         known: The other fields of the result.
     """
-    return Run(
+    return CheckResult(
         findings=[finding for port in ports for finding in port.findings],
         ports=[port.label for port in ports],
         environment={"numpy": ref.describe(), **{port.label: port.environment for port in ports if port.environment}},
@@ -198,7 +197,7 @@ def gathered(ports: Sequence[CheckedPort], **known: Any) -> Run:
     )
 
 
-def write(result: Run, options: argparse.Namespace) -> None:
+def write(result: CheckResult, options: argparse.Namespace) -> None:
     """Write the result to the files that the options name."""
     junit = getattr(options, "junit", None)
     if options.json or junit or options.html:
@@ -226,10 +225,10 @@ def _selection(options: argparse.Namespace) -> Selection:
     )
 
 
-def print_result(console: Console, result: Run, profile: bool = False) -> None:
+def print_result(console: Console, result: CheckResult, profile: bool = False) -> None:
     """Print tables, what failed and why, what was not compared, and the verdict."""
     findings = result.findings
-    print_summary(console, findings, result.ports)
+    print_summary(console, findings, result.ports, TITLES)
     print_depth(console, findings, result.ports)
     print_near_ties(console, findings)
     print_problems(console, findings, result.verdict)

@@ -14,7 +14,16 @@ from rich.text import Text
 
 from transformer_parity.cli.options import one_or_more
 from transformer_parity.cli.progress import Progress, make_console
-from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
+from transformer_parity.engine.findings import Finding
+from transformer_parity.engine.report.result import compared, plain
+from transformer_parity.engine.report.tables import (
+    print_coverage,
+    print_near_ties,
+    print_problems,
+    print_skips,
+    print_summary,
+    verdict_line,
+)
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
@@ -31,17 +40,8 @@ from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import MissingFrameworkError
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort
-from transformer_parity.transformer.report.diagnoses import print_failure_report, to_row
-from transformer_parity.transformer.report.result import plain
-from transformer_parity.transformer.report.tables import (
-    print_coverage,
-    print_near_ties,
-    print_problems,
-    print_skips,
-    print_summary,
-    summarise,
-    verdict_line,
-)
+from transformer_parity.transformer.report.diagnoses import print_failure_report
+from transformer_parity.transformer.report.tables import TITLES
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.config import TransformerConfig
 
@@ -212,7 +212,7 @@ def run_compare(options: argparse.Namespace) -> int:
     backends = [pair.backend for pair in pairs]
     verdict = Verdict.of(findings, [pair.asked for pair in pairs])
     not_tested = [what for pair in pairs for what in pair.not_tested]
-    print_summary(console, findings, backends)
+    print_summary(console, findings, backends, TITLES)
     print_near_ties(console, findings)
     print_skips(console, findings)
     print_problems(console, findings, verdict)
@@ -224,7 +224,7 @@ def run_compare(options: argparse.Namespace) -> int:
         result = _result(options, pairs, findings, verdict)
         result["not_tested"] = not_tested
         result["blames"] = [report.blame.to_dict() for report in reports if report.blame]
-        result["diagnoses"] = [to_row(report) for report in reports]
+        result["diagnoses"] = [report.to_dict() for report in reports]
         write_results(plain(result), (options.json, write_json))
     return verdict.exit_code
 
@@ -233,24 +233,14 @@ def _result(
     options: argparse.Namespace, pairs: Sequence[Pair], findings: Sequence[Finding], verdict: Verdict
 ) -> dict[str, Any]:
     """Return the result for machines."""
-    skips = [finding for finding in findings if finding.verdict == SKIPPED]
-    failures = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
     producers = [sorted({folder.producer for folder in side}) for side in zip(*map(_sides, pairs), strict=True)]
     return {
         "format": 2,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "exit_code": verdict.exit_code,
-        "verdict": verdict.verdict,
-        "missing": verdict.missing,
+        **compared(findings, verdict),
         "truth": {"path": str(options.truth), "producers": producers[0]},
         "candidate": {"path": str(options.candidate), "producers": producers[1]},
         "machine": describe_machine(),
-        "comparisons": len(findings) - len(skips),
-        "skipped": len(skips),
-        "summary": summarise(findings),
-        "near_ties": [finding.to_dict() for finding in findings if finding.is_near_tie],
-        "failures": [finding.to_dict() for finding in failures],
-        "skips": [finding.to_dict() for finding in skips],
     }
 
 

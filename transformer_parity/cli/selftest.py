@@ -16,11 +16,11 @@ from transformer_parity.cli.options import check_installed, one_or_more
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.engine.findings import FAILED
 from transformer_parity.engine.processes.child import ChildEndedError
+from transformer_parity.engine.report.tables import print_line
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.verdict import EXIT_CODES
 from transformer_parity.transformer.mistakes.catalogue import parts
 from transformer_parity.transformer.mistakes.mistake import ALL
-from transformer_parity.transformer.report.tables import print_line
 from transformer_parity.transformer.selftest.trials import Trial, all_trials
 
 NAMED = 0.9  # of those that have a name

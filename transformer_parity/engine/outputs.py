@@ -9,8 +9,9 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import Digest, Tensors, plain
 
-# How a model was run: with every intermediate value shown; the way a user runs it; weights in and out; elsewhere.
-TAPS, FAST, LOAD, FILES = ("taps", "fast", "load", "files")
+# How a model was run: with every intermediate value shown; the way a user runs it; position by position; weights in
+# and out; elsewhere.
+TAPS, FAST, CACHED, LOAD, FILES = ("taps", "fast", "cached", "load", "files")
 OUTPUT = "output"  # the name of what a block returns
 
 

@@ -61,6 +61,25 @@ class FailureReport:
     view: dict[str, Any] | None = None
     folder: Path | None = None
 
+    @property
+    def relative_folder(self) -> Path | None:
+        """The folder, relative to the working directory if it is inside."""
+        if self.folder is None or not self.folder.is_relative_to(Path.cwd()):
+            return self.folder
+        return self.folder.relative_to(Path.cwd())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diagnosis, and what it is about, as plain values."""
+        found = self.diagnosis.to_dict() if self.diagnosis else {}
+        return {
+            "backend": self.backend,
+            "dtype": self.dtype,
+            "case": self.case,
+            "stage": self.stage,
+            "folder": None if self.folder is None else str(self.relative_folder),
+            **found,
+        }
+
 
 @dataclass(frozen=True)
 class Investigation:

@@ -1,24 +1,22 @@
-"""Failure reports and weight audits: printed in a terminal, and as rows of plain values."""
+"""Failure reports and weight audits, printed in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from transformer_parity.engine.findings import DIVERGES, IMPRECISE, Finding
 from transformer_parity.engine.localization import Blame
+from transformer_parity.engine.report.tables import print_line
+from transformer_parity.engine.report.tree import print_blame
 from transformer_parity.engine.system.errors import printable
 from transformer_parity.transformer.cases.case import ACTIVATIONS
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.diagnose.reproduce import snippet
 from transformer_parity.transformer.diagnose.weight_audit import WRONG, Fate, summary
-from transformer_parity.transformer.report.tables import print_line
-from transformer_parity.transformer.report.tree import print_blame
 from transformer_parity.transformer.stages.registry import STAGES
 
 STYLES = {EXACT: "bold", LIKELY: "default"}
@@ -52,9 +50,9 @@ def print_failure_report(console: Console, report: FailureReport) -> None:
     console.print(Text("DIAGNOSIS ", "bold") + sentence, soft_wrap=True)
     for statement in diagnosis.signatures:
         console.print(Text(f"          {printable(statement)}", "dim"), soft_wrap=True)
-    if report.folder is not None:
+    if (folder := report.relative_folder) is not None:
         console.print(Text("To run this block alone:", "bold"))
-        console.print(Text(snippet(_relative(report.folder))), soft_wrap=True)  # to be copied: no line is broken
+        console.print(Text(snippet(folder)), soft_wrap=True)  # to be copied: no line is broken
 
 
 def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Sequence[FailureReport]) -> None:
@@ -78,20 +76,3 @@ def gap(blame: Blame | None) -> str:
         return ""
     before = names[names.index(first) - 1] if names.index(first) else "the input"
     return f"It lies between {before} and {first}: show more taps in between to narrow it down."
-
-
-def to_row(report: FailureReport) -> dict[str, Any]:
-    """Return the diagnosis of a failure report as plain values."""
-    found = report.diagnosis.to_dict() if report.diagnosis else {}
-    return {
-        "backend": report.backend,
-        "dtype": report.dtype,
-        "case": report.case,
-        "stage": report.stage,
-        "folder": None if report.folder is None else str(_relative(report.folder)),
-        **found,
-    }
-
-
-def _relative(folder: Path) -> Path:
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

@@ -10,9 +10,7 @@ from markupsafe import Markup
 
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED
 from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED, Mark
-from transformer_parity.engine.system.files import write_text
-from transformer_parity.transformer.explore.page import environment, parts
-from transformer_parity.transformer.report.matrix import (
+from transformer_parity.engine.report.matrix import (
     BOTTOM,
     HEIGHT,
     LEFT,
@@ -25,8 +23,10 @@ from transformer_parity.transformer.report.matrix import (
     percent,
     share,
 )
+from transformer_parity.engine.report.tree import WAYS, Node, first_places, nodes
+from transformer_parity.engine.system.files import write_text
+from transformer_parity.transformer.explore.page import environment, parts
 from transformer_parity.transformer.report.result import MAIN_CASE
-from transformer_parity.transformer.report.tree import WAYS, Node, first_places, nodes
 
 Result = Mapping[str, Any]
 VERDICTS = {AGREES: "Agree", DIVERGES: "Diverge", IMPRECISE: "Imprecise", FAILED: "Incomplete"}
@@ -44,7 +44,7 @@ def html(result: Result) -> str:
     """Return the page."""
     templates = environment("transformer_parity.transformer.report")
     templates.filters |= {"number": number, "share": share, "percent": percent, "breakable": breakable}
-    found, trees = matrices(result), _trees(result)
+    found, trees = matrices(result, MAIN_CASE), _trees(result)
     return templates.get_template("report.html").render(
         **parts(result["views"]),
         result=result,

@@ -1,4 +1,4 @@
-"""The result of a comparison as one plain dict, from which every report is made; and how reports are written.
+"""The result of a check as one plain dict, from which every report is made.
 
 ``docs/result.schema.json`` describes the dict.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -15,17 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy import ndarray
-
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
-from transformer_parity.engine.verdict import Coverage, Verdict, worst
+from transformer_parity.engine.outputs import TAPS
+from transformer_parity.engine.report.result import by_case, compared, plain, tap_row
+from transformer_parity.engine.verdict import Coverage, Verdict
 from transformer_parity.transformer.cases.case import ACTIVATIONS, SENTENCES, Case
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.ports.compile_clock import Spent
 from transformer_parity.transformer.ports.protocol import Placements
-from transformer_parity.transformer.report.diagnoses import to_row
-from transformer_parity.transformer.report.tables import summarise
 
 FORMAT = 4
 MAIN_CASE = "full/padded"
@@ -33,8 +29,8 @@ WHOLE_MODELS = ("full model", "presets", SENTENCES)  # components
 Rows = Sequence[Mapping[str, Any]]
 
 
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class CheckResult:
     """A run of ``parity check``: what was asked for, and what came of it.
 
     Attributes:
@@ -77,17 +73,13 @@ class Run:
         return Verdict.of(self.findings, self.asked)
 
 
-def build(run: Run) -> dict[str, Any]:
+def build(run: CheckResult) -> dict[str, Any]:
     """Return all that is known of a comparison, as plain values that JSON can hold."""
-    skips = [finding for finding in run.findings if finding.verdict == SKIPPED]
-    failures = [finding for finding in run.findings if finding.verdict not in (AGREES, SKIPPED)]
     texts = [str(path) for path in run.text or ("shipped",)]
     content = {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "verdict": run.verdict.verdict,
-        "exit_code": run.verdict.exit_code,
-        "missing": run.verdict.missing,
+        **compared(run.findings, run.verdict),
         "backends": list(run.ports),
         "setting": asdict(run.setting),
         "weights": None if run.weights is None else str(run.weights),
@@ -101,75 +93,28 @@ def build(run: Run) -> dict[str, Any]:
             "cpu_seconds": run.cpu_seconds,
             "ports": {name: asdict(port) for name, port in run.spent.items()},
         },
-        "comparisons": len(run.findings) - len(skips),
-        "skipped": len(skips),
-        "summary": summarise(run.findings),
-        "cases": _by_case(run.findings),
-        "near_ties": [finding.to_dict() for finding in run.findings if finding.is_near_tie],
-        "failures": [finding.to_dict() for finding in failures],
-        "skips": [finding.to_dict() for finding in skips],
+        "cases": by_case(run.findings, ACTIVATIONS),
         "sentences": [finding.to_dict() for finding in run.findings if finding.component == SENTENCES],
         "taps": _taps(run.findings),
         "blames": [report.blame.to_dict() for report in run.failure_reports if report.blame],
-        "diagnoses": [to_row(report) for report in run.failure_reports if report.diagnosis],
+        "diagnoses": [report.to_dict() for report in run.failure_reports if report.diagnosis],
         "audits": run.audits,
         "views": [report.view for report in run.failure_reports if report.view],
     }
     return plain(content)
 
 
-def plain(value: Any) -> Any:
-    """Return lists, dicts and numbers for any sequence, mapping and array; what is not finite becomes a string.
-
-    JSON has no number for an infinite error, nor for NaN.
-    """
-    if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
-    if isinstance(value, ndarray | np.generic):
-        return plain(value.tolist())
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _taps(findings: Iterable[Finding]) -> list[dict[str, Any]]:
     """Return the taps of the main case, of real sentences, and of every whole model that failed."""
-    taps = [finding for finding in findings if finding.component in WHOLE_MODELS and finding.path == "taps"]
+    taps = [finding for finding in findings if finding.component in WHOLE_MODELS and finding.path == TAPS]
     taps = [finding for finding in taps if finding.verdict != SKIPPED]
     names = list(dict.fromkeys(finding.case for finding in taps))
     shown = {finding.case for finding in taps if finding.component == SENTENCES or finding.verdict != AGREES}
     shown |= {MAIN_CASE} if MAIN_CASE in names or shown else set(names[:1])
-    keys = ("backend", "dtype", "case", "path", "tap", "error", "tolerance", "share", "verdict")
-    return [{key: finding.to_dict()[key] for key in keys} for finding in taps if finding.case in shown]
+    return [tap_row(finding) for finding in taps if finding.case in shown]
 
 
-def _by_case(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    """Return what became of each case in each dtype: its verdict, and the first finding that failed or was skipped."""
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault((finding.backend, finding.dtype, finding.case), []).append(finding)
-    rows = []
-    for (backend, dtype, case), group in groups.items():
-        compared = [finding for finding in group if finding.verdict != SKIPPED]
-        failing = [finding for finding in compared if finding.verdict != AGREES]
-        shown = failing[0] if failing else worst(compared or group)
-        rows.append(
-            {
-                "backend": backend,
-                "dtype": dtype,
-                "case": case,
-                "stage": group[0].stage or ACTIVATIONS,
-                "verdict": worst(group).verdict,
-                "comparisons": len(compared),
-                "failed": len(failing),
-                "skips": [finding.detail for finding in group if finding.verdict == SKIPPED],
-                "finding": shown.to_dict(),
-            }
-        )
-    return rows
-
-
-def _fingerprint(run: Run, texts: Sequence[str]) -> dict[str, Any]:
+def _fingerprint(run: CheckResult, texts: Sequence[str]) -> dict[str, Any]:
     """Return what has to be equal to get the same numbers again, and one hash over it."""
     versions = {backend: described.get("version", "") for backend, described in run.environment.items()}
     switches = {

@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import Finding
-from transformer_parity.engine.outputs import FAST, FILES, Outputs
+from transformer_parity.engine.outputs import CACHED, FAST, FILES, Outputs
 from transformer_parity.engine.tensors import Tensors, plain, relative_error, structure_problem
 from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.transformer.cases.case import DECODE, Case
@@ -23,7 +23,6 @@ from transformer_parity.transformer.stages.prefixes import score
 from transformer_parity.transformer.stages.stage import Run, Shown, Stage
 from transformer_spec.search import SearchResult
 
-CACHED = "cached"  # the path of a run position by position
 LOGITS = "logits"
 TOKENS, SCORES = "tokens", "scores"
 

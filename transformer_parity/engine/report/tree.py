@@ -10,7 +10,6 @@ from rich.text import Text
 from rich.tree import Tree
 
 from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED, Blame, Mark
-from transformer_parity.transformer.diagnose.diagnosis import Diagnosis
 
 LINES = 25
 STYLES = {FINE: "green", INHERITED: "dim", INTRODUCED: "bold red"}
@@ -62,14 +61,21 @@ def nodes(marks: Iterable[Mark]) -> list[Node]:
 
 
 def role(name: str) -> str:
-    """Return the role of a tensor in its layer: the same in every layer, and in each kind of attention and norm."""
+    """Return the role of a tensor: the same in every layer, and in all blocks of a layer that are of one kind.
+
+    The last word of a block's name says its kind: ``self_attention`` and ``cross_attention`` are attention.
+    """
+    block, _, rest = name.partition(".")
+    if rest.startswith("layers."):
+        block, _, rest = rest.partition(".")[2].partition(".")[2].partition(".")
+        return f"{block.rpartition('_')[2]}.{rest}"
+    return f"norm.{rest}" if block.endswith("_norm") else name
+
+
+def block_of(name: str) -> str:
+    """Return the block of a tensor: its layer, or else the first part of its name."""
     path = name.split(".")
-    if path[1:2] == ["layers"]:
-        path = path[3:]
-    kind = {"self_attention": "attention", "cross_attention": "attention"}.get(path[0], path[0])
-    if kind.endswith("_norm"):
-        kind = "norm"
-    return ".".join((kind, *path[1:]))
+    return ".".join(path[:3]) if path[1:2] == ["layers"] else path[0]
 
 
 def first_places(marks: Iterable[Mark]) -> dict[str, int]:
@@ -81,17 +87,14 @@ def first_places(marks: Iterable[Mark]) -> dict[str, int]:
     return {names[0]: len(names) - 1 for names in places.values()}
 
 
-def print_blame(console: Console, blame: Blame, diagnosis: Diagnosis | None = None) -> None:
+def print_blame(console: Console, blame: Blame) -> None:
     """Print the tree of a model's blocks: what is fine is one line, what introduces a difference is spelled out.
 
     Args:
         console: Where to print.
         blame: Where the differences start.
-        diagnosis: What they amount to, if that is known.
     """
     title = Text(f"{blame.backend} {blame.dtype} {blame.case}", "bold")
-    if diagnosis is not None:
-        title += Text(f": {diagnosis.sentence} [{diagnosis.confidence}]", "default")
     title += Text(f"\n{WAYS[blame.replayed]}", "dim")
     if all(mark.verdict == FINE for mark in blame.marks):
         console.print(title)

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformer_parity.engine.findings import AGREES
 from transformer_parity.engine.localization import FINE, INTRODUCED
+from transformer_parity.engine.report.tree import block_of
 from transformer_parity.engine.style import BACKENDS
-from transformer_parity.transformer.report.result import MAIN_CASE
 
 Result = Mapping[str, Any]
 # Upper ends of the steps of a logarithmic scale: shares of the tolerance. Up to 1 it is kept.
@@ -81,8 +81,13 @@ class Matrix:
         return sum(row.fails for row in self.rows)
 
 
-def matrices(result: Result) -> list[Matrix]:
-    """Return every tap of every case that has its taps in the result, the main case first."""
+def matrices(result: Result, main: str) -> list[Matrix]:
+    """Return every tap of every case that has its taps in the result, the main case first.
+
+    Args:
+        result: The result of a comparison as plain values.
+        main: The name of the main case.
+    """
     blames = {
         (blame["backend"], blame["dtype"], blame["case"], mark["name"]): mark["verdict"]
         for blame in result["blames"]
@@ -90,7 +95,7 @@ def matrices(result: Result) -> list[Matrix]:
         if mark["verdict"] != FINE
     }
     cases: dict[str, list[Result]] = {}
-    for entry in sorted(result["taps"], key=lambda entry: entry["case"] != MAIN_CASE):
+    for entry in sorted(result["taps"], key=lambda entry: entry["case"] != main):
         cases.setdefault(entry["case"], []).append(entry)
     return [_matrix(case, entries, blames) for case, entries in cases.items()]
 
@@ -102,7 +107,7 @@ def _matrix(case: str, entries: Sequence[Result], blames: Mapping[tuple[str, str
     rows: dict[str, Row] = {}
     for entry in entries:
         tap = entry["tap"]
-        row = rows.setdefault(tap, Row(tap, _block(tap), [None] * len(columns)))
+        row = rows.setdefault(tap, Row(tap, block_of(tap), [None] * len(columns)))
         blame = blames.get((entry["backend"], entry["dtype"], case, tap), "")
         cell = Cell(number(entry["error"]), share(entry["share"]), entry["verdict"], _step(entry["share"]), blame)
         row.cells[columns.index((entry["backend"], entry["dtype"]))] = cell
@@ -112,11 +117,6 @@ def _matrix(case: str, entries: Sequence[Result], blames: Mapping[tuple[str, str
 def _step(value: float | str) -> int:
     """Return where a share stands on the scale; NaN stands beyond."""
     return next((i for i, end in enumerate(STEPS) if float(value) <= end), len(STEPS) - 1)
-
-
-def _block(tap: str) -> str:
-    path = tap.split(".")
-    return ".".join(path[:3]) if path[1:2] == ["layers"] else path[0]
 
 
 def _plot(
@@ -155,7 +155,7 @@ def _plot(
         tolerances.setdefault(dtype, path(own, "tolerance"))
     firsts: dict[str, str] = {}
     for tap in taps:
-        firsts.setdefault(_block(tap), tap)
+        firsts.setdefault(block_of(tap), tap)
     blocks = [(x(tap), _label(block)) for block, tap in firsts.items()]
     every = max(1, (high - low) // 8)
     decades = [(y(10.0**exponent), f"1e{exponent}") for exponent in range(low + 1, high, every)]
