@@ -13,7 +13,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE
 from transformer_parity.transformer.mistakes.mistake import ALL
-from transformer_parity.transformer.ports.protocol import Placement, Port, Result
+from transformer_parity.transformer.ports.protocol import Implementation, Placement, Result
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
 from transformer_parity.transformer.selftest.uncompiled import interpreted
@@ -26,7 +26,7 @@ HYPOTHESES = {f"{mistake.name}-{mistake.case}": mistake for mistake in EVERY if 
 SAME = POLICY["float64"]["tap"]
 
 
-def load_and_run(port: Port, case: Case) -> Result:
+def load_and_run(port: Implementation, case: Case) -> Result:
     loaded = port.load(case.config, case.load_weights(), Placement("float64"))
     return loaded.run(case.block, case.inputs, taps=True)
 

@@ -21,7 +21,7 @@ from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.diagnose import diagnosis
 from transformer_parity.transformer.golden import produce, vectors, writer
-from transformer_parity.transformer.golden.compare import Pair, compare_folders
+from transformer_parity.transformer.golden.compare import FolderPair, compare_folders
 from transformer_parity.transformer.golden.vectors import LeftOut
 from transformer_parity.transformer.ports.user import Port
 from transformer_parity.transformer.stages.registry import STAGES
@@ -150,7 +150,7 @@ def stage_of(case):
 
 
 def findings_of(truth, candidate):
-    return list(compare_folders(Pair("", vectors.read(truth), vectors.read(candidate))))
+    return list(compare_folders(FolderPair("", vectors.read(truth), vectors.read(candidate))))
 
 
 def manifest_of(folder):

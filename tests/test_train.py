@@ -23,7 +23,7 @@ import reference_numpy as ref
 from transformer_parity.apps.train import batches, corpora, curves
 from transformer_parity.apps.train.batches import Batches
 from transformer_parity.apps.train.log import locked, read_log
-from transformer_parity.apps.train.run import LONGER, Run, longest_translation
+from transformer_parity.apps.train.run import LONGER, TrainingRun, longest_translation
 from transformer_parity.cli.main import main
 from transformer_parity.engine.system.errors import UsageError
 from transformer_spec.files import open_file, write_file
@@ -300,7 +300,7 @@ def test_a_run_that_goes_on_beyond_its_end_has_no_model_until_its_new_end(stoppe
         raise UsageError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "finish", fail)
+        patch.setattr(TrainingRun, "finish", fail)
         code = 0 if stopped < 16 else 3
         assert resume(copy, "--backend", "numpy", "--steps", 16, "--stop-at", stopped) == code
     assert not (copy / "model.safetensors").exists()
@@ -321,7 +321,7 @@ def test_a_run_that_takes_no_step_beyond_its_end_keeps_its_model(when, finished,
         stop.signal = signal.SIGTERM
         return True
 
-    monkeypatch.setattr(Run, "_stops", end)
+    monkeypatch.setattr(TrainingRun, "_stops", end)
     assert resume(copy, "--backend", "numpy", "--steps", 16) == (3 if when == "fails" else 128 + signal.SIGTERM)
     assert {path.name for path in copy.iterdir()} == {path.name for path in finished.iterdir()}
     assert (copy / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()

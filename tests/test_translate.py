@@ -21,8 +21,8 @@ from test_decoding import twins
 
 import reference_numpy as ref
 from transformer_parity.apps.translate import translator
-from transformer_parity.apps.translate.agreement import Comparison
-from transformer_parity.apps.translate.lines import Hypothesis, Line
+from transformer_parity.apps.translate.agreement import TranslationComparison
+from transformer_parity.apps.translate.lines import Line, TranslatedLine
 from transformer_parity.apps.translate.report import differences
 from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.apps.translate.translator import Translator
@@ -262,8 +262,8 @@ def test_a_terminal_is_sent_no_control_characters(is_terminal, monkeypatch):
 
 
 def test_a_text_forges_no_line_of_a_comparison():
-    hypothesis = Hypothesis("a\x1b[2J\rAGREE", -1.0, (1,), ("a",))
-    found = Comparison(Line(1, "b\rAGREE", (1,), 4), {"numpy": hypothesis}, {"numpy": ()})
+    hypothesis = TranslatedLine("a\x1b[2J\rAGREE", -1.0, (1,), ("a",))
+    found = TranslationComparison(Line(1, "b\rAGREE", (1,), 4), {"numpy": hypothesis}, {"numpy": ()})
     assert differences(found, as_json=False) == [
         "line 1: near-tie",
         "  source  b AGREE",
@@ -427,12 +427,12 @@ def test_a_near_tie_is_no_divergence(tmp_path, capfd, monkeypatch, port):
 
 def test_what_near_ties_do_not_explain_is_a_divergence():
     line = Line(1, "a", (3, 2), None)
-    said = {name: Hypothesis(name, -1.0, (len(name), 2), (name, "</s>")) for name in ("numpy", "jax")}
+    said = {name: TranslatedLine(name, -1.0, (len(name), 2), (name, "</s>")) for name in ("numpy", "jax")}
     near, wrong = Doubt(1, 1, 1e-7, 1e-6, "near"), Doubt(1, 1, 1e-5, 1e-6, "wrong")
-    assert Comparison(line, said, {"numpy": [], "jax": [near]}).verdict == "near-tie"
+    assert TranslationComparison(line, said, {"numpy": [], "jax": [near]}).verdict == "near-tie"
     for doubts in ([wrong], [near, wrong], []):  # which explains nothing
-        assert Comparison(line, said, {"numpy": [], "jax": doubts}).verdict == "divergence"
-    assert Comparison(line, {}, {}).verdict == "same"
+        assert TranslationComparison(line, said, {"numpy": [], "jax": doubts}).verdict == "divergence"
+    assert TranslationComparison(line, {}, {}).verdict == "same"
 
 
 @pytest.mark.extended("translations", "jax", "tf")

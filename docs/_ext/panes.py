@@ -28,7 +28,7 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
-from transformer_parity.transformer.ports.source_code import Package, Piece
+from transformer_parity.transformer.ports.source_code import Piece, SourcePackage
 from transformer_parity.transformer.ports.source_marks import compare, note
 
 ROOT = Path(__file__).parents[2]
@@ -42,9 +42,9 @@ BREAKS_BEHIND, BREAKS_BEFORE = ("(", "[", "{", ",", "="), (".",)  # where a long
 
 
 @cache
-def packages() -> dict[str, Package]:
+def packages() -> dict[str, SourcePackage]:
     """Return the four packages, parsed once for a build."""
-    return {backend: Package(name) for backend, name in PACKAGES.items()}
+    return {backend: SourcePackage(name) for backend, name in PACKAGES.items()}
 
 
 def pieces(name: str, backends: Sequence[str] = tuple(PACKAGES), *, docstrings: bool = False) -> dict[str, Piece]:

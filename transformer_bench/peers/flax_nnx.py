@@ -122,7 +122,7 @@ def _translator(config, dtype):
         def __call__(self, x):
             return self.output(nnx.swish(self.inner(x)))
 
-    class EncoderLayer(nnx.Module):
+    class FlaxEncoderLayer(nnx.Module):
         def __init__(self, rngs):
             self.self_attention, self.self_attention_norm = attention(rngs), norm(rngs)
             self.feed_forward, self.feed_forward_norm = FeedForward(rngs), norm(rngs)
@@ -132,7 +132,7 @@ def _translator(config, dtype):
             x = self.self_attention_norm(x + self.dropout(self.self_attention(x, mask=mask)))
             return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
 
-    class DecoderLayer(nnx.Module):
+    class FlaxDecoderLayer(nnx.Module):
         def __init__(self, rngs):
             self.self_attention, self.self_attention_norm = attention(rngs), norm(rngs)
             self.cross_attention, self.cross_attention_norm = attention(rngs), norm(rngs)
@@ -146,14 +146,14 @@ def _translator(config, dtype):
             x = self.cross_attention_norm(x + self.dropout(attended))
             return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
 
-    class Translator(nnx.Module):
+    class FlaxTranslator(nnx.Module):
         """Encoder and decoder, their inputs and their output sharing one table."""
 
         def __init__(self, rngs):
             self.config = config
             self.embedding = nnx.Embed(config.target_vocab_size, config.d_model, **dtypes, rngs=rngs)
-            self.encoder = nnx.List([EncoderLayer(rngs) for _ in range(config.num_encoder_layers)])
-            self.decoder = nnx.List([DecoderLayer(rngs) for _ in range(config.num_decoder_layers)])
+            self.encoder = nnx.List([FlaxEncoderLayer(rngs) for _ in range(config.num_encoder_layers)])
+            self.decoder = nnx.List([FlaxDecoderLayer(rngs) for _ in range(config.num_decoder_layers)])
             self.output_bias = nnx.Param(jnp.zeros(config.target_vocab_size, dtype))
             self.dropout = nnx.Dropout(config.dropout.embedding, rngs=rngs)
 
@@ -193,7 +193,7 @@ def _translator(config, dtype):
         def logits(self, x):
             return self.embedding.attend(x) + self.output_bias[...]
 
-    return Translator(nnx.Rngs(0))
+    return FlaxTranslator(nnx.Rngs(0))
 
 
 def _put(model, weights):

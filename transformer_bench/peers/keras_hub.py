@@ -108,7 +108,7 @@ def _translator(config, dtype):
     }
     states = (None, None, config.d_model)
 
-    class Translator(keras.Model):
+    class KerasHubTranslator(keras.Model):
         """Encoder and decoder, their inputs and their output sharing one table."""
 
         def __init__(self):
@@ -175,7 +175,7 @@ def _translator(config, dtype):
         def logits(self, x):
             return self.embedding(x, reverse=True) + self.output_bias
 
-    return Translator()
+    return KerasHubTranslator()
 
 
 def _keep_attention_weights(layer):

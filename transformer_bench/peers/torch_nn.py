@@ -158,7 +158,7 @@ def _translator(config):
     import torch
     from torch import nn
 
-    class Translator(nn.Module):
+    class TorchTranslator(nn.Module):
         """``nn.Transformer`` without its final norms, its inputs and its output sharing one table."""
 
         def __init__(self):
@@ -214,4 +214,4 @@ def _translator(config):
             )
             return self.output(states)
 
-    return Translator()
+    return TorchTranslator()

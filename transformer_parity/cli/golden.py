@@ -33,9 +33,9 @@ from transformer_parity.transformer.cases.case import in_stages, tiny
 from transformer_parity.transformer.cases.for_ports import port_config
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.golden import writer
-from transformer_parity.transformer.golden.compare import Pair, compare_folders, investigate, read_pairs
+from transformer_parity.transformer.golden.compare import FolderPair, compare_folders, investigate, read_pairs
 from transformer_parity.transformer.golden.produce import PRESETS, compute, describe, golden_cases, words
-from transformer_parity.transformer.golden.vectors import DTYPES, Folder
+from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import MissingFrameworkError
 from transformer_parity.transformer.ports.registry import PORTS
@@ -230,7 +230,7 @@ def run_compare(options: argparse.Namespace) -> int:
 
 
 def _result(
-    options: argparse.Namespace, pairs: Sequence[Pair], findings: Sequence[Finding], verdict: Verdict
+    options: argparse.Namespace, pairs: Sequence[FolderPair], findings: Sequence[Finding], verdict: Verdict
 ) -> dict[str, Any]:
     """Return the result for machines."""
     producers = [sorted({folder.producer for folder in side}) for side in zip(*map(_sides, pairs), strict=True)]
@@ -244,5 +244,5 @@ def _result(
     }
 
 
-def _sides(pair: Pair) -> tuple[Folder, Folder]:
+def _sides(pair: FolderPair) -> tuple[GoldenFolder, GoldenFolder]:
     return pair.truth, pair.candidate

@@ -17,7 +17,7 @@ from transformer_parity.cli.options import add_backends
 from transformer_parity.cli.progress import PlainConsole
 from transformer_parity.engine.system.errors import UsageError
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.ports.source_code import Package, Piece, list_names, not_found
+from transformer_parity.transformer.ports.source_code import Piece, SourcePackage, list_names, not_found
 from transformer_parity.transformer.ports.source_marks import Marks, compare, note
 
 REFERENCE = PORTS["numpy"].package
@@ -85,7 +85,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the pieces and return the exit code."""
-    packages = [Package(port.package) for port in PORTS.values()]
+    packages = [SourcePackage(port.package) for port in PORTS.values()]
     if options.name is None:
         print(list_names(packages))
         return 0

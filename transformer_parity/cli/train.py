@@ -86,7 +86,7 @@ def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> in
     # Of several processes, what compiled code prints may be all that is known of the end of one.
     with quiet_frameworks() if where.group.size == 1 else nullcontext(sys.stderr) as terminal:
         shown = terminal if where.group.rank == 0 else StringIO()
-        show = _Show(shown, options.backends, options.stop_at or setup.plan.steps)
+        show = _TrainingLog(shown, options.backends, options.stop_at or setup.plan.steps)
         with stop_on_signal() as stop:
             show.say(f"loading {', '.join(options.backends)}")
             with refusals(RuntimeError, TypeError, ValueError):
@@ -110,7 +110,7 @@ def _start_processes(options: argparse.Namespace, job: TrainingJob) -> int:
     with refusals(ValueError):
         processes = number_of_processes(job.backend, options.parallel, options.processes)
         options.parallel.check(job.setup.config)
-    show = _Show(sys.stderr, options.backends, steps)
+    show = _TrainingLog(sys.stderr, options.backends, steps)
     with stop_on_signal() as stop, show.progress:
         show.say(f"loading {job.backend} in {processes} process{'es' * (processes > 1)}")
         ended = train(job, processes, Observer(show.status, show.say), stop)
@@ -202,7 +202,7 @@ def _check_unused(folder: Path) -> None:
         raise UsageError(f"{folder} holds a run already: {go_on}choose another folder with --out")
 
 
-class _Show:
+class _TrainingLog:
     """Shows a run: one bar on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self, terminal: TextIO, backends: Sequence[str], steps: int) -> None:

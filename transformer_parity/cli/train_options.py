@@ -10,7 +10,7 @@ from typing import Any
 
 from transformer_parity.apps.train.corpora import RECIPES
 from transformer_parity.apps.train.log import CURVE, LOG, MODEL
-from transformer_parity.apps.train.run import Plan
+from transformer_parity.apps.train.run import RunPlan
 from transformer_parity.cli.options import FALLBACK_HELP, add_backends, add_machine, field, parallel_plan, positive
 from transformer_spec.config import TransformerConfig
 from transformer_spec.presets import PRESETS
@@ -24,7 +24,7 @@ MODEL_FIELDS = [
     if entry.name not in ("source_vocab_size", "target_vocab_size")  # the corpus has them
 ]
 TRAINING_FIELDS = [entry.name for entry in dataclasses.fields(TrainingConfig) if entry.name != "total_steps"]
-PLAN_FIELDS = [entry.name for entry in dataclasses.fields(Plan) if entry.name != "steps"]
+PLAN_FIELDS = [entry.name for entry in dataclasses.fields(RunPlan) if entry.name != "steps"]
 RUN_FIELDS = [*PLAN_FIELDS, "tokens_per_batch"]
 WITH_DEFAULTS = {
     "d_model": "width",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from transformer_parity.apps.text.dates import SHIPPED
-from transformer_parity.apps.translate.agreement import Comparison, scorers
+from transformer_parity.apps.translate.agreement import TranslationComparison, scorers
 from transformer_parity.apps.translate.lines import Line, Translation
 from transformer_parity.apps.translate.report import Tally, answers, differences
 from transformer_parity.apps.translate.trained import Trained, read_trained
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
             translator = Translator(trained.config, trained.vocabulary, search, 1 if is_typed else WINDOW)
             # Translations that appear on the terminal are progress enough, and a bar would get in between.
             hidden = is_typed or (sys.stdout.isatty() and not options.compare)
-            with _Show(terminal, backends, total, hidden=hidden) as show:
+            with _TranslationLog(terminal, backends, total, hidden=hidden) as show:
                 ports = _load(options, trained, backends)
                 if is_typed:
                     show.say("One sentence a line; Ctrl-D ends.")
@@ -217,7 +217,7 @@ class _Output:
         return f"stopped after line {self.answered}" if self.answered else "nothing was written"
 
 
-class _Show:
+class _TranslationLog:
     """Shows, on a terminal, how many lines each backend has translated; and everywhere which lines are left empty."""
 
     def __init__(self, terminal: TextIO, backends: Sequence[str], total: int | None, *, hidden: bool) -> None:
@@ -226,7 +226,7 @@ class _Show:
         self.say = self.progress.say
         self.left_empty = 0
 
-    def __enter__(self) -> _Show:
+    def __enter__(self) -> _TranslationLog:
         self.progress.__enter__()
         return self
 
@@ -266,7 +266,9 @@ def _load(options: argparse.Namespace, trained: Trained, backends: Sequence[str]
     return loaded
 
 
-def _translate(options: argparse.Namespace, translations: Iterable[Translation], show: _Show, output: _Output) -> int:
+def _translate(
+    options: argparse.Namespace, translations: Iterable[Translation], show: _TranslationLog, output: _Output
+) -> int:
     """Write translations, and return the exit code."""
     for translation in translations:
         if not translation.hypotheses:
@@ -277,7 +279,9 @@ def _translate(options: argparse.Namespace, translations: Iterable[Translation],
     return INCOMPLETE if show.left_empty else 0
 
 
-def _compare(options: argparse.Namespace, comparisons: Iterable[Comparison], show: _Show, output: _Output) -> int:
+def _compare(
+    options: argparse.Namespace, comparisons: Iterable[TranslationComparison], show: _TranslationLog, output: _Output
+) -> int:
     """Write the lines that differ, and the verdict; and return the exit code."""
     report: list[str] = []
     tally = Tally(show.backends, options.dtype)

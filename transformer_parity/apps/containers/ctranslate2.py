@@ -20,7 +20,7 @@ OLDEST, NEWEST = 4, 6  # versions of the layout; before them, a variable had no 
 DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16, ml_dtypes.bfloat16)
 
 
-class Model(NamedTuple):
+class StoredModel(NamedTuple):
     """What a file holds: the name and the revision of its specification, and variables; an alias is the same array."""
 
     name: str
@@ -28,7 +28,7 @@ class Model(NamedTuple):
     variables: dict[str, ndarray]
 
 
-def read(path: Path) -> Model:
+def read(path: Path) -> StoredModel:
     """Read a file.
 
     Raises:
@@ -42,7 +42,7 @@ def read(path: Path) -> Model:
             raise ValueError(f"{path} is not a usable model.bin: {error}") from error
 
 
-def _read(file: BinaryIO, size: int) -> Model:
+def _read(file: BinaryIO, size: int) -> StoredModel:
     def number(form: str) -> int:
         return struct.unpack(f"<{form}", file.read(struct.calcsize(form)))[0]
 
@@ -74,10 +74,10 @@ def _read(file: BinaryIO, size: int) -> Model:
         variables[alias] = variables[of]
     if file.tell() != size:
         raise ValueError(f"it has {size - file.tell():,} bytes behind its end")
-    return Model(name, revision, variables)
+    return StoredModel(name, revision, variables)
 
 
-def write(path: Path, model: Model) -> None:
+def write(path: Path, model: StoredModel) -> None:
     """Write a file, atomically; an array that is the same as one before it becomes an alias.
 
     Raises:

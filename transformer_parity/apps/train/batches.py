@@ -30,7 +30,7 @@ def number(pairs: Iterable[tuple[str, str]], vocabulary: Vocabulary) -> list[Num
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """What one training step takes: int32 ids [rows, width], padded with ``pad_id``."""
 
     source_ids: ndarray
@@ -151,14 +151,14 @@ class Batches:
     def __iter__(self) -> Batches:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> TrainingBatch:
         batch = self._make(*self._order[self._index])
         self._index += 1
         if self._index == self.per_epoch:
             self.seek((self._epoch + 1, 0))
         return batch
 
-    def once(self) -> Iterator[Batch]:
+    def once(self) -> Iterator[TrainingBatch]:
         """Return every pair once, from short to long and otherwise in the given order; ``position`` stays."""
         return (self._make(bucket, rows) for bucket, rows in self._in_order)
 
@@ -173,13 +173,13 @@ class Batches:
         ]
         return [batches[i] for i in np.argsort(bits.random_raw(len(batches)), kind="stable")]
 
-    def _make(self, bucket: _Bucket, rows: ndarray) -> Batch:
+    def _make(self, bucket: _Bucket, rows: ndarray) -> TrainingBatch:
         labels = bucket.labels[rows]
         real = labels != self._config.pad_id
         target_ids = np.roll(labels, 1, axis=1)
         target_ids[:, 0] = self._config.bos_id
         target_ids[~real] = self._config.pad_id  # where nothing follows, nothing is read
-        return Batch(bucket.source_ids[rows], target_ids, labels, int(real.sum()))
+        return TrainingBatch(bucket.source_ids[rows], target_ids, labels, int(real.sum()))
 
 
 def _make_buckets(pairs: Sequence[Numbered], pad_id: int, tokens_per_batch: int, multiple: int) -> list[_Bucket]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.apps.train.batches import Batch
+from transformer_parity.apps.train.batches import TrainingBatch
 from transformer_parity.apps.train.group import ALONE, Group
 from transformer_parity.apps.translate.translator import Translator
 from transformer_parity.transformer.ports.protocol import Placement
@@ -66,11 +66,11 @@ class Learner:
         self.loaded = port.loaded(package, self.model, placement)
         self.environment: dict[str, str] = package.describe()
 
-    def train_step(self, batch: Batch) -> StepResult:
+    def train_step(self, batch: TrainingBatch) -> StepResult:
         """Take one step; the result may still be computed by the device."""
         return self.trainer.train_step(batch.source_ids, batch.target_ids, batch.labels)
 
-    def validate(self, batches: Iterable[Batch]) -> float:
+    def validate(self, batches: Iterable[TrainingBatch]) -> float:
         """Return the cross-entropy per target token, in nats."""
         sums = [self.trainer.evaluate(batch.source_ids, batch.target_ids, batch.labels) for batch in batches]
         return sum(float(loss) for loss, _ in sums) / max(sum(int(tokens) for _, tokens in sums), 1)

@@ -32,7 +32,7 @@ LONGER = 10  # tokens that a translation may be longer than the longest target h
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """How long a run is, and what it does on the way."""
 
     steps: int
@@ -73,7 +73,7 @@ class Data:
     held_out: Batches
 
 
-class Run:
+class TrainingRun:
     """Trains one learner, or several on the same batches.
 
     Args:
@@ -89,7 +89,7 @@ class Run:
         self,
         learners: Sequence[Learner],
         data: Data,
-        plan: Plan,
+        plan: RunPlan,
         folder: Path,
         observer: Observer,
         seconds: float = 0.0,

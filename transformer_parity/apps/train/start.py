@@ -13,7 +13,7 @@ from transformer_parity.apps.train.batches import Batches, number
 from transformer_parity.apps.train.corpora import Corpus, Recipe
 from transformer_parity.apps.train.learner import Learner, Where
 from transformer_parity.apps.train.log import MODEL, checkpoints, step_of
-from transformer_parity.apps.train.run import Data, Observer, Plan, Run
+from transformer_parity.apps.train.run import Data, Observer, RunPlan, TrainingRun
 from transformer_parity.engine.system.machine import check_memory
 from transformer_parity.transformer.sentences.subwords import SPECIAL, Subwords
 from transformer_parity.transformer.sentences.vocabulary import LONGEST
@@ -31,7 +31,7 @@ class Setup:
     config: TransformerConfig
     settings: TrainingConfig
     weights: Mapping[str, Any]
-    plan: Plan
+    plan: RunPlan
     tokens_per_batch: int
     seed: int
     state: TrainingState | None = None
@@ -43,7 +43,7 @@ class Setup:
         """The dtype of the weights."""
         return next(iter(self.weights.values())).dtype.name
 
-    def start(self, backends: Sequence[str], folder: Path, observer: Observer, where: Where) -> Run:
+    def start(self, backends: Sequence[str], folder: Path, observer: Observer, where: Where) -> TrainingRun:
         """Build batches and learners; several learners run in lockstep, without dropout.
 
         Raises:
@@ -69,7 +69,7 @@ class Setup:
             for learner in learners:
                 learner.trainer.load_state(self.state)
         data = Data(self.corpus, batches, validation)
-        return Run(learners, data, self.plan, folder, observer, self.seconds)
+        return TrainingRun(learners, data, self.plan, folder, observer, self.seconds)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def begin(corpus: Corpus, recipe: Recipe, changes: Changes) -> Setup:
     tokens = check_integer("tokens_per_batch", run.pop("tokens_per_batch", recipe.tokens_per_batch), minimum=1)
     tenth = max(1, steps // 10)
     average = run.get("average", recipe.average)
-    plan = Plan(
+    plan = RunPlan(
         **{"validate_every": tenth, "save_every": tenth, "keep": average, "average": average, **run}, steps=steps
     )
     if plan.keep < plan.average:
@@ -152,7 +152,7 @@ def resume(
     try:
         if not isinstance(checkpoint.vocabulary, bytes):
             raise KeyError("vocabulary")
-        kept = Plan(**progress["plan"])
+        kept = RunPlan(**progress["plan"])
         position, tokens, seconds = progress["position"], progress["tokens_per_batch"], progress["seconds"]
         check_integer("tokens_per_batch", tokens, minimum=1)
         check_number("seconds", seconds, "at least 0", lambda x: x >= 0)

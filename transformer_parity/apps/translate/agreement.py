@@ -10,7 +10,7 @@ from itertools import chain
 from numpy import ndarray
 
 import reference_numpy as ref
-from transformer_parity.apps.translate.lines import Hypothesis, Line
+from transformer_parity.apps.translate.lines import Line, TranslatedLine
 from transformer_parity.apps.translate.trained import Trained
 from transformer_parity.transformer.stages.near_ties import Doubt
 from transformer_parity.transformer.stages.prefixes import PrefixScorer
@@ -19,7 +19,7 @@ SAME, NEAR_TIE, DIVERGENCE = "same", "near-tie", "divergence"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TranslationComparison:
     """The translations of a line by several ports.
 
     Attributes:
@@ -29,7 +29,7 @@ class Comparison:
     """
 
     line: Line
-    said: Mapping[str, Hypothesis]
+    said: Mapping[str, TranslatedLine]
     doubts: Mapping[str, Sequence[Doubt]]
 
     @property

@@ -41,7 +41,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Hypothesis:
+class TranslatedLine:
     """A translation of a line.
 
     Attributes:
@@ -62,7 +62,7 @@ class Translation:
     """What was found for a line, best first: nothing for a line that is blank or too long."""
 
     line: Line
-    hypotheses: Sequence[Hypothesis]
+    hypotheses: Sequence[TranslatedLine]
 
     @property
     def text(self) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from transformer_parity.apps.translate.agreement import DIVERGENCE, NEAR_TIE, SAME, Comparison
+from transformer_parity.apps.translate.agreement import DIVERGENCE, NEAR_TIE, SAME, TranslationComparison
 from transformer_parity.apps.translate.lines import Translation
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
 from transformer_parity.engine.system.errors import printable
@@ -29,7 +29,7 @@ def answers(translation: Translation, nbest: int | None = None, *, as_json: bool
     return [f"{line.number}\t{answer}" for answer in scored]
 
 
-def differences(found: Comparison, *, as_json: bool) -> list[str]:
+def differences(found: TranslationComparison, *, as_json: bool) -> list[str]:
     """Return the lines that describe one difference: the translations, and the decisions that are in doubt."""
     if as_json:
         doubts = [
@@ -64,7 +64,7 @@ class Tally:
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((SAME, NEAR_TIE, DIVERGENCE), 0))
 
-    def add(self, found: Comparison) -> None:
+    def add(self, found: TranslationComparison) -> None:
         """Count a line."""
         self.counts[found.verdict] += 1
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from numpy import ndarray
 
-from transformer_parity.apps.translate.agreement import Comparison
-from transformer_parity.apps.translate.lines import Hypothesis, Line, Translation
+from transformer_parity.apps.translate.agreement import TranslationComparison
+from transformer_parity.apps.translate.lines import Line, TranslatedLine, Translation
 from transformer_parity.transformer.ports.protocol import Decoded, LoadedPort
 from transformer_parity.transformer.sentences.vocabulary import Vocabulary, most_tokens, pad
 from transformer_parity.transformer.stages.near_ties import Doubt, differing, follow
@@ -50,7 +50,7 @@ class Translator:
     def translate(self, port: LoadedPort, lines: Iterable[str]) -> Iterator[Translation]:
         """Translate lines, each as soon as those before it are done."""
 
-        def search(source_ids: ndarray) -> list[list[Hypothesis]]:
+        def search(source_ids: ndarray) -> list[list[TranslatedLine]]:
             result = port.search(source_ids, self.options)
             return [
                 [self._hypothesis(ids, score) for ids, score in zip(*row, strict=True) if (ids != pad_id).any()]
@@ -66,7 +66,7 @@ class Translator:
         scorer_of: Callable[[ndarray], PrefixScorer],
         lines: Iterable[str],
         progress: Callable[[str, int], None] = lambda backend, sentences: None,
-    ) -> Iterator[Comparison]:
+    ) -> Iterator[TranslationComparison]:
         """Translate the same batches with several ports, and compare decision by decision where they differ.
 
         Args:
@@ -76,7 +76,7 @@ class Translator:
             progress: Called with a backend and the number of sentences that it has translated.
         """
 
-        def search(source_ids: ndarray) -> list[tuple[dict[str, Hypothesis], dict[str, list[Doubt]]]]:
+        def search(source_ids: ndarray) -> list[tuple[dict[str, TranslatedLine], dict[str, list[Doubt]]]]:
             found = {}
             for backend, port in ports.items():
                 found[backend] = Decoded.by(partial(port.search, source_ids, self.options))
@@ -89,7 +89,7 @@ class Translator:
 
         def compared(
             row: int, source_ids: ndarray, found: Mapping[str, Decoded]
-        ) -> tuple[dict[str, Hypothesis], dict[str, list[Doubt]]]:
+        ) -> tuple[dict[str, TranslatedLine], dict[str, list[Doubt]]]:
             scorer = scorer_of(source_ids)
             results = {backend: decoded.result for backend, decoded in found.items()}
             said = {name: self._hypothesis(result.ids[row], result.scores[row]) for name, result in results.items()}
@@ -98,7 +98,7 @@ class Translator:
         for line, outcome in self._in_order(lines, search):
             said, doubts = outcome or ({}, {})
             numbered = {name: [replace(doubt, sentence=line.number) for doubt in doubts[name]] for name in doubts}
-            yield Comparison(line, said, numbered)
+            yield TranslationComparison(line, said, numbered)
 
     def _in_order(
         self, lines: Iterable[str], search: Callable[[ndarray], Sequence[Found]]
@@ -130,7 +130,7 @@ class Translator:
             batches[-1].append(line)
         return sorted(batches, key=lambda batch: min((line.number for line in batch), default=0))
 
-    def _hypothesis(self, ids: ndarray, score: float) -> Hypothesis:
+    def _hypothesis(self, ids: ndarray, score: float) -> TranslatedLine:
         tokens = tokens_of(ids, self.config)
         text = " ".join(self.vocabulary.text(tokens).splitlines())  # a subword may be a newline
-        return Hypothesis(text, float(score), tokens, self.vocabulary.names(tokens))
+        return TranslatedLine(text, float(score), tokens, self.vocabulary.names(tokens))

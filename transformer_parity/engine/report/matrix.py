@@ -32,7 +32,7 @@ class Cell:
 
 
 @dataclass
-class Row:
+class TapRow:
     """A tap, and its cell in each column; None where a column has no such tap."""
 
     tap: str
@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """One curve of the plot: of one backend in one dtype."""
 
     colour: str
@@ -60,7 +60,7 @@ class Line:
 class Plot:
     """The error along the depth."""
 
-    lines: list[Line]
+    lines: list[Curve]
     decades: list[tuple[float, str]]  # y, label
     blocks: list[tuple[float, str]]  # x, label
     tolerances: list[tuple[str, str]] = field(default_factory=list)  # path, label
@@ -72,7 +72,7 @@ class Matrix:
 
     case: str
     columns: list[tuple[str, str]]  # backend, dtype
-    rows: list[Row]
+    rows: list[TapRow]
     plot: Plot
 
     @property
@@ -104,10 +104,10 @@ def _matrix(case: str, entries: Sequence[Result], blames: Mapping[tuple[str, str
     found = list(dict.fromkeys((entry["backend"], entry["dtype"]) for entry in entries))
     backends = [backend for backend, _ in found]
     columns = sorted(found, key=lambda column: backends.index(column[0]))
-    rows: dict[str, Row] = {}
+    rows: dict[str, TapRow] = {}
     for entry in entries:
         tap = entry["tap"]
-        row = rows.setdefault(tap, Row(tap, block_of(tap), [None] * len(columns)))
+        row = rows.setdefault(tap, TapRow(tap, block_of(tap), [None] * len(columns)))
         blame = blames.get((entry["backend"], entry["dtype"], case, tap), "")
         cell = Cell(number(entry["error"]), share(entry["share"]), entry["verdict"], _step(entry["share"]), blame)
         row.cells[columns.index((entry["backend"], entry["dtype"]))] = cell
@@ -141,7 +141,7 @@ def _plot(
     def path(own: Sequence[Result], key: str) -> str:
         return "M" + "L".join(f"{x(entry['tap'])},{y(float(entry[key]))}" for entry in own)
 
-    lines: list[Line] = []
+    lines: list[Curve] = []
     tolerances: dict[str, str] = {}
     for backend, dtype in columns:
         own = [entry for entry in entries if (entry["backend"], entry["dtype"]) == (backend, dtype)]
@@ -151,7 +151,7 @@ def _plot(
             if blames.get((backend, dtype, case, entry["tap"])) == INTRODUCED
         ]
         colour = backend if backend in BACKENDS else "other"
-        lines.append(Line(colour, dtype, f"{backend} {dtype}", path(own, "error"), marks))
+        lines.append(Curve(colour, dtype, f"{backend} {dtype}", path(own, "error"), marks))
         tolerances.setdefault(dtype, path(own, "tolerance"))
     firsts: dict[str, str] = {}
     for tap in taps:

@@ -29,12 +29,12 @@ WEIGHTS = "weights"  # the test that they come back as they were given
 KNOWN_ANSWER = "known_answer"  # the test of the reference
 
 
-class DisagreementError(Exception):
+class PortDisagreementError(Exception):
     """A port does not agree; the message names the first tap that fails."""
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PortTest:
     """One comparison of a port with the reference.
 
     Attributes:
@@ -93,13 +93,13 @@ class KnownAnswer:
             DisagreementError: The reference was changed.
         """
         if why := known_answer.changed(self.cases):
-            raise DisagreementError(
+            raise PortDisagreementError(
                 f"FAILED {self.title} known answer: {why}\n"
                 "No comparison in this process is valid: a function of NumPy or of the reference was replaced."
             )
 
 
-Test = Comparison | KnownAnswer
+Test = PortTest | KnownAnswer
 
 
 def check(findings: Sequence[Finding]) -> str:
@@ -109,7 +109,7 @@ def check(findings: Sequence[Finding]) -> str:
         DisagreementError: Something differs.
     """
     if failing := [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]:
-        raise DisagreementError(_describe(failing, len(findings)))
+        raise PortDisagreementError(_describe(failing, len(findings)))
     if any(finding.verdict == AGREES for finding in findings):
         return ""
     return "; ".join(dict.fromkeys(finding.detail for finding in findings)) or "nothing was compared"
@@ -148,9 +148,9 @@ def _tests(title: str, port: PluginPort, stages: Sequence[str], known: Reference
     for dtype in dtypes:
         due = [case for case in cases if dtype in case.dtypes]
         for case in due[:1]:
-            yield Comparison(f"{title}-{dtype}-{WEIGHTS}", title, port, case, dtype, known, of_weights=True)
+            yield PortTest(f"{title}-{dtype}-{WEIGHTS}", title, port, case, dtype, known, of_weights=True)
         for case in due:
-            yield Comparison(f"{title}-{dtype}-{case.name}", title, port, case, dtype, known)
+            yield PortTest(f"{title}-{dtype}-{case.name}", title, port, case, dtype, known)
     yield KnownAnswer(f"{title}-{KNOWN_ANSWER}", title, tuple(cases))
 
 

@@ -164,13 +164,13 @@ class Conformance:
 
     def _changed(self) -> Iterator[str]:
         """Yield what known-answer tests find that ran in another process than the tests of the port, or before them."""
-        from transformer_parity.transformer.check.conformance import DisagreementError, KnownAnswer
+        from transformer_parity.transformer.check.conformance import KnownAnswer, PortDisagreementError
 
         for item in self.unchecked.values():
             if isinstance(item.test, KnownAnswer):
                 try:
                     item.test.check()
-                except DisagreementError as error:
+                except PortDisagreementError as error:
                     yield str(error)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -226,7 +226,7 @@ class Cases(pytest.Collector):
 
     def collect(self) -> Iterator[pytest.Item]:
         """Return the tests."""
-        from transformer_parity.transformer.check.conformance import DisagreementError, find_tests
+        from transformer_parity.transformer.check.conformance import PortDisagreementError, find_tests
 
         try:
             tests = find_tests(self.conformance.references, self.conformance.stages)
@@ -241,7 +241,7 @@ class Cases(pytest.Collector):
             item = TestItem.from_parent(self, name=test.name, test=test)
             reasons = [reason for pattern, reason in expected.items() if fnmatchcase(test.name, pattern)]
             if reasons:
-                marker = pytest.mark.xfail(reason="; ".join(reasons), strict=True, raises=DisagreementError)
+                marker = pytest.mark.xfail(reason="; ".join(reasons), strict=True, raises=PortDisagreementError)
                 item.add_marker(marker)
             yield item
 
@@ -287,9 +287,9 @@ class TestItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Return the first tap that failed; of anything unforeseen, the traceback."""
-        from transformer_parity.transformer.check.conformance import DisagreementError
+        from transformer_parity.transformer.check.conformance import PortDisagreementError
 
-        if isinstance(excinfo.value, DisagreementError):
+        if isinstance(excinfo.value, PortDisagreementError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 

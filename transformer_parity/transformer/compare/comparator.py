@@ -14,15 +14,15 @@ from transformer_parity.engine.tensors import digest_problem
 from transformer_parity.engine.tolerances import NotFiniteError
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.compare.reference import Reference
-from transformer_parity.transformer.ports.protocol import Placements, Port
+from transformer_parity.transformer.ports.protocol import Implementation, Placements
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.run import run_cases
-from transformer_parity.transformer.stages.stage import Shown
+from transformer_parity.transformer.stages.stage import PathTensors
 
 
 def compare(
     cases: Iterable[Case],
-    port: Port,
+    port: Implementation,
     setting: Placements,
     progress: Callable[[str], None] = lambda text: None,
     kept: Kept | None = None,
@@ -84,5 +84,5 @@ class Comparator:
                 yield author.failed("run", str(error))
                 return
             for path, tensors in outputs.paths.items():
-                yield from STAGES[case.stage].compare(Shown(author, case, path, tensors, expected, outputs))
+                yield from STAGES[case.stage].compare(PathTensors(author, case, path, tensors, expected, outputs))
         yield from (author.failed(path, why) for path, why in outputs.failures)

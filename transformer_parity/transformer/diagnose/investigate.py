@@ -30,7 +30,7 @@ from transformer_parity.transformer.diagnose.own_forward import beside_forward
 from transformer_parity.transformer.diagnose.properties import is_random, lacking, of_path, rounding
 from transformer_parity.transformer.diagnose.signatures import places, signatures
 from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Placements, Port
+from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement, Placements
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.stages.registry import STAGES
 
@@ -95,7 +95,7 @@ class Investigation:
         view: Makes of the evidence what a page shows of it.
     """
 
-    port: Port
+    port: Implementation
     setting: Placements
     reference: str
     folder: Path | None = None

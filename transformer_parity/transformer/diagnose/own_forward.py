@@ -15,7 +15,7 @@ from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.properties import SAME, output
-from transformer_parity.transformer.ports.protocol import Placement, Port
+from transformer_parity.transformer.ports.protocol import Implementation, Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.prefixes import searched_log_probabilities
@@ -26,7 +26,9 @@ EMPTY = "where a cache is still empty: look at the start symbol, at the memory, 
 FULL = "The first token of every sentence follows it: look at the cache (positions, masks, the order of its rows)"
 
 
-def beside_forward(port: Port, placement: Placement, shown: Iterable[tuple[Case, Mapping[str, ndarray] | None]]) -> str:
+def beside_forward(
+    port: Implementation, placement: Placement, shown: Iterable[tuple[Case, Mapping[str, ndarray] | None]]
+) -> str:
     """Say whether ``forward`` is wrong in failing cases of a stage, or else whether a greedy search does not follow it.
 
     Args:

@@ -17,7 +17,7 @@ from numpy import ndarray
 from transformer_parity.engine.tensors import given, relative_error
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.blame import distance
-from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Port
+from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.config import TransformerConfig
 
@@ -35,7 +35,7 @@ class _Runs:
     """Runs of one port and the reference, in one dtype, on variants of a case."""
 
     case: Case
-    port: Port
+    port: Implementation
     placement: Placement
 
     def load(self, weights: Mapping[str, ndarray]) -> LoadedPort:
@@ -49,7 +49,7 @@ class _Runs:
         return output(self.load(weights), self.case.inputs) - expected, expected
 
 
-def lacking(case: Case, port: Port, placement: Placement) -> list[str]:
+def lacking(case: Case, port: Implementation, placement: Placement) -> list[str]:
     """Return which properties of a correct model a port lacks, those first that explain others.
 
     Args:
@@ -98,7 +98,7 @@ def is_random(loaded: LoadedPort, case: Case) -> str:
     return f"two calls on the same input differ (error {error:.0e}): dropout is on, or something else is random"
 
 
-def rounding(case: Case, port: Port, placement: Placement) -> str:
+def rounding(case: Case, port: Implementation, placement: Placement) -> str:
     """Say whether an error is one of rounding; empty if it is not, or where it cannot be told.
 
     All weights are disturbed a little: an error of rounding is then another one, any other error nearly the same.

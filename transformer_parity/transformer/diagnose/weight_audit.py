@@ -19,7 +19,7 @@ from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
 from transformer_parity.transformer.diagnose.properties import CALLS
 from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Port
+from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
 
 USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM, OVERWRITTEN = (
     "used",
@@ -65,7 +65,7 @@ class _OverwrittenError(Exception):
 
 
 def audit(
-    port: Port, case: Case, placement: Placement, progress: Callable[[str], None] = lambda text: None
+    port: Implementation, case: Case, placement: Placement, progress: Callable[[str], None] = lambda text: None
 ) -> list[Fate]:
     """Return where every weight of a port is used.
 
@@ -81,7 +81,7 @@ def audit(
         return [Fate(str(error), OVERWRITTEN, "forward() writes to its own input; copy the array first")]
 
 
-def _audit(port: Port, case: Case, placement: Placement, progress: Callable[[str], None]) -> list[Fate]:
+def _audit(port: Implementation, case: Case, placement: Placement, progress: Callable[[str], None]) -> list[Fate]:
     weights = dict(case.load_weights())
 
     def run(changed: Weights) -> dict[str, ndarray]:

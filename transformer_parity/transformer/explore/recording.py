@@ -15,7 +15,7 @@ from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.blame import Subject, blame
 from transformer_parity.transformer.ports.exceptions import described
-from transformer_parity.transformer.ports.protocol import Placement, Port
+from transformer_parity.transformer.ports.protocol import Implementation, Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.config import TransformerConfig
 
@@ -73,7 +73,7 @@ def record(
     config: TransformerConfig,
     weights: Arrays,
     inputs: Arrays,
-    ports: Sequence[Port],
+    ports: Sequence[Implementation],
     dtype: str,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Recording:

@@ -22,7 +22,7 @@ from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.diagnose.investigate import FailureReport, investigate_files
 from transformer_parity.transformer.golden import vectors
-from transformer_parity.transformer.golden.vectors import DTYPES, Folder
+from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.stages.decode import SCORES, TOKENS
 from transformer_parity.transformer.stages.registry import STAGES
@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 MANY = 64  # floats, of which two programs do not round all alike
 
 
-def outputs(case: Case, dtype: str, folder: Folder) -> Outputs:
+def outputs(case: Case, dtype: str, folder: GoldenFolder) -> Outputs:
     """Return what a folder holds of a case, as the outputs of a port that runs.
 
     Args:
@@ -49,7 +49,7 @@ def outputs(case: Case, dtype: str, folder: Folder) -> Outputs:
 
 
 @dataclass(frozen=True)
-class Pair:
+class FolderPair:
     """Two folders about one model.
 
     Attributes:
@@ -60,8 +60,8 @@ class Pair:
     """
 
     name: str
-    truth: Folder
-    candidate: Folder
+    truth: GoldenFolder
+    candidate: GoldenFolder
     stages: Sequence[str] = tuple(STAGES)
 
     @property
@@ -97,7 +97,7 @@ class Pair:
         return left + [f"{label}{name} (left out of --stage)" for name in held if name not in self.stages]
 
 
-def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGES)) -> list[Pair]:
+def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGES)) -> list[FolderPair]:
     """Read both sides, one folder each or several of the same names.
 
     Raises:
@@ -108,10 +108,10 @@ def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGE
     if ours.keys() != theirs.keys():
         held = [", ".join(filter(None, found)) or "golden vectors of one model" for found in (ours, theirs)]
         raise ValueError(f"both must hold the same models: {truth} holds {held[0]}, and {candidate} holds {held[1]}")
-    return [Pair(name, vectors.read(ours[name]), vectors.read(theirs[name]), tuple(stages)) for name in ours]
+    return [FolderPair(name, vectors.read(ours[name]), vectors.read(theirs[name]), tuple(stages)) for name in ours]
 
 
-def compare_folders(pair: Pair, progress: Progress = lambda text: None) -> Iterator[Finding]:
+def compare_folders(pair: FolderPair, progress: Progress = lambda text: None) -> Iterator[Finding]:
     """Compare every tensor of B with what the reference computes from A's weights and inputs.
 
     Args:
@@ -141,7 +141,7 @@ def compare_folders(pair: Pair, progress: Progress = lambda text: None) -> Itera
                     yield author.failed(FILES, "there is no such case in A")
 
 
-def _compare_case(pair: Pair, case: Case, dtype: str, reference: Reference) -> Iterator[Finding]:
+def _compare_case(pair: FolderPair, case: Case, dtype: str, reference: Reference) -> Iterator[Finding]:
     truth, candidate = pair.truth, pair.candidate
     author = case.author(pair.backend, dtype)
     if not candidate.holds(case, dtype):
@@ -177,7 +177,7 @@ def _is_copy(ours: Mapping[str, ndarray], theirs: Mapping[str, ndarray], *, few:
     return all(ours[name].tobytes() == theirs[name].tobytes() for name in floats)
 
 
-def investigate(pair: Pair, findings: Sequence[Finding]) -> list[FailureReport]:
+def investigate(pair: FolderPair, findings: Sequence[Finding]) -> list[FailureReport]:
     """Return where a difference was introduced and what explains it, by the tensors of B alone."""
     candidate, prefix = pair.candidate, f"{pair.name}/" if pair.name else ""
 

@@ -50,7 +50,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Folder:
+class GoldenFolder:
     """Golden vectors that were read and checked.
 
     Attributes:
@@ -114,7 +114,7 @@ def find(path: str | Path) -> dict[str, Path]:
     return inside
 
 
-def read(path: str | Path) -> Folder:
+def read(path: str | Path) -> GoldenFolder:
     """Read golden vectors, every file checked against the manifest.
 
     Raises:
@@ -131,7 +131,7 @@ def read(path: str | Path) -> Folder:
         raise ValueError(f"{path} holds no usable golden vectors: {error}") from error
 
 
-def _read(path: Path) -> Folder:
+def _read(path: Path) -> GoldenFolder:
     manifest = _read_manifest(path / MANIFEST)
     _read_file(path, _entry(manifest, "weights", dict))
     weights_file = path / manifest["weights"]["file"]
@@ -151,7 +151,7 @@ def _read(path: Path) -> Folder:
             raise ValueError(f"case {case.name} has outputs in {unknown[0]}, which is not among the folder's dtypes")
         cases.append(case)
         computed |= {(case.name, dtype): _read_file(path, record) for dtype, record in fields["outputs"].items()}
-    return Folder(
+    return GoldenFolder(
         path,
         printable(_entry(_entry(manifest, "producer", dict), "name", str)),
         config,
@@ -250,7 +250,7 @@ def _entry(fields: Any, name: str, kind: type) -> Any:
     return value
 
 
-def differences(first: Folder, second: Folder) -> list[str]:
+def differences(first: GoldenFolder, second: GoldenFolder) -> list[str]:
     """Return in what two folders are not about the same: config, weights, or the inputs of cases that both hold."""
     if fields := differing_fields(first.config, second.config):
         return [f"config: {fields}"]

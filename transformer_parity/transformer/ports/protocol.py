@@ -92,7 +92,7 @@ class LoadedPort(Protocol):
         """Return what trains this model, with ``train_step``, ``evaluate``, ``export_state`` and ``load_state``."""
 
 
-class Port(Protocol):
+class Implementation(Protocol):
     """An implementation of the model."""
 
     @property

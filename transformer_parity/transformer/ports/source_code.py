@@ -91,7 +91,7 @@ class Module:
         return range(first, last + 1 if self.lines[last].strip() else last + 2)
 
 
-class Package:
+class SourcePackage:
     """One package's modules, in the order in which they are read."""
 
     def __init__(self, name: str) -> None:
@@ -143,7 +143,7 @@ def _aliases(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield from ((target.id, child.value.id) for target in child.targets if isinstance(target, ast.Name))
 
 
-def list_names(packages: list[Package]) -> str:
+def list_names(packages: list[SourcePackage]) -> str:
     """Return the public names of all packages by module; a star marks those that not all of them have."""
     lines = []
     modules = dict.fromkeys(name for package in packages for name in package.modules)
@@ -156,7 +156,7 @@ def list_names(packages: list[Package]) -> str:
     return "\n".join([*lines, "* not in all four packages"])
 
 
-def not_found(name: str, packages: list[Package], asked_for: list[Package]) -> str:
+def not_found(name: str, packages: list[SourcePackage], asked_for: list[SourcePackage]) -> str:
     """Return a message: where else a name is, which names are like it, or, on more lines, all names."""
     if elsewhere := [package.name for package in packages if package.find(name)]:
         return f"{name} is not in {', '.join(package.name for package in asked_for)}, but in {', '.join(elsewhere)}"

@@ -13,11 +13,11 @@ from transformer_parity.engine.tensors import Tensors, relative_error
 from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
-from transformer_parity.transformer.stages.stage import Run, Shown, Stage
+from transformer_parity.transformer.stages.stage import PathTensors, Stage, Way
 from transformer_spec.names import tap_shapes
 
 
-class Activations(Stage):
+class ActivationStage(Stage):
     """What every tap shows, and the output as a user computes it, without taps."""
 
     name = ACTIVATIONS
@@ -25,7 +25,7 @@ class Activations(Stage):
     is_ordered = True
     reproduces = 1e-12
 
-    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Run]:
+    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
         """Yield a run with every tap, and one without."""
         yield TAPS, lambda: _shown(case, loaded)
         outputs.hidden = hidden(case, loaded)
@@ -44,11 +44,11 @@ class Activations(Stage):
             return "scores are compared before the mask is added: show them before it"
         return super().problem(name, actual, expected, dtype)
 
-    def due(self, shown: Shown) -> list[str]:
+    def due(self, shown: PathTensors) -> list[str]:
         """Return the names of a path: without taps, there is only the output."""
         return [OUTPUT] if shown.path == FAST else super().due(shown)
 
-    def not_offered(self, due: list[str], shown: Shown) -> tuple[list[str], list[str]]:
+    def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
         """Leave out the taps that the port does not promise to show."""
         unseen = {*shown.outputs.hidden} - shown.tensors.keys()
         rest = [name for name in due if name not in unseen]

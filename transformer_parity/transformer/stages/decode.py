@@ -20,14 +20,14 @@ from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Decoded, LoadedPort, Placement
 from transformer_parity.transformer.stages.near_ties import explain, score_tolerance, summary
 from transformer_parity.transformer.stages.prefixes import score
-from transformer_parity.transformer.stages.stage import Run, Shown, Stage
+from transformer_parity.transformer.stages.stage import PathTensors, Stage, Way
 from transformer_spec.search import SearchResult
 
 LOGITS = "logits"
 TOKENS, SCORES = "tokens", "scores"
 
 
-class Decode(Stage):
+class DecodeStage(Stage):
     """The hypotheses and scores of a search, and for greedy search the logits position by position."""
 
     name = DECODE
@@ -37,7 +37,7 @@ class Decode(Stage):
     reproduces = 1e-12
     optional: ClassVar[Mapping[str, str]] = {SCORES: SCORES}
 
-    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Run]:
+    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
         """Yield the run position by position, and the search."""
         source_ids = case.inputs["source_ids"]
         if _is_stepwise(case):
@@ -68,17 +68,17 @@ class Decode(Stage):
         names = [name for name in truth if name == LOGITS]
         return {name: tolerance(name, dtype, own.get(name, 0.0), precision, device) for name in names}
 
-    def due(self, shown: Shown) -> list[str]:
+    def due(self, shown: PathTensors) -> list[str]:
         """Return the names of a path: with a cache the logits, and all else by searching."""
         return [name for name in shown.expected.tensors if (name == LOGITS) == (shown.path == CACHED)]
 
-    def not_offered(self, due: list[str], shown: Shown) -> tuple[list[str], list[str]]:
+    def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
         """Leave out the scores of a search."""
         if SCORES not in due or SCORES in shown.tensors:
             return due, []
         return [name for name in due if name != SCORES], ["scores are not shown"]
 
-    def compare_tensors(self, names: Sequence[str], shown: Shown) -> Iterator[Finding]:
+    def compare_tensors(self, names: Sequence[str], shown: PathTensors) -> Iterator[Finding]:
         """Compare the cached logits, then the tokens, then their scores."""
         yield from super().compare_tensors([name for name in names if name == LOGITS], shown)
         if TOKENS in names:
@@ -98,7 +98,7 @@ def _search(case: Case, loaded: LoadedPort, outputs: Outputs) -> Tensors:
     return {TOKENS: found.result.nbest_ids, **({} if scores is None else {SCORES: scores})}
 
 
-def _compare_search(shown: Shown) -> Iterator[Finding]:
+def _compare_search(shown: PathTensors) -> Iterator[Finding]:
     """Compare the tokens, and follow the decisions of a search that found others; then compare the scores."""
     author, path, case, expected = shown.author, shown.path, shown.case, shown.expected
     ids, scores = shown.tensors[TOKENS], shown.tensors.get(SCORES)

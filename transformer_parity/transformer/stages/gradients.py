@@ -16,20 +16,20 @@ from transformer_parity.engine.tolerances import EPS, POLICY, by_baseline, finit
 from transformer_parity.transformer.cases.case import GRADIENTS, Case
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 from transformer_parity.transformer.stages.activations import hidden
-from transformer_parity.transformer.stages.stage import Run, Shown
+from transformer_parity.transformer.stages.stage import PathTensors, Way
 from transformer_parity.transformer.stages.training import LOSS, WHOLE, TrainingStage, training_error
 
 AT = "at "  # before the name of a tap; before that of a parameter stands "of "
 
 
-class Gradients(TrainingStage):
+class GradientStage(TrainingStage):
     """The loss, and gradients in the order of the backward pass: where a mistake is introduced, it shows first."""
 
     name = component = GRADIENTS
     reproduces = 1e-10
     optional: ClassVar[Mapping[str, str]] = {"at *": "gradients at taps"}
 
-    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Run]:
+    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
         """Yield the one run: the backward pass of one batch."""
         yield TAPS, lambda: gradients(loaded, case.inputs)
         outputs.hidden = hidden(case, loaded)
@@ -40,11 +40,11 @@ class Gradients(TrainingStage):
         whole = own.get(WHOLE, 0.0)
         return {name: tolerance(name, placement.dtype, own.get(name, 0.0), whole) for name in truth}
 
-    def compare(self, shown: Shown) -> Iterator[Finding]:
+    def compare(self, shown: PathTensors) -> Iterator[Finding]:
         """Compare the gradients, and all those of parameters together, whatever the port says these are."""
         return super().compare(replace(shown, tensors=_with_whole(shown.tensors, shown.expected.tensors)))
 
-    def not_offered(self, due: list[str], shown: Shown) -> tuple[list[str], list[str]]:
+    def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
         """Leave out the gradients at taps that the port does not promise to show, or else those at all taps."""
         if any(name.startswith(AT) for name in shown.tensors):
             unseen = {f"{AT}{tap}" for tap in shown.outputs.hidden} - shown.tensors.keys()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from transformer_parity.transformer.stages.activations import Activations
-from transformer_parity.transformer.stages.decode import Decode
-from transformer_parity.transformer.stages.gradients import Gradients
+from transformer_parity.transformer.stages.activations import ActivationStage
+from transformer_parity.transformer.stages.decode import DecodeStage
+from transformer_parity.transformer.stages.gradients import GradientStage
 from transformer_parity.transformer.stages.stage import Stage
-from transformer_parity.transformer.stages.steps import Steps
+from transformer_parity.transformer.stages.steps import StepStage
 
-STAGES: dict[str, Stage] = {one.name: one for one in (Activations(), Gradients(), Steps(), Decode())}
+STAGES: dict[str, Stage] = {one.name: one for one in (ActivationStage(), GradientStage(), StepStage(), DecodeStage())}

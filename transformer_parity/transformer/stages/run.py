@@ -12,12 +12,12 @@ from transformer_parity.engine.outputs import LOAD, MissingAbilityError, Outputs
 from transformer_parity.engine.tensors import Tensors, digest, given, plain
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.ports.exceptions import described
-from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Port
+from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
 from transformer_parity.transformer.stages.registry import STAGES
 
 
 def run_cases(
-    cases: Iterable[Case], port: Port, placements: Sequence[Placement], progress: Callable[[str], None]
+    cases: Iterable[Case], port: Implementation, placements: Sequence[Placement], progress: Callable[[str], None]
 ) -> Iterator[Outputs]:
     """Run every case on a port in every dtype; cases that share a config and weights run on one loaded model.
 
@@ -45,7 +45,7 @@ def _model(case: Case) -> tuple[Any, ...]:
 
 def _run_group(
     cases: Sequence[Case],
-    port: Port,
+    port: Implementation,
     weights: Mapping[str, ndarray],
     placement: Placement,
     progress: Callable[[str], None],

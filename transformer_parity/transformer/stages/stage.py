@@ -17,7 +17,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 
-Run = tuple[str, Callable[[], Tensors]]  # a path, and the function that runs the port that way
+Way = tuple[str, Callable[[], Tensors]]  # a path, and the function that runs the port that way
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Shown:
+class PathTensors:
     """What a port shows in a case on one path, beside what is expected.
 
     Attributes:
@@ -88,7 +88,7 @@ class Stage(Measure, ABC):
     optional: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
-    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Run]:
+    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
         """Yield the ways to run a port in a case; the caller runs each before it asks for the next.
 
         Args:
@@ -122,7 +122,7 @@ class Stage(Measure, ABC):
             placement: The working dtype, device and precision.
         """
 
-    def compare(self, shown: Shown) -> Iterator[Finding]:
+    def compare(self, shown: PathTensors) -> Iterator[Finding]:
         """Yield what is not shown, what is wrong with the names, and then each tensor."""
         names, skips = self._due(shown)
         yield from (shown.author.skipped(shown.path, why) for why in skips)
@@ -131,18 +131,18 @@ class Stage(Measure, ABC):
         yield from compare_names(shown.author, shown.path, have, names, ordered=self.is_ordered)
         yield from self.compare_tensors([name for name in names if name in shown.tensors], shown)
 
-    def compare_tensors(self, names: Sequence[str], shown: Shown) -> Iterator[Finding]:
+    def compare_tensors(self, names: Sequence[str], shown: PathTensors) -> Iterator[Finding]:
         """Yield the comparison of each tensor."""
         expected = shown.expected
         yield from compare_tensors(
             shown.author, shown.path, names, shown.tensors, expected.tensors, expected.tolerances, self
         )
 
-    def due(self, shown: Shown) -> list[str]:
+    def due(self, shown: PathTensors) -> list[str]:
         """Return the names of the tensors that belong to a path."""
         return list(shown.expected.tensors)
 
-    def not_offered(self, due: list[str], shown: Shown) -> tuple[list[str], list[str]]:
+    def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
         """Return which of the names have to be there, and why others need not be."""
         skips = []
         for pattern, what in self.optional.items():
@@ -163,7 +163,7 @@ class Stage(Measure, ABC):
             if not any(fnmatchcase(name, pattern) for name in tensors):
                 yield (pattern,), f"{what} are not shown"
 
-    def _due(self, shown: Shown) -> tuple[list[str], list[str]]:
+    def _due(self, shown: PathTensors) -> tuple[list[str], list[str]]:
         """Return the names that have to be there, and why others need not be: files give their own reasons."""
         due = self.due(shown)
         if shown.path != FILES:

@@ -14,13 +14,13 @@ from transformer_parity.engine.tensors import Tensors
 from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import STEPS, Case
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
-from transformer_parity.transformer.stages.stage import Run
+from transformer_parity.transformer.stages.stage import Way
 from transformer_parity.transformer.stages.training import LOSS, TrainingStage, is_noise
 
 SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; in float32, only before the last
 
 
-class Steps(TrainingStage):
+class StepStage(TrainingStage):
     """Every loss and norm of the gradient, and the state of model and optimizer after the steps of ``SNAPSHOTS``."""
 
     name = STEPS
@@ -35,7 +35,7 @@ class Steps(TrainingStage):
         "* weight *": "weights",
     }
 
-    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Run]:
+    def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
         """Yield the one run: the steps that a user trains by."""
         snapshots = case.snapshots or SNAPSHOTS
         last = snapshots[-1] if outputs.dtype == "float64" else snapshots[-2]

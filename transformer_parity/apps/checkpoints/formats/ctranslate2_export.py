@@ -85,7 +85,7 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
         "unk_token": UNKNOWN if UNKNOWN in tokens[1] else tokens[1][config.pad_id],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    ctranslate2.write(folder / BINARY, ctranslate2.Model(NAME, REVISION, variables))
+    ctranslate2.write(folder / BINARY, ctranslate2.StoredModel(NAME, REVISION, variables))
     texts = {SETTINGS: settings, "source_vocabulary.json": tokens[0], "target_vocabulary.json": tokens[1]}
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
