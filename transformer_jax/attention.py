@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -21,8 +19,6 @@ from transformer_spec.checks import check_attention, check_attention_mask, check
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
-
-QUERY_BLOCK = 256  # above this many queries, and without taps, not all scores are there at the same time
 
 
 def scaled_dot_product_attention(
@@ -58,51 +54,14 @@ def scaled_dot_product_attention(
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
-    if tap is no_tap and query.shape[2] > QUERY_BLOCK and dropout is None and _is_one_cpu():
-        return _attend_in_blocks(query, key, value, mask)
-    # jax.nn.dot_product_attention is not used: it takes the softmax in float32 also in a float64 model, averages over
-    # forbidden keys where a row allows none, and refuses d_k != d_v. Under jit, XLA compiles these lines as a whole.
+    # jax.nn.dot_product_attention computes the softmax in float32 even in a float64 model, averages over forbidden keys
+    # if a row allows none, and requires d_k == d_v. Under jit, XLA compiles these lines as a whole.
     d_k = query.shape[-1]
     scores = tap("scores", query @ key.mT * (1.0 / math.sqrt(d_k)))  # [B, H, L, M]
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)
     return tap("context", weights @ value)  # [B, H, L, d_v]
-
-
-def _is_one_cpu():
-    """Whether the process computes on a CPU alone: several devices share the heads, and a GPU takes all at a time."""
-    return jax.default_backend() == "cpu" and jax.device_count() == 1
-
-
-def _attend_in_blocks(query, key, value, mask):
-    """Attend with some queries of one head at a time; the backward pass computes their scores again."""
-    batch, heads, length, width = query.shape
-    blocks = -(-length // QUERY_BLOCK)
-    padding = (0, 0), (0, 0), (0, blocks * QUERY_BLOCK - length), (0, 0)
-    if mask is not None and mask.shape[2] > 1:
-        mask = jnp.pad(mask, padding)
-
-    @partial(jax.checkpoint, prevent_cse=False)
-    def attend(b, h, i, block, key, value):
-        allowed = None
-        if mask is not None:  # where there is one for all sentences, heads or queries, the slice begins at that one
-            sizes = 1, 1, min(QUERY_BLOCK, mask.shape[2]), mask.shape[3]
-            allowed = jax.lax.dynamic_slice(mask, (b, h, i * QUERY_BLOCK, 0), sizes)
-        query, key, value = (x[None, None] for x in (block, key, value))
-        return scaled_dot_product_attention(query, key, value, allowed)[0, 0]
-
-    def each(function, *arrays):
-        return jax.lax.map(lambda inputs: function(*inputs), (jnp.arange(len(arrays[0])), *arrays))
-
-    query = jnp.pad(query, padding).reshape(batch, heads, blocks, QUERY_BLOCK, width)
-    context = each(
-        lambda b, *sentence: each(
-            lambda h, query, *memory: each(lambda i, block: attend(b, h, i, block, *memory), query), *sentence
-        ),
-        *(query, key, value),
-    )
-    return context.reshape(batch, heads, blocks * QUERY_BLOCK, -1)[:, :, :length]
 
 
 def split_heads(x: Float[Array, "B L width"], num_heads: int) -> Float[Array, "B H L d"]:
@@ -152,18 +111,7 @@ class KeyValueCache:
 
     def reorder(self, rows: Int[Array, " B"]) -> None:
         """Let each row go on from the positions of another."""
-        # Block by block, up to the last in use: in a loop, XLA copies a buffer twice that is gathered from as a whole.
-        size = math.gcd(self.key.shape[2], 32)
-
-        def reorder_block(i, buffers):
-            blocks = [jax.lax.dynamic_slice_in_dim(buffer, i * size, size, axis=2)[rows] for buffer in buffers]
-            return [
-                jax.lax.dynamic_update_slice_in_dim(buffer, block, i * size, axis=2)
-                for buffer, block in zip(buffers, blocks, strict=True)
-            ]
-
-        in_use = (self.length + size - 1) // size
-        self.key, self.value = jax.lax.fori_loop(0, in_use, reorder_block, [self.key, self.value])
+        self.key, self.value = self.key[rows], self.value[rows]
 
 
 class MultiHeadAttention(nnx.Module):
@@ -184,6 +132,7 @@ class MultiHeadAttention(nnx.Module):
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype, rngs=rngs)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype, rngs=rngs)
         self.dropout = Dropout(config.dropout.attention, rngs=rngs)
+        self.attend = scaled_dot_product_attention
 
     def __call__(
         self,
@@ -215,7 +164,7 @@ class MultiHeadAttention(nnx.Module):
         if past is not None:
             k, v = past.append(k, v)
         dropout = self.dropout if self.dropout.rate and not self.dropout.deterministic else None
-        context = scaled_dot_product_attention(q, k, v, mask, dropout, tap)
+        context = self.attend(q, k, v, mask, dropout, tap)
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def project(self, memory: Float[Array, "B M d_model"]) -> KeyValues:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import Mesh
+from numpy import ndarray
 
 from transformer_jax.optimizer import Adam, Arrays
 from transformer_jax.parallel import constrain, shardings
@@ -21,7 +22,11 @@ from transformer_jax.runtime import compiler_options, quick_compilation
 from transformer_jax.transformer import Transformer
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import find, parameter_shapes
+from transformer_spec.search import SearchPlan, pad_search
+from transformer_spec.shapes import Bool, Int
 from transformer_spec.training_config import TrainingConfig
+
+BUCKET = 32  # tokens; the lengths of a search are rounded up to a multiple
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -39,6 +44,17 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
         return call
 
     return decorate
+
+
+def padded(
+    model: Transformer, source_ids: Int[ndarray, "B S"], source_mask: Bool[ndarray, "B S"], plan: SearchPlan
+) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
+    """Return source and plan with padding at the end, so that XLA compiles for few sizes."""
+
+    def round_up(length: int) -> int:
+        return -(-length // BUCKET) * BUCKET
+
+    return pad_search(source_ids, source_mask, plan, model.config.max_positions, round_up)
 
 
 # Parameters pass as a flat dict of arrays, not as the model. To take a model of three layers apart and to put it

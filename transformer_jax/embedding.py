@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from transformer_jax.layers import add_bias, initial
+from transformer_jax.initial import initial
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float, Int
 
@@ -99,7 +99,7 @@ class OutputProjection(nnx.Module):
         """Return the logits of each position."""
         kernel = self.table.T if self.kernel is None else self.kernel[...]  # type: ignore[union-attr]
         logits = x.astype(self.dtype) @ kernel.astype(self.dtype)
-        return logits if self.bias is None else add_bias(logits, self.bias.astype(self.dtype))
+        return logits if self.bias is None else logits + self.bias.astype(self.dtype)
 
 
 def _normal_table(rows: int, d_model: int, dtype: str, rngs: nnx.Rngs) -> nnx.Param:

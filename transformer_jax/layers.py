@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import SingleDeviceSharding
 
+from transformer_jax.initial import initial
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
 
@@ -27,36 +26,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 Dropout = nnx.Dropout
 
 
-class Places(nnx.Rngs):
-    """What a model is built with whose parameters are loaded: each begins as a shape, and no number is drawn for it.
-
-    ``nnx.eval_shape`` would do the same, but trace what is drawn, which takes longer than to build the model.
-
-    Args:
-        device: Where the model is bound to be; None is nowhere yet.
-    """
-
-    def __init__(self, device: jax.Device | None = None) -> None:
-        key = jax.random.key(0)
-        super().__init__(dropout=key if device is None else jax.device_put(key, device))
-        self.place = None if device is None else SingleDeviceSharding(device)
-
-    def params(self) -> SingleDeviceSharding | None:
-        """Return the place of the next parameter, where others return a key."""
-        return self.place
-
-
-def initial(initializer: Callable[..., Array]) -> Callable[..., Any]:
-    """Return an initializer that draws with a key, and with a place returns the shape alone."""
-
-    def draw(key: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        if isinstance(key, Array):
-            return initializer(key, shape, dtype)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=key)
-
-    return draw
-
-
 def masked_softmax(
     scores: Float[Array, "*axes M"], mask: Bool[Array, "*#axes #M"] | None = None
 ) -> Float[Array, "*axes M"]:
@@ -67,15 +36,6 @@ def masked_softmax(
     # The lowest finite score, not -inf: a row of -inf would be NaN, forward and backward.
     weights = jax.nn.softmax(jnp.where(mask, wide, jnp.finfo(wide.dtype).min))
     return jnp.where(mask, weights, 0.0).astype(scores.dtype)
-
-
-def add_bias(x: Float[Array, "*axes width"], bias: Float[Array, " width"]) -> Float[Array, "*axes width"]:
-    """Add a bias to a wide array.
-
-    As a product with ones, which under ``jax.jit`` is an addition again, so that the bias' gradient is a product too:
-    to sum up 512 rows of 37,000 takes XLA on a CPU 40 times as long.
-    """
-    return x + jnp.matmul(jnp.ones((*x.shape[:-1], 1), x.dtype), bias[None], precision="highest")
 
 
 class Linear(nnx.Linear):
@@ -92,11 +52,6 @@ class Linear(nnx.Linear):
             bias_init=initial(nnx.initializers.zeros),
             rngs=rngs,
         )
-
-    def __call__(self, x: Float[Array, "*axes d_in"]) -> Float[Array, "*axes d_out"]:  # type: ignore[override]
-        """Map the last axis of ``x``."""
-        # One matrix product, whatever the leading axes: of one with more axes, XLA takes the gradient a tenth slower.
-        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
 class LayerNorm(nnx.LayerNorm):

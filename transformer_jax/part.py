@@ -14,7 +14,9 @@ from numpy import ndarray
 from transformer_jax.decoder import DecoderStack
 from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_jax.encoder import EncoderStack
-from transformer_jax.layers import Dropout, LayerNorm, Places
+from transformer_jax.fast import accelerate
+from transformer_jax.initial import Places
+from transformer_jax.layers import Dropout, LayerNorm
 from transformer_jax.masks import padding_mask, target_padding_mask
 from transformer_jax.runtime import PRECISIONS, check_placement, to_device, to_ids, to_mask, to_memory
 from transformer_jax.weights import get_weights, set_weights
@@ -31,7 +33,7 @@ class Part(nnx.Module):
 
     part: str | None = None
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, fast: bool = True, rngs: nnx.Rngs) -> None:
         if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise RuntimeError("float64 is off in JAX: switch it on by jax.config.update('jax_enable_x64', True)")
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
@@ -53,6 +55,9 @@ class Part(nnx.Module):
             self.decoder = DecoderStack(config, dtype, rngs=rngs)
             self.output_proj = OutputProjection(config, self.target_embedding, dtype, rngs=rngs)
         self.dropout = Dropout(config.dropout.embedding, rngs=rngs)
+        self.fast = fast
+        if fast:
+            accelerate(self)
 
     @classmethod
     def from_weights(
@@ -62,6 +67,8 @@ class Part(nnx.Module):
         dtype: str = "float32",
         device: str | None = None,
         precision: str | None = None,
+        *,
+        fast: bool = True,
     ) -> Self:
         """Build a model in inference mode that holds a copy of the given weights.
 
@@ -72,6 +79,8 @@ class Part(nnx.Module):
             device: ``cpu`` or ``gpu``. None leaves the place to the framework.
             precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
                 None leaves it as it is.
+            fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
+                formula as it is written.
 
         Raises:
             TypeError: A weight is not of a floating-point dtype.
@@ -85,7 +94,7 @@ class Part(nnx.Module):
             jax.config.update("jax_enable_x64", True)  # JAX has float64 for the whole process or not at all
         place = to_device(device)
         with jax.default_device(place):
-            model = cls(config, dtype, rngs=Places(None if device is None else place))
+            model = cls(config, dtype, fast=fast, rngs=Places(None if device is None else place))
             set_weights(model, weights)
         model.precision = precision
         model.eval()

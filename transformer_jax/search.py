@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from transformer_jax.fast import top_by_blocks
 from transformer_jax.search_loop import run_search
 from transformer_jax.search_rules import apply_rules, within_pool
 from transformer_jax.transformer import Transformer
@@ -19,8 +20,6 @@ from transformer_spec.checks import check_integer
 from transformer_spec.search import OnStep, Search, SearchPlan, SearchResult
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
-
-BLOCK = 32  # so many values are told by their largest whether to look at them
 
 
 def greedy_search(
@@ -44,7 +43,7 @@ def greedy_search(
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
     )
-    return run_search(Greedy, model, source_ids, source_mask, search, on_step)
+    return run_search(FastGreedy if model.fast else Greedy, model, source_ids, source_mask, search, on_step)
 
 
 def beam_search(
@@ -76,7 +75,13 @@ def beam_search(
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
     )
-    return run_search(Beam, model, source_ids, source_mask, search, on_step)
+    return run_search(FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step)
+
+
+def top(values: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
+    """Return the largest values of each row and their indices. Of equal values, the first comes first."""
+    values = jnp.where(jnp.isnan(values), inf, values)  # NaN comes first, so that it is noticed
+    return jax.lax.top_k(values, count)
 
 
 class Greedy(NamedTuple):
@@ -86,6 +91,8 @@ class Greedy(NamedTuple):
     ids: Int[Array, "B 1 capacity"]
     scores: Float[Array, "B 1"]
     unfinished: Bool[Array, " B"]
+
+    top = staticmethod(top)
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
@@ -101,13 +108,13 @@ class Greedy(NamedTuple):
     def step(self, logits: Float[Array, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
         """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [B, V]
-        _, index = _top(log_probabilities, 1)  # on a CPU, argmax takes longer
-        best = jnp.take_along_axis(log_probabilities, index, 1)  # NaN stays NaN, which is inf in _top
+        _, index = self.top(log_probabilities, 1)
+        best = jnp.take_along_axis(log_probabilities, index, 1)  # NaN stays NaN
         tokens = jnp.where(self.unfinished, index[:, 0], plan.pad_id)
         ids = jax.lax.dynamic_update_index_in_dim(self.ids, tokens[:, None], n - 1, axis=2)
         scores = self.scores + jnp.where(self.unfinished[:, None], best, 0.0)
         unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits)
-        return Greedy(tokens, ids, scores, unfinished), None
+        return self._replace(tokens=tokens, ids=ids, scores=scores, unfinished=unfinished), None
 
     def goes_on(self) -> Any:
         """Whether any sentence is unfinished."""
@@ -126,6 +133,8 @@ class Beam(NamedTuple):
     alive: Float[Array, "B K"]  # log-probabilities; -inf is no hypothesis
     finished_ids: Int[Array, "B P capacity"]
     finished: Float[Array, "B P"]  # scores, best first
+
+    top = staticmethod(top)
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
@@ -147,7 +156,7 @@ class Beam(NamedTuple):
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
-        best, index = _top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
+        best, index = self.top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
         if plan.rules.beam_shrinks:
             best = within_pool(best, self.finished)
         parent, token = index // vocabulary, index % vocabulary
@@ -158,10 +167,10 @@ class Beam(NamedTuple):
         ended = jnp.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
         if plan.rules.pool == "first":
             ended = within_pool(ended, self.finished)
-        finished, rank = _top(jnp.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
+        finished, rank = self.top(jnp.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = jnp.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
-        alive, rank = _top(jnp.where(~ends, best, -inf), beam_size)  # [B, K]
+        alive, rank = self.top(jnp.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
         attainable = alive[:, 0] / plan.penalties[longest]  # if all its further tokens were certain
         is_over = finished[:, -1] >= attainable
@@ -171,7 +180,8 @@ class Beam(NamedTuple):
         ids = jnp.where((alive != -inf)[:, :, None], candidates[sentence, rank], plan.pad_id)
         tokens, parent = token[sentence, rank], parent[sentence, rank]
         rows = (sentence * beam_size + parent).reshape(-1)
-        return Beam(tokens, ids, alive, finished_ids, finished), rows
+        state = self._replace(tokens=tokens, ids=ids, alive=alive, finished_ids=finished_ids, finished=finished)
+        return state, rows
 
     def goes_on(self) -> Any:
         """Whether any hypothesis is unfinished."""
@@ -182,26 +192,21 @@ class Beam(NamedTuple):
         return self.finished_ids, self.finished
 
 
+class FastGreedy(Greedy):
+    """Greedy search with a faster choice of the best token."""
+
+    top = staticmethod(top_by_blocks)
+
+
+class FastBeam(Beam):
+    """Beam search with a faster choice of the best continuations."""
+
+    top = staticmethod(top_by_blocks)
+
+
 def _next_log_probabilities(logits, ids, n, plan):
     """Return the log-probability of each next token [R, V], with -inf for tokens that are not allowed."""
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     token = jnp.arange(logits.shape[1])
     forbidden = (token == plan.pad_id) | ((n < plan.min_length) & (token == plan.eos_id))
     return apply_rules(jnp.where(~forbidden, log_probabilities, -inf), ids, n, plan)
-
-
-def _top(values, count):
-    """Return the largest values of each row and where they are; of equal ones, the first come first."""
-    rows, size = values.shape
-    values = jnp.where(jnp.isnan(values), inf, values)  # NaN comes first: a model that computes it is found out
-    if size <= BLOCK * count:
-        return jax.lax.top_k(values, count)
-    # On a CPU, top_k of them all takes ten times as long as the largest of each block. What is looked for lies in few
-    # blocks: those with the largest maxima, of equal ones the first.
-    past_the_end = (0, 0), (0, -size % BLOCK)
-    maxima = jax.lax.reduce_window(values, -inf, jax.lax.max, (1, BLOCK), (1, BLOCK), past_the_end)
-    _, block = _top(maxima, count)
-    # In their old order, so that the first of equal values stays the first.
-    place = (jnp.sort(block)[:, :, None] * BLOCK + jnp.arange(BLOCK, dtype=block.dtype)).reshape(rows, -1)
-    best, at = jax.lax.top_k(jnp.take_along_axis(values, place, 1, mode="fill", fill_value=-inf), count)
-    return best, jnp.take_along_axis(place, at, 1)

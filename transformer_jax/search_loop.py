@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.compilation import compiled
+from transformer_jax.compilation import compiled, padded
 from transformer_jax.transformer import Transformer
 from transformer_spec.checks import check_ids, check_mask, to_array
-from transformer_spec.search import OnStep, Search, SearchResult, pad_search, search_result
-
-BUCKET = 32  # lengths are rounded up to a multiple of it, so that few have to be compiled for
+from transformer_spec.search import OnStep, Search, SearchResult, search_result
 
 
 def run_search(
@@ -23,7 +21,8 @@ def run_search(
     source_ids, source_mask = _take_source(model.config, source_ids, source_mask)
     plan = search.plan(model.config, source_mask)
     batch, last = len(source_ids), plan.capacity
-    source_ids, source_mask, plan = pad_search(source_ids, source_mask, plan, model.config.max_positions, _rounded_up)
+    if model.fast:
+        source_ids, source_mask, plan = padded(model, source_ids, source_mask, plan)
     dtype = jnp.promote_types(model.source_embedding.table.dtype, jnp.float32)  # bfloat16 is too coarse to sum in
     plan = plan._replace(penalties=plan.penalties.astype(dtype))
     # The model is taken apart once: its leaves pass into compiled code, which is kept by structure and sizes.
@@ -38,11 +37,6 @@ def run_search(
             break
     ids, scores = state.best()
     return search_result(np.array(ids, int)[:batch], np.array(scores)[:batch], plan.pad_id, plan.num_hypotheses)
-
-
-def _rounded_up(length):
-    """Return a length that is compiled for."""
-    return -(-length // BUCKET) * BUCKET
 
 
 @compiled(static_argnames=("structure", "kind", "beam_size", "pool_size"))

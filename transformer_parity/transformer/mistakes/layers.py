@@ -180,13 +180,15 @@ ENTRIES: dict[str, Table] = {
             )
         },
         ("logits", "full/untied"): {
-            "output bias missing": changed(
-                "embedding",
-                ("logits + self.bias", "logits"),
-                jax=("add_bias(logits, self.bias.astype(self.dtype))", "logits"),
-                numpy=("linear(x, kernel, self.bias)", "linear(x, kernel)"),
-                torch=("F.linear(x, self.weight, self.bias)", "F.linear(x, self.weight)"),
-            )
+            "output bias missing": {
+                **changed(
+                    "embedding",
+                    ("logits + self.bias", "logits"),
+                    numpy=("linear(x, kernel, self.bias)", "linear(x, kernel)"),
+                    torch=("F.linear(x, self.weight, self.bias)", "F.linear(x, self.weight)"),
+                ),
+                **changed("fast", jax=("logits + jnp.matmul(ones, self.bias", "logits + 0.0 * jnp.matmul(ones, self.bias")),
+            }
         },
     },
     "feed-forward": {
