@@ -110,15 +110,9 @@ def seen_scores(monkeypatch, attention):
 
 def in_blocks_of(port, monkeypatch=None, queries=None):
     """Return the fast attention of a port, with another number of queries in a block."""
-    if port.name == "jax":
-        module = port.package.attention
-        attend = module.scaled_dot_product_attention
-    else:
-        module = port.package.fast
-        attend = module.attend_by_blocks
     if queries is not None:
-        monkeypatch.setattr(module, "QUERY_BLOCK", queries)
-    return attend
+        monkeypatch.setattr(port.package.fast, "QUERY_BLOCK", queries)
+    return port.package.fast.attend_by_blocks
 
 
 def context_and_gradients(name, attention, arrays, mask, **given):

@@ -97,9 +97,14 @@ class OutputProjection(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L V"]:
         """Return the logits of each position."""
-        kernel = self.table.T if self.kernel is None else self.kernel[...]  # type: ignore[union-attr]
-        logits = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        logits = x.astype(self.dtype) @ self._matrix
         return logits if self.bias is None else logits + self.bias.astype(self.dtype)
+
+    @property
+    def _matrix(self) -> Float[Array, "d_model V"]:
+        """The matrix that maps a state to logits."""
+        matrix = self.table.T if self.kernel is None else self.kernel[...]  # type: ignore[union-attr]
+        return matrix.astype(self.dtype)
 
 
 def _normal_table(rows: int, d_model: int, dtype: str, rngs: nnx.Rngs) -> nnx.Param:

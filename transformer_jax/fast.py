@@ -43,8 +43,7 @@ class FastOutputProjection(OutputProjection):
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L V"]:
         """Return the logits of each position."""
-        kernel = self.table.T if self.kernel is None else self.kernel[...]  # type: ignore[union-attr]
-        logits = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        logits = x.astype(self.dtype) @ self._matrix
         if self.bias is None:
             return logits
         ones = jnp.ones((*logits.shape[:-1], 1), self.dtype)
