@@ -29,7 +29,7 @@ QUERY_BLOCK = 256  # queries; above this number, the scores of all queries do no
 class FastLinear(Linear):
     """Multiplies all positions at once, because XLA takes longer for the gradient of a product with more axes."""
 
-    def __call__(self, x: Float[Array, "*axes d_in"]) -> Float[Array, "*axes d_out"]:
+    def __call__(self, x: Float[Array, "*axes d_in"]) -> Float[Array, "*axes d_out"]:  # type: ignore[override]
         """Map the last axis of ``x``."""
         return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 

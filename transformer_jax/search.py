@@ -92,13 +92,13 @@ class Greedy(NamedTuple):
     scores: Float[Array, "B 1"]
     unfinished: Bool[Array, " B"]
 
-    top = staticmethod(top)
+    top = staticmethod(top)  # type: ignore[misc]  # no field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
         """Return the state before the first step: no hypothesis has a token."""
         batch = len(plan.limits)
-        return cls(
+        return cls(  # type: ignore[call-arg]
             tokens=jnp.full([batch], plan.start_id, jnp.int32),
             ids=jnp.full([batch, 1, plan.capacity], plan.pad_id, jnp.int32),
             scores=jnp.zeros([batch, 1], plan.penalties.dtype),
@@ -134,14 +134,14 @@ class Beam(NamedTuple):
     finished_ids: Int[Array, "B P capacity"]
     finished: Float[Array, "B P"]  # scores, best first
 
-    top = staticmethod(top)
+    top = staticmethod(top)  # type: ignore[misc]  # no field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
         """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
         shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.pool_size]
         is_empty_one = (plan.limits > 0)[:, None] & (jnp.arange(plan.beam_size) == 0)
-        return cls(
+        return cls(  # type: ignore[call-arg]
             tokens=jnp.full(shape, plan.start_id, jnp.int32),
             ids=jnp.full([*shape, plan.capacity], plan.pad_id, jnp.int32),
             alive=jnp.where(is_empty_one, jnp.zeros(shape, plan.penalties.dtype), -inf),
