@@ -58,7 +58,7 @@ def test_nothing_compared_is_never_a_pass():
 
 def test_a_port_that_agrees(capsys, tmp_path):
     path = tmp_path / "result.json"
-    code = main([*TORCH_ONLY, "--preset", "paper_base,marian", "--only", "cases", "--json", str(path)])
+    code = main([*TORCH_ONLY, "--preset", "paper_base,marian", "--sentences", "0", "--json", str(path)])
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert "AGREE  1 port, 8 cases" in printed  # the model, its gradients and two searches, twice
@@ -73,7 +73,7 @@ def test_a_port_that_agrees(capsys, tmp_path):
 
 
 def test_one_stage_alone(capsys):
-    assert main([*TORCH_ONLY, "--preset", "marian", "--stage", "gradients", "--only", "cases"]) == 0
+    assert main([*TORCH_ONLY, "--preset", "marian", "--stage", "gradients", "--sentences", "0"]) == 0
     captured = capsys.readouterr()
     printed = captured.out
     assert captured.err.startswith("comparing torch with the reference in float64")  # and then it imports
@@ -81,7 +81,9 @@ def test_one_stage_alone(capsys):
     assert "NOT TESTED: activations, steps, decode (left out of --stage)" in printed
     for options, message in (
         (["--stage", "steps", "--preset", "marian"], "leave out --preset"),
-        (["--stage", "gradients", "--only", "text"], "sentences are compared by --stage activations"),
+        (["--stage", "gradients", "--text", "a", "b"], "sentences are compared by --stage activations"),
+        (["--sentences", "0", "--text", "a", "b"], "which --sentences 0 leaves out"),
+        (["--sentences", "-1"], "--sentences must be at least 0: got -1"),
         (["--stage", "attention"], "unknown attention"),
     ):
         with pytest.raises(SystemExit) if "attention" in options else nullcontext():
@@ -110,7 +112,7 @@ def test_your_weights_on_your_sentences(capsys, tmp_path):
         (["--backends", "numpy"], "numpy is the reference"),
         (["--weights", "absent.safetensors"], "there is no weight file absent.safetensors"),
         (["--text", "absent.en", "absent.de"], "absent.en"),
-        (["--sentences", "0"], "--sentences must be at least 1: got 0"),
+        (["--sentences", "-1"], "--sentences must be at least 0: got -1"),
         (["--json", "absent/result.json"], "there is no folder absent"),
     ],
 )
@@ -138,7 +140,7 @@ def test_a_missing_framework_is_an_error_with_the_install_line(monkeypatch, caps
 
 def test_an_absent_gpu_is_incomplete_not_a_pass(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the process of the port: it has none, whatever is there
-    assert main([*TORCH_ONLY, "--device", "gpu", "--preset", "torch", "--only", "cases"]) == 3
+    assert main([*TORCH_ONLY, "--device", "gpu", "--preset", "torch", "--sentences", "0"]) == 3
     printed = capsys.readouterr().out
     assert "no GPU is visible to torch" in printed
     assert "INCOMPLETE" in printed

@@ -1,4 +1,4 @@
-"""The result as a dict, and the reports made from it: JSON and its schema, the page, JUnit, the tree in a terminal."""
+"""The result as a dict, and the reports made from it: JSON and its schema, the page, the tree in a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -42,7 +41,6 @@ from transformer_parity.transformer.explore.view import view
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.report.diagnoses import print_audit, print_failure_report
 from transformer_parity.transformer.report.html import html, write_html
-from transformer_parity.transformer.report.junit import junit, write_junit
 from transformer_parity.transformer.report.result import CheckResult, build
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_spec.names import parameter_shapes, tap_shapes
@@ -247,7 +245,7 @@ def test_fingerprint_is_of_what_matters(tmp_path):
 
 
 @pytest.mark.parametrize(("place", "step"), [(Path, "write_text"), (os, "replace")], ids=["write", "replace"])
-@pytest.mark.parametrize("write", [write_json, write_html, write_junit])
+@pytest.mark.parametrize("write", [write_json, write_html])
 def test_a_report_is_written_whole_or_not_at_all(write, place, step, result, tmp_path, monkeypatch):
     path = tmp_path / "report"
     write(path, result)
@@ -453,79 +451,7 @@ def test_an_error_in_the_browser_would_be_seen(browser, tmp_path):
     assert "broken" in open_page(browser, tmp_path / "page.html")[1]
 
 
-# JUnit
-
-
-def suites_of(result) -> dict[str, ElementTree.Element]:
-    root = ElementTree.fromstring(junit(result))
-    assert root.tag == "testsuites"
-    suites = {suite.get("name"): suite for suite in root}
-    for counted, cases in [(suite, list(suite.iter("testcase"))) for suite in (root, *suites.values())]:
-        assert int(counted.get("tests")) == len(cases) > 0
-        for attribute, child in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-            assert int(counted.get(attribute)) == sum(case.find(child) is not None for case in cases)
-        for case in cases:
-            assert case.get("name")
-            assert case.get("classname")
-            assert len(list(case)) <= 2
-        names = [(case.get("classname"), case.get("name")) for case in cases]
-        assert len(set(names)) == len(names)
-    return suites
-
-
-def test_junit_has_a_test_case_per_case_and_dtype(result):
-    suites = suites_of(result)
-    assert list(suites) == ["torch", "jax"]
-    assert [int(suites["torch"].get(name)) for name in ("tests", "failures", "skipped")] == [4, 4, 0]
-    assert [int(suites["jax"].get(name)) for name in ("tests", "failures", "skipped")] == [5, 0, 1]
-    cases = {case.get("name"): case for case in suites["torch"].iter("testcase")}
-    first = cases["full/padded (float64)"].find("failure")
-    assert first.get("message").startswith(f"{GUILTY}: error 0.25, tolerance 1e-12")
-    assert first.text.startswith("torch does not scale the scores [exact]\n")
-    assert first.get("type") == DIVERGES
-    assert cases["full/padded (float32)"].find("failure").get("type") == IMPRECISE
-    assert "full/padded (float64): torch does not" in cases["full/untied (float64)"].find("failure").text
-    gradient = cases["gradients/padded (float64)"]
-    assert gradient.get("classname") == "torch.gradients"
-    assert "<script>alert('&')</script> [31mred[0m" in gradient.find("failure").get("message")
-    assert next(suites["jax"].iter("skipped")).get("message") == "no search"
-
-
-def test_junit_of_nothing_compared_fails():
-    for findings in ([], [replace(SIMPLE, verdict=SKIPPED, detail="not offered")]):
-        suites = suites_of(result_of(findings))
-        assert suites
-        assert all(int(suite.get("failures")) == 1 for suite in suites.values())
-
-
-def test_junit_names_a_port_that_died():
-    suites = suites_of(result_of([Finding("torch", "", "process", "", "run", "", math.inf, 0.0, FAILED, "died")]))
-    (case,) = suites["torch"].iter("testcase")
-    assert case.get("name") == "the port as a whole"
-    assert case.find("failure").get("message") == "died"
-
-
-def test_junit_is_xml_whatever_ports_say():
-    nasty = "\x00\x1b[31m\ud800\ufffe]]>&<\x85"
-    findings = [
-        replace(SIMPLE, backend=f"b{nasty}", case=f"c{nasty}", stage=f"s{nasty}", verdict=FAILED, detail=f"d{nasty}")
-    ]
-    environment = {f"b{nasty}": {f"n{nasty}": nasty}}
-    run = CheckResult(
-        setting=SETTING,
-        findings=findings,
-        ports=[f"b{nasty}"],
-        environment=environment,
-        machine=MACHINE,
-        not_tested=[nasty],
-    )
-    found = build(run)
-    (suite,) = ElementTree.fromstring(junit(found).encode())
-    assert suite.get("name") == "b[31m]]>&<\x85"
-    assert suite.find("testcase/failure").get("message") == "logits: d[31m]]>&<\x85"
-
-
-@pytest.mark.parametrize("write", [write_html, write_json, write_junit])
+@pytest.mark.parametrize("write", [write_html, write_json])
 def test_what_utf_8_cannot_hold_is_written_all_the_same(write, tmp_path):
     write(tmp_path / "report", result_of([replace(SIMPLE, verdict=FAILED, detail="a \ud800 b")]))
     assert "a " in (tmp_path / "report").read_text("utf-8")

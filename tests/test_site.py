@@ -321,7 +321,17 @@ def test_code_of_the_guides_runs(tmp_path, monkeypatch, ports):
 @pytest.mark.extended("site")
 def test_the_broken_port_is_diagnosed_as_shown(tmp_path):
     shutil.copy(DOCS / "examples" / "broken_port.py", tmp_path)
-    asked = ["check", "--port", "broken_port:MyPort", "--stage", "activations", "--only", "cases", "--dtype", "float64"]
+    asked = [
+        "check",
+        "--port",
+        "broken_port:MyPort",
+        "--stage",
+        "activations",
+        "--sentences",
+        "0",
+        "--dtype",
+        "float64",
+    ]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     command = [sys.executable, "-m", "transformer_parity", *asked]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)

@@ -132,9 +132,9 @@ TestsOfFloat32: The tests of a port that declares float32 alone are run by pytes
 ReferenceAlone: The reference is compared with nothing.
     incomplete: --backends numpy
 StepsOfAPreset: Steps of a preset are asked for beside its activations, and there are none.
-    incomplete: --backends torch --preset marian --stage activations,steps --dtype float64 --only cases
+    incomplete: --backends torch --preset marian --stage activations,steps --dtype float64 --sentences 0
 GradientsInBfloat16: Gradients of a preset are asked for in bfloat16 beside its activations, and there are none.
-    incomplete: --backends torch --preset marian --stage activations,gradients --dtype bfloat16 --only cases
+    incomplete: --backends torch --preset marian --stage activations,gradients --dtype bfloat16 --sentences 0
 
 # Which port.
 UnknownPort: A port cannot be imported, beside a sound one.

@@ -34,12 +34,11 @@ from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.tolerances import EPS
 from transformer_parity.transformer.check.messages import CaseCompared, PortImported, PortJob
 from transformer_parity.transformer.check.processes import SILENCE, CheckedPort, run_all
-from transformer_parity.transformer.check.selection import ONLY, Selection
+from transformer_parity.transformer.check.selection import Selection
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.report.diagnoses import print_audit, print_failure_report, print_undiagnosed
-from transformer_parity.transformer.report.junit import write_junit
 from transformer_parity.transformer.report.result import CheckResult, build
-from transformer_parity.transformer.report.tables import TITLES, print_depth, print_profile
+from transformer_parity.transformer.report.tables import TITLES, print_depth
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.presets import PRESETS
 
@@ -53,6 +52,9 @@ examples:
   parity check --device gpu --precision fast         what TF32 costs
   parity check --port my_package.my_module:MyPort    a port of yours; `parity init-port` writes one to start from
   parity check --port mine:Port --html report.html   and a page for a browser
+  pytest --parity-port mine:Port --junitxml x.xml    the same comparisons as tests, with a report for a CI server
+
+--json FILE also has the processor time of each port by what it went into.
 
 exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
 """
@@ -86,7 +88,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="what to compare: every intermediate value; every gradient; weights and moments after 1, 5 and 20 steps; "
         "tokens and scores of greedy and beam search (default: all)",
     )
-    parser.add_argument("--only", choices=ONLY, help="only the small cases, or only the sentences")
     parser.add_argument(
         "--weights",
         type=Path,
@@ -100,10 +101,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar=("SOURCE", "TARGET"),
         help="your own sentences: two line-aligned files, plain or gzipped",
     )
-    parser.add_argument("--sentences", type=int, default=16, metavar="N", help="sentence pairs to run (default: 16)")
+    parser.add_argument(
+        "--sentences",
+        type=int,
+        default=16,
+        metavar="N",
+        help="sentence pairs to run (default: 16); 0 compares the small cases only",
+    )
     add_outputs(parser)
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write it as JUnit XML, for a CI server")
-    parser.add_argument("--profile", action="store_true", help="also show what the processor time went into")
     parser.add_argument(
         "--failures",
         type=Path,
@@ -141,7 +146,7 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit code."""
     console = make_console()
-    check_writable(options.json, options.junit, options.html)
+    check_writable(options.json, options.html)
     with refusals(OSError, ValueError):
         selection = _selection(options)
         check_installed(selection.backends)
@@ -170,7 +175,7 @@ def run(options: argparse.Namespace) -> int:
     for port in ports:
         if port.audit:
             print_audit(console, port.label, port.audit)
-    print_result(console, result, options.profile)
+    print_result(console, result)
     write(result, options)
     return result.verdict.exit_code
 
@@ -199,12 +204,11 @@ def gathered(ports: Sequence[CheckedPort], **known: Any) -> CheckResult:
 
 def write(result: CheckResult, options: argparse.Namespace) -> None:
     """Write the result to the files that the options name."""
-    junit = getattr(options, "junit", None)
-    if options.json or junit or options.html:
+    if options.json or options.html:
         # A check without a page does not wait for this import.
         from transformer_parity.transformer.report.html import write_html
 
-        files = ((options.json, write_json), (junit, write_junit), (options.html, write_html))
+        files = ((options.json, write_json), (options.html, write_html))
         write_results(build(result), *files)
 
 
@@ -218,14 +222,13 @@ def _selection(options: argparse.Namespace) -> Selection:
         device=options.device,
         precision=options.precision,
         presets=options.preset or (),
-        only=options.only,
         weights=options.weights,
         text=options.text or (),
         sentences=options.sentences,
     )
 
 
-def print_result(console: Console, result: CheckResult, profile: bool = False) -> None:
+def print_result(console: Console, result: CheckResult) -> None:
     """Print tables, what failed and why, what was not compared, and the verdict."""
     findings = result.findings
     print_summary(console, findings, result.ports, TITLES)
@@ -237,8 +240,6 @@ def print_result(console: Console, result: CheckResult, profile: bool = False) -
     print_undiagnosed(console, findings, result.failure_reports)
     print_skips(console, findings)
     print_coverage(console, result.verdict, result.not_tested)
-    if profile:
-        print_profile(console, result.spent, result.cpu_seconds)
     console.print(verdict_line(result.verdict, findings, result.ports, result.seconds, result.spent))
 
 

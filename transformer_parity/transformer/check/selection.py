@@ -22,8 +22,6 @@ from transformer_parity.transformer.sentences.vocabulary import batch, pick
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.config import TransformerConfig
 
-CASES, TEXT = ONLY = ("cases", "text")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
@@ -37,10 +35,9 @@ class Selection:
         device: ``cpu`` or ``gpu``.
         precision: ``highest`` or ``fast``.
         presets: Those that were named; none is the standard cases.
-        only: ``cases`` or ``text``; None is both.
         weights: A weight file of the user's own, in place of the standard cases.
         text: Two line-aligned files of the user's own; none is the shipped text.
-        sentences: How many pairs of the text.
+        sentences: How many pairs of the text; 0 leaves it out.
 
     Raises:
         ValueError: One option would be ignored beside another.
@@ -53,7 +50,6 @@ class Selection:
     device: str = "cpu"
     precision: str = "highest"
     presets: Sequence[str] = ()
-    only: str | None = None
     weights: Path | None = None
     text: Sequence[Path] = ()
     sentences: int = 16
@@ -62,18 +58,18 @@ class Selection:
         if not self.backends and not self.ports:
             raise ValueError("numpy is the reference: name at least one port to compare with it")
         about_text = bool(self.text or self.weights)
-        if self.only == CASES and about_text:
-            raise ValueError("--text and --weights are about the sentences, which --only cases leaves out")
-        if ACTIVATIONS not in self.chosen_stages and (about_text or self.only == TEXT):
+        if self.sentences == 0 and about_text:
+            raise ValueError("--text and --weights are about the sentences, which --sentences 0 leaves out")
+        if ACTIVATIONS not in self.chosen_stages and about_text:
             raise ValueError(f"sentences are compared by --stage {ACTIVATIONS}")
         if self.presets and self.stages and STEPS in self.stages:
             raise ValueError("optimizer steps are compared on models of their own: leave out --preset")
         if self.weights and self.presets:
             raise ValueError("--weights brings its own config: leave out --preset")
-        if not self.backends and (self.presets or about_text or self.only == TEXT):
-            raise ValueError("a port defines its own cases: leave out --preset, --weights, --text and --only")
-        if self.sentences < 1:
-            raise ValueError(f"--sentences must be at least 1: got {self.sentences}")
+        if not self.backends and (self.presets or about_text):
+            raise ValueError("a port defines its own cases: leave out --preset, --weights and --text")
+        if self.sentences < 0:
+            raise ValueError(f"--sentences must be at least 0: got {self.sentences}")
 
     @property
     def chosen_stages(self) -> Sequence[str]:
@@ -95,9 +91,9 @@ class Selection:
         if not self.backends:
             return []
         cases: list[Case] = []
-        if self.only != TEXT and self.weights is None:
+        if self.weights is None:
             cases = list(chain.from_iterable(map(_preset_cases, self.presets))) if self.presets else standard_cases()
-        if self.only != CASES and ACTIVATIONS in self.chosen_stages:
+        if self.sentences and ACTIVATIONS in self.chosen_stages:
             cases += self._sentence_cases()
         return in_stages(cases, self.chosen_stages)
 
@@ -151,16 +147,16 @@ class Selection:
             yield f"{' and '.join(unnamed)} (left out of --dtype)"
         if COMPILED_IN_FULL not in dtypes and self.backends:
             yield f"what XLA makes of a program for users (compiled in full in {COMPILED_IN_FULL})"
-        if self.weights or self.only == TEXT:
-            yield "the packages' standard cases (left out by --weights or --only text)"
+        if self.weights:
+            yield "the packages' standard cases (left out by --weights)"
         elif self.presets and self.backends:
             yield "the other cases, and optimizer steps (left out by --preset)"
         if unnamed := [name for name in STAGES if name not in self.chosen_stages]:
             yield f"{', '.join(unnamed)} (left out of --stage)"
         if self.ports:
             yield "sentences, fully masked rows and parts of the model alone in ports of yours (the packages have them)"
-        if self.only == CASES and self.backends:
-            yield "sentences (left out by --only cases)"
+        if not self.sentences and self.backends:
+            yield "sentences (left out by --sentences 0)"
         if self.backends:
             yield "several devices (`parity check-distributed` compares them)"
         other = "cpu" if self.device == "gpu" else "gpu"

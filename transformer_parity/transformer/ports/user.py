@@ -25,7 +25,7 @@ from transformer_spec.search_rules import SearchRules
 from transformer_spec.taps import Recorder, Tap, matches, no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig
 
-GROUP = "transformer_parity.transformer.ports"  # of entry points
+GROUP = "transformer_parity.ports"  # of entry points
 
 
 class Port:

@@ -1,1 +1,1 @@
-"""A comparison as tables, as one dict, and as JSON, JUnit and HTML."""
+"""A comparison as tables, as one dict, and as JSON and HTML."""

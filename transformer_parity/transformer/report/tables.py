@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -15,7 +15,6 @@ from transformer_parity.engine.report.tables import cell, print_table
 from transformer_parity.engine.report.tree import block_of
 from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import SENTENCES
-from transformer_parity.transformer.ports.compile_clock import Spent
 
 _FLOAT32 = POLICY["float32"]
 _GRADIENTS, _STEPS = POLICY["gradients"]["float64"], POLICY["steps"]
@@ -47,14 +46,3 @@ def print_depth(console: Console, findings: Sequence[Finding], backends: Sequenc
         table.add_row(Text(block), *(cell(groups.get((block, *column), []), share=False) for column in columns))
     if taps:
         print_table(console, "Real sentences, block by block: the error that uses most of its tolerance.", table)
-
-
-def print_profile(console: Console, spent: Mapping[str, Spent], comparing: float) -> None:
-    """Print the processor seconds of each port's process by what they went into, and those of this process."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", *spent):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for part in dict.fromkeys(part for port in spent.values() for part in port.parts):
-        table.add_row(part, *(f"{port.parts[part]:.1f}" if part in port.parts else "" for port in spent.values()))
-    table.add_row("together", *(f"{port.cpu_seconds:.1f}" for port in spent.values()))
-    print_table(console, f"Processor seconds; the reference and comparing took {comparing:.1f} beside them.", table)
