@@ -9,6 +9,7 @@ from numpy import ndarray
 
 from transformer_parity.engine.findings import Finding
 from transformer_parity.engine.tensors import name_problem, relative_error, structure_problem
+from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.engine.verdict import Author
 
 NAMES = "names"  # the tap of a finding about names and order
@@ -25,6 +26,22 @@ class Measure:
     def error(self, name: str, actual: Arrays, expected: Arrays) -> float:
         """Return how far a tensor is from what is expected of it, where the others may set the scale."""
         return relative_error(actual[name], expected[name])
+
+
+def tolerances(
+    truth: Arrays, baseline: Arrays, dtype: str, device: str = "cpu", precision: str = "highest"
+) -> dict[str, float]:
+    """Return the largest error allowed for each tensor: in float32, by the error of the baseline at the same tensor.
+
+    Args:
+        truth: The tensors of the reference in float64.
+        baseline: The tensors of the reference in float32; empty if that is not the working dtype.
+        dtype: The working dtype of the implementation that is compared.
+        device: ``cpu`` or ``gpu``.
+        precision: ``highest``, or ``fast``, which allows TF32 on a GPU.
+    """
+    own = {name: relative_error(baseline[name], truth[name]) for name in truth if name in baseline}
+    return {name: tolerance(name, dtype, own.get(name, 0.0), precision, device) for name in truth}
 
 
 def compare_names(

@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.comparison import Arrays, tolerances
 from transformer_parity.engine.outputs import FAST, OUTPUT, TAPS, Outputs
-from transformer_parity.engine.tensors import Tensors, relative_error
-from transformer_parity.engine.tolerances import tolerance
+from transformer_parity.engine.tensors import Tensors
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 from transformer_parity.transformer.stages.stage import PathTensors, Stage, Way
@@ -34,9 +33,7 @@ class ActivationStage(Stage):
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
         """Return the tolerance of each tap: in float32, by the error of the reference at the same tap."""
-        own = {name: relative_error(baseline[name], truth[name]) for name in truth if name in baseline}
-        dtype, device, precision = placement
-        return {name: tolerance(name, dtype, own.get(name, 0.0), precision, device) for name in truth}
+        return tolerances(truth, baseline, *placement)
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
         """Return what is wrong with a tensor; scores are shown before the mask makes some of them infinite."""

@@ -10,11 +10,10 @@ from typing import ClassVar
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.comparison import Arrays, tolerances
 from transformer_parity.engine.findings import Finding
 from transformer_parity.engine.outputs import CACHED, FAST, FILES, Outputs
 from transformer_parity.engine.tensors import Tensors, plain, relative_error, structure_problem
-from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.transformer.cases.case import DECODE, Case
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Decoded, LoadedPort, Placement
@@ -63,10 +62,7 @@ class DecodeStage(Stage):
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
         """Return the tolerance of the logits; those of a search depend on what was found."""
-        own = {name: relative_error(baseline[name], truth[name]) for name in (LOGITS,) if name in baseline}
-        dtype, device, precision = placement
-        names = [name for name in truth if name == LOGITS]
-        return {name: tolerance(name, dtype, own.get(name, 0.0), precision, device) for name in names}
+        return tolerances({name: truth[name] for name in truth if name == LOGITS}, baseline, *placement)
 
     def due(self, shown: PathTensors) -> list[str]:
         """Return the names of a path: with a cache the logits, and all else by searching."""
