@@ -20,8 +20,9 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECI
 from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.case import ACTIVATIONS
 from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.checked_port import CheckedPort
 from transformer_parity.transformer.check.messages import PortJob
-from transformer_parity.transformer.check.processes import WORK, CheckedPort, run_all
+from transformer_parity.transformer.check.processes import WORK, run_all
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_parity.transformer.sentences.subwords import Subwords

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.checked_port import CheckedPort
 from transformer_parity.transformer.check.kept_programs import (
     AGE,
     JAX_SWITCH,
@@ -23,7 +24,7 @@ from transformer_parity.transformer.check.kept_programs import (
     kept_by_tensorflow,
 )
 from transformer_parity.transformer.check.messages import PortJob
-from transformer_parity.transformer.check.processes import CheckedPort, run_all
+from transformer_parity.transformer.check.processes import run_all
 from transformer_parity.transformer.ports.protocol import Placements
 
 

@@ -33,6 +33,8 @@ from transformer_parity.engine.system.files import write_json
 from transformer_parity.engine.verdict import Coverage, Verdict
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.checked_port import CheckedPort
+from transformer_parity.transformer.check.messages import PortJob
 from transformer_parity.transformer.diagnose.diagnosis import Diagnosis
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.diagnose.weight_audit import Fate
@@ -81,17 +83,21 @@ def blame_of(guilty: set[str], dtype: str = "float64", names: list[str] = TAPS) 
     return Blame("torch", dtype, "full/padded", "activations", "port", tuple(marks))
 
 
-def result_of(findings: list[Finding], **options) -> dict:
-    return build(
-        CheckResult(
-            setting=SETTING,
-            findings=findings,
-            ports=["torch", "jax"],
-            environment=ENVIRONMENT,
-            machine=MACHINE,
-            **options,
-        )
-    )
+def ports_of(findings: list[Finding], environment=ENVIRONMENT, reports=(), fates=()) -> list[CheckedPort]:
+    """Return the ports with their findings; the first has the fates of its weights."""
+    names = dict.fromkeys(["torch", "jax", *(finding.backend for finding in findings)])
+    ports = [CheckedPort(PortJob(name, SETTING), label=name, environment=environment.get(name, {})) for name in names]
+    for port in ports:
+        port.findings = [finding for finding in findings if finding.backend == port.label]
+        port.failure_reports = [report for report in reports if report.backend == port.label]
+    ports[0].audit = tuple(fates)
+    return ports
+
+
+def result_of(findings: list[Finding], ports=None, **options) -> dict:
+    ports = ports_of(findings) if ports is None else ports
+    known = {"reference": ENVIRONMENT["numpy"], "machine": MACHINE, **options}
+    return build(CheckResult(setting=SETTING, ports=ports, **known))
 
 
 @pytest.fixture(scope="module")
@@ -124,18 +130,14 @@ def result():
     recording = Recording("float64", {GUILTY: weights}, [Recorded("torch", marks, {GUILTY: weights[..., ::-1]})], {})
     shown = view(recording, "float64 full/padded", {"source": [["5", "6"]], "target": [["7"]]})
     place = ("torch", "float64", "full/padded", "activations")
-    fates = [Fate("a.kernel", "transposed", NASTY).to_dict(), Fate("b", "used").to_dict()]
+    fates = [Fate("a.kernel", "transposed", NASTY), Fate("b", "used")]
     diagnosis = Diagnosis("torch does not scale the scores", "exact", ("scores not scaled",))
-    return result_of(
-        findings,
-        cases=CASES,
-        not_tested=["gpu (ask for it with --device gpu)"],
-        failure_reports=[
-            FailureReport(*place, blame_of({GUILTY}), diagnosis, shown),
-            FailureReport("torch", "float32", *place[2:], blame_of({GUILTY}, "float32"), None),
-        ],
-        audits=[{"backend": "torch", "weights": fates}],
-    )
+    reports = [
+        FailureReport(*place, blame_of({GUILTY}), diagnosis, shown),
+        FailureReport("torch", "float32", *place[2:], blame_of({GUILTY}, "float32"), None),
+    ]
+    ports = ports_of(findings, reports=reports, fates=fates)
+    return result_of(findings, ports=ports, cases=CASES, not_tested=["gpu (ask for it with --device gpu)"])
 
 
 # The dict, JSON and the schema
@@ -214,16 +216,8 @@ def test_taps_are_of_the_main_case_and_of_what_failed(result):
 
 def test_fingerprint_is_of_what_matters(tmp_path):
     def fingerprint(finding=SIMPLE, setting=SETTING, environment=ENVIRONMENT, cases=CASES, weights=None):
-        run = CheckResult(
-            setting=setting,
-            findings=[finding],
-            ports=["torch"],
-            environment=environment,
-            machine=MACHINE,
-            cases=cases,
-            weights=weights,
-        )
-        made = build(run)
+        common = {"reference": environment["numpy"], "machine": MACHINE, "cases": cases, "weights": weights}
+        made = build(CheckResult(setting=setting, ports=ports_of([finding], environment), **common))
         return made["fingerprint"]["sha256"]
 
     usual = fingerprint()

@@ -19,8 +19,9 @@ from transformer_parity.engine.verdict import Coverage, Verdict, decide
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.checked_port import CheckedPort
 from transformer_parity.transformer.check.messages import PortJob
-from transformer_parity.transformer.check.processes import CheckedPort, run_all
+from transformer_parity.transformer.check.processes import run_all
 from transformer_parity.transformer.check.selection import Selection
 from transformer_parity.transformer.compare.comparator import Comparator, compare
 from transformer_parity.transformer.compare.reference import Reference

@@ -18,8 +18,9 @@ from transformer_parity.engine.system.machine import processors
 from transformer_parity.transformer.cases.case import ACTIVATIONS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.checked_port import CheckedPort
 from transformer_parity.transformer.check.messages import PortJob
-from transformer_parity.transformer.check.processes import MEMORY, CheckedPort, run_all
+from transformer_parity.transformer.check.processes import MEMORY, run_all
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.stages.registry import STAGES
 

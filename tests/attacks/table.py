@@ -15,8 +15,9 @@ from transformer_parity.engine.findings import AGREES, SKIPPED, Finding, failure
 from transformer_parity.engine.system.machine import processors
 from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.check.checked_port import CheckedPort
 from transformer_parity.transformer.check.messages import PortJob
-from transformer_parity.transformer.check.processes import CheckedPort, run_all
+from transformer_parity.transformer.check.processes import run_all
 from transformer_parity.transformer.check.selection import Selection
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.ports.user import PluginPort

@@ -32,8 +32,9 @@ from transformer_parity.engine.system.errors import refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.tolerances import EPS
+from transformer_parity.transformer.check.checked_port import CheckedPort
 from transformer_parity.transformer.check.messages import CaseCompared, PortImported, PortJob
-from transformer_parity.transformer.check.processes import SILENCE, CheckedPort, run_all
+from transformer_parity.transformer.check.processes import SILENCE, run_all
 from transformer_parity.transformer.check.selection import Selection
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.report.diagnoses import print_audit, print_failure_report, print_undiagnosed
@@ -162,15 +163,18 @@ def run(options: argparse.Namespace) -> int:
         for name in selection.ports
     ]
     watch(run_all(ports, interpreters=chosen, timeout=options.timeout), ports)
-    result = gathered(
-        ports,
+    result = CheckResult(
         setting=selection.setting,
+        ports=ports,
         asked=[selection.asked(port.label, port.cases, port.dtypes) for port in ports],
+        reference=ref.describe(),
+        machine=describe_machine(),
         cases=cases,
         weights=selection.weights,
         text=selection.text,
         not_tested=selection.not_tested({case.name: case for port in ports for case in port.cases}.values()),
         seconds=time.monotonic() - started,
+        cpu_seconds=time.process_time(),
     )
     for port in ports:
         if port.audit:
@@ -178,28 +182,6 @@ def run(options: argparse.Namespace) -> int:
     print_result(console, result)
     write(result, options)
     return result.verdict.exit_code
-
-
-def gathered(ports: Sequence[CheckedPort], **known: Any) -> CheckResult:
-    """Return the result of a check.
-
-    Args:
-        ports: Everything that was compared.
-        known: The other fields of the result.
-    """
-    return CheckResult(
-        findings=[finding for port in ports for finding in port.findings],
-        ports=[port.label for port in ports],
-        environment={"numpy": ref.describe(), **{port.label: port.environment for port in ports if port.environment}},
-        machine=describe_machine(),
-        failure_reports=[report for port in ports for report in port.failure_reports],
-        audits=[
-            {"backend": port.label, "weights": [fate.to_dict() for fate in port.audit]} for port in ports if port.audit
-        ],
-        spent={port.label: port.spent for port in ports if port.spent},
-        cpu_seconds=time.process_time(),
-        **known,
-    )
 
 
 def write(result: CheckResult, options: argparse.Namespace) -> None:
@@ -231,8 +213,8 @@ def _selection(options: argparse.Namespace) -> Selection:
 def print_result(console: Console, result: CheckResult) -> None:
     """Print tables, what failed and why, what was not compared, and the verdict."""
     findings = result.findings
-    print_summary(console, findings, result.ports, TITLES)
-    print_depth(console, findings, result.ports)
+    print_summary(console, findings, result.names, TITLES)
+    print_depth(console, findings, result.names)
     print_near_ties(console, findings)
     print_problems(console, findings, result.verdict)
     for report in result.failure_reports:
@@ -240,7 +222,7 @@ def print_result(console: Console, result: CheckResult) -> None:
     print_undiagnosed(console, findings, result.failure_reports)
     print_skips(console, findings)
     print_coverage(console, result.verdict, result.not_tested)
-    console.print(verdict_line(result.verdict, findings, result.ports, result.seconds, result.spent))
+    console.print(verdict_line(result.verdict, findings, result.names, result.seconds, result.spent))
 
 
 def interpreters(isolate: Sequence[str], asked: Sequence[str]) -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from transformer_parity.cli.check import add_outputs, add_processes, gathered, interpreters, print_result, watch, write
+import reference_numpy as ref
+from transformer_parity.cli.check import add_outputs, add_processes, interpreters, print_result, watch, write
 from transformer_parity.cli.options import (
     add_backends,
     add_ports,
@@ -17,8 +18,10 @@ from transformer_parity.cli.options import (
 from transformer_parity.cli.progress import make_console
 from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.files import check_writable
+from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.transformer.distributed.check import DTYPES, DistributedCheck
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.report.result import CheckResult
 
 DESCRIPTION = """\
 Train small models on several devices of this machine and compare every gradient, weight and moment with training on
@@ -89,13 +92,16 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     ports = check.checked_ports()
     watch(check.run(ports, interpreters=chosen, timeout=options.timeout), ports)
-    result = gathered(
-        ports,
+    result = CheckResult(
         setting=check.setting,
+        ports=ports,
         asked=[check.asked_of(port) for port in ports],
+        reference=ref.describe(),
+        machine=describe_machine(),
         cases=list({case.name: case for port in ports for case in port.cases}.values()),
         not_tested=check.not_tested(),
         seconds=time.monotonic() - started,
+        cpu_seconds=time.process_time(),
     )
     print_result(console, result)
     write(result, options)

@@ -19,6 +19,7 @@ from transformer_parity.engine.outputs import TAPS
 from transformer_parity.engine.report.result import by_case, compared, plain, tap_row
 from transformer_parity.engine.verdict import Coverage, Verdict
 from transformer_parity.transformer.cases.case import ACTIVATIONS, SENTENCES, Case
+from transformer_parity.transformer.check.checked_port import CheckedPort
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.ports.compile_clock import Spent
 from transformer_parity.transformer.ports.protocol import Placements
@@ -26,80 +27,100 @@ from transformer_parity.transformer.ports.protocol import Placements
 FORMAT = 4
 MAIN_CASE = "full/padded"
 WHOLE_MODELS = ("full model", "presets", SENTENCES)  # components
-Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(kw_only=True)
 class CheckResult:
-    """A run of ``parity check``: what was asked for, and what came of it.
+    """The result of ``parity check`` or ``parity check-distributed``.
 
     Attributes:
         setting: How the ports were run.
-        findings: Every comparison.
-        ports: The names of the ports that were asked for.
+        ports: The ports, and everything that came of each.
         asked: What had to be compared of each.
-        environment: Versions and switches, by backend.
-        machine: What it ran on.
-        cases: What was run, for the fingerprint.
-        weights: The file of a model of the user's own.
-        text: The user's own two files of sentences; none for the shipped ones.
-        not_tested: What was not asked for, and how to ask for it.
-        failure_reports: Where differences were introduced, and what explains them.
-        audits: ``{backend, weights: [{name, verdict, detail}]}`` each.
+        reference: Versions and switches of the reference.
+        machine: The machine that it ran on.
+        cases: The cases, for the fingerprint.
+        weights: The user's weight file.
+        text: The user's two files of sentences; empty for the shipped ones.
+        not_tested: What was not requested, and how to request it.
         seconds: How long it took.
-        spent: What each port's process took of it, by backend.
         cpu_seconds: What this process took of all cores.
     """
 
     setting: Placements
-    findings: Sequence[Finding] = ()
-    ports: Sequence[str] = ()
+    ports: Sequence[CheckedPort] = ()
     asked: Sequence[Coverage] = ()
-    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    reference: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
     cases: Sequence[Case] = ()
     weights: Path | None = None
     text: Sequence[Path] = ()
     not_tested: Sequence[str] = ()
-    failure_reports: Sequence[FailureReport] = ()
-    audits: Rows = ()
     seconds: float = 0.0
-    spent: Mapping[str, Spent] = field(default_factory=dict)
     cpu_seconds: float = 0.0
 
     @cached_property
     def verdict(self) -> Verdict:
-        """What the run ends with."""
+        """The verdict on all ports."""
         return Verdict.of(self.findings, self.asked)
 
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """Every comparison, port by port."""
+        return [finding for port in self.ports for finding in port.findings]
 
-def build(run: CheckResult) -> dict[str, Any]:
+    @property
+    def names(self) -> list[str]:
+        """The names of the ports."""
+        return [port.label for port in self.ports]
+
+    @property
+    def environment(self) -> dict[str, Mapping[str, str]]:
+        """Versions and switches, by the name of a port or backend."""
+        return {"numpy": self.reference, **{port.label: port.environment for port in self.ports if port.environment}}
+
+    @property
+    def failure_reports(self) -> list[FailureReport]:
+        """Where differences were introduced, and what explains them."""
+        return [report for port in self.ports for report in port.failure_reports]
+
+    @property
+    def spent(self) -> dict[str, Spent]:
+        """The time of each port's process, by name."""
+        return {port.label: port.spent for port in self.ports if port.spent}
+
+
+def build(result: CheckResult) -> dict[str, Any]:
     """Return all that is known of a comparison, as plain values that JSON can hold."""
-    texts = [str(path) for path in run.text or ("shipped",)]
+    texts = [str(path) for path in result.text or ("shipped",)]
     content = {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **compared(run.findings, run.verdict),
-        "backends": list(run.ports),
-        "setting": asdict(run.setting),
-        "weights": None if run.weights is None else str(run.weights),
+        **compared(result.findings, result.verdict),
+        "backends": result.names,
+        "setting": asdict(result.setting),
+        "weights": None if result.weights is None else str(result.weights),
         "text": texts,
-        "not_tested": run.not_tested,
-        "machine": run.machine,
-        "environment": run.environment,
-        "fingerprint": _fingerprint(run, texts),
+        "not_tested": result.not_tested,
+        "machine": result.machine,
+        "environment": result.environment,
+        "fingerprint": _fingerprint(result, texts),
         "time": {
-            "seconds": run.seconds,
-            "cpu_seconds": run.cpu_seconds,
-            "ports": {name: asdict(port) for name, port in run.spent.items()},
+            "seconds": result.seconds,
+            "cpu_seconds": result.cpu_seconds,
+            "ports": {name: asdict(port) for name, port in result.spent.items()},
         },
-        "cases": by_case(run.findings, ACTIVATIONS),
-        "sentences": [finding.to_dict() for finding in run.findings if finding.component == SENTENCES],
-        "taps": _taps(run.findings),
-        "blames": [report.blame.to_dict() for report in run.failure_reports if report.blame],
-        "diagnoses": [report.to_dict() for report in run.failure_reports if report.diagnosis],
-        "audits": run.audits,
-        "views": [report.view for report in run.failure_reports if report.view],
+        "cases": by_case(result.findings, ACTIVATIONS),
+        "sentences": [finding.to_dict() for finding in result.findings if finding.component == SENTENCES],
+        "taps": _taps(result.findings),
+        "blames": [report.blame.to_dict() for report in result.failure_reports if report.blame],
+        "diagnoses": [report.to_dict() for report in result.failure_reports if report.diagnosis],
+        "audits": [
+            {"backend": port.label, "weights": [fate.to_dict() for fate in port.audit]}
+            for port in result.ports
+            if port.audit
+        ],
+        "views": [report.view for report in result.failure_reports if report.view],
     }
     return plain(content)
 
@@ -114,21 +135,21 @@ def _taps(findings: Iterable[Finding]) -> list[dict[str, Any]]:
     return [tap_row(finding) for finding in taps if finding.case in shown]
 
 
-def _fingerprint(run: CheckResult, texts: Sequence[str]) -> dict[str, Any]:
+def _fingerprint(result: CheckResult, texts: Sequence[str]) -> dict[str, Any]:
     """Return what has to be equal to get the same numbers again, and one hash over it."""
-    versions = {backend: described.get("version", "") for backend, described in run.environment.items()}
+    versions = {backend: described.get("version", "") for backend, described in result.environment.items()}
     switches = {
         backend: {name: value for name, value in described.items() if name != "version"}
-        for backend, described in run.environment.items()
+        for backend, described in result.environment.items()
     }
-    weights = None if run.weights is None else _hash([run.weights.read_bytes()])
+    weights = None if result.weights is None else _hash([result.weights.read_bytes()])
     content = plain(
         {
-            "config": _configs(run.cases),
-            "versions": {**run.machine, **versions},
+            "config": _configs(result.cases),
+            "versions": {**result.machine, **versions},
             "settings": {
-                **asdict(run.setting),
-                **{"weights": weights, "text": texts, "inputs": _hash(_input_bytes(run.cases))},
+                **asdict(result.setting),
+                **{"weights": weights, "text": texts, "inputs": _hash(_input_bytes(result.cases))},
                 **switches,
             },
         }
