@@ -92,13 +92,13 @@ class Greedy(NamedTuple):
     scores: Float[Tensor, "B 1"]
     unfinished: Bool[Tensor, " B"]
 
-    top = staticmethod(top)
+    top = staticmethod(top)  # type: ignore[misc]  # no field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
         """Return the state before the first step: no hypothesis has a token."""
         batch = len(plan.limits)
-        return cls(
+        return cls(  # type: ignore[call-arg]
             tokens=tf.fill([batch], plan.start_id),
             ids=tf.fill([batch, 1, plan.capacity], plan.pad_id),
             scores=tf.zeros([batch, 1], plan.penalties.dtype),
@@ -134,14 +134,14 @@ class Beam(NamedTuple):
     finished_ids: Int[Tensor, "B P capacity"]
     finished: Float[Tensor, "B P"]  # scores, best first
 
-    top = staticmethod(top)
+    top = staticmethod(top)  # type: ignore[misc]  # no field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
         """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
         shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.pool_size]
         is_empty_one = (plan.limits > 0)[:, None] & (tf.range(plan.beam_size) == 0)
-        return cls(
+        return cls(  # type: ignore[call-arg]
             tokens=tf.fill(shape, plan.start_id),
             ids=tf.fill([*shape, plan.capacity], plan.pad_id),
             alive=tf.where(is_empty_one, tf.zeros(shape, plan.penalties.dtype), -inf),
