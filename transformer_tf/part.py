@@ -113,8 +113,9 @@ class Part(Configured, keras.Model):
         if self.part is None and len(args) == 1 and _is_structure(args[0]) and "target_ids" not in options:
             inputs = args[0]
             return self(**inputs, **options) if isinstance(inputs, Mapping) else self(*inputs, **options)
-        args = tuple(np.asarray(x) if isinstance(x, list | tuple) and not _is_structure(x) else x for x in args)
-        if self.part is None and not any(map(keras.backend.is_keras_tensor, (*args, *options.values()))):
+        if self.part is not None:
+            args = tuple(np.asarray(x) if isinstance(x, list | tuple) and not _is_structure(x) else x for x in args)
+        elif not any(map(keras.backend.is_keras_tensor, (*args, *options.values()))):
             args, options = (), self._take_both(*args, **options)  # not in `call`: Keras would decorate the message
         return super().__call__(*args, **options)
 
