@@ -242,7 +242,7 @@ def test_what_nobody_knows_is_unknown_or_looks_like_something():
     (failure_report,) = investigation.failures(findings, kept, [CASE])
     assert failure_report.diagnosis.confidence == LIKELY
     assert f"at {SCALE}, everything is 0.904105 times what it should be" in failure_report.diagnosis.sentence
-    assert failure_report.of("renamed").view["ports"] == ["renamed"]
+    assert failure_report.view["ports"] == [failure_report.backend] == [Port().name]
     shown = {tap["name"]: tap["ports"][0]["verdict"] for tap in failure_report.view["taps"]}
     assert shown == {mark.name: mark.verdict for mark in failure_report.blame.marks}
 
