@@ -1,4 +1,4 @@
-"""The stages by name, in the order in which they are run."""
+"""The stages by name, in the order in which they are run. A new stage is a file beside this one and an entry here."""
 
 from __future__ import annotations
 
