@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import test_vocabularies
 import torch
+import vocabulary_files
 from imports import ROOT
 from third_party import relative_error
 from tiers import first_alone
@@ -251,7 +252,7 @@ def test_translations_are_those_of_transformers(tmp_path, form):
 def test_a_vocabulary_travels_with_its_weights(tmp_path):
     import transformers
 
-    _, tokenizer, _ = test_vocabularies.marian(tmp_path / "model", test_vocabularies.train())
+    _, tokenizer, _ = test_vocabularies.marian(tmp_path / "model", vocabulary_files.train())
     size, pad_id = len(tokenizer), tokenizer.pad_token_id
     special = {"vocab_size": size, "pad_token_id": pad_id, "decoder_start_token_id": pad_id}
     saved(Form("marian", special), tmp_path / "model")
@@ -260,11 +261,11 @@ def test_a_vocabulary_travels_with_its_weights(tmp_path):
     save(tmp_path / "ours.safetensors", found)
     read = read_trained(tmp_path / "ours.safetensors")
     assert read.search == found.search
-    for line in test_vocabularies.LINES[:20:2]:
+    for line in vocabulary_files.LINES[:20:2]:
         assert read.vocabulary.ids(line) == tokenizer(line).input_ids
     export_checkpoint(load(tmp_path / "ours.safetensors"), "hf", tmp_path / "back")
     back = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
-    assert back(test_vocabularies.LINES[0]).input_ids == tokenizer(test_vocabularies.LINES[0]).input_ids
+    assert back(vocabulary_files.LINES[0]).input_ids == tokenizer(vocabulary_files.LINES[0]).input_ids
 
 
 def changed(folder: Path, drop=(), fields=None, **arrays) -> Path:
@@ -447,7 +448,7 @@ def test_a_readme_of_empty_lines_takes_no_time(folder):
 
 @pytest.mark.parametrize("name", ["source.spm", "target.spm", "vocab.json", "tokenizer_config.json"])
 def test_no_file_of_a_vocabulary_is_read_from_elsewhere(folder, tmp_path, name):
-    test_vocabularies.write(folder, test_vocabularies.marian_files(test_vocabularies.train(size=300)))
+    vocabulary_files.write(folder, vocabulary_files.marian_files(vocabulary_files.train(size=300)))
     (folder / name).rename(tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
     found = import_checkpoint(folder)

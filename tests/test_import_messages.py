@@ -17,7 +17,7 @@ import torch
 from test_first_minute import only as only  # a fixture
 from test_first_minute import parity
 from test_import_torch import DEFAULT, SAID, Seq2Seq, annotated_file, randomized
-from test_vocabularies import train
+from vocabulary_files import train
 
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints import importer

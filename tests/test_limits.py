@@ -27,16 +27,13 @@ TO_SPLIT = {
     "tests/test_bench.py",
     "tests/test_checkpoints.py",
     "tests/test_commands.py",
-    "tests/test_data.py",
     "tests/test_golden.py",
     "tests/test_import_hf.py",
     "tests/test_native.py",
     "tests/test_native_torch.py",
     "tests/test_reports.py",
-    "tests/test_site.py",
     "tests/test_train.py",
     "tests/test_translate.py",
-    "tests/test_vocabularies.py",
 }
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import third_party
 from conftest import random_weights, tiny_config
-from test_vocabularies import LINES, marian, nllb, train
+from test_vocabularies import marian, nllb
+from vocabulary_files import LINES, train
 
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.formats.huggingface_search import generation_search

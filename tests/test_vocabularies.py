@@ -1,28 +1,22 @@
 """Vocabularies of other people's models: ids and texts are those of their own software, and odd files are refused."""
 
 import base64
-import io
 import json
-import sys
 from collections import Counter
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import sentencepiece
-import tokenizers
 from conftest import tiny_config
+from vocabulary_files import LINES, marian_files, pieces_of, train, write
 
-from transformer_parity.apps.text import maps
-from transformer_parity.apps.text.kinds import KINDS, build_vocabulary, read_vocabulary_folder
-from transformer_parity.apps.text.maps import read_map, read_yaml_map
+from transformer_parity.apps.text.kinds import build_vocabulary, read_vocabulary_folder
+from transformer_parity.apps.text.maps import read_yaml_map
 from transformer_parity.apps.text.marian import read_marian_vocabulary
 from transformer_parity.apps.text.moses import MosesVocabulary, PairEncoding, read_dictionary
-from transformer_parity.engine.system.errors import UsageError
-from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_spec.files import VocabularyFiles
 
-LINES = [line for pair in read_pairs() for line in pair]
 HARD = [
     *("", " ", "   ", " a  b ", "\ta\tb", "a\rb", "\u00a0nbsp\u00a0", "\u3000wide\u3000", "line\u2028sep", "a\x00b"),
     *(
@@ -51,31 +45,12 @@ HARD = [
         "http://a.b/c?d=e-f",
     ),
 ]
+
+
 PAD_TOO = [*HARD, "<pad> a <pad>"]
+
+
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
-
-
-def train(kind="unigram", size=400, **options):
-    """Return a sentencepiece model with few pieces."""
-    model = io.BytesIO()
-    options |= {"character_coverage": 1.0, "hard_vocab_limit": False, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES), model_writer=model, model_type=kind, vocab_size=size, **options
-    )
-    return model.getvalue()
-
-
-def pieces_of(model):
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    return [processor.id_to_piece(token) for token in range(processor.get_piece_size())]
-
-
-def write(folder, files):
-    folder.mkdir(exist_ok=True)
-    for name, content in files.items():
-        content = content if isinstance(content, bytes | str) else json.dumps(content)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -86,20 +61,6 @@ def unigram():
 @pytest.fixture(scope="module")
 def bpe():
     return train("bpe")
-
-
-# What Hugging Face's classes say
-
-
-def marian_files(model, **settings):
-    """Return a folder's files: some pieces have ids of another order than the model's, and some are missing."""
-    table = {piece: number for number, piece in enumerate(["</s>", "<unk>", ">>deu<<", ">>fra<<"])}
-    for number, piece in enumerate(reversed(pieces_of(model)[3:])):
-        table[piece if number % 23 else f"not {piece}"] = len(table)
-    return {
-        **{"source.spm": model, "target.spm": train(size=500), "vocab.json": table | {"<pad>": len(table)}},
-        "tokenizer_config.json": {"source_lang": "en", "target_lang": "de", **settings},
-    }
 
 
 def marian(folder, model):
@@ -224,6 +185,8 @@ OURS = {
     "mbart50": of_form("MBart50", ("en_XX", "de_DE")),
     "plbart": of_form("PLBart", ("java", "python")),
 }
+
+
 # Theirs reads <pad> in a target as the id that the source has for it, and leaves out what has that id in the target.
 OUT_OF_RANGE = {"marian_separate"}
 
@@ -283,8 +246,6 @@ def test_the_normalisation_of_a_sentencepiece_model_counts(tmp_path, unigram):
 
 
 # Marian's own
-
-
 def test_ids_of_spm_vocabularies_are_those_of_the_models(tmp_path):
     options = {"bos_id": -1, "eos_id": 0, "unk_id": 1, "pad_id": -1}  # as Marian trains them
     models = [train(size=300, **options), train(size=400, **options)]
@@ -340,8 +301,6 @@ def test_marian_writes_tables_that_are_no_yaml():
 
 
 # fairseq's
-
-
 def test_fairseq_numbers_the_lines_of_its_dictionaries():
     table = read_dictionary(b"der 100\nHund@@ 7\ne 3 #fairseq:overwrite\n", "dict.de.txt")
     assert list(table) == [*SPECIAL, "der", "Hund@@", "e"]
@@ -370,8 +329,6 @@ def test_codes_merge_the_first_pair_everywhere():
 
 
 # Directions
-
-
 def test_a_direction_is_asked_for_by_name(tmp_path, bpe, unigram):
     folder = write(tmp_path / "model", {"sentencepiece.bpe.model": bpe})
     ours = read_vocabulary_folder(folder, "nllb", {})
@@ -404,150 +361,3 @@ def test_languages_that_were_added_to_a_tokenizer_are_found(tmp_path, bpe):
     path.write_text(json.dumps(content), "utf-8")
     ours = read_vocabulary_folder(tmp_path / "model", "m2m_100", {})
     assert ours.between("eng_Latn", "tyv_Cyrl").forced_ids == (604,)
-
-
-# What is refused
-
-ODD_TABLES = {
-    "gap": ('{"a": 0, "b": 2}', "2 pieces must have the ids below that: 'b' has 2"),
-    "twice": ('{"a": 0, "b": 0}', "'a' and 'b' have the same id 0"),
-    "one name": ('{"a": 0, "b": 1, "a": 1}', "'a' stands there twice"),
-    "negative": ('{"a": -1}', "must be an integer of at least 0: got -1"),
-    "no number": ('{"a": true}', "must be an integer of at least 0: got True"),
-    "a float": ('{"a": 0.0}', "must be an integer of at least 0: got 0.0"),
-    "huge": ('{"a": 1' + "0" * 30 + "}", "must have the ids below that"),
-    "a list": ("[1]", "must hold an object with named fields: got list"),
-    "nothing": ("{}", "holds no piece"),
-    "no JSON": ("{", "is no JSON that can be used"),
-    "deep": ("[" * 100_000, "is no JSON that can be used"),
-    "no text": ("\udcff{", "is no JSON that can be used"),
-}
-
-
-@pytest.mark.parametrize(("content", "message"), ODD_TABLES.values(), ids=ODD_TABLES)
-def test_tables_that_are_odd_are_refused(content, message):
-    with pytest.raises(ValueError, match=rf"^vocab\.json.* {message}"):
-        read_map({"vocab.json": content.encode(errors="surrogateescape")}, "vocab.json")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"a: x\n", "line 1 must be `piece: id`: got 'a: x'"),
-        (b"a: 0\nb\n", "line 2 must be"),
-        (b"a: 0\na: 1\n", "'a' stands there twice"),
-        (b"\xff: 0\n", "is not UTF-8 text"),
-    ],
-)
-def test_lines_of_a_yml_table_that_are_odd_are_refused(content, message):
-    with pytest.raises(ValueError, match=message):
-        read_map({"vocab.yml": content}, "vocab.yml")
-
-
-def test_files_are_bounded(tmp_path, monkeypatch, unigram):
-    folder = write(tmp_path / "model", marian_files(unigram))
-    monkeypatch.setattr(maps, "MOST_BYTES", 1000)
-    with pytest.raises(ValueError, match="must be at most 1,000 bytes"):
-        read_vocabulary_folder(folder, "marian", {})
-
-
-def test_what_a_folder_lacks_is_named(tmp_path, unigram):
-    files = marian_files(unigram)
-    for family, message in {
-        "marian": "holds no vocabulary of Marian: it needs source.spm and target.spm and vocab.json",
-        "bart": "holds no vocabulary of Bart: it needs tokenizer.json, or vocab.json and merges.txt",
-        "t5": "the vocabulary of a t5 model cannot be read: marian, ",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            read_vocabulary_folder(write(tmp_path / "empty", {}), family, {})
-    with pytest.raises(ValueError, match=r"^target.spm is not a sentencepiece model"):
-        read_vocabulary_folder(write(tmp_path / "model", files | {"target.spm": b"none"}), "marian", {})
-    write(tmp_path / "model", files | {"vocab.json": b'{"</s>": 0}'})
-    with pytest.raises(ValueError, match=r"must have <unk>$"):
-        read_vocabulary_folder(tmp_path / "model", "marian", {})
-
-
-def test_ids_that_a_model_does_not_have_are_refused(tmp_path, unigram):
-    files = marian_files(unigram)
-    folder, size = write(tmp_path / "model", files), len(files["vocab.json"])
-    for fields, has, side in (
-        ({"vocab_size": size - 1}, size - 1, "source"),
-        ({"vocab_size": size, "decoder_vocab_size": 9}, 9, "target"),
-    ):
-        with pytest.raises(
-            ValueError, match=f"the vocabulary has {size} ids, and the model has {has} on the {side} side"
-        ):
-            read_vocabulary_folder(folder, "marian", fields)
-    ours = read_vocabulary_folder(folder, "marian", {"vocab_size": size})
-    with pytest.raises(ValueError, match=f"the vocabulary has {size} ids, and the model has 41 on the source side"):
-        build_vocabulary(
-            VocabularyFiles(ours.kind, ours.files()), tiny_config(source_vocab_size=41, target_vocab_size=41)
-        )
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "klingon"])
-def test_no_kind_is_built_from_nothing(kind):
-    with pytest.raises(ValueError, match="vocabulary"):
-        build_vocabulary(VocabularyFiles(kind, {"a": b""}), tiny_config())
-
-
-PANIC = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": {"type": "Precompiled"}}
-PANIC["normalizer"]["precompiled_charsmap"] = "!"  # no base64: `tokenizers` panics
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": {"type": "BPE"}}', json.dumps(PANIC).encode()])
-def test_no_tokenizer_from_other_bytes(content):
-    with pytest.raises(ValueError, match=r"^tokenizer.json cannot be used"):
-        build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": content}), tiny_config())
-
-
-def test_a_template_of_endless_symbols_is_refused_before_it_takes_memory():
-    content = b"[" + b'{"SpecialToken":{"id":"a","type_id":0}},' * 10**6 + b"]"
-    with pytest.raises(
-        ValueError, match=r"^tokenizer.json must put at most 1,000 symbols around a line: got 1,000,000"
-    ):
-        build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": content}), tiny_config())
-
-
-@pytest.mark.parametrize("part", ["normalizer", "decoder"])
-def test_replacements_that_double_a_text_again_and_again_are_refused(part):
-    """Forty of them make a terabyte of one letter."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
-    component = tokenizers.normalizers if part == "normalizer" else tokenizers.decoders
-    setattr(tokenizer, part, component.Sequence([component.Replace("a", "aa")] * 40))
-    message = (
-        r"^tokenizer.json cannot be used: its replacements must make a text at most 64 times as long: got 1.1e\+12"
-    )
-    with pytest.raises(ValueError, match=message):
-        build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": tokenizer.to_str().encode()}), tiny_config())
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["a.spm", "b.spm", "c.spm"], "at most two files that end in .spm: got 3"),
-        (["a.txt"], "must end in .spm, .model, .yml or .json: got a.txt"),
-        (["a.yml", "b.json"], "tables of one form"),
-    ],
-)
-def test_paths_of_a_marian_vocabulary_are_of_known_forms(tmp_path, names, message):
-    paths = [tmp_path / name for name in names]
-    for path in paths:
-        path.write_bytes(b"")
-    with pytest.raises(ValueError, match=message):
-        read_marian_vocabulary(paths)
-
-
-def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(
-        UsageError, match=r"^this vocabulary needs tokenizers: pip install 'transformer-parity\[import\]'$"
-    ):
-        build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": b"{}"}), tiny_config())
-
-
-def test_no_file_beside_those_of_the_kind_is_read(tmp_path, unigram):
-    """A table that only another kind has changes nothing; what a vocabulary is made of is all that travels."""
-    folder = write(tmp_path / "model", marian_files(unigram) | {"tokenizer.json": b"{}", "merges.txt": b"a b"})
-    ours = read_vocabulary_folder(folder, "marian", {})
-    assert set(ours.files()) == {"source.spm", "target.spm", "vocab.json", "tokenizer_config.json"}

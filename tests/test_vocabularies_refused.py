@@ -1,0 +1,169 @@
+"""Vocabulary files that are refused: odd, too large, incomplete, or built from nothing."""
+
+import json
+import sys
+
+import pytest
+import tokenizers
+from conftest import tiny_config
+from vocabulary_files import marian_files, train, write
+
+from transformer_parity.apps.text import maps
+from transformer_parity.apps.text.kinds import KINDS, build_vocabulary, read_vocabulary_folder
+from transformer_parity.apps.text.maps import read_map
+from transformer_parity.apps.text.marian import read_marian_vocabulary
+from transformer_parity.engine.system.errors import UsageError
+from transformer_spec.files import VocabularyFiles
+
+
+@pytest.fixture(scope="module")
+def unigram():
+    return train()
+
+
+# What is refused
+ODD_TABLES = {
+    "gap": ('{"a": 0, "b": 2}', "2 pieces must have the ids below that: 'b' has 2"),
+    "twice": ('{"a": 0, "b": 0}', "'a' and 'b' have the same id 0"),
+    "one name": ('{"a": 0, "b": 1, "a": 1}', "'a' stands there twice"),
+    "negative": ('{"a": -1}', "must be an integer of at least 0: got -1"),
+    "no number": ('{"a": true}', "must be an integer of at least 0: got True"),
+    "a float": ('{"a": 0.0}', "must be an integer of at least 0: got 0.0"),
+    "huge": ('{"a": 1' + "0" * 30 + "}", "must have the ids below that"),
+    "a list": ("[1]", "must hold an object with named fields: got list"),
+    "nothing": ("{}", "holds no piece"),
+    "no JSON": ("{", "is no JSON that can be used"),
+    "deep": ("[" * 100_000, "is no JSON that can be used"),
+    "no text": ("\udcff{", "is no JSON that can be used"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), ODD_TABLES.values(), ids=ODD_TABLES)
+def test_tables_that_are_odd_are_refused(content, message):
+    with pytest.raises(ValueError, match=rf"^vocab\.json.* {message}"):
+        read_map({"vocab.json": content.encode(errors="surrogateescape")}, "vocab.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: x\n", "line 1 must be `piece: id`: got 'a: x'"),
+        (b"a: 0\nb\n", "line 2 must be"),
+        (b"a: 0\na: 1\n", "'a' stands there twice"),
+        (b"\xff: 0\n", "is not UTF-8 text"),
+    ],
+)
+def test_lines_of_a_yml_table_that_are_odd_are_refused(content, message):
+    with pytest.raises(ValueError, match=message):
+        read_map({"vocab.yml": content}, "vocab.yml")
+
+
+def test_files_are_bounded(tmp_path, monkeypatch, unigram):
+    folder = write(tmp_path / "model", marian_files(unigram))
+    monkeypatch.setattr(maps, "MOST_BYTES", 1000)
+    with pytest.raises(ValueError, match="must be at most 1,000 bytes"):
+        read_vocabulary_folder(folder, "marian", {})
+
+
+def test_what_a_folder_lacks_is_named(tmp_path, unigram):
+    files = marian_files(unigram)
+    for family, message in {
+        "marian": "holds no vocabulary of Marian: it needs source.spm and target.spm and vocab.json",
+        "bart": "holds no vocabulary of Bart: it needs tokenizer.json, or vocab.json and merges.txt",
+        "t5": "the vocabulary of a t5 model cannot be read: marian, ",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            read_vocabulary_folder(write(tmp_path / "empty", {}), family, {})
+    with pytest.raises(ValueError, match=r"^target.spm is not a sentencepiece model"):
+        read_vocabulary_folder(write(tmp_path / "model", files | {"target.spm": b"none"}), "marian", {})
+    write(tmp_path / "model", files | {"vocab.json": b'{"</s>": 0}'})
+    with pytest.raises(ValueError, match=r"must have <unk>$"):
+        read_vocabulary_folder(tmp_path / "model", "marian", {})
+
+
+def test_ids_that_a_model_does_not_have_are_refused(tmp_path, unigram):
+    files = marian_files(unigram)
+    folder, size = write(tmp_path / "model", files), len(files["vocab.json"])
+    for fields, has, side in (
+        ({"vocab_size": size - 1}, size - 1, "source"),
+        ({"vocab_size": size, "decoder_vocab_size": 9}, 9, "target"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"the vocabulary has {size} ids, and the model has {has} on the {side} side"
+        ):
+            read_vocabulary_folder(folder, "marian", fields)
+    ours = read_vocabulary_folder(folder, "marian", {"vocab_size": size})
+    with pytest.raises(ValueError, match=f"the vocabulary has {size} ids, and the model has 41 on the source side"):
+        build_vocabulary(
+            VocabularyFiles(ours.kind, ours.files()), tiny_config(source_vocab_size=41, target_vocab_size=41)
+        )
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "klingon"])
+def test_no_kind_is_built_from_nothing(kind):
+    with pytest.raises(ValueError, match="vocabulary"):
+        build_vocabulary(VocabularyFiles(kind, {"a": b""}), tiny_config())
+
+
+PANIC = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": {"type": "Precompiled"}}
+
+
+PANIC["normalizer"]["precompiled_charsmap"] = "!"  # no base64: `tokenizers` panics
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": {"type": "BPE"}}', json.dumps(PANIC).encode()])
+def test_no_tokenizer_from_other_bytes(content):
+    with pytest.raises(ValueError, match=r"^tokenizer.json cannot be used"):
+        build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": content}), tiny_config())
+
+
+def test_a_template_of_endless_symbols_is_refused_before_it_takes_memory():
+    content = b"[" + b'{"SpecialToken":{"id":"a","type_id":0}},' * 10**6 + b"]"
+    with pytest.raises(
+        ValueError, match=r"^tokenizer.json must put at most 1,000 symbols around a line: got 1,000,000"
+    ):
+        build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": content}), tiny_config())
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_replacements_that_double_a_text_again_and_again_are_refused(part):
+    """Forty of them make a terabyte of one letter."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    component = tokenizers.normalizers if part == "normalizer" else tokenizers.decoders
+    setattr(tokenizer, part, component.Sequence([component.Replace("a", "aa")] * 40))
+    message = (
+        r"^tokenizer.json cannot be used: its replacements must make a text at most 64 times as long: got 1.1e\+12"
+    )
+    with pytest.raises(ValueError, match=message):
+        build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": tokenizer.to_str().encode()}), tiny_config())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.spm", "b.spm", "c.spm"], "at most two files that end in .spm: got 3"),
+        (["a.txt"], "must end in .spm, .model, .yml or .json: got a.txt"),
+        (["a.yml", "b.json"], "tables of one form"),
+    ],
+)
+def test_paths_of_a_marian_vocabulary_are_of_known_forms(tmp_path, names, message):
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=message):
+        read_marian_vocabulary(paths)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(
+        UsageError, match=r"^this vocabulary needs tokenizers: pip install 'transformer-parity\[import\]'$"
+    ):
+        build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": b"{}"}), tiny_config())
+
+
+def test_no_file_beside_those_of_the_kind_is_read(tmp_path, unigram):
+    """A table that only another kind has changes nothing; what a vocabulary is made of is all that travels."""
+    folder = write(tmp_path / "model", marian_files(unigram) | {"tokenizer.json": b"{}", "merges.txt": b"a b"})
+    ours = read_vocabulary_folder(folder, "marian", {})
+    assert set(ours.files()) == {"source.spm", "target.spm", "vocab.json", "tokenizer_config.json"}
