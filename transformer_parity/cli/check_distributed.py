@@ -23,10 +23,10 @@ from transformer_parity.transformer.distributed.check import DTYPES, Distributed
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.report.result import CheckResult
 
-DESCRIPTION = """\
-Train small models on several devices of this machine and compare every gradient, weight and moment with training on
-one device, in the NumPy reference. Each plan also resumes a run of the plan or framework before it.
-"""
+DESCRIPTION = (
+    "Train small models on several devices of this machine, and compare every gradient, weight and moment with "
+    "training on one device. Each plan also resumes a run of the plan or framework before it."
+)
 EXAMPLES = """
 examples:
   parity check-distributed                                        two devices, every framework
@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_ports(parser)
     add_processes(parser)
     parser.add_argument(
-        "--dtype", action=one_or_more(DTYPES), metavar=",".join(DTYPES), help="which dtypes (default: all)"
+        "--dtype", action=one_or_more(DTYPES), metavar=",".join(DTYPES), help="the dtypes to train in (default: all)"
     )
     parser.add_argument(
         "--parallel",

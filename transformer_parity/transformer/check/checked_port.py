@@ -1,4 +1,4 @@
-"""A port in a check, and everything that came of it: what reports are made of."""
+"""A port in a check, and everything that came of it. Reports are made from this."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class CheckedPort:
         label: Its name in findings and reports.
         cases: The cases that it is run on; empty until it has been imported.
         dtypes: The dtypes that it computes in; empty until it has been imported.
-        doing: What its process does.
+        doing: The current work of its process.
         findings: Every comparison.
         audit: The fate of each weight.
-        failure_reports: Where differences were introduced.
+        failure_reports: The blocks that introduced differences, with explanations.
         environment: Versions and switches.
         spent: The time of its process.
         is_done: Whether its process has ended.
@@ -77,11 +77,11 @@ class CheckedPort:
 
 
 def give_labels(ports: Sequence[CheckedPort]) -> None:
-    """Call each port by its class or package; the second of the same name by what the user asked for."""
+    """Call each port by its class or package; if the name is taken, by the text that the user typed."""
     for port in ports:
         port.label = free_label(port, port.job.title, ports)
 
 
 def free_label(port: CheckedPort, name: str, ports: Sequence[CheckedPort]) -> str:
-    """Return the name of a port, or if another port has it, what the user asked for."""
+    """Return the name of a port, or if a different port has it, the text that the user typed."""
     return port.job.backend if any(other.label == name for other in ports if other is not port) else name

@@ -1,7 +1,7 @@
-"""What the process of a port and its parent tell each other.
+"""Messages between the process of a port and its parent.
 
-The process receives a ``PortJob``, imports the port, and sends ``PortImported``. The parent decides what the port is
-called and what it is run on, and answers with an ``Assignment``. The process sends a ``CaseRan`` for each case and
+The process receives a ``PortJob``, imports the port, and sends ``PortImported``. The parent chooses the name of the
+port and its cases, and answers with an ``Assignment``. The process sends a ``CaseRan`` for each case and
 dtype, then ``AllCasesRan``. It receives ``AllCasesCompared``, and sends a ``FailureExplained`` for each failure that it
 can explain. ``NowDoing`` comes before everything that may take long, ``Broken`` if the process cannot continue, and
 ``PortFinished`` last.

@@ -47,14 +47,13 @@ def run_all(
 ) -> Iterator[tuple[CheckedPort, Any]]:
     """Compare all ports, as many at a time as processors are allowed, and yield each message with its port.
 
-    The outputs of the ports are compared here, where no port runs: a ``CaseCompared`` takes the place of a ``CaseRan``.
-    Each port keeps what its messages say. Closing the iterator ends the processes.
+    This process compares the outputs, because no port runs in it: it yields a ``CaseCompared`` for every ``CaseRan``.
+    Each port keeps the content of its messages. Closing the iterator ends the processes.
 
     Args:
         ports: The ports to compare.
-        interpreters: The Python interpreter that runs a backend, where it is not this one.
-        timeout: Seconds of silence, without those of waiting for a processor, after which a process is ended; None
-            waits for ever.
+        interpreters: The Python interpreters of ports that use a different one.
+        timeout: Seconds of silence, without waits for a processor, after which a process is stopped; None for no limit.
     """
     cores = processors()
     at_once = max(1, min(len(ports), cores))

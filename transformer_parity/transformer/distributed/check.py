@@ -28,11 +28,11 @@ from transformer_spec.parallel_plan import Plan
 
 DTYPES = ("float64", "float32")
 USUAL = tuple(map(Plan.parse, ("data=2", "fsdp=2", "tensor=2")))
-OFFERED = {"tf": USUAL[:1]}  # of these, where a framework has not all
-OF_A_PORT = USUAL[:1]  # likewise, of the user's own
-WHOLE_RUN = STAGE[0]  # from its middle, another run goes on on the next plan
+OFFERED = {"tf": USUAL[:1]}  # TensorFlow has no other plans
+OF_A_PORT = USUAL[:1]  # the usual plan of a user's port
+WHOLE_RUN = STAGE[0]  # the next plan resumes this run from its middle
 
-Start = Callable[[int], AbstractContextManager[TrainingGroup]]  # of processes that have so many devices
+Start = Callable[[int], AbstractContextManager[TrainingGroup]]  # starts the processes that have this many devices
 
 
 @dataclass
@@ -47,7 +47,7 @@ class DistributedCheck:
         dtypes: The requested dtypes; None for all.
 
     Raises:
-        ValueError: There is nothing to compare, or a framework cannot follow a plan in so many processes.
+        ValueError: If a framework cannot follow a plan in this number of processes.
     """
 
     backends: Sequence[str] = ()
@@ -55,7 +55,7 @@ class DistributedCheck:
     asked: Sequence[Plan] = ()
     processes: int | None = None
     dtypes: Sequence[str] | None = None
-    _left: tuple[Snapshot, str] | None = field(default=None, init=False)  # where a run was left, and who left it
+    _left: tuple[Snapshot, str] | None = field(default=None, init=False)  # a run in its middle, and its plan
 
     def __post_init__(self) -> None:
         for name in self.named if self.processes else ():
@@ -85,12 +85,12 @@ class DistributedCheck:
         return [CheckedPort(PortJob(name, self.setting), self.cases(name), [DISTRIBUTED]) for name in self.named]
 
     def asked_of(self, port: CheckedPort) -> Coverage:
-        """Return what has to be compared of a port."""
+        """Return the cases that must be compared for a port."""
         planned = Counter((DISTRIBUTED, case.dtypes[0]) for case in port.cases)
         return Coverage(port.label, (DISTRIBUTED,), tuple(self.dtypes or ()), self.dtypes is not None, planned)
 
     def not_tested(self) -> list[str]:
-        """Return what this check leaves out, and how to include it."""
+        """Return the parts that this check omits, and the options that include them."""
         found = []
         if self.backends:
             found = [f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *self.backends)]
@@ -109,7 +109,7 @@ class DistributedCheck:
 
         Args:
             ports: From ``checked_ports``.
-            interpreters: The Python interpreter that runs a backend, where it is not this one.
+            interpreters: The Python interpreters of ports that use a different one.
             timeout: As in ``run_all``.
         """
         give_labels(ports)
