@@ -298,15 +298,13 @@ def test_jax_decodes_under_jit(port):
 
 
 @pytest.mark.only("jax")
-@pytest.mark.parametrize("capacity", [5, 48, 64])
-def test_jax_reorders_a_cache_in_blocks(port, capacity):
-    """Each position once, wherever the blocks end."""
-    rng, rows, length = np.random.default_rng(0), np.array([2, 2, 0, 3]), capacity - 1
-    before = [rng.normal(size=(4, 2, capacity, width)) for width in (3, 5)]
-    cache = port.package.KeyValueCache(*map(port.from_numpy, before), length)
+def test_jax_reorders_a_cache(port):
+    rng, rows = np.random.default_rng(0), np.array([2, 2, 0, 3])
+    before = [rng.normal(size=(4, 2, 7, width)) for width in (3, 5)]
+    cache = port.package.KeyValueCache(*map(port.from_numpy, before), 6)
     cache.reorder(port.from_numpy(rows))
     for array, kept in zip((cache.key, cache.value), before, strict=True):
-        np.testing.assert_array_equal(port.to_numpy(array)[:, :, :length], kept[rows, :, :length])
+        np.testing.assert_array_equal(port.to_numpy(array), kept[rows])
 
 
 @pytest.mark.only("jax")

@@ -57,10 +57,9 @@ def cross_entropy(
     labels = to_ids("labels", labels, config.target_vocab_size, None)
     check_labels(labels.shape, logits.shape[:2])
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))  # [B, T, V]
-    # Not log_softmax: XLA would keep the logarithms of all probabilities, and pass over them for each of these sums.
     log_totals = jax.nn.logsumexp(wide, -1)
     right = jnp.take_along_axis(wide, labels[..., None], -1)[..., 0] - log_totals  # [B, T]
-    # Where values could not be looked at, a wrong label must not pass for one that costs nothing.
+    # If their values have not been checked (on a GPU, or in traced code), a wrong label must not pass for a free one.
     right = jnp.where((labels >= 0) & (labels < config.target_vocab_size), right, jnp.nan)
     smoothing = config.label_smoothing
     spread = wide.sum(-1) - wide.shape[-1] * log_totals  # [B, T]
