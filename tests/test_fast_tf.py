@@ -1,4 +1,4 @@
-"""What TensorFlow computes faster than the formulas say, and what it compiles, are two switches."""
+"""TensorFlow's two switches: ``fast`` for a model, and ``quick_compilation`` for the code in a context."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_switch_goes_where_the_model_goes(port, fast, tmp_path):
-    """Each layer, too, is accelerated once more: Keras builds a model from the arguments of its constructor."""
+    """Keras builds copies from the arguments of the constructor, which accelerates each copy."""
     import keras
 
     model = port.package.Transformer(CONFIG, fast=fast)
@@ -55,7 +55,7 @@ def test_the_switch_goes_where_the_model_goes(port, fast, tmp_path):
 
 
 def test_formulas_run_one_operation_at_a_time(port, asked):
-    """A model with fast=False is traced only if its user says so."""
+    """A trainer traces a model with ``fast=False`` only for ``compile=True``."""
     fast, plain = (
         port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG), "float64", fast=fast)
         for fast in (True, False)
@@ -83,7 +83,7 @@ def test_quick_compilation_ends_with_its_context(port):
 
 
 def test_quick_compilation_changes_no_result(port, asked):
-    """Within its context nothing is traced, and what is traced afterwards computes the same."""
+    """TensorFlow traces nothing within the context. Traced functions give the same results."""
     models = [build(port) for _ in range(2)]
     trainers = [port.package.Trainer(model, SETTINGS) for model in models]
     with port.package.runtime.quick_compilation():
@@ -107,7 +107,7 @@ def test_quick_compilation_changes_no_result(port, asked):
 
 @pytest.mark.parametrize("dtype", tiers.first_alone(["float64", "float32"], "dtypes"))
 def test_gelu_keeps_its_digits_far_below_zero(port, dtype):
-    """``1 + erf`` has none left at -6 in float32, and at -9 in float64."""
+    """``1 + erf`` rounds to 0 at -6 in float32 and at -9 in float64."""
     x = np.linspace(-9.0, 9.0, 73).astype(dtype)
     expected = [0.5 * value * math.erfc(-value / math.sqrt(2.0)) for value in x.astype(float).tolist()]
     found = port.to_numpy(port.package.layers.gelu(port.from_numpy(x)))

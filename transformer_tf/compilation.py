@@ -1,6 +1,6 @@
 """Tracing what a search and a trainer compute, once for all sizes. XLA compiles the steps of a search for each shape.
 
-A model with ``fast=False`` computes one operation after another, and so does every model in ``quick_compilation``.
+A model with ``fast=False`` and every model within ``quick_compilation`` compute one operation after another instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def padded(
 ) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
     """Return source and plan with padding at the end, so that XLA compiles for few sizes.
 
-    XLA takes seconds for each size, and makes a step several times as fast.
+    XLA needs seconds to compile a size, and a compiled step takes a fraction of the time.
     """
 
     def round_up(length: int) -> int:
@@ -55,7 +55,7 @@ def _call(function, model, args, constants, by_xla):
         if compiles_quickly() or not model.fast:
             return function(model, *args, **constants)
         traced = _TRACED.setdefault(model, {})
-        # Among the types is the kind of search. Keras replaces variables when it adds some, such as those of LoRA.
+        # Among the types is the kind of search. When Keras adds variables, for LoRA for example, it replaces others.
         key = function, *constants.values(), *map(type, args), *map(id, model.variables)
         if key not in traced:
             of_model = partial(function, proxy(model), **constants)  # a model would live as long as its functions
@@ -72,8 +72,8 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
     Args:
         trainer: The trainer.
         function: One of its methods.
-        part: Its first arguments, which a mesh divides, with the shares in front.
-        numbers: Its other arguments, which are the same on all devices, and so is the result.
+        part: Its first arguments, which a mesh divides; their first axis is the share.
+        numbers: Its other arguments. They and the result are the same on all devices.
         by_xla: Whether XLA compiles the function, for each shape.
     """
     if trainer.mesh is None and (compiles_quickly() or not (trainer.model.fast or by_xla)):
@@ -103,7 +103,7 @@ def _traced(trainer, function, arguments, by_xla):
 
 
 def _any_length(array):
-    """Return what describes an array: ids of any number of rows and any length, and all others as they are."""
+    """Return the specification of an array: ids have any number of rows and any length, other arrays keep their shape."""
     sizes = list(np.shape(array))
     is_ids = array.dtype == np.int32
     return tf.TensorSpec([*sizes[:-2], None, None] if is_ids else sizes, array.dtype)

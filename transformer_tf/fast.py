@@ -39,7 +39,7 @@ def attend_by_blocks(
 ) -> Float[Tensor, "B H L d_v"]:
     """Return the same as ``scaled_dot_product_attention``; for long inputs on a CPU, without storing all weights.
 
-    Taps need all scores at the same time, and so does dropout, which draws for all weights at once.
+    Taps and dropout need all weights at the same time.
     """
     is_long = query.shape[2] is not None and query.shape[2] > QUERY_BLOCK
     if tap is no_tap and dropout is None and is_long and _is_cpu():
@@ -94,7 +94,7 @@ def top_by_blocks(
 ) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
     """Return the largest values of each row and their indices. Of equal values, the first comes first.
 
-    On a CPU, ``top_k`` of all values takes seven times as long as the maximum of each block. The largest values are in
+    On a CPU, the maximum of each block takes 85% less time than ``top_k`` of all values. The largest values are in
     the blocks with the largest maxima, of blocks with equal maxima in the first ones, or in the rest that follows the
     last block. Sizes are not known while TensorFlow traces: if there are only a few blocks, all of them are sorted.
     """
