@@ -103,7 +103,7 @@ def _traced(trainer, function, arguments, by_xla):
 
 
 def _any_length(array):
-    """Return the specification of an array: ids have any number of rows and any length, other arrays keep their shape."""
+    """Return the specification of an array: ids have any number of rows and any length, others their shape."""
     sizes = list(np.shape(array))
     is_ids = array.dtype == np.int32
     return tf.TensorSpec([*sizes[:-2], None, None] if is_ids else sizes, array.dtype)
