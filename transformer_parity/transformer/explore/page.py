@@ -14,6 +14,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED
+from transformer_parity.engine.report.matrix import number
 from transformer_parity.engine.style import BACKENDS, page_colours
 from transformer_parity.engine.system.files import write_text
 
@@ -116,7 +117,7 @@ def _step(names: Sequence[str], entries: Sequence[View | None], scale: Scale) ->
     verdicts = {name: entry["verdict"] for name, entry in shown.items()}
     worst = next((verdict for verdict in (INTRODUCED, INHERITED) if verdict in verdicts.values()), "")
     introduced = [name for name, verdict in verdicts.items() if verdict == INTRODUCED]
-    says = [f"{name} {say(entry['error'])} {WORDS[entry['verdict']]}" for name, entry in shown.items()]
+    says = [f"{name} {number(entry['error'])} {WORDS[entry['verdict']]}" for name, entry in shown.items()]
     return {
         "worst": worst,
         "word": WORDS[worst] + (f": {', '.join(introduced)}" if introduced and len(shown) > 1 else "") if worst else "",
@@ -124,11 +125,3 @@ def _step(names: Sequence[str], entries: Sequence[View | None], scale: Scale) ->
         "tick": scale(max(float(entry["tolerance"]) for entry in shown.values())) if shown else None,
         "says": "; ".join(says) or "shown by no port",
     }
-
-
-def say(value: Any) -> str:
-    """Write an error; a string is an infinite one, or NaN."""
-    number = float(value)
-    if number == 0.0:
-        return "exact"
-    return f"{number:.1e}" if math.isfinite(number) else str(value)
