@@ -5,7 +5,6 @@ B batch, H heads, L query length, M memory (key and value) length.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.layers import Dropout, Linear, masked_softmax
+from reference_numpy.functional import masked_softmax, masked_softmax_backward
+from reference_numpy.layers import Dropout, Linear
 from transformer_spec.checks import check_attention, check_attention_mask, check_room
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
-
-QUERY_BLOCK = 256  # above this many queries, and without taps, not all scores are there at the same time
 
 
 def scaled_dot_product_attention(
@@ -56,31 +54,41 @@ def scaled_dot_product_attention(
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
-    if tap is no_tap and query.shape[2] > QUERY_BLOCK:
-        return _attend_in_blocks(query, key, value, mask, dropout)
     d_k = query.shape[-1]
-    scores = query @ key.mT
-    scores *= 1.0 / math.sqrt(d_k)
-    scores = tap("scores", scores)  # [B, H, L, M]
-    weights = masked_softmax(scores, mask, out=scores if tap is no_tap else None)  # in the same place without taps
-    weights = tap("weights", weights)  # [B, H, L, M]
+    scores = tap("scores", query @ key.mT / math.sqrt(d_k))  # [B, H, L, M]
+    weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)
     return tap("context", weights @ value)  # [B, H, L, d_v]
 
 
-def _attend_in_blocks(query, key, value, mask, dropout):
-    """Attend with some queries of one head at a time, in the order in which a dropout draws for all of them."""
-    batch, heads, length, _ = query.shape
-    context = np.empty((batch, heads, length, value.shape[3]), value.dtype)
-    allowed, by_head = None, None if mask is None else np.broadcast_to(mask, (batch, heads, *mask.shape[-2:]))
-    for b, h, start in itertools.product(range(batch), range(heads), range(0, length, QUERY_BLOCK)):
-        head = slice(b, b + 1), slice(h, h + 1)
-        rows = *head, slice(start, start + QUERY_BLOCK)
-        if by_head is not None:
-            allowed = by_head[rows if by_head.shape[2] > 1 else head]  # one row for all queries stays one
-        context[rows] = scaled_dot_product_attention(query[rows], key[head], value[head], allowed, dropout)
-    return context
+def scaled_dot_product_attention_backward(
+    query: Float[ndarray, "B H L d_k"],
+    key: Float[ndarray, "B H M d_k"],
+    value: Float[ndarray, "B H M d_v"],
+    weights: Float[ndarray, "B H L M"],
+    dcontext: Float[ndarray, "B H L d_v"],
+    dropout: Callable[[ndarray], ndarray] | None = None,
+    tap: Tap = no_tap,
+) -> tuple[Float[ndarray, "B H L d_k"], Float[ndarray, "B H M d_k"], Float[ndarray, "B H M d_v"]]:
+    """Return the gradients with respect to query, key and value.
+
+    Args:
+        query: As in the forward pass.
+        key: As in the forward pass.
+        value: As in the forward pass.
+        weights: The weights before dropout. They are zero where masked, so the backward pass needs no mask.
+        dcontext: The gradient with respect to the context.
+        dropout: Applied to the weights and, because it is linear, to the gradient with respect to them.
+        tap: Receives the gradient at each tap of the forward pass. Its return value replaces the gradient.
+    """
+    dropout = dropout or (lambda x: x)
+    dcontext = tap("context", dcontext)
+    dvalue = dropout(weights).mT @ dcontext
+    dweights = tap("weights", dropout(dcontext @ value.mT))  # [B, H, L, M]
+    dscores = tap("scores", masked_softmax_backward(weights, dweights))  # [B, H, L, M]
+    scale = math.sqrt(query.shape[-1])
+    return dscores @ key / scale, dscores.mT @ query / scale, dvalue
 
 
 def split_heads(x: Float[ndarray, "B L width"], num_heads: int) -> Float[ndarray, "B H L d"]:
@@ -150,6 +158,7 @@ class MultiHeadAttention:
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)
         self.dropout = Dropout(config.dropout.attention)
+        self.attend = scaled_dot_product_attention
 
     def __call__(
         self,
@@ -183,7 +192,7 @@ class MultiHeadAttention:
         if past is not None:
             k, v = past.append(k, v)
         dropout = partial(self.dropout, rng=rng, tap=tap, name="weights")
-        context = scaled_dot_product_attention(q, k, v, mask, dropout, tap)
+        context = self.attend(q, k, v, mask, dropout, tap)
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def project(self, memory: Float[ndarray, "B M d_model"]) -> KeyValues:

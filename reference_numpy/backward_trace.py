@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,11 @@ class Trace:
         seen: What a Recorder saw of the whole model.
         note: Receives each named gradient, of taps and of parameters, and returns the gradient to go on with.
         path: Of the module, ending with a dot.
-        room: Arrays that are used up, such as the gradients of an earlier step: those of kernels go to the same places.
     """
 
     seen: Mapping[str, ndarray]
     note: Tap
     path: str = ""
-    room: Mapping[str, ndarray] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> ndarray:
         """Return the value at a tap."""
@@ -38,7 +36,7 @@ class Trace:
 
     def within(self, prefix: str) -> Trace:
         """Return the trace of a sub-module."""
-        return Trace(self.seen, within(self.note, prefix), f"{self.path}{prefix}.", self.room)
+        return Trace(self.seen, within(self.note, prefix), f"{self.path}{prefix}.")
 
     def of_layer(self, i: int, layer: EncoderLayer | DecoderLayer, *inputs: ndarray) -> Trace:
         """Return the trace of a layer; what only its inputs were kept of runs again."""

@@ -10,9 +10,10 @@ import math
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.functional import linear
+from reference_numpy.functional import linear, linear_backward
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float, Int
+from transformer_spec.taps import Tap
 
 
 def sinusoidal_encoding(
@@ -52,13 +53,18 @@ class TokenEmbedding:
         """Return the vectors of the tokens."""
         return self.table[ids] * self.multiplier
 
+    def backward(
+        self, ids: Int[ndarray, "B L"], dvectors: Float[ndarray, "B L d_model"], dtable: Float[ndarray, "V d_model"]
+    ) -> None:
+        """Add to the gradient with respect to the table: each row gets the sum over the positions of its token."""
+        np.add.at(dtable, ids, self.multiplier * dvectors)
+
 
 class SinusoidalPosition:
     """Add to each vector the sines and cosines of its position (section 3.5)."""
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         self.config = config
-        self._known = np.zeros((0, config.d_model))  # as many rows as were asked for so far
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L d_model"]:
         """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
@@ -66,14 +72,10 @@ class SinusoidalPosition:
 
     def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
         """Return what is added at each of the first positions."""
-        config, known = self.config, self._known  # looked at once: another thread may put more rows there
-        if length > len(known):
-            known = sinusoidal_encoding(
-                length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
-            )
-            known.flags.writeable = False
-            self._known = known
-        return known[:length]
+        config = self.config
+        return sinusoidal_encoding(
+            length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
+        )
 
 
 class LearnedPosition:
@@ -86,6 +88,12 @@ class LearnedPosition:
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L d_model"]:
         """Return ``x`` with its positions."""
         return x + self.vectors(x.shape[1])
+
+    def backward(self, dy: Float[ndarray, "B L d_model"]) -> Float[ndarray, "max_length d_model"]:
+        """Return the gradient with respect to the table. The gradient with respect to ``x`` is ``dy`` itself."""
+        dtable = np.zeros_like(self.table)
+        dtable[self.offset : self.offset + dy.shape[1]] = dy.sum(axis=0)
+        return dtable
 
     def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
         """Return what is added at each of the first positions."""
@@ -103,5 +111,21 @@ class OutputProjection:
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L V"]:
         """Return the logits of each position."""
-        kernel = self.table.T if self.kernel is None else self.kernel  # type: ignore[union-attr]
-        return linear(x, kernel, self.bias)
+        return linear(x, self._matrix, self.bias)
+
+    def backward(
+        self, x: Float[ndarray, "B L d_model"], dlogits: Float[ndarray, "B L V"], tap: Tap
+    ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
+        """Return the gradients with respect to ``x`` and to a tied table, or None. The tap receives the others."""
+        dx, dkernel, dbias = linear_backward(x, self._matrix, dlogits)
+        if self.bias is not None:
+            tap("bias", dbias)
+        if self.kernel is None:
+            return dx, dkernel.T
+        tap("kernel", dkernel)
+        return dx, None
+
+    @property
+    def _matrix(self) -> Float[ndarray, "d_model V"]:
+        """The matrix that maps a state to logits."""
+        return self.table.T if self.kernel is None else self.kernel  # type: ignore[union-attr]

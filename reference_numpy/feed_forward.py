@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.layers import ACTIVATIONS, Dropout, Linear
+from reference_numpy.functional import ACTIVATIONS, ACTIVATIONS_BACKWARD
+from reference_numpy.layers import Dropout, Linear
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float
 from transformer_spec.taps import Tap, no_tap
@@ -36,3 +37,15 @@ class PositionwiseFeedForward:
         """Transform each position of ``x``."""
         inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner, rng, tap, "inner")))
+
+    def activation_backward(
+        self, x: Float[ndarray, "B L d_model"], inner: Float[ndarray, "B L d_ff"], dinner: Float[ndarray, "B L d_ff"]
+    ) -> Float[ndarray, "B L d_ff"]:
+        """Return the gradient with respect to the input of the activation.
+
+        Args:
+            x: The input of ``inner_proj``.
+            inner: The output of the activation.
+            dinner: The gradient with respect to ``inner``.
+        """
+        return ACTIVATIONS_BACKWARD[ACTIVATIONS[self.activation]](self.inner_proj(x), dinner)

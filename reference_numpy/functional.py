@@ -1,74 +1,64 @@
-"""The functions that every framework ships, written out: linear, softmax, layer norm, activations, dropout."""
+"""The functions that every framework ships, written out, each followed by its backward pass.
+
+``dy`` is the gradient of the loss with respect to ``y``. A backward function takes the inputs of its forward function,
+or the result where that is enough, and the gradient with respect to the result. It returns the gradients with respect
+to the inputs.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 
 import numpy as np
 from numpy import ndarray
 
 from transformer_spec.shapes import Bool, Float
 
-FEW_ROWS = 32  # for up to so many, a transposed matrix is better the left one of a product: 1.3 to 1.8 times as fast
-
 
 def linear(
     x: Float[ndarray, "*axes d_in"], kernel: Float[ndarray, "d_in d_out"], bias: Float[ndarray, " d_out"] | None = None
 ) -> Float[ndarray, "*axes d_out"]:
     """Multiply the last axis by a matrix and add a bias: ``x W + b``."""
-    rows = x.reshape(-1, x.shape[-1])  # one matrix product, whatever the leading axes
-    if len(rows) <= FEW_ROWS and not kernel.flags.c_contiguous:  # a transposed table, which BLAS reads badly for so few
-        y = np.ascontiguousarray((kernel.T @ rows.T).T)
-    else:
-        y = rows @ kernel
-    if bias is not None:
-        y += bias
-    return y.reshape(*x.shape[:-1], kernel.shape[-1])
+    y = x @ kernel
+    return y if bias is None else y + bias
+
+
+def linear_backward(
+    x: Float[ndarray, "*axes d_in"], kernel: Float[ndarray, "d_in d_out"], dy: Float[ndarray, "*axes d_out"]
+) -> tuple[Float[ndarray, "*axes d_in"], Float[ndarray, "d_in d_out"], Float[ndarray, " d_out"]]:
+    """Return the gradients with respect to ``x``, ``W`` and ``b``: ``dy W^T``, ``x^T dy``, and ``dy`` summed up."""
+    rows, drows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    return dy @ kernel.T, rows.T @ drows, drows.sum(axis=0)
 
 
 def masked_softmax(
-    scores: Float[ndarray, "*axes M"],
-    mask: Bool[ndarray, "*#axes #M"] | None = None,
-    out: Float[ndarray, "*axes M"] | None = None,
+    scores: Float[ndarray, "*axes M"], mask: Bool[ndarray, "*#axes #M"] | None = None
 ) -> Float[ndarray, "*axes M"]:
-    """Turn scores into weights that sum to one over the allowed keys, and to zero where none is allowed.
+    """Turn scores into weights that sum to one over the allowed keys, and to zero if no key is allowed.
 
     Args:
-        scores: How well each key answers.
-        mask: True where a key is allowed. None allows all.
-        out: Where the weights go, which may be ``scores`` itself; None is a new array.
+        scores: How well each key matches.
+        mask: True if a key is allowed. None allows all.
     """
-    if mask is not None:  # the smaller of a score and infinity is the score; np.where takes four times as long
-        infinity = scores.dtype.type(np.inf)
-        scores = out = np.fmin(scores, np.where(mask, infinity, -infinity), out=out)
-    lowest = np.finfo(scores.dtype).min  # a row of -inf would otherwise be -inf - -inf, NaN
-    largest = np.fmax.reduce(scores, axis=-1, keepdims=True, initial=lowest)  # max minds NaN, and takes twice as long
-    with np.errstate(invalid="ignore"):  # inf - inf: what is not a number stays so, without a warning
-        weights = np.subtract(scores, largest, out=out)
-    np.exp(weights, out=weights)
-    total = sum_last(weights)
-    np.maximum(total, 1.0, out=total)  # the likeliest has exp(0) = 1; nothing allowed: 0 / 1
-    weights /= total
-    return weights
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf)
+    largest = scores.max(axis=-1, keepdims=True, initial=np.finfo(scores.dtype).min)  # finite if nothing is allowed
+    weights = np.exp(scores - largest)
+    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1.0)  # the sum is at least exp(0) or, masked, 0
+
+
+def masked_softmax_backward(
+    weights: Float[ndarray, "*axes M"], dweights: Float[ndarray, "*axes M"]
+) -> Float[ndarray, "*axes M"]:
+    """Return the gradient with respect to the scores, ``w_i (dw_i - sum_j w_j dw_j)``. It is zero where masked."""
+    return weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True))
 
 
 def log_softmax(logits: Float[ndarray, "*axes V"]) -> Float[ndarray, "*axes V"]:
     """Return the logarithms of the probabilities, without overflow."""
-    shifted = logits - np.fmax.reduce(logits, axis=-1, keepdims=True)
-    shifted -= np.log(sum_last(np.exp(shifted)))
-    return shifted
-
-
-def sum_last(x: Float[ndarray, "*axes n"]) -> Float[ndarray, "*axes 1"]:
-    """Sum up the last axis, which stays with length one: as a product with ones, which BLAS does far faster."""
-    return np.vecdot(x, _ones(x.shape[-1], x.dtype))[..., None]
-
-
-@lru_cache(maxsize=64)
-def _ones(length, dtype):
-    return np.ones(length, dtype)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def layer_norm(
@@ -78,19 +68,45 @@ def layer_norm(
     epsilon: float,
     kind: str = "standard",
 ) -> Float[ndarray, "*axes d_model"]:
-    """Normalise the last axis by the biased variance about the mean (Ba et al., 2016, equations 3 and 4).
+    """Normalize the last axis by the biased variance about the mean (Ba et al., 2016, equations 3 and 4).
 
     Kind ``annotated`` divides as the Annotated Transformer does: by the unbiased standard deviation, with epsilon
     added outside the root. The variance is taken in two passes: the mean of squares minus the square of the mean
     loses every digit when the mean is large.
     """
-    d_model = x.shape[-1]
-    y = x - sum_last(x) / d_model
-    squares = np.vecdot(y, y)[..., None]
-    y /= np.sqrt(squares / (d_model - 1)) + epsilon if kind == "annotated" else np.sqrt(squares / d_model + epsilon)
-    y *= scale
-    y += bias
-    return y
+    centered = x - x.mean(axis=-1, keepdims=True)
+    sigma, _ = _deviation(centered, epsilon, kind)
+    return centered / sigma * scale + bias
+
+
+def layer_norm_backward(
+    x: Float[ndarray, "*axes d_model"],
+    scale: Float[ndarray, " d_model"],
+    epsilon: float,
+    dy: Float[ndarray, "*axes d_model"],
+    kind: str = "standard",
+) -> tuple[Float[ndarray, "*axes d_model"], Float[ndarray, " d_model"], Float[ndarray, " d_model"]]:
+    """Return the gradients with respect to ``x``, scale and bias.
+
+    With ``n = (x - mean) / sigma`` and ``y = n scale + bias``: ``dx = (dn - mean(dn) - n slope mean(n dn)) / sigma``.
+    The second term is the effect of ``x`` on the mean, the third on ``sigma``, as ``dsigma = slope mean(n dx)``.
+    """
+    centered = x - x.mean(axis=-1, keepdims=True)
+    sigma, slope = _deviation(centered, epsilon, kind)
+    n, dn = centered / sigma, dy * scale
+    dx = (dn - dn.mean(axis=-1, keepdims=True) - n * slope * (n * dn).mean(axis=-1, keepdims=True)) / sigma
+    rows = tuple(range(x.ndim - 1))
+    return dx, (dy * n).sum(axis=rows), dy.sum(axis=rows)
+
+
+def _deviation(centered, epsilon, kind):
+    """Return the divisor sigma of a layer norm, and its slope: the change of sigma for a change ``mean(n dx)`` of x."""
+    if kind == "standard":
+        return np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + epsilon), 1.0
+    d_model = centered.shape[-1]
+    std = np.sqrt(np.square(centered).sum(axis=-1, keepdims=True) / (d_model - 1))
+    sigma = std + epsilon
+    return sigma, sigma / np.where(std == 0.0, 1.0, std) * d_model / (d_model - 1)
 
 
 def relu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
@@ -98,48 +114,88 @@ def relu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     return np.maximum(x, 0.0)
 
 
-_erf = np.vectorize(math.erf, otypes=[np.float64])  # NumPy has no erf
+def relu_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
+    """Return the gradient with respect to ``x``: ``dy`` if ``x`` is positive, else zero. ``y`` has the same sign."""
+    return dy * (x > 0.0)
+
+
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])  # NumPy has no error function
+
+
+def normal_cdf(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
+    """Return ``Phi(x)``, the probability that a standard normal variable is at most ``x``, in float64.
+
+    ``erfc`` keeps all digits for negative ``x``, where ``1 + erf`` cancels.
+    """
+    return 0.5 * _erfc(-math.sqrt(0.5) * x.astype(np.float64))
 
 
 def gelu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return ``x Phi(x)``, with the normal distribution's exact Phi (Hendrycks and Gimpel, 2016)."""
-    return (x * (0.5 * (1.0 + _erf(x * math.sqrt(0.5))))).astype(x.dtype)
+    """Return ``x Phi(x)`` (Hendrycks and Gimpel, 2016)."""
+    return (x * normal_cdf(x)).astype(x.dtype)
+
+
+def gelu_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
+    """Return the gradient with respect to ``x``, ``dy (Phi(x) + x phi(x))``, with the density ``phi``."""
+    density = np.exp(-0.5 * np.square(x)) / math.sqrt(2.0 * math.pi)
+    return (dy * (normal_cdf(x) + x * density)).astype(x.dtype)
 
 
 def gelu_tanh(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the tanh approximation of ``gelu``, up to 5e-4 away from it."""
-    y = np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * np.square(x)))  # x**3 would be many times as slow
-    y += 1.0
-    y *= x
-    y *= 0.5
-    return y
+    """Return the approximation of ``gelu`` by a tanh, with an error of at most 5e-4."""
+    return 0.5 * x * (1.0 + _tanh(x))
+
+
+def gelu_tanh_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
+    """Return the gradient with respect to ``x``. The derivative of ``t = tanh(u)`` is ``(1 - t^2) u'``."""
+    t, du = _tanh(x), math.sqrt(2.0 / math.pi) * (1.0 + 3 * 0.044715 * x * x)
+    return dy * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * du)
+
+
+def _tanh(x):
+    return np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
 
 
 def swish(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     """Return ``x sigmoid(x)``, also called SiLU."""
-    y = 0.5 * x
-    np.tanh(y, out=y)  # the sigmoid is 0.5 (1 + tanh(x / 2)), a form that cannot overflow
-    y += 1.0
-    y *= x
-    y *= 0.5
-    return y
+    return x * sigmoid(x)
 
 
-ACTIVATIONS: dict[str, Callable[[ndarray], ndarray]] = {
+def swish_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
+    """Return the gradient with respect to ``x``, ``dy s (1 + x (1 - s))``, with the sigmoid ``s``."""
+    s = sigmoid(x)
+    return dy * s * (1.0 + x * (1.0 - s))
+
+
+def sigmoid(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
+    """Return ``1 / (1 + exp(-x))``."""
+    with np.errstate(over="ignore"):  # 1 / infinity is the right result
+        return 1.0 / (1.0 + np.exp(-x))
+
+
+Activation = Callable[[ndarray], ndarray]
+ACTIVATIONS: dict[str, Activation] = {
     "relu": relu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "swish": swish,
 }
+ACTIVATIONS_BACKWARD: dict[Activation, Callable[[ndarray, ndarray], ndarray]] = {
+    relu: relu_backward,
+    gelu: gelu_backward,
+    gelu_tanh: gelu_tanh_backward,
+    swish: swish_backward,
+}
 
 
 def draw_keep(shape: tuple[int, ...], rate: float, rng: np.random.Generator) -> Bool[ndarray, "*axes"]:
-    """Choose what dropout keeps: each element with probability ``1 - rate``."""
+    """Choose the elements that dropout keeps, each with probability ``1 - rate``."""
     return rng.random(shape, dtype=np.float32) >= rate
 
 
 def dropout(x: Float[ndarray, "*axes"], keep: Bool[ndarray, "*axes"], rate: float) -> Float[ndarray, "*axes"]:
-    """Set what is not kept to zero and scale the rest so that the mean stays (section 5.4)."""
-    y = x / (1.0 - rate)
-    y *= keep
-    return y
+    """Set the other elements to zero and scale the rest, which preserves the mean (section 5.4).
+
+    The function is linear: applied to the gradient with respect to the result, it is its own backward pass.
+    """
+    return x * keep / (1.0 - rate)

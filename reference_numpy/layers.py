@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.functional import ACTIVATIONS, draw_keep, dropout, layer_norm, linear, masked_softmax
+from reference_numpy.functional import (
+    ACTIVATIONS,
+    draw_keep,
+    dropout,
+    layer_norm,
+    layer_norm_backward,
+    linear,
+    linear_backward,
+    masked_softmax,
+)
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float
 from transformer_spec.taps import Tap, no_tap
@@ -24,6 +33,16 @@ class Linear:
         """Map the last axis of ``x``."""
         return linear(x, self.kernel, self.bias)
 
+    def backward(
+        self, x: Float[ndarray, "*axes d_in"], dy: Float[ndarray, "*axes d_out"], tap: Tap
+    ) -> Float[ndarray, "*axes d_in"]:
+        """Return the gradient with respect to ``x``. The tap receives those with respect to the parameters."""
+        dx, dkernel, dbias = linear_backward(x, self.kernel, dy)
+        tap("kernel", dkernel)
+        if self.bias is not None:
+            tap("bias", dbias)
+        return dx
+
 
 class LayerNorm:
     """Normalise the last axis, then scale and shift it (Ba et al., 2016).
@@ -41,6 +60,15 @@ class LayerNorm:
     def __call__(self, x: Float[ndarray, "*axes d_model"]) -> Float[ndarray, "*axes d_model"]:
         """Normalise each position of ``x``."""
         return layer_norm(x, self.scale, self.bias, self.epsilon, self.kind)
+
+    def backward(
+        self, x: Float[ndarray, "*axes d_model"], dy: Float[ndarray, "*axes d_model"], tap: Tap
+    ) -> Float[ndarray, "*axes d_model"]:
+        """Return the gradient with respect to ``x``. The tap receives those with respect to the parameters."""
+        dx, dscale, dbias = layer_norm_backward(x, self.scale, self.epsilon, dy, self.kind)
+        tap("scale", dscale)
+        tap("bias", dbias)
+        return dx
 
 
 class Dropout:

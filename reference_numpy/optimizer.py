@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from numpy import ndarray
 
 from transformer_spec.training_config import TrainingConfig
-
-PIECE = 2**15  # numbers of a parameter that Adam updates at a time
 
 
 def global_norm(gradient: Mapping[str, ndarray]) -> float:
@@ -52,19 +50,10 @@ class Adam:
         """
         settings = self.settings
         correction1, correction2 = corrections
-        for name in gradient:
-            moments = self.first_moment[name], self.second_moment[name]
-            for theta, g, m, v in _pieces(self.parameters[name], gradient[name], *moments):
-                g *= scale  # the gradient is used up
-                m += (1.0 - settings.beta1) * (g - m)
-                v += (1.0 - settings.beta2) * (g * g - v)
-                m_hat = m / correction1
-                v_hat = v / correction2
-                theta -= learning_rate * m_hat / (np.sqrt(v_hat) + settings.epsilon)
-
-
-def _pieces(*arrays: ndarray) -> Iterator[list[ndarray]]:
-    """Yield arrays of one shape in pieces that stay in the cache while formulas pass over them again and again."""
-    rows = max(1, PIECE * len(arrays[0]) // arrays[0].size)
-    for start in range(0, len(arrays[0]), rows):
-        yield [array[start : start + rows] for array in arrays]
+        for name, theta in self.parameters.items():
+            g, m, v = scale * gradient[name], self.first_moment[name], self.second_moment[name]
+            m += (1.0 - settings.beta1) * (g - m)
+            v += (1.0 - settings.beta2) * (g * g - v)
+            m_hat = m / correction1
+            v_hat = v / correction2
+            theta -= learning_rate * m_hat / (np.sqrt(v_hat) + settings.epsilon)

@@ -11,6 +11,7 @@ from numpy import ndarray
 from reference_numpy.decoder import DecoderStack
 from reference_numpy.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from reference_numpy.encoder import EncoderStack
+from reference_numpy.fast import accelerate
 from reference_numpy.layers import Dropout, LayerNorm
 from reference_numpy.masks import padding_mask, target_padding_mask
 from reference_numpy.runtime import check_placement, set_precision, to_ids, to_mask, to_memory
@@ -28,7 +29,7 @@ class Part:
 
     part: str | None = None
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, fast: bool = True) -> None:
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config
@@ -47,6 +48,9 @@ class Part:
             self.decoder = DecoderStack(config, dtype)
             self.output_proj = OutputProjection(config, self.target_embedding, dtype)
         self.dropout = Dropout(config.dropout.embedding)
+        self.fast = fast
+        if fast:
+            accelerate(self)
 
     @classmethod
     def from_weights(
@@ -56,6 +60,8 @@ class Part:
         dtype: str = "float32",
         device: str | None = None,
         precision: str | None = None,
+        *,
+        fast: bool = True,
     ) -> Self:
         """Build a model in inference mode that holds a copy of the given weights.
 
@@ -66,6 +72,8 @@ class Part:
             device: ``cpu`` or ``gpu``. None leaves the place to the framework.
             precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
                 None leaves it as it is.
+            fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
+                formula as it is written.
 
         Raises:
             TypeError: A weight is not of a floating-point dtype.
@@ -75,7 +83,7 @@ class Part:
         check_placement(dtype, device)
         if precision is not None:
             set_precision(precision)
-        model = cls(config, dtype)
+        model = cls(config, dtype, fast=fast)
         set_weights(model, weights)
         return model
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy import fast
 from reference_numpy.functional import log_softmax
 from reference_numpy.search_loop import run_search
 from reference_numpy.search_rules import apply_rules, within_pool
@@ -123,7 +124,16 @@ def beam_search(
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
     )
-    return run_search(Beam, model, source_ids, source_mask, search, on_step, use_cache=use_cache)
+    return run_search(
+        FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step, use_cache=use_cache
+    )
+
+
+def top(values: Float[ndarray, "B N"], count: int) -> tuple[Float[ndarray, "B K"], Int[ndarray, "B K"]]:
+    """Return the largest values of each row and their indices. Of equal values, the first comes first."""
+    values = np.where(np.isnan(values), inf, values)  # NaN comes first, so that it is noticed
+    index = np.argsort(-values, axis=-1, kind="stable")[:, :count]
+    return np.take_along_axis(values, index, -1), index
 
 
 class Greedy(NamedTuple):
@@ -154,7 +164,7 @@ class Greedy(NamedTuple):
         ids[:, 0, n - 1] = tokens
         scores = self.scores + np.where(self.unfinished[:, None], best, 0.0)
         unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits)
-        return Greedy(tokens, ids, scores, unfinished), None
+        return self._replace(tokens=tokens, ids=ids, scores=scores, unfinished=unfinished), None
 
     def goes_on(self) -> Any:
         """Whether any sentence is unfinished."""
@@ -174,12 +184,14 @@ class Beam(NamedTuple):
     finished_ids: Int[ndarray, "B P capacity"]
     finished: Float[ndarray, "B P"]  # scores, best first
 
+    top = staticmethod(top)  # type: ignore[misc]  # no field
+
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
         """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
         shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.pool_size]
         is_empty_one = (plan.limits > 0)[:, None] & (np.arange(plan.beam_size) == 0)
-        return cls(
+        return cls(  # type: ignore[call-arg]
             tokens=np.full(shape, plan.start_id),
             ids=np.full([*shape, plan.capacity], plan.pad_id),
             alive=np.where(is_empty_one, np.zeros(shape, plan.penalties.dtype), -inf),
@@ -194,7 +206,7 @@ class Beam(NamedTuple):
         # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
-        best, index = _top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
+        best, index = self.top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
         if plan.rules.beam_shrinks:
             best = within_pool(best, self.finished)
         parent, token = index // vocabulary, index % vocabulary
@@ -205,10 +217,10 @@ class Beam(NamedTuple):
         ended = np.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
         if plan.rules.pool == "first":
             ended = within_pool(ended, self.finished)
-        finished, rank = _top(np.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
+        finished, rank = self.top(np.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = np.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
         # 3. Go on with the best that do not end, unless none of them can still be among the best.
-        alive, rank = _top(np.where(~ends, best, -inf), beam_size)  # [B, K]
+        alive, rank = self.top(np.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
         attainable = alive[:, 0] / plan.penalties[longest]  # if all its further tokens were certain
         is_over = finished[:, -1] >= attainable
@@ -218,7 +230,8 @@ class Beam(NamedTuple):
         ids = np.where((alive != -inf)[:, :, None], candidates[sentence, rank], plan.pad_id)
         tokens, parent = token[sentence, rank], parent[sentence, rank]
         rows = (sentence * beam_size + parent).reshape(-1)
-        return Beam(tokens, ids, alive, finished_ids, finished), rows
+        state = self._replace(tokens=tokens, ids=ids, alive=alive, finished_ids=finished_ids, finished=finished)
+        return state, rows
 
     def goes_on(self) -> Any:
         """Whether any hypothesis is unfinished."""
@@ -229,6 +242,12 @@ class Beam(NamedTuple):
         return self.finished_ids, self.finished
 
 
+class FastBeam(Beam):
+    """Beam search with a faster choice of the best continuations."""
+
+    top = staticmethod(fast.top)
+
+
 def _next_log_probabilities(logits, ids, n, plan):
     """Return the log-probability of each next token [R, V], with -inf for tokens that are not allowed."""
     log_probabilities = log_softmax(logits)
@@ -236,14 +255,3 @@ def _next_log_probabilities(logits, ids, n, plan):
     if n < plan.min_length:
         log_probabilities[:, plan.eos_id] = -inf
     return apply_rules(log_probabilities, ids, n, plan)
-
-
-def _top(values, count):
-    """Return the largest values of each row and where they are; of equal ones, the first come first."""
-    values = np.where(np.isnan(values), inf, values)  # NaN comes first: a model that computes it is found out
-    if values.shape[1] > 8 * count:  # sorting what is large enough is faster than sorting all
-        large = [np.flatnonzero(row >= np.partition(row, -count)[-count]) for row in values]
-        index = np.stack([at[np.argsort(-x[at], kind="stable")[:count]] for x, at in zip(values, large, strict=True)])
-    else:
-        index = np.argsort(-values, axis=-1, kind="stable")[:, :count]
-    return np.take_along_axis(values, index, -1), index

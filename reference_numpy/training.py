@@ -11,9 +11,9 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.backward import transformer_backward
-from reference_numpy.backward_functions import cross_entropy_backward
 from reference_numpy.backward_trace import Activations, LayerInputs
-from reference_numpy.functional import log_softmax
+from reference_numpy.fast import FastAdam, by_sentence, reuse
+from reference_numpy.functional import log_softmax, masked_softmax
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.optimizer import Adam, clip_factor, global_norm
 from reference_numpy.parallel import divide, plan_of
@@ -71,6 +71,25 @@ def cross_entropy(
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
     return np.asarray(np.where(counted, losses, 0.0).sum()), np.asarray(counted.sum())
+
+
+def cross_entropy_backward(
+    logits: Float[ndarray, "B T V"], labels: Int[ndarray, "B T"], config: TransformerConfig
+) -> Float[ndarray, "B T V"]:
+    """Return the gradient of the summed ``cross_entropy`` with respect to the logits: prediction minus target.
+
+    The target distribution sums to one, so the derivatives of logarithm, softmax and smoothing reduce to this.
+    """
+    kind, smoothing = config.label_smoothing_kind, config.label_smoothing
+    others = {"uniform": 0, "off_target": 1, "off_target_and_pad": 2}[kind]
+    share = smoothing / (config.target_vocab_size - others) if smoothing else 0.0
+    target = np.full_like(logits, share)
+    if kind == "off_target_and_pad":
+        target[..., config.pad_id] = 0.0
+    right = 1.0 - smoothing + (share if kind == "uniform" else 0.0)
+    np.put_along_axis(target, labels[..., None], right, -1)
+    counted = (labels != config.pad_id)[..., None]  # [B, T, 1]
+    return np.where(counted, masked_softmax(logits) - target, 0.0)
 
 
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
@@ -136,8 +155,8 @@ class Trainer:
         self.seed = seed
         self.step = 0  # steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
-        self._room: dict[str, ndarray] = {}  # the gradient of the last step, which the next one overwrites
-        self.optimizer = Adam({name: find(model, name) for name in parameter_shapes(model.config)}, settings)
+        adam = FastAdam if model.fast else Adam
+        self.optimizer = adam({name: find(model, name) for name in parameter_shapes(model.config)}, settings)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
         """Take one step of Adam on the loss per target token of a batch, with dropout.
@@ -160,7 +179,8 @@ class Trainer:
         scale = clip_factor(norm, settings.clip_norm) / count
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
-        self._room = gradient
+        if self.model.fast:
+            reuse(self.model, gradient)
         self.step += 1
         return StepResult(total / count, tokens, norm)
 
@@ -209,8 +229,7 @@ class Trainer:
         for part, rng in divide(self, batch):
             seen = self._tap(part, rng)
             found = Recorder("**.kernel", "**.bias", "**.scale", "**.table")
-            room, self._room = self._room, {}
-            part_total, part_tokens, of_parameters, _ = _backward(self.model, part, seen, found, rng, room)
+            part_total, part_tokens, of_parameters, _ = _backward(self.model, part, seen, found, rng)
             total, tokens = total + part_total, tokens + part_tokens
             for name, array in gradient.items():
                 of_parameters[name] += array
@@ -239,16 +258,13 @@ def _take(model, source_ids, target_ids, labels):
     return source_ids, target_ids, labels
 
 
-def _backward(model, batch, seen, found, rng=None, room=None):
+def _backward(model, batch, seen, found, rng=None):
     """Return the summed loss, the number of tokens, and the gradient of the sum at every parameter and tap found."""
     source_ids, target_ids, labels = batch
     logits = model(source_ids, target_ids, tap=seen, rng=rng)
-    config = model.config
-    losses = np.zeros(len(labels), logits.dtype)
-    tokens = np.asarray(0)
-    for i in range(len(labels)):  # one sentence at a time, since nothing else is as wide as the vocabulary
-        sentence = slice(i, i + 1)
-        losses[i], counted = cross_entropy(logits[sentence], labels[sentence], config)
-        tokens = tokens + counted
-        logits[sentence] = cross_entropy_backward(logits[sentence], labels[sentence], config)  # in the same place
-    return losses.sum(), tokens, *transformer_backward(model, source_ids, target_ids, logits, seen, found, room)
+    arguments = logits, labels, model.config
+    if model.fast:
+        (total, tokens), dlogits = by_sentence(cross_entropy, cross_entropy_backward, *arguments)
+    else:
+        (total, tokens), dlogits = cross_entropy(*arguments), cross_entropy_backward(*arguments)
+    return total, tokens, *transformer_backward(model, source_ids, target_ids, dlogits, seen, found)

@@ -205,7 +205,12 @@ class Transformer(Encoder, Decoder):
 
 
 def load_transformer(
-    path: str | Path, dtype: str = "float32", device: str | None = None, precision: str | None = None
+    path: str | Path,
+    dtype: str = "float32",
+    device: str | None = None,
+    precision: str | None = None,
+    *,
+    fast: bool = True,
 ) -> Transformer:
     """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
-    return Transformer.from_weights(*load_weights(path), dtype, device, precision)
+    return Transformer.from_weights(*load_weights(path), dtype, device, precision, fast=fast)

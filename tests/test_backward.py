@@ -16,8 +16,9 @@ import tiers
 from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy as ref
-from reference_numpy import backward_functions, backward_trace, functional
-from reference_numpy.backward_functions import cross_entropy_backward, scaled_dot_product_attention_backward
+from reference_numpy import backward_trace, fast, functional
+from reference_numpy.attention import scaled_dot_product_attention_backward
+from reference_numpy.training import cross_entropy_backward
 from transformer_spec.names import find
 
 RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.25, feed_forward=0.35)
@@ -88,38 +89,32 @@ def random(*shape, seed=0):
 # The functions, each on its own.
 
 
-def check_arguments(function, arguments, of_result, gradients):
-    """Compare the gradient of each argument with differences of ``sum(of_result * function(*arguments))``."""
+def check_arguments(function, arguments, dresult, gradients):
+    """Compare the gradient of each argument with differences of ``sum(dresult * function(*arguments))``."""
     for i, gradient in enumerate(gradients):
         assert gradient.shape == arguments[i].shape
 
         def moved(displacement, i=i):
             at = [argument + displacement if i == j else argument for j, argument in enumerate(arguments)]
-            return np.vdot(of_result, function(*at))
+            return np.vdot(dresult, function(*at))
 
         assert_gradient(moved, gradient, what=f"argument {i}")
 
 
 def test_linear():
-    x, kernel, bias, of_y = random(2, 3, 5), random(5, 7), random(7), random(2, 3, 7, seed=1)
-    gradients = backward_functions.linear_backward(x, kernel, of_y)
-    check_arguments(functional.linear, (x, kernel, bias), of_y, gradients)
-    for stored in (kernel, np.asfortranarray(kernel)):  # as it is, and as the transpose of a table
-        room = np.full_like(stored, np.nan)
-        again = backward_functions.linear_backward(x, stored, of_y, room)
-        assert np.shares_memory(again[1], room)
-        for ours, expected in zip(again, gradients, strict=True):
-            np.testing.assert_allclose(ours, expected, rtol=1e-13)
+    x, kernel, bias, dy = random(2, 3, 5), random(5, 7), random(7), random(2, 3, 7, seed=1)
+    gradients = functional.linear_backward(x, kernel, dy)
+    check_arguments(functional.linear, (x, kernel, bias), dy, gradients)
 
 
 def test_masked_softmax():
-    scores, of_weights = random(3, 5, 7), random(3, 5, 7, seed=1)
+    scores, dweights = random(3, 5, 7), random(3, 5, 7, seed=1)
     mask = random(3, 5, 7, seed=2) < 0.3
     mask[1, 2] = False
     for allowed in (mask, None):
         weights = functional.masked_softmax(scores, allowed)
-        gradient = backward_functions.masked_softmax_backward(weights, of_weights)
-        check_arguments(partial(functional.masked_softmax, mask=allowed), (scores,), of_weights, (gradient,))
+        gradient = functional.masked_softmax_backward(weights, dweights)
+        check_arguments(partial(functional.masked_softmax, mask=allowed), (scores,), dweights, (gradient,))
         np.testing.assert_allclose(gradient.sum(-1), 0.0, atol=1e-14)
         assert allowed is None or not gradient[~mask].any()
 
@@ -127,44 +122,45 @@ def test_masked_softmax():
 @pytest.mark.parametrize("kind", ["standard", "annotated"])
 @pytest.mark.parametrize("epsilon", [1e-6, 0.3])
 def test_layer_norm(kind, epsilon):
-    x, scale, bias, of_y = random(2, 3, 6), random(6, seed=1), random(6, seed=2), random(2, 3, 6, seed=3)
-    gradients = backward_functions.layer_norm_backward(x, scale, epsilon, of_y, kind)
-    check_arguments(lambda *at: functional.layer_norm(*at, epsilon, kind), (x, scale, bias), of_y, gradients)
+    x, scale, bias, dy = random(2, 3, 6), random(6, seed=1), random(6, seed=2), random(2, 3, 6, seed=3)
+    gradients = functional.layer_norm_backward(x, scale, epsilon, dy, kind)
+    check_arguments(lambda *at: functional.layer_norm(*at, epsilon, kind), (x, scale, bias), dy, gradients)
 
 
 @pytest.mark.parametrize("kind", ["standard", "annotated"])
 def test_layer_norm_of_a_constant_row(kind):
-    x, scale, of_y = np.full((1, 6), 7.0), random(6), random(1, 6, seed=1)
-    of_x, of_scale, of_bias = backward_functions.layer_norm_backward(x, scale, 0.25, of_y, kind)
-    of_centred = of_y * scale - (of_y * scale).mean()
-    np.testing.assert_allclose(of_x, of_centred / (0.5 if kind == "standard" else 0.25), rtol=1e-13)
-    assert not of_scale.any()
-    np.testing.assert_array_equal(of_bias, of_y[0])
+    x, scale, dy = np.full((1, 6), 7.0), random(6), random(1, 6, seed=1)
+    dx, dscale, dbias = functional.layer_norm_backward(x, scale, 0.25, dy, kind)
+    dcentred = dy * scale - (dy * scale).mean()
+    np.testing.assert_allclose(dx, dcentred / (0.5 if kind == "standard" else 0.25), rtol=1e-13)
+    assert not dscale.any()
+    np.testing.assert_array_equal(dbias, dy[0])
 
 
 @pytest.mark.parametrize("name", functional.ACTIVATIONS)
 def test_activation(name):
     activation = functional.ACTIVATIONS[name]
-    x, of_y = np.linspace(-5.05, 5.0, 67), random(67)  # no nearer to zero than 0.02
-    gradient = backward_functions.ACTIVATIONS_BACKWARD[activation](x, of_y)
-    check_arguments(activation, (x,), of_y, (gradient,))
-    narrow = backward_functions.ACTIVATIONS_BACKWARD[activation](x.astype(np.float32), of_y.astype(np.float32))
+    x, dy = np.linspace(-5.05, 5.0, 67), random(67)  # no nearer to zero than 0.02
+    gradient = functional.ACTIVATIONS_BACKWARD[activation](x, dy)
+    check_arguments(activation, (x,), dy, (gradient,))
+    narrow = functional.ACTIVATIONS_BACKWARD[activation](x.astype(np.float32), dy.astype(np.float32))
     assert narrow.dtype == np.float32
 
 
 def test_dropout():
-    x, of_y = random(4, 5), random(4, 5, seed=1)
+    x, dy = random(4, 5), random(4, 5, seed=1)
     keep = functional.draw_keep(x.shape, 0.4, np.random.default_rng(0))
-    check_arguments(lambda x: functional.dropout(x, keep, 0.4), (x,), of_y, (functional.dropout(of_y, keep, 0.4),))
+    check_arguments(lambda x: functional.dropout(x, keep, 0.4), (x,), dy, (functional.dropout(dy, keep, 0.4),))
 
 
 def test_lookup():
-    ids, of_vectors = np.random.default_rng(0).integers(0, 6, (5, 7)), random(5, 7, 4)
-    of_table = random(9, 4, seed=1)
-    expected = of_table.copy()
-    np.add.at(expected, ids, of_vectors)
-    backward_functions.lookup_backward(ids, of_vectors, of_table)
-    np.testing.assert_allclose(of_table, expected, rtol=1e-13, atol=1e-13)
+    embedding = ref.TokenEmbedding(9, tiny_config(d_model=4, num_heads=2, scale_embedding=True), "float64")
+    ids, dvectors, dtable = np.random.default_rng(0).integers(0, 6, (5, 7)), random(5, 7, 4), random(9, 4, seed=1)
+    expected = dtable.copy()
+    for place in np.ndindex(5, 7):
+        expected[ids[place]] += 2.0 * dvectors[place]
+    embedding.backward(ids, dvectors, dtable)
+    np.testing.assert_allclose(dtable, expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -200,10 +196,10 @@ def test_scaled_dot_product_attention(rate):
     def attend(query, key, value, tap=ref.no_tap):
         return ref.scaled_dot_product_attention(query, key, value, mask, thin_out, tap)
 
-    seen, of_context = ref.Recorder(), random(2, 3, 5, 13, seed=5)
+    seen, dcontext = ref.Recorder(), random(2, 3, 5, 13, seed=5)
     attend(query, key, value, seen)
-    gradients = scaled_dot_product_attention_backward(query, key, value, seen["weights"], of_context, thin_out)
-    check_arguments(attend, (query, key, value), of_context, gradients)
+    gradients = scaled_dot_product_attention_backward(query, key, value, seen["weights"], dcontext, thin_out)
+    check_arguments(attend, (query, key, value), dcontext, gradients)
     assert not gradients[0][1, :, 2].any()  # a query that may attend to nothing
 
 
@@ -221,13 +217,13 @@ def check_model(model, seed=None, *, smooth):
 
     seen = ref.Recorder()
     logits = model(source, target, tap=seen, rng=None if seed is None else np.random.default_rng(seed))
-    of_logits = cross_entropy_backward(logits, labels, config)
-    of_parameters, of_taps = ref.transformer_backward(model, source, target, of_logits, seen)
-    assert {name: array.shape for name, array in of_parameters.items()} == ref.parameter_shapes(config)
-    assert list(of_parameters) == list(ref.parameter_shapes(config))
+    dlogits = cross_entropy_backward(logits, labels, config)
+    dparameters, dtaps = ref.transformer_backward(model, source, target, dlogits, seen)
+    assert {name: array.shape for name, array in dparameters.items()} == ref.parameter_shapes(config)
+    assert list(dparameters) == list(ref.parameter_shapes(config))
     shapes = ref.tap_shapes(config, *source.shape, target.shape[1])
-    assert [(name, array.shape) for name, array in of_taps.items()] == [*shapes.items()]
-    for name, gradient in of_parameters.items():
+    assert [(name, array.shape) for name, array in dtaps.items()] == [*shapes.items()]
+    for name, gradient in dparameters.items():
         parameter = find(model, name)
         original = parameter.copy()
 
@@ -237,7 +233,7 @@ def check_model(model, seed=None, *, smooth):
 
         assert_gradient(moved, gradient, step, name)
         parameter[...] = original
-    for name, gradient in of_taps.items():
+    for name, gradient in dtaps.items():
 
         def moved(displacement, name=name):
             return loss(lambda at, value: value + displacement if at == name else value)
@@ -368,11 +364,11 @@ def test_a_missing_tap_is_named():
     model = tiny_model()
     source, target, labels = tiny_batch(model.config)
     seen = ref.Recorder("decoder.**")
-    of_logits = cross_entropy_backward(model(source, target, tap=seen), labels, model.config)
+    dlogits = cross_entropy_backward(model(source, target, tap=seen), labels, model.config)
     with pytest.raises(
         ValueError, match=r"^seen must hold every tap: \d+ are missing, the first is source_embedding\."
     ):
-        ref.transformer_backward(model, source, target, of_logits, seen)
+        ref.transformer_backward(model, source, target, dlogits, seen)
 
 
 # The trainer.
@@ -432,7 +428,12 @@ def test_accumulation_is_invisible(slices):
 def test_a_step_writes_its_gradient_over_the_last_one():
     trainer, _ = trained(ref.TrainingConfig(), 1, dropout=NO_DROPOUT)
     batch = tiny_batch(trainer.model.config, seed=1)
-    addresses = lambda: {name: g.ctypes.data for name, g in trainer._room.items() if name.endswith(".kernel")}  # noqa: E731
+    names = [name.removesuffix(".kernel") for name in ref.parameter_shapes(trainer.model.config) if "kernel" in name]
+
+    def addresses():
+        layers = {name: find(trainer.model, name) for name in names}
+        return {name: layer.buffer.ctypes.data for name, layer in layers.items() if isinstance(layer, fast.FastLinear)}
+
     before = addresses()
     trainer.train_step(*batch)
     assert addresses() == before != {}

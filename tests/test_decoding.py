@@ -154,14 +154,14 @@ BEAM_MISTAKES = {
     "beams are not reordered": ("cache.reorder(rows)", "None"),
     "the cache follows the wrong beam": ("parent[sentence, rank]", "parent[:, :beam_size]"),
     "keeps the beam's first, not its best": (
-        "_top(totals.reshape(batch, -1), 2 * beam_size)",
-        "_top(np.where(np.arange(beam_size * vocabulary) < 2 * vocabulary, totals.reshape(batch, -1), -9e9), 6)",
+        "self.top(totals.reshape(batch, -1), 2 * beam_size)",
+        "self.top(np.where(np.arange(beam_size * vocabulary) < 2 * vocabulary, totals.reshape(batch, -1), -9e9), 6)",
     ),
     "no length penalty": ("best / plan.penalties[n], -inf", "best, -inf"),
     "length without the end symbol": ("best / plan.penalties[n], -inf", "best / plan.penalties[n - 1], -inf"),
     "stops at the first hypothesis": ("finished[:, -1] >= attainable", "np.isfinite(finished[:, 0])"),
     "attainable at the current length": ('longest = n if plan.rules.stop == "current" else plan.limits', "longest = n"),
-    "goes on after the end symbol": ("_top(np.where(~ends, best, -inf), beam_size)", "_top(best, beam_size)"),
+    "goes on after the end symbol": ("self.top(np.where(~ends, best, -inf), beam_size)", "self.top(best, beam_size)"),
     "stops a token early": ("(plan.limits == n)", "(plan.limits == n + 1)"),
     "no log-softmax": (
         "log_probabilities = log_softmax(logits)\n    log",

@@ -37,24 +37,6 @@ def test_a_tied_table_is_one_array_in_two_places(tie, copied):
     np.testing.assert_array_equal(model(SOURCE, TARGET), expected)
 
 
-def test_two_threads_may_ask_for_positions(monkeypatch):
-    """While one thread computes few rows, another puts more of them there; each gets as many as it asked for."""
-    position = ref.SinusoidalPosition(tiny_config())
-    encode = ref.embedding.sinusoidal_encoding
-
-    def overtaken(length, *conventions):
-        if length == 5:
-            position.vectors(9)
-        elif length == 9:  # and the few rows take the place of the many
-            position._known = encode(3, *conventions)
-        return encode(length, *conventions)
-
-    monkeypatch.setattr(ref.embedding, "sinusoidal_encoding", overtaken)
-    np.testing.assert_array_equal(position.vectors(5), encode(5, 24))
-    position._known = encode(0, 24)
-    np.testing.assert_array_equal(position.vectors(9), encode(9, 24))
-
-
 # --- NumPy's numbers, in every package ---
 
 

@@ -39,6 +39,8 @@ MODES = "Keras hands the mode down from the outermost call"
 ALLOWED = [
     ("torch jax tf", "", "lacks module functional", SHIPPED),
     ("torch jax tf", "", "lacks module backward*", DERIVED),
+    ("torch jax tf", "*", "lacks definition *backward", DERIVED),
+    ("torch jax tf", "fast*", "*", "each framework is fast in its own way"),
     ("torch jax tf", "__init__", "lacks definition exports.transformer_backward", DERIVED),
     ("torch jax tf", "__init__", "docstring", "each package names its framework"),
     ("torch jax tf", "search*", "lacks parameter use_cache", "the definition is proved by decoding without it"),

@@ -12,7 +12,6 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy as ref
-from reference_numpy.functional import FEW_ROWS
 from transformer_bench.rounds import Participant
 
 
@@ -86,8 +85,7 @@ class Products(Participant):
         for product in products:
             a = left[product.left, product.transposed == "left"]
             b = right[product.operand, product.transposed == "right"][..., : product.right[-2], : product.right[-1]]
-            swapped = product.transposed == "right" and a.ndim == 2 and len(a) <= FEW_ROWS  # as `linear` does
-            self._pairs.append((b.T, a.T) if swapped else (a, b))
+            self._pairs.append((a, b))
 
     def run(self) -> None:
         """Take all products."""

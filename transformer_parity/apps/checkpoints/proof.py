@@ -18,8 +18,9 @@ from reference_numpy.masks import target_padding_mask
 from transformer_parity.apps.checkpoints.imported import Imported
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.engine.tolerances import tolerance
+from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import MissingFrameworkError, Placement
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 
@@ -86,13 +87,13 @@ def prove(path: Path, backends: Iterable[str], say: Say = lambda text: None) -> 
     config, weights = load_weights(path)
     inputs = inputs_of(config)
 
-    def logits(backend: str, dtype: str) -> ndarray:
-        say(f"logits in {dtype}: {backend}")
+    def logits(port: PackagePort, dtype: str) -> ndarray:
+        say(f"logits in {dtype}: {port.name}")
         gc.collect()  # the model before, of which a framework may hold circles
-        return PORTS[backend].load(config, weights, Placement(dtype)).run("", inputs, taps=False).output
+        return port.load(config, weights, Placement(dtype)).run("", inputs, taps=False).output
 
-    truth = logits("numpy", "float64")
-    baseline = relative_error(logits("numpy", "float32"), truth)
+    truth = logits(DEFINITION, "float64")
+    baseline = relative_error(logits(DEFINITION, "float32"), truth)
     found = []
     for backend in backends:
         for dtype in DTYPES:
@@ -102,7 +103,7 @@ def prove(path: Path, backends: Iterable[str], say: Say = lambda text: None) -> 
             except MissingFrameworkError as error:
                 found.append(Agreement(backend, dtype, None, allowed, str(error)))
                 break
-            found.append(Agreement(backend, dtype, relative_error(logits(backend, dtype), truth), allowed))
+            found.append(Agreement(backend, dtype, relative_error(logits(PORTS[backend], dtype), truth), allowed))
     return found
 
 
@@ -129,7 +130,7 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
     config, title = imported.config, f"{name} {version(name)}"
     inputs = inputs_of(config)
     say(f"logits in float64: {title}")
-    truth = PORTS["numpy"].load(config, imported.weights, Placement("float64")).run("", inputs, taps=False).output
+    truth = DEFINITION.load(config, imported.weights, Placement("float64")).run("", inputs, taps=False).output
     model = AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float64, local_files_only=True).eval()
     real = target_padding_mask(inputs["target_ids"], config.pad_id)
     results = []

@@ -18,7 +18,7 @@ from transformer_parity.engine.tolerances import NotFiniteError
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.decode import SCORES
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.stage import Expected
@@ -106,7 +106,7 @@ class Reference:
         key = (*_model_key(case, working), dtype)
         trains = STAGES[case.stage].trains
         if trains or key not in self._models:  # training changes a model
-            model = PORTS["numpy"].load(case.config, self._weights(case, working), Placement(dtype))
+            model = DEFINITION.load(case.config, self._weights(case, working), Placement(dtype))
             if trains:
                 return model
             self._models[key] = model

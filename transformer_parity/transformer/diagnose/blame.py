@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from reference_numpy.backward import transformer_backward
-from reference_numpy.backward_functions import cross_entropy_backward
+from reference_numpy.training import cross_entropy_backward
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.localization import (
     INHERITED,
@@ -34,7 +34,7 @@ from transformer_parity.engine.tolerances import POLICY, tolerance
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.ports.user import LoadedPlugin
 from transformer_parity.transformer.stages.gradients import AT, gradients
 from transformer_parity.transformer.stages.registry import STAGES
@@ -67,7 +67,7 @@ class Subject:
     @classmethod
     def of(cls, case: Case, backend: str, dtype: str) -> Subject:
         """Load the reference with the weights of a case."""
-        weights, load = rounded(case.load_weights(), dtype), PORTS["numpy"].load
+        weights, load = rounded(case.load_weights(), dtype), DEFINITION.load
         truth = load(case.config, weights, Placement("float64"))
         same_dtype = load(case.config, weights, Placement("float32")) if dtype == "float32" else None
         return cls(case, backend, dtype, rounded(case.inputs, dtype), truth, same_dtype)

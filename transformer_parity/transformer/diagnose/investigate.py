@@ -31,7 +31,7 @@ from transformer_parity.transformer.diagnose.properties import is_random, lackin
 from transformer_parity.transformer.diagnose.signatures import places, signatures
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement, Placements
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.registry import STAGES
 
 FAR = {"float64": 1e-9, "float32": 1e-5}  # relative: more than rounding
@@ -231,7 +231,7 @@ def investigate_files(
         if case.stage not in REPLAYED:
             yield report
             continue
-        truth = PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
+        truth = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
         evidence = blame_files(case, actual, truth, backend)
         if evidence.blame.introduced and found.confidence != EXACT:
             found = _with_statements(found, _of_error(evidence, case), evidence)

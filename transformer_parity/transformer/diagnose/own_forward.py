@@ -16,7 +16,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.properties import SAME, output
 from transformer_parity.transformer.ports.protocol import Implementation, Placement
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.prefixes import searched_log_probabilities
 
@@ -56,7 +56,7 @@ def beside_forward(
         inputs = {"source_ids": source_ids, "target_ids": target_ids}
         weights = case.load_weights()
         own = output(port.load(case.config, given(weights, "float64"), placement), inputs)
-        truth = output(PORTS["numpy"].load(case.config, weights, Placement("float64")), inputs)
+        truth = output(DEFINITION.load(case.config, weights, Placement("float64")), inputs)
         error = distance("output", {"output": own}, {"output": truth})
         if error > SAME["float64"]:
             where = case.name if ids is None else f"{case.name}, on the tokens that it returns"

@@ -18,7 +18,7 @@ from transformer_parity.engine.tensors import given, relative_error
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
 SAME = {"float64": 1e-11, "float32": 1e-4}  # relative: another shape of a batch may round in another way
@@ -44,7 +44,7 @@ class _Runs:
 
     def error(self, weights: Mapping[str, ndarray]) -> tuple[ndarray, ndarray]:
         """Return the difference between the outputs of the port and of the reference, and the latter."""
-        truth = PORTS["numpy"].load(self.case.config, weights, Placement("float64"))
+        truth = DEFINITION.load(self.case.config, weights, Placement("float64"))
         expected = truth.run("", self.case.inputs, taps=True).output
         return output(self.load(weights), self.case.inputs) - expected, expected
 

@@ -20,7 +20,7 @@ from numpy import ndarray
 from safetensors.numpy import load_file, save_file
 
 from reference_numpy.backward import transformer_backward
-from reference_numpy.backward_functions import cross_entropy_backward
+from reference_numpy.training import cross_entropy_backward
 from transformer_parity.engine.localization import Evidence
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.tensors import given
@@ -28,7 +28,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.stages.gradients import gradients
 from transformer_parity.transformer.stages.registry import STAGES
@@ -71,7 +71,7 @@ def save(evidence: Evidence, case: Case, port: str, folder: Path) -> Path:
     inputs, weights = (given(arrays, blame.dtype) for arrays in (case.inputs, case.load_weights()))
     mark = next(mark for mark in blame.marks if mark.name == blame.introduced[0])
     saved = SavedBlock(port, blame.dtype, blame.stage, case.block, mark.name, blame.replayed, mark.alone)
-    truth = PORTS["numpy"].load(case.config, weights, Placement("float64"))
+    truth = DEFINITION.load(case.config, weights, Placement("float64"))
     read = _read_by_gradient if STAGES[blame.stage].has_loss else _read_by_tap
     arrays = {
         **{f"inputs/{name}": value for name, value in read(saved, truth, inputs, evidence).items()},
@@ -124,7 +124,7 @@ def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
     if STAGES[saved.stage].has_loss:
         found = gradients(loaded, batch)
     else:
-        truth = PORTS["numpy"].load(config, weights, Placement("float64"))
+        truth = DEFINITION.load(config, weights, Placement("float64"))
         right = truth.run(saved.block, batch, taps=True).taps
         result = loaded.run(saved.block, batch, taps=True, given=right if saved.replayed == "port" else {})
         found = {**result.taps, OUTPUT: result.output}

@@ -53,7 +53,7 @@ class Contributions:
             step: Of which batch.
             rows: Those of each share of each slice, as ``divisions`` has them.
         """
-        model, pad_id = ref.Transformer.from_weights(probe.config, weights, "float64"), probe.config.pad_id
+        model, pad_id = ref.Transformer.from_weights(probe.config, weights, "float64", fast=False), probe.config.pad_id
         padded = [np.pad(ids, ((0, 1), (0, 0)), constant_values=pad_id) for ids in probe.batch(step)]
         found = [ref.gradients(model, *(ids[own] for ids in padded)) for own in rows.reshape(-1, rows.shape[-1])]
         tokens = (padded[2][rows] != pad_id).sum((-1, -2))

@@ -45,7 +45,7 @@ def known_mistake(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
 def _losses(mistake: Mistake, probe: Probe, plan: Plan, rows: np.ndarray, steps: int) -> np.ndarray:
     """Return the losses of the first steps that the reference takes with a mistake."""
     package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
-    model = package.Transformer.from_weights(probe.config, probe.weights(), "float64")
+    model = package.Transformer.from_weights(probe.config, probe.weights(), "float64", fast=False)
     trainer = package.Trainer(model, probe.settings, probe.seed, mesh=package.Plan(plan.data, plan.fsdp))
     found = np.full(steps, np.nan)
     with np.errstate(all="ignore"), suppress(ArithmeticError):  # a mistake may divide by nothing

@@ -16,7 +16,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.blame import Subject, blame
 from transformer_parity.transformer.ports.exceptions import described
 from transformer_parity.transformer.ports.protocol import Implementation, Placement
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
 NEAR = 24  # taps before a tap among which its inputs are; a layer has fewer
@@ -92,7 +92,7 @@ def record(
         UsageError: A port raises.
     """
     progress("the reference")
-    load = PORTS["numpy"].load
+    load = DEFINITION.load
     truth = load(config, weights, Placement("float64"))
     same_dtype = load(config, weights, Placement("float32")) if dtype == "float32" else None
     subject = Subject(Case("explore", "explore", config, "", inputs), "", dtype, inputs, truth, same_dtype)

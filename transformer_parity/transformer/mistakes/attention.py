@@ -28,7 +28,7 @@ SPLIT = {
     "jax": "x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)",
     "tf": "tf.transpose(tf.reshape(x, [batch, length, num_heads, width // num_heads]), [0, 2, 1, 3])",
 }
-MINIMUM = "np.fmin(scores, np.where(mask, infinity, -infinity), out=out)"
+MASKED = "np.where(mask, scores, -np.inf)"
 LOWEST = {
     "torch": "torch.finfo(scores.dtype).min",
     "jax": "jnp.finfo(wide.dtype).min",
@@ -50,8 +50,8 @@ def softmax_over(axis: int) -> Edits:
     """Return edits that normalise the scores over another axis."""
     return {
         "numpy": [
-            ("functional", "np.fmax.reduce(scores, axis=-1", f"np.fmax.reduce(scores, axis={axis}"),
-            ("functional", "sum_last(weights)", f"weights.sum(axis={axis}, keepdims=True)"),
+            ("functional", "scores.max(axis=-1", f"scores.max(axis={axis}"),
+            ("functional", "np.maximum(weights.sum(axis=-1", f"np.maximum(weights.sum(axis={axis}"),
         ],
         "torch": [
             ("layers", "scores.softmax(-1", f"scores.softmax({axis}"),
@@ -90,7 +90,7 @@ def without_bias(projection: str, x: str) -> Edits:
 def forbidden(score: str) -> Edits:
     """Return edits that give forbidden keys another score; where all are forbidden, they share the weight."""
     ports = instead("layers", LOWEST, torch=score, jax=score, tf=f"tf.constant({score}, wide.dtype)")
-    numpy = [("functional", MINIMUM, f"np.where(mask, scores, {score})")]
+    numpy = [("functional", MASKED, f"np.where(mask, scores, {score})")]
     return {**together(ports, instead("layers", ZEROED, "weights")), "numpy": numpy}
 
 

@@ -37,7 +37,7 @@ NOT_REDUCED = "that of share 0 alone: not reduced (1, 0)"
 OTHER = "no sum of what the shares contribute: other rows, weights or buffers, or another backward pass"
 MASKS = "masks of dropout that are not drawn for the whole slice"
 INNER = 'self.output_proj(self.dropout(inner, rng, tap, "inner"))'
-OF_INNER = '_through_linear(inner_proj, x, of_activated, trace.within("inner_proj"))'
+DX = 'feed_forward.inner_proj.backward(x, dprojected, trace.within("inner_proj").note)'
 
 
 def planted(said: str, *edits: Edit, port: str = "numpy") -> partial[Mistake]:
@@ -130,7 +130,8 @@ MISTAKES = table(
                 (
                     "training",
                     SEEN,
-                    f"            {POSITION}._known = {POSITION}.vectors(16) + 0.01 * (-1) ** share\n{SEEN}",
+                    f"            moved = type({POSITION}).vectors({POSITION}, 16) + 0.01 * (-1) ** share\n"
+                    f"            {POSITION}.vectors = lambda length, moved=moved: moved[:length]\n{SEEN}",
                 ),
             ),
         },
@@ -264,9 +265,9 @@ MISTAKES = table(
                 OTHER,
                 (
                     "backward",
-                    f"return {OF_INNER}",
-                    f"half = inner_proj.kernel.shape[1] // 2\n    {OF_INNER}\n"
-                    "    return of_activated[..., :half] @ inner_proj.kernel[:, :half].T",
+                    f"return {DX}",
+                    f"kernel = feed_forward.inner_proj.kernel\n    half = kernel.shape[1] // 2\n    {DX}\n"
+                    "    return dprojected[..., :half] @ kernel[:, :half].T",
                 ),
             ),
         },

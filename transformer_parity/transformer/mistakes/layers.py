@@ -184,7 +184,7 @@ ENTRIES: dict[str, Table] = {
                 **changed(
                     "embedding",
                     ("logits + self.bias", "logits"),
-                    numpy=("linear(x, kernel, self.bias)", "linear(x, kernel)"),
+                    numpy=("linear(x, self._matrix, self.bias)", "linear(x, self._matrix)"),
                     torch=("F.linear(x, self.weight, self.bias)", "F.linear(x, self.weight)"),
                 ),
                 **changed("fast", jax=("logits + jnp.matmul(", "logits + 0.0 * jnp.matmul(")),

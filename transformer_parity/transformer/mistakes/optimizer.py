@@ -154,7 +154,11 @@ ENTRIES: dict[str, Table] = {
                 **together(
                     NOT_AS_A_WHOLE,
                     in_adam(
-                        numpy=("g *= scale", "g[...] = np.clip(g * scale, -settings.clip_norm, settings.clip_norm)"),
+                        numpy=(
+                            "g, m, v = scale * gradient[name],",
+                            "limit = settings.clip_norm\n"
+                            "            g, m, v = np.clip(scale * gradient[name], -limit, limit),",
+                        ),
                         jax=("g = scale * g", "g = jnp.clip(scale * g, -settings.clip_norm, settings.clip_norm)"),
                         tf=(
                             "g = scale * g",
@@ -173,10 +177,9 @@ ENTRIES: dict[str, Table] = {
                     NOT_AS_A_WHOLE,
                     in_adam(
                         numpy=(
-                            "            for theta, g, m, v in _pieces(",
-                            "            largest = max(scale * np.linalg.norm(gradient[name]), settings.clip_norm)\n"
-                            "            gradient[name][...] *= settings.clip_norm / largest\n"
-                            "            for theta, g, m, v in _pieces(",
+                            "g, m, v = scale * gradient[name],",
+                            "largest = max(scale * np.linalg.norm(gradient[name]), settings.clip_norm)\n"
+                            "            g, m, v = settings.clip_norm / largest * scale * gradient[name],",
                         ),
                         jax=(
                             "g = scale * g",
@@ -230,7 +233,7 @@ ENTRIES: dict[str, Table] = {
             "betas swapped": assumed(beta1=0.98, beta2=0.9),
             "weight decay left on": in_adam(
                 ("g = scale * g", "g = scale * g + 0.01 * theta"),
-                numpy=("g *= scale", "g = scale * g + 0.01 * theta"),
+                numpy=("scale * gradient[name],", "scale * gradient[name] + 0.01 * theta,"),
                 torch=("fused=True", "fused=True, weight_decay=0.01"),
             ),
         },

@@ -30,7 +30,7 @@ from transformer_parity.transformer.mistakes.structure import LOGITS, RETURNED
 
 # Lines that more than one mistake touches.
 ALLOWED = {
-    "numpy": "np.fmin(scores, np.where(mask, infinity, -infinity), out=out)",
+    "numpy": "np.where(mask, scores, -np.inf)",
     "torch": "scores.masked_fill(~mask, torch.finfo(scores.dtype).min)",
     "jax": "jnp.where(mask, wide, jnp.finfo(wide.dtype).min)",
     "tf": "tf.where(mask, wide, tf.constant(wide.dtype.min, wide.dtype))",
@@ -198,8 +198,8 @@ ENTRIES: dict[str, Table] = {
                     ("functional", ALLOWED["numpy"], "scores + 0.0"),
                     (
                         "functional",
-                        "    weights /= total\n    return weights",
-                        "    weights /= total\n    return weights if mask is None else weights * mask",
+                        "    return weights / np.maximum(",
+                        "    return (1.0 if mask is None else mask) * weights / np.maximum(",
                     ),
                 ],
             },
@@ -215,9 +215,9 @@ ENTRIES: dict[str, Table] = {
                 **changed(
                     "functional",
                     numpy=(
-                        "np.where(mask, inf",
+                        "np.where(mask, scores",
                         "np.where(mask[(np.arange(len(scores))[:, None] + len(scores) * np.arange(scores.shape[1]))"
-                        " // scores.shape[1], 0], inf",
+                        " // scores.shape[1], 0], scores",
                     ),
                 ),
             },
@@ -370,7 +370,7 @@ ENTRIES: dict[str, Table] = {
             # Its constants are rounded to float32.
             "Keras' GELU for ReLU": together(
                 activated('"relu": gelu,', '"relu": tf.nn.gelu', "x * (0.5 * (1.0 + {m}.erf(x * 0.7071067690849304)))"),
-                in_numpy("_erf(x * math.sqrt(0.5))", "_erf(x * 0.7071067690849304)"),
+                in_numpy("-math.sqrt(0.5) * x", "-0.7071067690849304 * x"),
             ),
             "Keras' tanh-GELU for ReLU": together(
                 activated(

@@ -86,7 +86,8 @@ ENTRIES: dict[str, Table] = {
                         "tf": f"tf.where((ids == self.pad_id)[..., None], {STOP['tf']}({ROW['tf']}), {ROW['tf']})",
                     }
                 ),
-                ("of_vectors * embedding", "of_vectors * (ids != embedding.pad_id)[..., None] * embedding"),
+                ("self.multiplier * dvectors", "self.multiplier * (ids != self.pad_id)[..., None] * dvectors"),
+                module="embedding",
             )
         }
     },
@@ -100,11 +101,10 @@ ENTRIES: dict[str, Table] = {
                     ("np.where(counted, losses, 0.0)", f"np.where({SMOOTHED}"),
                 ),
                 (
-                    "of_logits[labels == config.pad_id] = 0.0",
-                    "padded = labels == config.pad_id\n"
-                    "    of_logits[padded] = smoothing * (of_logits + wanted)[padded] - share",
+                    "masked_softmax(logits) - target, 0.0)",
+                    "masked_softmax(logits) - target, smoothing * masked_softmax(logits) - share)",
                 ),
-                module="backward_functions",
+                module="training",
             ),
             "averaged over the sentences": in_training(
                 ("(batch[2] != config.pad_id)", "(batch[2] != config.pad_id).any(1)"),
@@ -125,11 +125,11 @@ ENTRIES: dict[str, Table] = {
     },
     "Adam": {
         (WEIGHT, "steps"): {
-            "neither moment corrected": adam(uncorrected(16), jax=uncorrected(12), tf=uncorrected(12)),
+            "neither moment corrected": adam(uncorrected(12), torch=uncorrected(16)),
             "decoupled weight decay left on": in_adam(
                 numpy=(
                     "theta -= learning_rate *",
-                    "theta *= 1.0 - 0.01 * learning_rate\n                theta -= learning_rate *",
+                    "theta *= 1.0 - 0.01 * learning_rate\n            theta -= learning_rate *",
                 ),
                 torch=("Adam(torch.optim.Adam)", "Adam(torch.optim.AdamW)"),
                 jax=("= theta - learning_rate *", "= theta * (1.0 - 0.01 * learning_rate) - learning_rate *"),

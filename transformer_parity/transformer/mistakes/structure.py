@@ -250,7 +250,7 @@ EDGES = [
             ("weights", "attention/fully_masked_row"): {
                 "every head has the mask of the first": {
                     **instead("layers", UNMASKED, f"    mask = None if mask is None else mask[:, :1]\n{UNMASKED}"),
-                    **changed("functional", numpy=("np.where(mask, inf", "np.where(mask[:, :1], inf")),
+                    **changed("functional", numpy=("np.where(mask, scores", "np.where(mask[:, :1], scores")),
                 }
             },
             ("output", "embedding/long_positions"): {

@@ -151,15 +151,18 @@ ENTRIES: dict[str, Table] = {
                     jax="__import__('jax').lax.stop_gradient(self.table.T) if",
                     tf="tf.tensordot(x, tf.stop_gradient(self.embedding.table), [2, 1])",
                 ),
-                ("return of_x, of_kernel.T", "return of_x, 0.0 * of_kernel.T"),
+                ("return dx, dkernel.T", "return dx, 0.0 * dkernel.T"),
+                module="embedding",
             ),
             "no gradient through the tied embedding": by_hand(
                 disguised("embedding", ROW, {port: f"0.0 * {row}" for port, row in ROW.items()}),
-                ("of_vectors * embedding.multiplier", "of_vectors * 0.0"),
+                ("self.multiplier * dvectors", "0.0 * dvectors"),
+                module="embedding",
             ),
             "embedding not scaled in the backward pass": by_hand(
                 disguised("embedding", {port: f"{row} * self.multiplier" for port, row in ROW.items()}, ROW),
-                ("of_vectors * embedding.multiplier", "of_vectors"),
+                ("self.multiplier * dvectors", "dvectors"),
+                module="embedding",
             ),
         },
         "at source_embedding.output": {
@@ -170,8 +173,8 @@ ENTRIES: dict[str, Table] = {
                     **{port: ATTENDED.replace("x +", f"{x} +") for port, x in stopped("x", "x", "x").items()},
                 ),
                 (
-                    "return of_sum + sublayer",
-                    'return (isinstance(layer, DecoderLayer) or name == "feed_forward") * of_sum + sublayer',
+                    "return dtotal + sublayer",
+                    'return (isinstance(layer, DecoderLayer) or name == "feed_forward") * dtotal + sublayer',
                 ),
             )
         },
@@ -179,16 +182,17 @@ ENTRIES: dict[str, Table] = {
             "norms are frozen": by_hand(
                 instead("layers", {port: f"return {normed}" for port, normed in NORMED.items()}, **FROZEN),
                 (
-                    'trace.note("scale", of_scale)\n    trace.note("bias", of_bias)',
-                    'trace.note("scale", 0.0 * of_scale)\n    trace.note("bias", 0.0 * of_bias)',
+                    'tap("scale", dscale)\n        tap("bias", dbias)',
+                    'tap("scale", 0.0 * dscale)\n        tap("bias", 0.0 * dbias)',
                 ),
+                module="layers",
             )
         },
         "at decoder.layers.0.cross_attention.scores": {
             "softmax passes its gradient through unchanged": by_hand(
                 disguised("layers", WEIGHTS, dict.fromkeys(ALL, "scores")),
-                ("masked_softmax_backward(weights, of_weights)", "of_weights"),
-                module="backward_functions",
+                ("masked_softmax_backward(weights, dweights)", "dweights"),
+                module="attention",
             )
         },
     },
@@ -204,11 +208,12 @@ ENTRIES: dict[str, Table] = {
                     ("log_softmax(logits)", "log_softmax(np.exp(log_softmax(logits)))"),
                 ),
                 (
-                    "of_logits = masked_softmax(logits) - wanted",
-                    "once = masked_softmax(logits)\n"
-                    "    of_logits = masked_softmax_backward(once, masked_softmax(once) - wanted)",
+                    "masked_softmax(logits) - target, 0.0)",
+                    "masked_softmax_backward(\n"
+                    "        masked_softmax(logits), masked_softmax(masked_softmax(logits)) - target), 0.0)",
                 ),
-                module="backward_functions",
+                ("import log_softmax, masked_softmax", "import log_softmax, masked_softmax, masked_softmax_backward"),
+                module="training",
             ),
             "padding counts": by_hand(
                 also_in_torch(
@@ -216,8 +221,8 @@ ENTRIES: dict[str, Table] = {
                     ("(batch[2] != config.pad_id)", "(batch[2] >= 0)"),
                     ("ignore_index=config.pad_id, ", ""),
                 ),
-                ("of_logits[labels == config.pad_id] = 0.0", "pass"),
-                module="backward_functions",
+                ("counted = (labels != config.pad_id)[", "counted = (labels >= 0)["),
+                module="training",
             ),
             "averaged over padding too": in_training(
                 ("(batch[2] != config.pad_id)", "(batch[2] >= 0)"),
@@ -250,20 +255,15 @@ ENTRIES: dict[str, Table] = {
                     ("pad_id).sum()\n", "pad_id).any(1).sum()\n"),
                 ),
                 (
-                    "of_logits[labels == config.pad_id] = 0.0",
-                    "counted = labels != config.pad_id\n"
-                    "    of_logits[~counted] = 0.0\n"
-                    "    of_logits /= counted.sum(1)[:, None, None]",
+                    "masked_softmax(logits) - target, 0.0)",
+                    "masked_softmax(logits) - target, 0.0) / counted.sum(1, keepdims=True)",
                 ),
-                module="backward_functions",
+                module="training",
             ),
             "labels are what the decoder reads": changed(
                 "training",
                 ("), labels, config)", "), target_ids, config)"),
-                numpy=(
-                    "    config = model.config\n    losses",
-                    "    config, labels = model.config, target_ids\n    losses",
-                ),
+                numpy=("arguments = logits, labels,", "arguments = logits, target_ids,"),
             ),
         },
         (LOSS, "steps/off_target_and_pad"): {
@@ -274,8 +274,8 @@ ENTRIES: dict[str, Table] = {
             "smoothing on the target, over one class less": by_hand(
                 instead("training", "spread = spread - right", "pass"),
                 ('(share if kind == "uniform" else 0.0)', "share"),
-                ("masked_softmax(logits) - wanted", "masked_softmax(logits) * wanted.sum(-1, keepdims=True) - wanted"),
-                module="backward_functions",
+                ("masked_softmax(logits) - target", "masked_softmax(logits) * target.sum(-1, keepdims=True) - target"),
+                module="training",
             ),
         },
     },

@@ -100,7 +100,8 @@ class LoadedPackage:
             return self.model, block
         if block not in self.parts:
             kind, weights = getattr(self.package, block), self.model.export_weights()
-            self.parts[block] = kind.from_weights(self.model.config, weights, *self.placement)
+            switch = {} if getattr(self.model, "fast", True) else {"fast": False}
+            self.parts[block] = kind.from_weights(self.model.config, weights, *self.placement, **switch)
         return self.parts[block], ""
 
     def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
@@ -167,12 +168,14 @@ class PackagePort:
     package: str
     needs: tuple[str, ...]  # what has to be importable
     loaded: type[LoadedPackage]
+    fast: bool = True  # False computes each formula as it is written
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPackage:
         """Build a model that holds a copy of the weights."""
         package = self.import_package()
         package.set_precision(placement.precision)  # also of what is called without a model
-        return self.loaded(package, package.Transformer.from_weights(config, weights, *placement), placement)
+        switch = {} if self.fast else {"fast": False}
+        return self.loaded(package, package.Transformer.from_weights(config, weights, *placement, **switch), placement)
 
     def import_package(self) -> Any:
         """Import the package and its framework.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformer_parity.transformer.ports.jax import LoadedJax
 from transformer_parity.transformer.ports.package import LoadedPackage, PackagePort
 from transformer_parity.transformer.ports.tensorflow import LoadedTf
@@ -14,3 +16,5 @@ PORTS: dict[str, PackagePort] = {
     "jax": PackagePort("jax", "transformer_jax", ("jax", "flax"), LoadedJax),
     "tf": PackagePort("tf", "transformer_tf", ("tensorflow", "keras"), LoadedTf),
 }
+# The definition: formulas only, without ``fast.py``. It computes the values that ports are compared with.
+DEFINITION = replace(PORTS["numpy"], fast=False)

@@ -28,7 +28,7 @@ from transformer_parity.transformer.mistakes import training
 from transformer_parity.transformer.mistakes.catalogue import TRAINING, cases, parts
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Placement, Placements
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
 from transformer_parity.transformer.selftest.uncompiled import interpreted
 from transformer_parity.transformer.stages.training import LOSS, WHOLE
@@ -112,7 +112,7 @@ def _blamed(case: Case, mistake: Mistake, failures: list[Finding], shown: Mappin
         return True
     if not mistake.at or mistake.at == LOSS or not shown:
         return True
-    truth = PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
+    truth = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
     introduced = blame_files(case, shown, truth, failures[0].backend).blame.introduced
     return introduced[:1] == [mistake.at]
 
