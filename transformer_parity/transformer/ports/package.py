@@ -100,8 +100,8 @@ class LoadedPackage:
             return self.model, block
         if block not in self.parts:
             kind, weights = getattr(self.package, block), self.model.export_weights()
-            switch = {} if getattr(self.model, "fast", True) else {"fast": False}
-            self.parts[block] = kind.from_weights(self.model.config, weights, *self.placement, **switch)
+            fast = self.model.fast
+            self.parts[block] = kind.from_weights(self.model.config, weights, *self.placement, fast=fast)
         return self.parts[block], ""
 
     def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
@@ -174,8 +174,8 @@ class PackagePort:
         """Build a model that holds a copy of the weights."""
         package = self.import_package()
         package.set_precision(placement.precision)  # also of what is called without a model
-        switch = {} if self.fast else {"fast": False}
-        return self.loaded(package, package.Transformer.from_weights(config, weights, *placement, **switch), placement)
+        model = package.Transformer.from_weights(config, weights, *placement, fast=self.fast)
+        return self.loaded(package, model, placement)
 
     def import_package(self) -> Any:
         """Import the package and its framework.
