@@ -310,6 +310,9 @@ def test_replaced_tap_replays_what_follows():
     seen = ref.Recorder("encoder.output", replace={"encoder.output": memory})
     np.testing.assert_array_equal(model(source, target, tap=seen), model(other, target))
     assert seen["encoder.output"] is memory
+    seen = ref.Recorder(replace={"encoder.output": memory}, keep_computed=True)
+    np.testing.assert_array_equal(model(source, target, tap=seen), model(other, target))
+    np.testing.assert_array_equal(seen["encoder.output"], model.encode(source))
     path = "decoder.layers.0.cross_attention"
     uniform = ref.Recorder(f"{path}.weights", replace={f"{path}.scores": np.zeros((2, 3, 6, 7))})
     model(source, target, tap=uniform)

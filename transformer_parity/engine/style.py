@@ -6,7 +6,6 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from transformer_parity.engine.system.errors import UsageError
 from transformer_parity.engine.system.files import replacing
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg")
@@ -93,11 +91,3 @@ def write(figure: Figure, path: Path) -> None:
         temporary.write_bytes(picture.getvalue())
     if any("missing from font" in str(warning.message) for warning in caught):
         print("note: the font lacks some of the characters; boxes stand for them", file=sys.stderr)
-
-
-def label(axes: Axes, queries: Sequence[str], keys: Sequence[str]) -> None:
-    """Write the tokens along the axes: an underscore begins a word, and a dollar sign is no formula."""
-    shown = {token: token.replace("\u2581", "_").replace("$", r"\$") for token in (*queries, *keys)}
-    along: dict[str, Any] = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center_baseline"}
-    axes.set_xticks(range(len(keys)), [shown[key] for key in keys], **along)
-    axes.set_yticks(range(len(queries)), [shown[query] for query in queries])

@@ -14,10 +14,11 @@ from numpy import ndarray
 from rich.console import Console
 
 import reference_numpy as ref
+from transformer_parity.apps.figures.labels import label
 from transformer_parity.apps.text.dates import SHIPPED
 from transformer_parity.apps.text.kinds import build_vocabulary
 from transformer_parity.apps.translate.trained import read_trained
-from transformer_parity.engine.style import MINUS, PLUS, ZERO, label
+from transformer_parity.engine.style import MINUS, PLUS, ZERO
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError
 from transformer_parity.transformer.cases.inputs import hard_weights

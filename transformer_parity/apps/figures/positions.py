@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import reference_numpy as ref
-from transformer_parity.engine.style import ALLOWED, FORBIDDEN, label
+from transformer_parity.apps.figures.labels import label
+from transformer_parity.engine.style import ALLOWED, FORBIDDEN
 from transformer_parity.engine.system.errors import UsageError
 from transformer_parity.engine.system.machine import check_memory
 from transformer_spec.config import TransformerConfig
