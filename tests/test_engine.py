@@ -1,4 +1,4 @@
-"""The engine compares any two models that show named values: here, two chains of blocks that are no Transformer."""
+"""The engine compares any two models that show named values: here, two chains of blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTS = {name: np.random.default_rng([2, i]).normal(size=(5, 5)) for i, name i
 
 
 def run(dtype: str = "float64", wrong: Mapping[str, float] | None = None, given: Arrays | None = None) -> Tensors:
-    """Run a chain of blocks, some of which may be wrong by a factor, from given values behind some of them."""
+    """Run a chain of blocks, some of which may be wrong by a factor, from given values after some of them."""
     x, shown = X.astype(dtype), {}
     for name in BLOCKS:
         shown[name] = np.tanh(x @ WEIGHTS[name].astype(dtype)) * np.asarray((wrong or {}).get(name, 1.0), dtype)

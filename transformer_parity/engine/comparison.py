@@ -24,7 +24,7 @@ class Measure:
         return structure_problem(actual, expected, dtype)
 
     def error(self, name: str, actual: Arrays, expected: Arrays) -> float:
-        """Return how far a tensor is from what is expected of it, where the others may set the scale."""
+        """Return the error of a tensor; other tensors may set its scale."""
         return relative_error(actual[name], expected[name])
 
 
@@ -47,7 +47,7 @@ def tolerances(
 def compare_names(
     author: Author, path: str, actual: Sequence[str], expected: Sequence[str], *, ordered: bool
 ) -> Iterator[Finding]:
-    """Yield a finding if the names differ, or if their order does where it is that of the computation."""
+    """Yield a finding if the names differ, or if ``ordered`` names come in a different order."""
     if (actual != expected) if ordered else (sorted(actual) != sorted(expected)):
         yield author.compared(path, NAMES, math.inf, 0.0, problem=name_problem(actual, expected))
 

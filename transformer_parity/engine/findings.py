@@ -1,4 +1,4 @@
-"""Findings: what one comparison of one tensor yields."""
+"""Findings: the results of comparing one tensor."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Finding:
         dtype: The working dtype.
         component: The part of the model that the case is about.
         case: The name of the case.
-        path: How the model was run (see ``outputs``), or ``run`` where it did not get so far.
+        path: How the model was run (see ``outputs``), or ``run`` if it failed before that.
         tap: The name of the tensor.
-        error: The relative error; infinite where there is a problem.
+        error: The relative error; infinite if there is a problem.
         tolerance: The largest error that agrees.
         verdict: One of those above; see ``verdict.decide``.
         detail: The problem, the near-tie, or why nothing was compared.

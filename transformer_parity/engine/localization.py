@@ -1,12 +1,13 @@
 """Localization: at which tensor a difference starts, and which tensors only inherit it.
 
-Behind the first mistake all numbers are wrong, so that a comparison with the reference's says nothing about any block
-but the first. A block is therefore run again from right inputs, or the reference is run from the port's:
+All tensors that follow the first mistake are wrong, so comparing them with the reference's doesn't show which blocks
+are wrong. Blocks are therefore rerun, each from the correct input or each from the port's input:
 
-- A port whose taps go on with what they are given runs once more, with the reference's value behind every tap: each
-  tap then shows what the port computes from right inputs only.
-- Where a port only shows its taps, or there are only files, the reference runs with the port's value behind every tap:
-  where it computes what the port did, the port's block is right, and its input was not.
+- If a port continues with the value that each tap returns, the port runs a second time, and every tap returns the
+  reference's value. Each tensor then shows how the port computes one block from correct inputs.
+- If a port only shows its tensors, or if there are only files, the reference runs a second time, and every tap returns
+  the port's value. If the reference then computes the same tensor as the port, that block is correct, and its input was
+  not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.tensors import Tensors, relative_error
 
 INTRODUCED, INHERITED, FINE = "introduced", "inherited", "fine"
-PORT, REFERENCE, NOTHING = "port", "reference", "nothing"  # what was run again
+PORT, REFERENCE, NOTHING = "port", "reference", "nothing"  # the side whose blocks were rerun
 Rerun = Callable[
     [Arrays], Tensors
 ]  # takes values for some taps, and returns all tensors of a run that continues with them
@@ -36,7 +37,7 @@ class Mark:
     Attributes:
         name: A tap; backwards, the gradient ``at`` a tap or ``of`` a parameter.
         free: The error in the port's own run.
-        alone: The error that this block makes by itself, from right inputs; infinite where that cannot be told.
+        alone: The error that this block introduces, from correct inputs; infinite if it is unknown.
         tolerance: The largest error allowed.
         verdict: Introduced here, inherited from an earlier tensor, or fine.
     """
@@ -50,14 +51,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Blame:
-    """Where the differences of one case start.
+    """The places where the differences of one case start.
 
     Attributes:
         backend: The port.
         dtype: The working dtype.
         case: The name of the case.
         stage: The stage of the case.
-        replayed: What was run again: ``port``, ``reference``, or ``nothing`` where no tap is shown.
+        replayed: The side whose blocks were rerun: ``port``, ``reference``, or ``nothing`` if no tap is shown.
         marks: In the order of computation.
     """
 
@@ -81,10 +82,10 @@ class Evidence:
     """The tensors that a blame is computed from.
 
     Attributes:
-        actual: Of the port's own run.
-        expected: Of the reference's own run.
-        alone: At each place, the port's tensor from given inputs; from its own where only the reference is replayed.
-        wanted: What it should be there.
+        actual: The tensors of the port's own run.
+        expected: The tensors of the reference's own run.
+        alone: The port's tensors from given inputs; from its own inputs if only the reference was rerun.
+        wanted: The correct tensors for the same inputs.
     """
 
     blame: Blame
@@ -121,12 +122,12 @@ def apart(name: str, actual: Arrays, expected: Arrays, error: Callable[[str, Arr
 
 @dataclass(frozen=True)
 class Replay:
-    """Two implementations, each of which can be run again on the same input from given intermediate values.
+    """Two implementations that can be rerun on the same input from given intermediate values.
 
     Attributes:
         about: The blame that is to be filled: the port, dtype, case and stage.
         truth: Runs the reference in float64.
-        rounded: Runs the reference in the working dtype, whose errors are the baseline; None where that is float64.
+        rounded: Runs the reference in the working dtype, whose errors are the baseline; None if that is float64.
         tolerance: Returns the largest error allowed, by the name of a tensor and the error of the baseline.
         distance: Returns how far apart two tensors of one name are.
     """
@@ -138,7 +139,7 @@ class Replay:
     distance: Callable[[str, Arrays, Arrays], float] = distance
 
     def blocks_of_port(self, port: Rerun, goes_on: Callable[[Arrays, Arrays], bool] | None = None) -> Evidence:
-        """Run the port again from the reference's values, or else the reference from the port's.
+        """Rerun the port from the reference's values, or else the reference from the port's.
 
         Args:
             port: Runs the port.
@@ -150,7 +151,7 @@ class Replay:
         given = {name: value for name, value in expected.items() if name != OUTPUT}
         try:
             alone = port(given)
-        except Exception:  # what was given may not fit behind a mistake of shape
+        except Exception:  # after a mistake of shape, the given values may not fit
             alone = {}
         other_way = self.blocks_of_reference(actual, expected)
         if all(same_bits(alone[name], actual[name]) for name in actual if name in alone):
@@ -163,18 +164,18 @@ class Replay:
         return other_way
 
     def blocks_of_reference(self, actual: Arrays, expected: Arrays) -> Evidence:
-        """Let the reference go on from the port's values.
+        """Rerun the reference from the port's values.
 
         Args:
             actual: The tensors of the port's own run.
-            expected: The tensors of the reference's own run, of the same names.
+            expected: The tensors of the reference's own run, under the same names.
         """
         given = {
             name: np.asarray(value, np.float64)
             for name, value in actual.items()
             if name != OUTPUT and name in expected and value.shape == expected[name].shape
         }
-        with np.errstate(all="ignore"):  # what a mistake left may overflow
+        with np.errstate(all="ignore"):  # wrong values may overflow
             wanted = self.truth(given)
             baseline = self.baseline(given, {name: wanted[name] for name in expected})
         evidence = Evidence(self.about, actual, expected, actual, wanted)
@@ -209,12 +210,12 @@ def without_consequences(
 ) -> Evidence:
     """Return the evidence with fewer places of introduction, where a variant of the reference explains them.
 
-    Where a tap of the port shows another value than its name stands for, what follows is run from a wrong input, and
-    seems to introduce a difference too. A variant that computes all that the port does at such a place, and introduces
-    nothing there, shows that it inherits.
+    If a tap of the port shows a different value than its name means, the next block is rerun from a wrong input and
+    seems to introduce a difference too. A variant that computes the same tensor as the port there, and introduces no
+    difference there, shows that the difference is inherited.
 
     Args:
-        evidence: Of the port.
+        evidence: The evidence about the port.
         variants: References with a known mistake, which reproduce the output of the port.
         distance: Returns how far apart two tensors of one name are.
     """

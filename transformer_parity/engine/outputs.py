@@ -12,7 +12,7 @@ from transformer_parity.engine.tensors import Digest, Tensors, plain
 # How a model was run: with every intermediate value shown; the way a user runs it; position by position; weights in
 # and out; elsewhere.
 TAPS, FAST, CACHED, LOAD, FILES = ("taps", "fast", "cached", "load", "files")
-OUTPUT = "output"  # the name of what a block returns
+OUTPUT = "output"  # the name of the value that a block returns
 
 
 class MissingAbilityError(Exception):
@@ -21,7 +21,7 @@ class MissingAbilityError(Exception):
 
 @dataclass
 class Outputs:
-    """What one implementation computes in one case, in one dtype.
+    """The results of one implementation in one case and dtype.
 
     Attributes:
         case: The name of the case.
@@ -29,10 +29,10 @@ class Outputs:
         paths: The tensors by path and name, in the order of computation.
         trace: Arrays that explain the tensors and are not compared, such as the beam after each step of a search.
         hidden: The intermediate values that are not shown, on purpose.
-        weights: The digests of the weights that come back, where the model was loaded for this case.
-        skipped: What is not offered: its path, and why.
-        problems: What is wrong whatever the numbers are: path, name, and what.
-        failures: What ended with an exception: path, and the exception.
+        weights: The digests of the exported weights, if the model was loaded for this case.
+        skipped: The paths that are not offered, and why.
+        problems: Problems that no tolerance excuses: path, name, and problem.
+        failures: The paths that ended with an exception, and the exception.
         absent: Patterns of names that files leave out on purpose, and why.
     """
 
@@ -55,7 +55,7 @@ class Outputs:
         Args:
             path: The way.
             run: Runs it, and returns its tensors.
-            describe: Returns what to say of an exception.
+            describe: Returns the description of an exception.
         """
         try:
             self.paths[path] = plain(run())

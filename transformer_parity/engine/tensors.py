@@ -1,4 +1,4 @@
-"""Named tensors: plain arrays, how far apart two of them are, and what no number can excuse."""
+"""Named tensors: plain arrays, their structure, and the error of one against another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _plain(name: str, value: ndarray) -> ndarray:
 
 
 def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
-    """Return what a port is given: read-only copies, rounded to bfloat16 beforehand where that is the dtype.
+    """Return read-only copies of the inputs of an implementation, rounded to bfloat16 if that is the dtype.
 
     Both sides start from the same numbers, and a port that changes its caller's arrays is detected.
     """
@@ -45,10 +45,10 @@ def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
 
 
 def digest(array: ndarray, dtype: str = "") -> Digest:
-    """Return what two arrays have in common if they are equal bit by bit."""
+    """Return a digest that is the same for two arrays that are equal bit by bit."""
     if _holds_bfloat16(array, dtype):
         array = array.astype("bfloat16")
-    # Without another copy where there are bytes to look at: a model may have gigabytes.
+    # Viewed as bytes rather than copied: a model may have gigabytes.
     whole: Any = array.tobytes() if array.dtype.hasobject else np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return array.dtype.name, array.shape, hashlib.sha256(whole).hexdigest()
 
@@ -56,7 +56,7 @@ def digest(array: ndarray, dtype: str = "") -> Digest:
 def relative_error(actual: ndarray, expected: ndarray) -> float:
     """Return the L2 norm of the difference over the L2 norm of the expected tensor, in float64.
 
-    Where nothing but zero is expected, anything else is infinitely wrong.
+    If only zeros are expected, any other value has an infinite error.
 
     Raises:
         ValueError: The shapes differ.
@@ -110,7 +110,7 @@ def name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
 
 
 def digest_problem(actual: Mapping[str, Digest], expected: Mapping[str, Digest]) -> str:
-    """Return which weights do not come back as they were given; empty if all do."""
+    """Return which exported weights differ from the loaded ones; empty if none do."""
     if sorted(actual) != sorted(expected):
         return name_problem(actual, expected)
     for name, wanted in expected.items():

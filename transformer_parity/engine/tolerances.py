@@ -45,7 +45,7 @@ def tolerance(name: str, dtype: str, baseline: float, precision: str = "highest"
     """Return the largest relative error allowed for a tensor.
 
     Args:
-        name: The name of the tensor; its last part may have a tolerance of its own in bfloat16.
+        name: The name of the tensor; its last part may have a separate tolerance in bfloat16.
         dtype: The working dtype.
         baseline: The error that the reference itself makes here in float32.
         precision: ``highest``, or ``fast``, which allows TF32.

@@ -35,7 +35,7 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
         error: The relative error; NaN never agrees.
         tolerance: The largest error that agrees.
         dtype: The working dtype: below float64, an error above the tolerance may be a loss of precision.
-        problem: What no tolerance applies to: another name, shape or dtype, a value that is not finite.
+        problem: A problem that no tolerance excuses: a wrong name, shape or dtype, or a value that is not finite.
 
     Raises:
         ValueError: The tolerance is negative, infinite or NaN.
@@ -76,7 +76,7 @@ class Author:
         return self._finding(path, tap, error, tolerance, verdict, problem or detail)
 
     def round_trip(self, problem: str) -> Finding:
-        """Return the finding about the weights, which must come back bit by bit."""
+        """Return the finding about the weights, which must survive a round trip bit by bit."""
         error = math.inf if problem else 0.0
         found = self._finding(LOAD, ROUND_TRIP, error, 0.0, decide(error, 0.0, "float64", problem), problem)
         return replace(found, component="weights")
@@ -107,15 +107,15 @@ class Author:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a run has to compare of one port.
+    """The comparisons that a run must make of one port.
 
     Attributes:
         port: Its name.
-        stages: Those that were asked for, by name or by default; each must be compared in at least one dtype.
-        dtypes: Those that were asked for by name; each must be compared in at least one stage.
+        stages: The requested stages, by name or by default; each must be compared in at least one dtype.
+        dtypes: The dtypes requested by name; each must be compared in at least one stage.
         pairs: Whether stages and dtypes were both named, so that each stage must be compared in each dtype.
         planned: The number of cases by stage and dtype.
-        elsewhere: Of each stage, the other dtypes in which it has cases.
+        elsewhere: The other dtypes in which each stage has cases.
     """
 
     port: str
@@ -126,7 +126,7 @@ class Coverage:
     elsewhere: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def missing(self, findings: Iterable[Finding]) -> list[str]:
-        """Return what was asked for and not compared: nothing at all, or fewer than half of the cases."""
+        """Return the requests that were not compared: no case, or fewer than half of the cases."""
         own = [finding for finding in findings if finding.backend == self.port]
         if self.pairs:
             wanted = [(f"{stage} in {dtype}", {stage}, {dtype}) for stage, dtype in product(self.stages, self.dtypes)]
@@ -139,7 +139,7 @@ class Coverage:
         ]
 
     def _why(self, findings: Sequence[Finding], stages: set[str], dtypes: set[str]) -> str:
-        """Return what is missing of some stages in some dtypes; empty if nothing is."""
+        """Return why some stages in some dtypes were not compared; empty if they were."""
         planned = sum(n for (stage, dtype), n in self.planned.items() if stage in stages and dtype in dtypes)
         if not planned:
             return f"there is no such case{self._instead(stages)}"
@@ -156,7 +156,7 @@ class Coverage:
         return f"{len(compared)} of {planned} cases compared, and half are needed{why}"
 
     def _instead(self, stages: set[str]) -> str:
-        """Return how to compare the stages in the dtypes in which they have cases; empty where there are none."""
+        """Return how to compare the stages in the dtypes in which they have cases; empty if there are none."""
         ways = [(stage, dtypes) for stage, dtypes in self.elsewhere.items() if stage in stages and dtypes]
         return "".join(
             f"; {stage} are compared in {' and '.join(dtypes)}: leave out --dtype, or run "
@@ -167,11 +167,11 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run ends with.
+    """The final verdict of a run.
 
     Attributes:
         verdict: ``AGREES``, ``DIVERGES``, ``IMPRECISE``, or ``FAILED`` where not everything was compared.
-        missing: What was asked for and not compared, each with its port and reason.
+        missing: Every request that was not compared, with its port and the reason.
         undecided: The ports that lost precision and were not compared in float64: any mistake looks like that.
     """
 
@@ -181,7 +181,7 @@ class Verdict:
 
     @classmethod
     def of(cls, findings: Iterable[Finding], asked: Iterable[Coverage] = ()) -> Verdict:
-        """Return the worst verdict of any port; AGREES only if all that was asked for was compared."""
+        """Return the worst verdict of any port; AGREES only if every request was compared."""
         findings, asked = list(findings), list(asked)
         by_port: dict[str, list[Finding]] = {entry.port: [] for entry in asked}
         for finding in findings:

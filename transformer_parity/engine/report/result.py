@@ -16,7 +16,7 @@ TAP_KEYS = ("backend", "dtype", "case", "path", "tap", "error", "tolerance", "sh
 
 
 def compared(findings: Sequence[Finding], verdict: Verdict) -> dict[str, Any]:
-    """Return the verdict, how much was compared, and every finding that is no plain agreement."""
+    """Return the verdict, how much was compared, and every failure, skip and near-tie."""
     skips = [finding for finding in findings if finding.verdict == SKIPPED]
     failures = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
     return {
@@ -51,7 +51,7 @@ def summarize(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 
 
 def by_case(findings: Iterable[Finding], usual: str) -> list[dict[str, Any]]:
-    """Return what became of each case in each dtype: its verdict, and the first finding that failed or was skipped.
+    """Return the result of each case in each dtype: its verdict, and the first finding that failed or was skipped.
 
     Args:
         findings: Every comparison.

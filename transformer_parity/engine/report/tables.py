@@ -40,7 +40,7 @@ def print_summary(
         console: Where to print.
         findings: Every comparison.
         backends: The columns.
-        titles: What stands above the table of a dtype; without one, its name.
+        titles: The title of the table of each dtype; by default the name of the dtype.
     """
     for dtype in dict.fromkeys(finding.dtype for finding in findings if finding.dtype):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -63,7 +63,7 @@ def nodes(marks: Iterable[Mark]) -> list[Node]:
 def role(name: str) -> str:
     """Return the role of a tensor: the same in every layer, and in all blocks of a layer that are of one kind.
 
-    The last word of a block's name says its kind: ``self_attention`` and ``cross_attention`` are attention.
+    The last word of a block's name is its kind: ``self_attention`` and ``cross_attention`` are attention.
     """
     block, _, rest = name.partition(".")
     if rest.startswith("layers."):

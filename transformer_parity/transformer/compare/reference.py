@@ -1,7 +1,7 @@
-"""What a case must yield: the float64 reference, and the tolerance of each tensor.
+"""The expected tensors of a case, computed by the float64 reference, and their tolerances.
 
 A tolerance in float32 follows from the baseline: the error that the reference itself makes in float32. The reference
-computes in the process that compares, where no port runs (see docs/agreement.md).
+computes in the process that compares, and no port runs there (see docs/agreement.md).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Reference:
     _last: tuple[Any, Mapping[str, ndarray]] | None = None
 
     def expected(self, case: Case, placement: Placement) -> Expected:
-        """Return what a case must yield.
+        """Return the expected tensors of a case.
 
         Raises:
             NotFiniteError: The reference overflows in float64, or in float32 where that is the dtype.

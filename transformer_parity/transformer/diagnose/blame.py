@@ -1,7 +1,7 @@
 """Blame: at which tensor of a case a difference starts, forwards by its taps and backwards by its gradients.
 
-Forwards, blocks of the port or of the reference are run again (see ``engine.localization``). Backwards it is always the
-reference: its backward pass goes on from the port's own gradient at each tap.
+In the forward pass, blocks of the port or of the reference are rerun (see ``engine.localization``). In the backward
+pass, only the reference is rerun: it continues from the port's gradient at each tap.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.training import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
 
-REPLAYED = (ACTIVATIONS, GRADIENTS)  # the stages of which blocks can be run again
+REPLAYED = (ACTIVATIONS, GRADIENTS)  # stages whose blocks can be rerun
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Subject:
         )
 
     def run(self, loaded: LoadedPort, given: Arrays) -> Tensors:
-        """Return what a port or the reference computes, from given values behind its taps if there are any."""
+        """Return the tensors of a run that continues with given values at some taps."""
         result = loaded.run(self.case.block, self.inputs, taps=True, given=given)
         return {**result.taps, OUTPUT: result.output}
 
@@ -103,7 +103,9 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
         raise ValueError(f"blocks can be replayed for activations and gradients: got {subject.case.stage}")
     if STAGES[subject.case.stage].has_loss:
         return _replay_backward(gradients(loaded, subject.inputs), subject)
-    is_ours = not isinstance(loaded, LoadedPlugin)  # our own packages go on with what they are given; a test shows it
+    is_ours = not isinstance(
+        loaded, LoadedPlugin
+    )  # our packages continue with the value that a tap returns; a test shows it
     return subject.replay.blocks_of_port(
         partial(subject.run, loaded),
         None if is_ours else partial(_goes_on, loaded, subject),
@@ -125,7 +127,7 @@ def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject:
 
 
 def _goes_on(loaded: LoadedPort, subject: Subject, actual: Arrays, given: Arrays) -> bool:
-    """Whether a port goes on with what it is given at every tap."""
+    """Whether a port continues with the value that every tap returns."""
     for name, value in given.items():
         found = subject.run(loaded, {name: 1.5 * np.asarray(value, np.float64) + 0.25})
         if all(same_bits(found[other], actual[other]) for other in actual):

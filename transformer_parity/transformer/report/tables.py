@@ -1,4 +1,4 @@
-"""The tables that are about this model: what each dtype tells, real sentences block by block, and processor time."""
+"""Tables specific to this model: titles by dtype, errors on real sentences block by block, and processor time."""
 
 from __future__ import annotations
 

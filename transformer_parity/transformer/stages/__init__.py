@@ -1,1 +1,1 @@
-"""The stages of a comparison: one file for each, and what two of them share."""
+"""The stages of a comparison: one file for each, and shared helpers."""

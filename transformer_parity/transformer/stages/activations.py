@@ -17,7 +17,7 @@ from transformer_spec.names import tap_shapes
 
 
 class ActivationStage(Stage):
-    """What every tap shows, and the output as a user computes it, without taps."""
+    """The value at every tap, and the output of a run without taps, as users compute it."""
 
     name = ACTIVATIONS
     component = "full model"

@@ -61,7 +61,7 @@ class DecodeStage(Stage):
         return {**tensors, TOKENS: wide}
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
-        """Return the tolerance of the logits; those of a search depend on what was found."""
+        """Return the tolerance of the logits; the tolerances of a search depend on its result."""
         return tolerances({name: truth[name] for name in truth if name == LOGITS}, baseline, *placement)
 
     def due(self, shown: PathTensors) -> list[str]:
@@ -95,7 +95,7 @@ def _search(case: Case, loaded: LoadedPort, outputs: Outputs) -> Tensors:
 
 
 def _compare_search(shown: PathTensors) -> Iterator[Finding]:
-    """Compare the tokens, and follow the decisions of a search that found others; then compare the scores."""
+    """Compare the tokens, explain every decision that differs from the reference's, then compare the scores."""
     author, path, case, expected = shown.author, shown.path, shown.case, shown.expected
     ids, scores = shown.tensors[TOKENS], shown.tensors.get(SCORES)
     if problem := _tokens_problem(case, ids, expected.tensors[TOKENS]):
@@ -107,18 +107,20 @@ def _compare_search(shown: PathTensors) -> Iterator[Finding]:
     exact = expected.exact.model
     rounded = None if expected.rounded is None else expected.rounded.model
     source_ids, options = case.inputs["source_ids"], case.options
-    # Of a search whose steps are not known, only the result is explained.
+    # If the steps of a search are not known, only its result is explained.
     unknown = None if path == FILES or scores is None else scores
     found = Decoded(SearchResult(ids, unknown), shown.outputs.trace)  # type: ignore[arg-type]
     doubts = explain(exact, rounded, source_ids, found, expected.tensors[TOKENS], options)
     worst = max(doubts, key=lambda doubt: (not doubt.is_near_tie, doubt.margin), default=None)
-    problem = summary(doubts) if worst and worst.margin == math.inf else ""  # which no rounding explains
+    problem = (
+        summary(doubts) if worst and worst.margin == math.inf else ""
+    )  # rounding does not explain an infinite margin
     margin, noise = (worst.margin, worst.noise) if worst else (0.0, 0.0)
     yield author.compared(path, TOKENS, margin, noise, problem=problem, detail=summary(doubts))
     if scores is None or wrong:
         return
     truth = score(exact, source_ids, ids, options)
-    if not np.isfinite(truth).all():  # of tokens that are not allowed
+    if not np.isfinite(truth).all():  # some tokens are not allowed
         problem = f"scores must be finite: the reference finds {truth.min()} for these tokens"
         yield author.compared(path, SCORES, math.inf, 0.0, problem=problem)
         return

@@ -19,7 +19,7 @@ from transformer_parity.transformer.stages.activations import hidden
 from transformer_parity.transformer.stages.stage import PathTensors, Way
 from transformer_parity.transformer.stages.training import LOSS, WHOLE, TrainingStage, training_error
 
-AT = "at "  # before the name of a tap; before that of a parameter stands "of "
+AT = "at "  # prefix of the gradients at taps; gradients of parameters have the prefix "of "
 
 
 class GradientStage(TrainingStage):
@@ -41,7 +41,7 @@ class GradientStage(TrainingStage):
         return {name: tolerance(name, placement.dtype, own.get(name, 0.0), whole) for name in truth}
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
-        """Compare the gradients, and all those of parameters together, whatever the port says these are."""
+        """Compare the gradients, and the concatenation of all gradients of parameters, computed here."""
         return super().compare(replace(shown, tensors=_with_whole(shown.tensors, shown.expected.tensors)))
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
@@ -79,7 +79,7 @@ def tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
         name: The name of the tensor.
         dtype: The working dtype.
         baseline: The error that the NumPy reference itself makes here in float32.
-        whole: Likewise, for the whole gradient.
+        whole: The same error of the whole gradient.
     """
     rule = POLICY[GRADIENTS][dtype]
     kind = {LOSS: "loss", WHOLE: "whole"}.get(name, "tensor")

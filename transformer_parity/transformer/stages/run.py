@@ -39,7 +39,7 @@ def run_cases(
 
 
 def _model(case: Case) -> tuple[Any, ...]:
-    """Return what has to be loaded; training changes a model, so what is to take steps is loaded for that only."""
+    """Return the key of the model to load. Training changes a model, so each case that trains loads its own."""
     return case.config, case.weights_file, case.seed, STAGES[case.stage].trains and case.name
 
 

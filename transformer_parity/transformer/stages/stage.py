@@ -1,4 +1,4 @@
-"""A stage: how a port is run in a case, what the reference yields there, and how closely the two must agree."""
+"""A stage: it runs a port in a case, and defines the expected tensors and their tolerances."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Way = tuple[str, Callable[[], Tensors]]  # a path, and the function that runs th
 
 @dataclass(frozen=True)
 class Expected:
-    """What one case must yield in one dtype.
+    """The tensors that one case must yield in one dtype.
 
     Attributes:
         tensors: The float64 truth by name, in the order of computation.
-        tolerances: The largest error that agrees, by name; those of a search depend on what was found.
+        tolerances: The largest error that agrees, by name; a search has none here, because they depend on its result.
         exact: The reference in float64, for searches.
-        rounded: The reference in float32, where that is the dtype.
+        rounded: The reference in float32, if that is the dtype.
     """
 
     tensors: Tensors
@@ -39,15 +39,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class PathTensors:
-    """What a port shows in a case on one path, beside what is expected.
+    """The tensors that a port shows in a case on one path, and the expected ones.
 
     Attributes:
         author: Makes the findings.
-        case: What was run.
+        case: The case.
         path: How the port was run.
-        tensors: What it showed, by name.
-        expected: What it must show.
-        outputs: All that came of the case.
+        tensors: The tensors of the port by name.
+        expected: The expected tensors and their tolerances.
+        outputs: All results of the case.
     """
 
     author: Author
@@ -62,18 +62,18 @@ class Stage(Measure, ABC):
     """One kind of comparison.
 
     Attributes:
-        name: What ``--stage`` and findings call it.
+        name: Its name in ``--stage`` and in findings.
         component: The part of the model that cases of golden vectors are about.
         path: The path whose tensors golden vectors hold.
         is_ordered: Whether the tensors must come in the order of the reference's.
         searches: Whether the model is run by a search.
-        has_baseline: Whether tolerances in float32 follow from the reference's own error.
+        has_baseline: Whether tolerances in float32 follow from the error of the reference in float32.
         has_loss: Whether the model is run with labels.
         trains: Whether running a case changes the model, which then is loaded for this case only.
         reproduces: The largest error that a right hypothesis leaves when it repeats what a port does: rounding. The
             weakest mistake leaves 1.8e-10 in activations (an epsilon rounded to float32) and 8e-9 in weights (1e-6
             added to a norm before clipping).
-        optional: What a port need not show, by a pattern of names.
+        optional: Tensors that a port may omit: a pattern of their names, and their description.
     """
 
     name: str
@@ -89,12 +89,12 @@ class Stage(Measure, ABC):
 
     @abstractmethod
     def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
-        """Yield the ways to run a port in a case; the caller runs each before it asks for the next.
+        """Yield the ways to run a port in a case; the caller runs each one before it requests the next.
 
         Args:
-            case: The case, with the inputs that the port is given.
+            case: The case, with copies of its inputs for the port.
             loaded: The port.
-            outputs: What came of the case so far.
+            outputs: The results of the case so far.
         """
 
     def tensors(self, case: Case, loaded: LoadedPort, dtype: str = "float64") -> Tensors:
@@ -105,7 +105,7 @@ class Stage(Measure, ABC):
         return found
 
     def expected(self, case: Case, reference: LoadedPackage, dtype: str) -> Tensors:
-        """Return what the reference yields in a case; ``dtype`` is the working dtype of the port."""
+        """Return the reference's tensors in a case; ``dtype`` is the working dtype of the port."""
         return self.tensors(case, reference, dtype)
 
     def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
@@ -117,13 +117,13 @@ class Stage(Measure, ABC):
         """Return the tolerance of each tensor.
 
         Args:
-            truth: What the reference yields in float64.
-            baseline: What it yields in float32; empty where that is not the working dtype.
+            truth: The tensors of the reference in float64.
+            baseline: The tensors of the reference in float32; empty if that is not the working dtype.
             placement: The working dtype, device and precision.
         """
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
-        """Yield what is not shown, what is wrong with the names, and then each tensor."""
+        """Yield the omissions, a finding about wrong names, and then the comparison of each tensor."""
         names, skips = self._due(shown)
         yield from (shown.author.skipped(shown.path, why) for why in skips)
         due, known = set(names), shown.expected.tensors
@@ -143,7 +143,7 @@ class Stage(Measure, ABC):
         return list(shown.expected.tensors)
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
-        """Return which of the names have to be there, and why others need not be."""
+        """Return the names that are required, and why others are not."""
         skips = []
         for pattern, what in self.optional.items():
             names = [name for name in due if fnmatchcase(name, pattern)]
@@ -164,7 +164,7 @@ class Stage(Measure, ABC):
                 yield (pattern,), f"{what} are not shown"
 
     def _due(self, shown: PathTensors) -> tuple[list[str], list[str]]:
-        """Return the names that have to be there, and why others need not be: files give their own reasons."""
+        """Return the names that are required, and why others are not; files give their own reasons."""
         due = self.due(shown)
         if shown.path != FILES:
             return self.not_offered(due, shown)

@@ -49,8 +49,8 @@ class StepStage(TrainingStage):
 def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int]) -> Tensors:
     """Train a model and return every loss, and weights and moments after some steps.
 
-    Not the weights of key biases: their gradients are rounding noise (see ``training_error``), which Adam scales up to
-    whole steps; what they are changes no output.
+    The weights of key biases are excluded. Their gradients are rounding noise (see ``training_error``), which Adam
+    scales up to whole steps, and their values change no output.
     """
     batches = shifted(case.inputs)
     trainer = loaded.trainer(case.training)
@@ -76,7 +76,7 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
 
 
 def shifted(inputs: Arrays) -> list[dict[str, ndarray]]:
-    """Return another batch for each step, of the same shape: the sentences change places with one another's targets."""
+    """Return a different batch for each step, of the same shape: the source sentences rotate against the targets."""
     source_ids = inputs["source_ids"]
     return [{**inputs, "source_ids": np.roll(source_ids, shift, axis=0)} for shift in range(len(source_ids))]
 
@@ -89,5 +89,5 @@ def _weights(loaded: Any) -> Mapping[str, ndarray]:
 
 
 def tolerance(name: str, dtype: str) -> float:
-    """Return the largest error allowed: later steps amplify rounding, whatever the baseline is."""
+    """Return the largest error allowed. It is fixed, because later steps amplify rounding beyond any baseline."""
     return POLICY[STEPS][dtype]["loss" if name.endswith(LOSS) else "tensor"]

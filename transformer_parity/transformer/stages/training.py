@@ -1,4 +1,4 @@
-"""What the stages ``gradients`` and ``steps`` share: names, and errors of tensors that should be zero."""
+"""Names and errors that the stages ``gradients`` and ``steps`` share."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class TrainingStage(Stage):
         return super().problem(name, actual, expected, dtype if expected.ndim else "float64")
 
     def error(self, name: str, actual: Arrays, expected: Arrays) -> float:
-        """Return how far a tensor is from what is expected of it."""
+        """Return the error of a tensor."""
         return training_error(name, actual, expected)
 
 
 def training_error(name: str, actual: Arrays, expected: Arrays) -> float:
-    """Return how far a tensor is from what is expected of it.
+    """Return the error of a tensor.
 
-    The gradient of a key bias is zero: adding the same to every score changes no weight. What is left is rounding
-    noise, which is measured by the gradient of the query bias. Other gradients are zero now and then, as those of
-    scores are where there is one key: noise in them is measured by the whole gradient.
+    The gradient of a key bias is zero, because adding a constant to every score changes no attention weight. Its
+    rounding noise is measured relative to the gradient of the query bias. Other gradients are zero in some cases, for
+    example those of scores if there is only one key. Noise in them is measured relative to the whole gradient.
     """
     if not is_noise(name):
         whole = expected.get(WHOLE)
