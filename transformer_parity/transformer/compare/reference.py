@@ -121,7 +121,7 @@ def _model_key(case: Case, dtype: str) -> tuple[Any, ...]:
 
 
 def _key(case: Case, dtype: str) -> tuple[Any, ...]:
-    return case.name, *_model_key(case, dtype)
+    return case.name, case.snapshots, *_model_key(case, dtype)
 
 
 def _run(case: Case, model: LoadedPackage, dtype: str) -> Tensors:
