@@ -83,6 +83,7 @@ ALLOWED = [
     ("tf", "embedding.*", "parameter length: *", TRACED),
     ("tf", "transformer.*.init_cache", "parameter capacity: *", TRACED),
     ("tf", "*.init_cache", "parameter beam_size: *", TRACED),
+    ("tf", "search.top", "parameter count: *", TRACED),
     ("torch jax tf", "layers", "lacks definition Dropout.*", SHIPPED),
     ("torch jax tf", "layers.Dropout", "docstring", SHIPPED),
     ("torch jax tf", "layers", "lacks definition Linear.__call__", SHIPPED),
