@@ -18,7 +18,6 @@ from transformer_spec.training_config import TrainingConfig
 
 TOKENS = 37  # of either vocabulary
 ACTIVATIONS, GRADIENTS, STEPS, DECODE = "activations", "gradients", "steps", "decode"  # names of stages
-DISTRIBUTED = "distributed"  # training on several devices: a stage that is asked for by name
 
 
 @dataclass(frozen=True)

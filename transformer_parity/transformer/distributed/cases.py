@@ -15,6 +15,7 @@ from transformer_spec.init_weights import init_weights
 from transformer_spec.parallel_plan import Plan
 from transformer_spec.training_config import TrainingConfig
 
+DISTRIBUTED = "distributed"  # the stage of these cases, as reports show it
 Batch = tuple[ndarray, ndarray, ndarray]  # source_ids, target_ids, labels
 LENGTHS = (7, 7, 7, 6, 2, 1, 1, 0)  # of the targets: with two shares, one has most tokens; the last row has none
 ON_ONE_SHARE = (7, 0, 0, 0, 5, 0, 0, 0)  # likewise: of two slices, however their rows are divided among shares

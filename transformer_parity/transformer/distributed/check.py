@@ -14,10 +14,18 @@ import reference_numpy
 from transformer_parity.engine.findings import Finding, failure
 from transformer_parity.engine.processes.child import StartError
 from transformer_parity.engine.verdict import Coverage
-from transformer_parity.transformer.cases.case import DISTRIBUTED, Case
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.check.checked_port import CheckedPort, give_labels
 from transformer_parity.transformer.check.messages import CaseCompared, NowDoing, PortFinished, PortImported, PortJob
-from transformer_parity.transformer.distributed.cases import NOT_OFFERED, STAGE, Probe, port_probes, probes, rounded
+from transformer_parity.transformer.distributed.cases import (
+    DISTRIBUTED,
+    NOT_OFFERED,
+    STAGE,
+    Probe,
+    port_probes,
+    probes,
+    rounded,
+)
 from transformer_parity.transformer.distributed.compare import DeviceRun, draws, findings
 from transformer_parity.transformer.distributed.environments import number_of_processes
 from transformer_parity.transformer.distributed.run import GroupError, TrainingGroup, devices_needed, group

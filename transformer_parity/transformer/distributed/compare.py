@@ -13,8 +13,8 @@ from numpy import ndarray
 from transformer_parity.engine.findings import AGREES, Finding
 from transformer_parity.engine.tolerances import EPS, POLICY, finite
 from transformer_parity.engine.verdict import Author
-from transformer_parity.transformer.cases.case import DISTRIBUTED, Case
-from transformer_parity.transformer.distributed.cases import Probe
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.distributed.cases import DISTRIBUTED, Probe
 from transformer_parity.transformer.distributed.signatures import Contributions, divisions, explain
 from transformer_parity.transformer.distributed.updates import known_mistake
 from transformer_parity.transformer.distributed.worker import Held, Place, Seen, Snapshot
