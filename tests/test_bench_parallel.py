@@ -128,7 +128,7 @@ def test_numpy_simulates_a_plan(capsys, tmp_path):
     assert code == 0, printed + errors
     names = ["numpy", "numpy fsdp=2,tensor=2"]
     assert f"Losses of every call of {', '.join(names)} agree with the float64 reference." in " ".join(printed.split())
-    (race,) = json.loads((tmp_path / "a.json").read_text())["races"]
+    (race,) = json.loads((tmp_path / "a.json").read_text())["result"]["races"]
     assert [entry["name"] for entry in race["participants"]] == names
     assert [len(entry["seconds"]) for entry in race["participants"]] == [1, 1]
     plan = Plan.parse("fsdp=2,tensor=2")
@@ -142,7 +142,7 @@ def test_each_framework_trains_in_processes(name, capsys, tmp_path):
     code, printed, errors = parity(
         *(capsys, "--backends", name, "--parallel", "data=2", "--parallel", "fsdp=2", "--json", tmp_path / "a.json")
     )
-    (race,) = json.loads((tmp_path / "a.json").read_text())["races"]
+    (race,) = json.loads((tmp_path / "a.json").read_text())["result"]["races"]
     one, data, fsdp = race["participants"]
     for entry in (one, data, *[fsdp] * (name != "tf")):
         assert len(entry["seconds"]) == 2, printed + errors
@@ -162,7 +162,7 @@ def test_what_plans_cost_without_a_time(capsys, monkeypatch, tmp_path):
     rows = [line.split() for line in printed.splitlines()]
     assert next(row for row in rows if row[:1] == ["data=8"])[1:4] == ["1,430", "-", "-"]
     assert next(row for row in rows if row[:2] == ["one", "device"])[2:6] == ["-", "-", "-", "817"]
-    (race,) = json.loads((tmp_path / "a.json").read_text())["races"]
+    (race,) = json.loads((tmp_path / "a.json").read_text())["result"]["races"]
     assert (race["participants"], race["plans"][0]["plan"]) == ([], "data=8")
 
 

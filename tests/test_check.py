@@ -65,12 +65,13 @@ def test_a_port_that_agrees(capsys, tmp_path):
     assert "AGREE  1 port, 8 cases" in printed  # the model, its gradients and two searches, twice
     for line in ("float64: semantics", "NOT TESTED: jax", "NOT TESTED: tf", "NOT TESTED: gpu"):
         assert line in printed
-    result = json.loads(path.read_text())
-    assert result["verdict"] == AGREES
+    document = json.loads(path.read_text())
+    result = document["result"]
+    assert document["verdict"] == "AGREE"
     assert result["failures"] == []
     assert {row["dtype"] for row in result["summary"]} == {"float64", "float32", "bfloat16"}
     assert all(row["worst"]["share"] < 1 for row in result["summary"])
-    assert "version" in result["environment"]["torch"]
+    assert "version" in document["environment"]["torch"]
 
 
 def test_one_stage_alone(capsys):

@@ -155,10 +155,11 @@ def test_json_tells_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--preset", "marian", "--stage", "activations", "--sentences", "0", "--dtype", "float32"]
     assert main(["check", "--backends", "torch,jax", *options, "--json", "result.json"]) == 0
-    time = json.loads((tmp_path / "result.json").read_text())["time"]
+    document = json.loads((tmp_path / "result.json").read_text())
+    time = document["result"]["time"]
     assert time["ports"].keys() == {"torch", "jax"}
     for name, spent in time["ports"].items():
-        assert 0.0 <= spent["compiling"] < spent["seconds"] < time["seconds"]
+        assert 0.0 <= spent["compiling"] < spent["seconds"] < document["seconds"]
         assert spent["cpu_seconds"] > 0.0
         assert (spent["compiling"] > 0.0) == (name == "jax")
         assert list(spent["parts"]) == ["importing", "activations float32", "the rest"]

@@ -112,7 +112,7 @@ def test_info_without_frameworks(capsys, monkeypatch):
 def test_info_describes_what_is_installed(capsys, monkeypatch, backends):
     expected = {backend.name: backend.package.describe() for backend in backends}  # which imports them first
     monkeypatch.setattr(info, "PORTS", {backend.name: PORTS[backend.name] for backend in backends})
-    found = json.loads(parity(capsys, "info", "--json")[1])["backends"]
+    found = json.loads(parity(capsys, "info", "--json")[1])["result"]["backends"]
     for backend in backends:
         runtime = backend.package.runtime
         known = {"installed": True, "dtypes": list(runtime.DTYPES), "runs on": list(runtime.DEVICES)}
@@ -143,11 +143,11 @@ def test_info_says_which_library_is_slow():
 
 @pytest.mark.usefixtures("bare")
 def test_info_counts_parameters(capsys):
-    presets = json.loads(parity(capsys, "info", "--json")[1])["presets"]
+    presets = json.loads(parity(capsys, "info", "--json")[1])["result"]["presets"]
     assert list(presets) == list(ref.PRESETS)
     assert presets["paper_base"] == {"parameters": 63_045_632, "printed_millions": 65, "differs": {}}
     assert presets["paper_d256"] == {"parameters": 26_816_512, "printed_millions": 28, "differs": {"d_model": 256}}
-    smaller = json.loads(parity(capsys, "info", "--json", "--vocab", 1000)[1])["presets"]
+    smaller = json.loads(parity(capsys, "info", "--json", "--vocab", 1000)[1])["result"]["presets"]
     assert presets["paper_base"]["parameters"] - smaller["paper_base"]["parameters"] == 36_000 * 512
 
 

@@ -184,7 +184,7 @@ def test_a_weight_file_is_described(capsys):
     for part in ("(2.9 MB) family this project preset paper_base", "670,848 parameters in float32", "search greedy"):
         assert part in words
     assert "step" not in words
-    found = json.loads(parity(capsys, "info", SHIPPED, "--json")[1])
+    found = json.loads(parity(capsys, "info", SHIPPED, "--json")[1])["result"]
     assert found["config"] == ref.load_weights(SHIPPED)[0].to_dict()
     assert found["vocabulary"] == {"kind": "joint", "sizes": [89, 89], "source_languages": [], "target_languages": []}
     assert (found["parameters"], found["dtypes"], found["part"], found["step"]) == (670_848, ["float32"], None, None)
@@ -206,7 +206,7 @@ def test_what_was_imported_says_where_from(capsys, tmp_path):
         "from a.bin, SHA-256 12ab",
     ):
         assert part in words
-    assert json.loads(parity(capsys, "info", tmp_path / "a", "--json")[1])["origin"] == origin.to_dict()
+    assert json.loads(parity(capsys, "info", tmp_path / "a", "--json")[1])["result"]["origin"] == origin.to_dict()
 
 
 def test_the_nearest_preset_is_named(capsys, tmp_path):
@@ -214,7 +214,7 @@ def test_the_nearest_preset_is_named(capsys, tmp_path):
     for preset in ("marian", "fairseq", "paper_big"):
         config = ref.TransformerConfig.preset(preset, **{**sizes, "d_k": 4, "d_v": 4})
         ref.save_weights(tmp_path / "a", config, ref.init_weights(config, seed=0))
-        found = json.loads(parity(capsys, "info", tmp_path / "a", "--json")[1])
+        found = json.loads(parity(capsys, "info", tmp_path / "a", "--json")[1])["result"]
         assert found["preset"] == {"paper_big": "paper_base"}.get(preset, preset)  # which it is but for its sizes
         assert found["differences"] == {}
 

@@ -202,7 +202,8 @@ def test_a_verbatim_copy_is_no_agreement(truth, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "SKIPPED   numpy: the bytes are A's own: nothing was computed" in printed
     assert "INCOMPLETE" in printed
-    content = json.loads(result.read_text())
+    document = json.loads(result.read_text())
+    content = document["result"]
     assert (content["comparisons"], content["skipped"]) == (0, len(content["skips"]))
     assert content["skipped"] > 10
     assert [what.partition(": nothing")[0] for what in content["missing"]] == [f"numpy: {stage}" for stage in STAGES]
@@ -260,8 +261,9 @@ def test_another_package_agrees(truth, tmp_path, capsys, port):
     assert compare(truth, path, "--json", result) == 0, capsys.readouterr().out
     printed = capsys.readouterr().out
     assert "AGREE  1 port, 10 cases, 2,006 comparisons;" in printed
-    content = json.loads(result.read_text())
-    assert (content["verdict"], content["exit_code"], content["failures"]) == (AGREES, 0, [])
+    document = json.loads(result.read_text())
+    content = document["result"]
+    assert (document["verdict"], document["exit_code"], content["failures"]) == ("AGREE", 0, [])
     assert {row["dtype"] for row in content["summary"]} == {"float64", "float32"}
     assert any(row["worst"]["error"] > 0.0 for row in content["summary"] if row["dtype"] == "float64")
 
@@ -341,7 +343,7 @@ def test_a_changed_tensor_is_named(truth, copy, capsys, tmp_path, monkeypatch, c
     printed = capsys.readouterr().out
     assert f"numpy {dtype} {case} {name}: " in printed
     assert says in printed
-    failures = json.loads(result.read_text())["failures"]
+    failures = json.loads(result.read_text())["result"]["failures"]
     assert {(failure["dtype"], failure["case"]) for failure in failures} == {(dtype, case)}
     assert name in {failure["tap"] for failure in failures}
 
@@ -551,7 +553,8 @@ def test_a_left_out_of_nearly_everything_is_incomplete(truth, copy, tmp_path, ca
     result = tmp_path / "result.json"
     assert compare(truth, copy, "--json", result) == 3
     assert "INCOMPLETE" in capsys.readouterr().out
-    content = json.loads(result.read_text())
+    document = json.loads(result.read_text())
+    content = document["result"]
     assert {what.split(": ")[1] for what in content["missing"]} >= {"gradients", "steps", "decode"}
     assert content["comparisons"] < 100 < 1400
 

@@ -207,7 +207,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     command = ["check-distributed", "--json", "result.json", "--port"]
     assert main([*command, "devices:Reference", "--parallel", "data=2"]) == 0
     assert "AGREE  1 port, 2 cases" in capsys.readouterr().out
-    result = json.loads(Path("result.json").read_text())
+    result = json.loads(Path("result.json").read_text())["result"]
     assert {row["case"] for row in result["cases"]} == {"distributed/data=2/plain", "distributed/data=2/uneven"}
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from result_schema import read_document
 
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import DIVERGES, Finding
@@ -95,8 +96,9 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     assert main(["selftest", "--backends", "torch", "--part", "feed-forward", "--json", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "feed-forward" in printed
-    assert "PASS  7 of 7 mistakes planted: 7 caught, 7 located, 7 of 7 named" in printed
-    assert [trial["named"] for trial in json.loads(path.read_text())["trials"]] == [True] * 7
+    assert "AGREE  7 of 7 mistakes planted: 7 caught, 7 located, 7 of 7 named" in printed
+    result = read_document(path, "selftest")["result"]
+    assert [trial["named"] for trial in result["trials"]] == [True] * 7
 
 
 WORKERS = """

@@ -95,6 +95,7 @@ def test_a_run_leaves_what_it_promises(finished):
         "model.safetensors",
         "log.jsonl",
         "curve.png",
+        "result.json",
     }
     assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -206,7 +207,7 @@ def test_text_is_learned_in_subwords(tmp_path, capfd):
     assert "BLEU" in capfd.readouterr().out
     for arguments in (["--text", *text[1:]], ["--text", *text[1:], "--sentences", "3", "--json", str(tmp_path / "j")]):
         assert main(["evaluate", str(tmp_path / "run" / "model.safetensors"), "--backend", "numpy", *arguments]) == 0
-    assert json.loads((tmp_path / "j").read_text("utf-8"))[0]["sentences"] == 3
+    assert json.loads((tmp_path / "j").read_text("utf-8"))["result"]["evaluations"][0]["sentences"] == 3
     (tmp_path / "a").write_text("another text\n" * 40, "utf-8")
     capfd.readouterr()
     assert resume(tmp_path / "run", "--backend", "numpy", "--steps", 4) == 3
@@ -219,7 +220,7 @@ def test_all_backends_translate_the_same(finished, backends, tmp_path):
     files = [str(finished / "model.safetensors"), str(finished / "checkpoint-0000012.safetensors")]
     options = ["--task", "dates", "--sentences", "8", "--json", str(tmp_path / "j")]
     assert main(["evaluate", *files, "--backend", names, *options]) == 0
-    results = json.loads((tmp_path / "j").read_text("utf-8"))
+    results = json.loads((tmp_path / "j").read_text("utf-8"))["result"]["evaluations"]
     assert [result["backend"] for result in results] == 2 * [backend.name for backend in backends]
     assert [result["step"] for result in results] == [None] * len(backends) + [12] * len(backends)
     for result in results:
@@ -340,6 +341,7 @@ def test_it_can_be_finished_elsewhere(finished, tmp_path):
         "checkpoint-0000012.safetensors",
         "log.jsonl",
         "model.safetensors",
+        "result.json",
     ]
 
 

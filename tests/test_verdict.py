@@ -251,7 +251,7 @@ def test_stages_do_not_vanish(dtype, capsys, tmp_path):
     assert main([*command, "--stage", "gradients", *options]) == 3
     printed = capsys.readouterr().out
     assert f"MISSING   torch: gradients in {dtype}: there is no such case" in printed
-    assert f"gradients in {dtype}" in json.loads(files["json"].read_text())["missing"][0]
+    assert f"gradients in {dtype}" in json.loads(files["json"].read_text())["result"]["missing"][0]
     assert f"gradients in {dtype}: there is no such case" in files["html"].read_text()
 
 

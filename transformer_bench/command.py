@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from transformer_bench.run import Setting, Timing, grown, work_title
 from transformer_bench.workload import DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.cli.options import check_installed
 from transformer_parity.cli.progress import Progress, make_console
+from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.style import FORMATS, OPEN_STYLE, write
 from transformer_parity.engine.system.errors import UsageError
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
@@ -35,6 +36,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Time one task, at one size or over a size that grows, and return the exit code."""
+    started = time.monotonic()
     _check_task(options)
     work = _work(options)
     setting = Setting(options.backends, options.peers, options.threads, options.rounds, options.parallel)
@@ -69,7 +71,14 @@ def run(options: argparse.Namespace) -> int:
     found = {"task": options.task, "rounds": setting.rounds, "scale": axis, **timing.to_dict()}
     if axis:
         found["exponents"] = exponents(values, timing.races)
-    _write(options, found, draw if any(entry.is_timed for entry in timing.entries) else None)
+    document = envelope(
+        "bench",
+        found,
+        exit_code=timing.exit_code,
+        environment={entry.name: entry.environment for entry in timing.entries},
+        seconds=time.monotonic() - started,
+    )
+    _write(options, document, draw if any(entry.is_timed for entry in timing.entries) else None)
     return timing.exit_code
 
 
@@ -123,7 +132,7 @@ def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
         yield tell
 
 
-def _write(options: argparse.Namespace, found: dict[str, Any], draw: Callable[[], Figure] | None = None) -> None:
+def _write(options: argparse.Namespace, document: dict[str, Any], draw: Callable[[], Figure] | None = None) -> None:
     """Write the numbers, and draw the picture, that were asked for; None is no picture."""
 
     def write_picture(path: Path, _: object) -> None:
@@ -133,5 +142,4 @@ def _write(options: argparse.Namespace, found: dict[str, Any], draw: Callable[[]
             with matplotlib.rc_context(OPEN_STYLE):
                 write(draw(), path)
 
-    head = {"format": 3, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    write_results({**head, **found}, (options.json, write_json), (options.plot, write_picture))
+    write_results(document, (options.json, write_json), (options.plot, write_picture))

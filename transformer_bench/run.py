@@ -141,7 +141,8 @@ class Timing:
             {**times_for_machines(*one), "plans": costs_for_machines(one[0], self.setting.plans)}
             for one in zip(self.works, self.races, self.limits, strict=True)
         ]
-        return {"machine": self.machine, "interrupted": self.interrupted, "exit_code": self.exit_code, "races": races}
+        conditions = {name: self.machine[name] for name in ("threads", "load_average")}
+        return {**conditions, "interrupted": self.interrupted, "races": races}
 
 
 def grown(work: Work, axis: str, value: int) -> Work:

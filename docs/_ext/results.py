@@ -60,7 +60,9 @@ def speed(task: str) -> Iterator[str]:
     for machine, title in MACHINES.items():
         sizes = ("small", "base")
         reports = {size: read(ROOT / "benchmarks" / machine / f"{task}-{size}.json") for size in sizes}
-        columns = {size: {one["name"]: one for one in r["races"][0]["participants"]} for size, r in reports.items()}
+        columns = {
+            size: {one["name"]: one for one in r["result"]["races"][0]["participants"]} for size, r in reports.items()
+        }
         header = "".join(f" {size}, ms | lowest to highest | MiB |" for size in reports)
         yield f"| {title} |{header}"
         yield "|---|" + "---:|---:|---:|" * len(reports)
@@ -71,7 +73,7 @@ def speed(task: str) -> Iterator[str]:
         versions = {one["name"]: one["environment"]["version"] for one in base.values() if one["name"] in TITLES}
         yield ""
         for size, report in reports.items():
-            rounds = f"{report['rounds']} rounds, {report['machine']['threads']} threads"
+            rounds = f"{report['result']['rounds']} rounds, {report['result']['threads']} threads"
             yield f"{size.capitalize()}: {rounds}. {stamp(report, versions)}"
             yield ""
 

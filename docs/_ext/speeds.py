@@ -39,7 +39,7 @@ class Aim(NamedTuple):
 
 def race(name: str, machine: str) -> dict[str, Any]:
     """Return what was measured of one work on a machine of ``MACHINES``, with the participants by name."""
-    (found,) = read(ROOT / "benchmarks" / machine / f"{name}.json")["races"]
+    (found,) = read(ROOT / "benchmarks" / machine / f"{name}.json")["result"]["races"]
     return {**found, "participants": {one["name"]: one for one in found["participants"]}}
 
 
@@ -201,8 +201,8 @@ def goals() -> Iterator[str]:
     """Yield Markdown tables of what is aimed at, and whether it was met, one for each processor."""
     words = {True: "yes", False: "no", None: "not measured"}
     for machine in MACHINES:
-        found = read(ROOT / "benchmarks" / machine / "forward-base.json")["machine"]
-        yield f"| on {found['processor']}, threads: {found['threads']} | goal | measured | met |"
+        found = read(ROOT / "benchmarks" / machine / "forward-base.json")
+        yield f"| on {found['machine']['processor']}, threads: {found['result']['threads']} | goal | measured | met |"
         yield "|---|---|---|---|"
         yield from (f"| {aim.what} | {aim.goal} | {aim.found} | {words[aim.is_met]} |" for aim in aims(machine))
         yield ""

@@ -23,7 +23,8 @@ FOLDER = Path(__file__).parent
 def conformance(report: dict[str, Any]) -> dict[str, Any]:
     """Return the verdict, and the worst comparison of each component."""
     return {
-        **{name: report[name] for name in ("date", "verdict", "comparisons", "machine", "time")},
+        **{name: report[name] for name in ("date", "verdict", "comparisons", "machine")},
+        "time": {"seconds": report["seconds"], **report["time"]},
         "cases": len({row["case"] for row in report["cases"] if row["case"]}),
         "dtypes": report["setting"]["dtypes"],
         "versions": {name: found["version"] for name, found in report["environment"].items()},
@@ -79,12 +80,18 @@ def counted(trials: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
+def read(path: str) -> dict[str, Any]:
+    """Return the result of a command, with what is particular to the command beside what all commands have."""
+    document = json.loads(Path(path).read_text("utf-8"))
+    return {**document, **document["result"]}
+
+
 KINDS = {"conformance": conformance, "devices": devices, "selftest": selftest}
 
 
 def main(kind: str, *paths: str, commit: str) -> None:
     """Write what is kept."""
-    kept = {"commit": commit, **KINDS[kind](*(json.loads(Path(path).read_text("utf-8")) for path in paths))}
+    kept = {"commit": commit, **KINDS[kind](*map(read, paths))}
     (FOLDER / f"{kind}.json").write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
     print("tests/test_readme.py compares README.md with these figures, and prints the lines that it should have")
 

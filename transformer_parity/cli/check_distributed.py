@@ -93,6 +93,7 @@ def run(options: argparse.Namespace) -> int:
     ports = check.checked_ports()
     watch(check.run(ports, interpreters=chosen, timeout=options.timeout), ports)
     result = CheckResult(
+        command="check-distributed",
         setting=check.setting,
         ports=ports,
         asked=[check.asked_of(port) for port in ports],

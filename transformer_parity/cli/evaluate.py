@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from transformer_parity.cli.options import (
     add_languages,
     add_search,
     check_installed,
+    described,
     directed,
     installed_backend,
     positive,
     search_options,
 )
 from transformer_parity.cli.progress import PlainConsole, make_console
+from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import printable, refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
@@ -64,6 +67,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Evaluate, and return the exit code."""
     check_writable(options.json)
+    started = time.monotonic()
     backends = options.backends or [installed_backend("parity evaluate")]
     check_installed(backends)
     results = []
@@ -77,7 +81,15 @@ def run(options: argparse.Namespace) -> int:
                 with console.status(Text(printable(f"{backend}: {path}"))):
                     results.append(evaluate(trained, corpus, backend, options.device, search))
     _print(results)
-    write_results(results, (options.json, write_json))
+    if options.json is not None:
+        document = envelope(
+            "evaluate",
+            {"evaluations": results},
+            compares=False,
+            environment=described(backends),
+            seconds=time.monotonic() - started,
+        )
+        write_results(document, (options.json, write_json))
     return 0
 
 

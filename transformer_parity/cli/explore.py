@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from transformer_parity.apps.text.dates import SHIPPED
 from transformer_parity.apps.translate.trained import Trained, read_trained
 from transformer_parity.cli.options import add_backends, add_languages, add_ports, check_installed, directed
 from transformer_parity.cli.progress import PlainConsole, Progress
+from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, refusals
-from transformer_parity.engine.system.files import check_writable
+from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.transformer.explore.page import write_page
 from transformer_parity.transformer.explore.recording import Recording, record
 from transformer_parity.transformer.explore.view import view
@@ -79,12 +82,14 @@ def add_parser(commands: Any) -> None:
         help="the page to write (default: %(default)s)",
     )
     add_languages(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the error of every tap for programs")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Record, write the page, print what it shows, and return the exit code."""
-    check_writable(options.out)
+    check_writable(options.out, options.json)
+    started = time.monotonic()
     console = PlainConsole()
     with refusals(OSError, TypeError, ValueError):
         ports = _ports(options, console)
@@ -115,7 +120,16 @@ def run(options: argparse.Namespace) -> int:
     for line in (about[-1], *shown["notes"]):
         console.print(line, soft_wrap=True)
     console.print(f"{options.out}  ({options.out.stat().st_size / 1e6:.1f} MB, for a browser)", soft_wrap=True)
-    return int(any(port.first_over for port in recording.ports))
+    exit_code = int(any(port.first_over for port in recording.ports))
+    if options.json is not None:
+        result = {"source": options.source, "target": said, "page": str(options.out), "dtype": options.dtype}
+        result["ports"] = [
+            {"port": port.name, "first_over": port.first_over, "taps": [asdict(mark) for mark in port.marks]}
+            for port in recording.ports
+        ]
+        document = envelope("explore", result, exit_code=exit_code, seconds=time.monotonic() - started)
+        write_results(document, (options.json, write_json))
+    return exit_code
 
 
 def verdict(recording: Recording) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,7 +14,8 @@ from rich.text import Text
 from transformer_parity.cli.options import one_or_more
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.engine.findings import Finding
-from transformer_parity.engine.report.result import compared, plain
+from transformer_parity.engine.report.envelope import envelope
+from transformer_parity.engine.report.result import compared
 from transformer_parity.engine.report.tables import (
     print_coverage,
     print_near_ties,
@@ -27,7 +27,6 @@ from transformer_parity.engine.report.tables import (
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
-from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.case import in_stages, tiny
 from transformer_parity.transformer.cases.for_ports import port_config
@@ -225,7 +224,8 @@ def run_compare(options: argparse.Namespace) -> int:
         result["not_tested"] = not_tested
         result["blames"] = [report.blame.to_dict() for report in reports if report.blame]
         result["diagnoses"] = [report.to_dict() for report in reports]
-        write_results(plain(result), (options.json, write_json))
+        document = envelope("compare", result, exit_code=verdict.exit_code, seconds=time.monotonic() - started)
+        write_results(document, (options.json, write_json))
     return verdict.exit_code
 
 
@@ -235,12 +235,9 @@ def _result(
     """Return the result for machines."""
     producers = [sorted({folder.producer for folder in side}) for side in zip(*map(_sides, pairs), strict=True)]
     return {
-        "format": 2,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **compared(findings, verdict),
         "truth": {"path": str(options.truth), "producers": producers[0]},
         "candidate": {"path": str(options.candidate), "producers": producers[1]},
-        "machine": describe_machine(),
     }
 
 

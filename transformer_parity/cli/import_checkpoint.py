@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from transformer_parity.apps.checkpoints.proof import Agreement, check_against_t
 from transformer_parity.apps.checkpoints.summary import describe, print_model
 from transformer_parity.cli.options import add_backends, check_installed, field
 from transformer_parity.cli.progress import PlainConsole, make_console
+from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, printable, refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
@@ -117,12 +119,14 @@ def add_parser_export(commands: Any) -> None:
     parser.add_argument("weights", type=Path, metavar="FILE", help="a weight file, or a checkpoint of a training run")
     parser.add_argument("--format", choices=EXPORTS, required=True, help="the software that is to read it")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is new, or empty")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for programs")
     parser.set_defaults(run=run_export)
 
 
 def run(options: argparse.Namespace) -> int:
     """Import, and return the exit code."""
     check_writable(options.out, options.json)
+    started = time.monotonic()
     _check_out(options.out)
     check_installed(options.backends or ())
     asked = ReadOptions(vocab=tuple(options.vocab), names=options.names, fields=dict(options.fields))
@@ -148,8 +152,13 @@ def run(options: argparse.Namespace) -> int:
     _print_proof(proof)
     if not options.out:
         print("Nothing was written: add --out FILE.")
-    write_results(_summary(options, imported, proof), (options.json, write_json))
-    return _verdict(options, proof)
+    exit_code = _verdict(options, proof)
+    if options.json is not None:
+        result = _summary(options, imported, proof)
+        compares, seconds = bool(proof) or options.check, time.monotonic() - started
+        document = envelope("import", result, exit_code=exit_code, compares=compares, seconds=seconds)
+        write_results(document, (options.json, write_json))
+    return exit_code
 
 
 def _check_out(out: Path | None) -> None:
@@ -180,6 +189,8 @@ def _prove(options: argparse.Namespace, say: Any) -> list[Agreement]:
 
 def run_export(options: argparse.Namespace) -> int:
     """Export, and return the exit code."""
+    check_writable(options.json)
+    started = time.monotonic()
     with quiet_frameworks() as terminal, refusals(OSError, RuntimeError, TypeError, ValueError):
         check_empty(options.out)
         with _saying(PlainConsole(file=terminal), f"writing {options.out}"):
@@ -189,7 +200,13 @@ def run_export(options: argparse.Namespace) -> int:
             notes = (f"{options.weights} holds no vocabulary, so no tokenizer is written", *notes)
         for note in notes:
             print(printable(f"note: {note}"))
-        print(f"wrote {printable(str(options.out))}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+        files = sorted(path.name for path in options.out.iterdir())
+        print(f"wrote {printable(str(options.out))}: {', '.join(files)}")
+    if options.json is not None:
+        result = {"path": str(options.weights), "out": str(options.out), "format": options.format}
+        result |= {"files": files, "notes": list(notes)}
+        document = envelope("export", result, compares=False, seconds=time.monotonic() - started)
+        write_results(document, (options.json, write_json))
     return 0
 
 
@@ -209,7 +226,7 @@ def _print_proof(proof: list[Agreement]) -> None:
         table.add_column(column, justify="right" if column in ("error", "allowed") else "left", overflow="fold")
     for one in proof:
         error = "-" if one.error is None else f"{one.error:.1e}"
-        verdict = "NOT CHECKED" if one.error is None else "agrees" if one.agrees else "DIFFERS"
+        verdict = "NOT CHECKED" if one.error is None else "agrees" if one.agrees else "DIVERGES"
         why = f"{verdict}: {one.why}" if one.why else verdict
         table.add_row(printable(one.name), one.dtype, error, f"{one.allowed:.1e}", printable(why))
     make_console().print(table)
@@ -219,16 +236,14 @@ def _verdict(options: argparse.Namespace, proof: list[Agreement]) -> int:
     """Print what the proof comes to, and return the exit code."""
     wrong = [one.name for one in proof if one.error is not None and not one.agrees]
     if wrong:
-        print(f"DIFFERS: {', '.join(dict.fromkeys(map(printable, wrong)))}")
+        print(f"DIVERGE  {', '.join(dict.fromkeys(map(printable, wrong)))}")
         return DISAGREES
     checked = {one.name for one in proof if one.agrees}
     if options.check and not checked - set(PORTS):
-        print("NOT CHECKED: nothing was compared with transformers")
+        print("INCOMPLETE  nothing was compared with transformers")
         return INCOMPLETE
     if proof:
-        print(
-            f"AGREES: {', '.join(printable(name) for name in dict.fromkeys(one.name for one in proof if one.agrees))}"
-        )
+        print(f"AGREE  {', '.join(printable(name) for name in dict.fromkeys(one.name for one in proof if one.agrees))}")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformer_parity.apps.checkpoints.importer import load
 from transformer_parity.apps.checkpoints.summary import describe, print_model
 from transformer_parity.cli.describe_presets import PAPER_VOCABULARY, describe_presets, print_presets
 from transformer_parity.cli.progress import PlainConsole, make_console
+from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, printable, refusals
 from transformer_parity.engine.system.machine import describe_machine, processors
@@ -101,6 +103,7 @@ def print_file(path: Path, *, as_json: bool) -> None:
     Raises:
         UsageError: It cannot be read, or is neither.
     """
+    started = time.monotonic()
     if path.is_dir():
         raise UsageError(f"{path} is a folder: name a weight file in it, or describe it with `parity import {path}`")
     with refusals(OSError):
@@ -109,7 +112,7 @@ def print_file(path: Path, *, as_json: bool) -> None:
         except ValueError as error:
             raise UsageError(f"{error}; `parity import {path}` describes a checkpoint of other software") from error
     if as_json:
-        print(json.dumps({"path": str(path), "bytes": size, **describe(model)}, indent=2))
+        _print_json({"path": str(path), "bytes": size, **describe(model)}, started)
         return
     make_console().print(f"{path}  ({size / 1e6:,.1f} MB)", soft_wrap=True)
     print_model(make_console(), model, files=True)
@@ -117,6 +120,7 @@ def print_file(path: Path, *, as_json: bool) -> None:
 
 def print_installation(vocab_size: int, *, as_json: bool) -> None:
     """Print machine, backends and presets."""
+    started = time.monotonic()
     try:
         presets = describe_presets(vocab_size)
     except ValueError as error:
@@ -129,8 +133,7 @@ def print_installation(vocab_size: int, *, as_json: bool) -> None:
             backends[name] = describe_backend(port)
     machine = describe_machine()
     if as_json:
-        report = {**machine, "backends": backends, "vocab_size": vocab_size, "presets": presets}
-        print(json.dumps(report, indent=2))
+        _print_json({"backends": backends, "vocab_size": vocab_size, "presets": presets}, started)
         return
     console = PlainConsole()
     _print_machine(console, machine)
@@ -140,10 +143,11 @@ def print_installation(vocab_size: int, *, as_json: bool) -> None:
 
 def print_names(preset: str, *, as_json: bool) -> None:
     """Print every parameter and every tap of a preset, with its shape at B 4, S 9, T 7, two layers a side."""
+    started = time.monotonic()
     config = tiny(preset, d_k=None, d_v=None)
     names = {"parameters": parameter_shapes(config), "taps": tap_shapes(config, BATCH, SOURCE, TARGET)}
     if as_json:
-        print(json.dumps({kind: {name: list(shape) for name, shape in of.items()} for kind, of in names.items()}))
+        _print_json({kind: {name: list(shape) for name, shape in of.items()} for kind, of in names.items()}, started)
         return
     console = PlainConsole()
     for kind, shapes in names.items():
@@ -153,6 +157,11 @@ def print_names(preset: str, *, as_json: bool) -> None:
         for name, shape in shapes.items():
             table.add_row(name, str(list(shape)))
         console.print(table)
+
+
+def _print_json(result: dict[str, Any], started: float) -> None:
+    """Print the result for programs."""
+    print(json.dumps(envelope("info", result, compares=False, seconds=time.monotonic() - started), indent=2))
 
 
 def describe_backend(port: PackagePort) -> dict[str, Any]:

@@ -126,6 +126,11 @@ def check_installed(backends: Sequence[str], least: int = 1) -> None:
     raise MissingFrameworkError(message, *NUMPY_ALONE)
 
 
+def described(backends: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return versions, devices and switches of backends that have been used."""
+    return {name: PORTS[name].import_package().describe() for name in backends}
+
+
 def add_search(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose how to search."""
     parser.add_argument(

@@ -16,6 +16,7 @@ from transformer_parity.cli.options import check_installed, one_or_more
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.engine.findings import FAILED
 from transformer_parity.engine.processes.child import ChildEndedError
+from transformer_parity.engine.report.envelope import WORDS, envelope
 from transformer_parity.engine.report.tables import print_line
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.verdict import EXIT_CODES
@@ -97,10 +98,11 @@ def run(options: argparse.Namespace) -> int:
         f"{sum(bool(trial.named) for trial in nameable):,} of {len(nameable):,} named; "
         f"{time.monotonic() - started:.0f} s."
     )
-    word = {0: "PASS", 1: "FAIL", 3: "INCOMPLETE"}[code]
-    console.print(Text(word, "bold green" if code == 0 else "bold red") + Text(f"  {said}", "default"))
-    rows = {"trials": [trial.to_dict() for trial in found]}
-    write_results({"format": 2, "exit_code": code, **rows}, (options.json, write_json))
+    console.print(Text(WORDS[code], "bold green" if code == 0 else "bold red") + Text(f"  {said}", "default"))
+    if options.json is not None:
+        rows = {"backends": options.backends, "expected": expected, "trials": [trial.to_dict() for trial in found]}
+        result = envelope("selftest", rows, exit_code=code, seconds=time.monotonic() - started)
+        write_results(result, (options.json, write_json))
     return code
 
 

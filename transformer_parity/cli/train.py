@@ -18,7 +18,7 @@ from transformer_parity.apps.train import corpora, curves
 from transformer_parity.apps.train.corpora import RECIPES
 from transformer_parity.apps.train.group import ALONE, Group, of_this_process
 from transformer_parity.apps.train.learner import Where
-from transformer_parity.apps.train.log import CURVE, LOG, MODEL, checkpoints, locked, read_log
+from transformer_parity.apps.train.log import CURVE, LOG, MODEL, RESULT, checkpoints, locked, read_log
 from transformer_parity.apps.train.processes import TrainingJob, train
 from transformer_parity.apps.train.run import Observer, Status
 from transformer_parity.apps.train.start import Changes, Setup, begin, resume
@@ -31,8 +31,10 @@ from transformer_parity.cli.train_options import (
     TRAINING_FIELDS,
     add_options,
 )
+from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.system.environment import keep_freed_memory, quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, refusals
+from transformer_parity.engine.system.files import write_json
 from transformer_parity.engine.system.interrupts import stop_on_signal
 from transformer_parity.transformer.distributed.environments import number_of_processes
 from transformer_parity.transformer.ports.protocol import Placement
@@ -250,5 +252,8 @@ def _report(folder: Path, metric: str, reached: dict[str, dict[str, float]], sec
     if any(event["event"] == "step" for event in events):  # none where a run was only finished here
         curves.draw(events, folder / CURVE)
     files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]
+    result = {"folder": str(folder), "metric": metric, "reached": reached, "files": files}
+    write_json(folder / RESULT, envelope("train", result, compares=False, seconds=seconds))
+    files.append(RESULT)
     took = f"{seconds:.0f} s of training, {time.process_time():.0f} s of processor time in this process."
     console.print(f"{took} In {folder}: {', '.join(files)}.", soft_wrap=True)

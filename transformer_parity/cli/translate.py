@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import shlex
 import sys
@@ -28,12 +29,14 @@ from transformer_parity.cli.options import (
     add_machine,
     add_search,
     check_installed,
+    described,
     directed,
     installed_backend,
     positive,
     search_options,
 )
 from transformer_parity.cli.progress import Progress
+from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, printable, refusals
 from transformer_parity.engine.system.interrupts import ctrl_c_waits
@@ -62,7 +65,8 @@ examples:
 input: one sentence a line, UTF-8 (a file may be gzipped). As many lines come out, in the same order:
   by default   the translation
   --nbest N    line number<TAB>score<TAB>translation, N lines for each line of the input, best first; N may be 1
-  --json       one object a line: line, source, hypotheses (each with text, score, pieces, ids)
+  --json       one object a line: line, source, hypotheses (each with text, score, pieces, ids); then one more line
+               with the result of the command, as docs/result.schema.json describes it
 A score is the log-probability in nats; with --beam, over the length penalty. It is -inf where there is no hypothesis.
 A blank line yields an empty line. So does a line that is too long (for the model's learned positions, or over 4,096
 tokens); a warning on standard error says which, and the exit code is 3. After Ctrl-C, what has been written is complete
@@ -101,7 +105,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument(
         "--nbest", type=positive, metavar="N", help="the N best hypotheses, with their scores; above 1 with --beam"
     )
-    what.add_argument("--json", action="store_true", help="one JSON object a line")
+    what.add_argument("--json", action="store_true", help="one JSON object a line, and one of the result at the end")
     what.add_argument("--compare", action="store_true", help="print where backends differ, and why; no translations")
     machine = parser.add_argument_group("machine")
     machine.add_argument(
@@ -270,13 +274,18 @@ def _translate(
     options: argparse.Namespace, translations: Iterable[Translation], show: _TranslationLog, output: _Output
 ) -> int:
     """Write translations, and return the exit code."""
+    start = time.monotonic()
     for translation in translations:
         if not translation.hypotheses:
             show.pass_over(translation.line)
         else:
             show.advance(show.backends[0], 1)
         output.write(answers(translation, options.nbest, as_json=options.json))
-    return INCOMPLETE if show.left_empty else 0
+    exit_code = INCOMPLETE if show.left_empty else 0
+    if options.json:
+        result = {"backends": show.backends, "lines": output.answered, "left_empty": show.left_empty}
+        output.write([_envelope(result, exit_code, start, compares=False)])
+    return exit_code
 
 
 def _compare(
@@ -294,6 +303,15 @@ def _compare(
             show.pass_over(found.line)
     tally.left_empty, tally.seconds = show.left_empty, time.monotonic() - start
     show.progress.stop()
-    report.append(tally.verdict_line(as_json=options.json))
-    output.write(report)
+    last = _envelope(tally.to_dict(), tally.exit_code, start) if options.json else tally.verdict_line()
+    output.write([*report, last])
     return tally.exit_code
+
+
+def _envelope(result: dict[str, Any], exit_code: int, start: float, *, compares: bool = True) -> str:
+    """Return the last line of the output for programs."""
+    environment, seconds = described(result["backends"]), time.monotonic() - start
+    document = envelope(
+        "translate", result, exit_code=exit_code, compares=compares, environment=environment, seconds=seconds
+    )
+    return json.dumps(document, ensure_ascii=False, allow_nan=False)

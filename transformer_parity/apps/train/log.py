@@ -13,9 +13,10 @@ from typing import Any
 
 from transformer_parity.engine.system.errors import UsageError
 
-LOG, MODEL, CURVE = "log.jsonl", "model.safetensors", "curve.png"
+LOG, MODEL, CURVE, RESULT = "log.jsonl", "model.safetensors", "curve.png", "result.json"
 # The name of a file that was never finished: of one of ours, or of what safetensors writes it to.
-LEFT = re.compile(rf"\.(checkpoint-.*|{re.escape(MODEL)}\..*|{re.escape(CURVE)}\..*)\.tmp|\.tmp[A-Za-z0-9]{{6}}")
+WRITTEN = "|".join(map(re.escape, (MODEL, CURVE, RESULT)))
+LEFT = re.compile(rf"\.(checkpoint-.*|({WRITTEN})\..*)\.tmp|\.tmp[A-Za-z0-9]{{6}}")
 
 FIELDS: dict[str, dict[str, Any]] = {  # of events that a curve is drawn of, beside the step: their types
     "start": {"task": str},

@@ -6,10 +6,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformer_parity.apps.translate.agreement import DIVERGENCE, NEAR_TIE, SAME, TranslationComparison
 from transformer_parity.apps.translate.lines import Translation
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
+from transformer_parity.engine.report.envelope import WORDS
 from transformer_parity.engine.system.errors import printable
 from transformer_parity.engine.verdict import EXIT_CODES
 from transformer_parity.transformer.stages.near_ties import summary
@@ -75,13 +77,15 @@ class Tally:
             return EXIT_CODES[DIVERGES]
         return EXIT_CODES[FAILED if self.left_empty or not any(self.counts.values()) else AGREES]
 
-    def verdict_line(self, *, as_json: bool) -> str:
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counts as plain values."""
+        head = {"backends": list(self.backends), "dtype": self.dtype, "lines": sum(self.counts.values())}
+        return {**head, **self.counts, "left_empty": self.left_empty}
+
+    def verdict_line(self) -> str:
         """Return the last line: the verdict and the counts."""
-        word = {0: "AGREE", 1: "DIVERGE", 3: "INCOMPLETE"}[self.exit_code]
+        word = WORDS[self.exit_code]
         lines = sum(self.counts.values())
-        if as_json:
-            head = {"verdict": word.lower(), "backends": list(self.backends), "dtype": self.dtype, "lines": lines}
-            return _json({**head, **self.counts, "left_empty": self.left_empty, "seconds": round(self.seconds, 1)})
         counted = ", ".join(
             f"{count:,} {what}" + "s" * (what != SAME and count != 1) for what, count in self.counts.items()
         )

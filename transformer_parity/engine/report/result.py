@@ -16,12 +16,10 @@ TAP_KEYS = ("backend", "dtype", "case", "path", "tap", "error", "tolerance", "sh
 
 
 def compared(findings: Sequence[Finding], verdict: Verdict) -> dict[str, Any]:
-    """Return the verdict, how much was compared, and every failure, skip and near-tie."""
+    """Return how much was compared, and every failure, skip and near-tie."""
     skips = [finding for finding in findings if finding.verdict == SKIPPED]
     failures = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
     return {
-        "verdict": verdict.verdict,
-        "exit_code": verdict.exit_code,
         "missing": verdict.missing,
         "comparisons": len(findings) - len(skips),
         "skipped": len(skips),

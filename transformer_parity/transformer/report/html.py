@@ -29,7 +29,6 @@ from transformer_parity.transformer.explore.page import environment, parts
 from transformer_parity.transformer.report.result import MAIN_CASE
 
 Result = Mapping[str, Any]
-VERDICTS = {AGREES: "Agree", DIVERGES: "Diverge", IMPRECISE: "Imprecise", FAILED: "Incomplete"}
 SEVERITY = (FAILED, DIVERGES, IMPRECISE, AGREES, SKIPPED)  # the worst first
 MATRICES = 6  # cases of which every tap is shown
 FOLDED_LENGTH = 3  # of lists, before the rest is folded
@@ -40,15 +39,16 @@ def write_html(path: Path, result: Result) -> None:
     write_text(path, html(result))
 
 
-def html(result: Result) -> str:
-    """Return the page."""
+def html(document: Result) -> str:
+    """Return the page of a result in its envelope."""
+    result = {**document, **document["result"]}
     templates = environment("transformer_parity.transformer.report")
     templates.filters |= {"number": number, "share": share, "percent": percent, "breakable": breakable}
     found, trees = matrices(result, MAIN_CASE), _trees(result)
     return templates.get_template("report.html").render(
         **parts(result["views"]),
         result=result,
-        verdict=VERDICTS[result["verdict"]],
+        verdict=result["verdict"].capitalize(),
         counts=_counts(result),
         ports=_ports(result),
         trees=trees[0],

@@ -1,7 +1,4 @@
-"""The result of a check as one plain dict, from which every report is made.
-
-``docs/result.schema.json`` describes the dict.
-"""
+"""The result of a check as one plain dict, from which every report is made."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
 from transformer_parity.engine.outputs import TAPS
+from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.report.result import by_case, compared, plain, tap_row
 from transformer_parity.engine.verdict import Coverage, Verdict
 from transformer_parity.transformer.cases.case import ACTIVATIONS, SENTENCES, Case
@@ -24,7 +21,6 @@ from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.ports.compile_clock import Spent
 from transformer_parity.transformer.ports.protocol import Placements
 
-FORMAT = 4
 MAIN_CASE = "full/padded"
 WHOLE_MODELS = ("full model", "presets", SENTENCES)  # components
 
@@ -34,6 +30,7 @@ class CheckResult:
     """The result of ``parity check`` or ``parity check-distributed``.
 
     Attributes:
+        command: ``check`` or ``check-distributed``.
         setting: How the ports were run.
         ports: The ports, and everything that came of each.
         asked: What had to be compared of each.
@@ -47,6 +44,7 @@ class CheckResult:
         cpu_seconds: What this process took of all cores.
     """
 
+    command: str = "check"
     setting: Placements
     ports: Sequence[CheckedPort] = ()
     asked: Sequence[Coverage] = ()
@@ -91,22 +89,17 @@ class CheckResult:
 
 
 def build(result: CheckResult) -> dict[str, Any]:
-    """Return all that is known of a comparison, as plain values that JSON can hold."""
+    """Return all that is known of a comparison, in the envelope of every command."""
     texts = [str(path) for path in result.text or ("shipped",)]
     content = {
-        "format": FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **compared(result.findings, result.verdict),
         "backends": result.names,
         "setting": asdict(result.setting),
         "weights": None if result.weights is None else str(result.weights),
         "text": texts,
         "not_tested": result.not_tested,
-        "machine": result.machine,
-        "environment": result.environment,
         "fingerprint": _fingerprint(result, texts),
         "time": {
-            "seconds": result.seconds,
             "cpu_seconds": result.cpu_seconds,
             "ports": {name: asdict(port) for name, port in result.spent.items()},
         },
@@ -122,7 +115,13 @@ def build(result: CheckResult) -> dict[str, Any]:
         ],
         "views": [report.view for report in result.failure_reports if report.view],
     }
-    return plain(content)
+    return envelope(
+        result.command,
+        content,
+        exit_code=result.verdict.exit_code,
+        environment=result.environment,
+        seconds=result.seconds,
+    )
 
 
 def _taps(findings: Iterable[Finding]) -> list[dict[str, Any]]:
