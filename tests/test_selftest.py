@@ -136,7 +136,7 @@ def test_what_was_tried_before_a_process_died_is_kept(work, tmp_path, capsys):
     assert "INCOMPLETE  1 of 7 mistakes planted: 1 caught, 1 located, 1 of 1 named" in printed
     written = json.loads(path.read_text())
     assert written["exit_code"] == 3
-    assert [trial["mistake"] for trial in written["trials"]] == ["the first"]
+    assert [trial["mistake"] for trial in written["result"]["trials"]] == ["the first"]
 
 
 def test_a_process_that_is_silent_is_not_waited_for(work):

@@ -188,6 +188,7 @@ def test_names_are_shown_with_symbols():
 
 def test_exit_codes_are_those_of_the_commands():
     rows = "\n".join(facts.exit_codes())
+    assert "`transformer_bench/options.py` | 0 " in rows
     for command in ("check", "golden", "selftest", "train_options", "translate"):
         assert f"`cli/{command}.py` | 0 " in rows
 

@@ -155,9 +155,10 @@ def name_tables() -> Iterator[str]:
 def exit_codes() -> Iterator[str]:
     """Yield a Markdown table of what the commands say about their exit codes, read from their sources."""
     yield from ("| source of the command | exit codes |", "|---|---|")
-    for path in sorted((ROOT / "transformer_parity" / "cli").glob("*.py")):
+    cli = sorted((ROOT / "transformer_parity" / "cli").glob("*.py"))
+    for path in (*cli, ROOT / "transformer_bench" / "options.py"):
         for found in re.findall(r"^exit code: (.+(?:\n(?!\"\"\"|\n).+)*)", path.read_text("utf-8"), re.MULTILINE):
-            yield f"| `cli/{path.name}` | {' '.join(found.split())} |"
+            yield f"| `{path.parent.name}/{path.name}` | {' '.join(found.split())} |"
 
 
 def paper_section(summary: str) -> tuple[str, str]:
