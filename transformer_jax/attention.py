@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
     # jax.nn.dot_product_attention computes the softmax in float32 even in a float64 model, averages over forbidden keys
     # if a row allows none, and requires d_k == d_v. Under jit, XLA compiles these lines as a whole.
     d_k = query.shape[-1]
-    scores = tap("scores", query @ key.mT * (1.0 / math.sqrt(d_k)))  # [B, H, L, M]
+    scores = tap("scores", query @ key.mT / math.sqrt(d_k))  # [B, H, L, M]
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
     if dropout is not None:
         weights = dropout(weights)

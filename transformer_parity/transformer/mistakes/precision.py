@@ -22,7 +22,6 @@ from transformer_parity.transformer.mistakes.mistake import (
 
 PRODUCT = {"torch": "query @ key.mT", "jax": "query @ key.mT", "tf": "tf.matmul(query, key, transpose_b=True)"}
 ROOT = "math.sqrt(d_k)"
-SCALE = {"torch": f" / {ROOT}", "jax": f" * (1.0 / {ROOT})", "tf": f" / {ROOT}"}
 FREQUENCIES = "[:, None] * frequencies"
 FLOAT32_FREQUENCIES = changed(
     "embedding",
@@ -144,7 +143,7 @@ CONTROLS = [
         "",
         instead(
             "attention",
-            {port: f"{product}{SCALE[port]}" for port, product in PRODUCT.items()},
+            {port: f"{product} / {ROOT}" for port, product in PRODUCT.items()},
             torch="(query / math.sqrt(d_k)) @ key.mT",
             jax="(query / math.sqrt(d_k)) @ key.mT",
             tf="tf.matmul(query / math.sqrt(d_k), key, transpose_b=True)",
