@@ -86,7 +86,30 @@ class Reference:
             if rounded is not None and STAGES[case.stage].has_baseline:
                 baseline = _run(case, rounded, "float32")
                 _check_finite(baseline, "float32")
-            return Expected(truth, STAGES[case.stage].tolerances(truth, baseline, placement), exact, rounded)
+            tolerances = STAGES[case.stage].tolerances(truth, baseline, placement)
+            if baseline:
+                for seed in range(STAGES[case.stage].perturbed_baselines):
+                    more = self._perturbed_tolerances(case, placement, seed)
+                    tolerances = {name: max(allowed, more[name]) for name, allowed in tolerances.items()}
+            return Expected(truth, tolerances, exact, rounded)
+
+    def _perturbed_tolerances(self, case: Case, placement: Placement, seed: int) -> dict[str, float]:
+        """Return the tolerances that follow from weights of which each is moved to a neighboring float32 number.
+
+        The error of one run in float32 is a random number. If it happens to be small, it says little about the error
+        of other correct implementations.
+        """
+        rng = np.random.default_rng(seed)
+        weights = {}
+        for name, array in self._weights(case, placement.dtype).items():
+            toward = np.where(rng.random(array.shape) < 0.5, -np.inf, np.inf).astype(np.float32)
+            weights[name] = np.nextafter(array.astype(np.float32), toward)
+        exact, rounded = (
+            _run(case, DEFINITION.load(case.config, weights, Placement(dtype)), dtype)
+            for dtype in ("float64", "float32")
+        )
+        _check_finite(rounded, "float32")
+        return STAGES[case.stage].tolerances(exact, rounded, placement)
 
     def _truth(self, case: Case, exact: LoadedPackage, dtype: str) -> Tensors:
         """Return the outputs in float64, which are the same for float64 and float32."""

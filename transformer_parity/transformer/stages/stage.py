@@ -68,6 +68,8 @@ class Stage(Measure, ABC):
         is_ordered: Whether the tensors must come in the order of the reference's.
         searches: Whether the model is run by a search.
         has_baseline: Whether tolerances in float32 follow from the error of the reference in float32.
+        perturbed_baselines: The number of further runs of the reference in float32, with weights perturbed by one unit
+            in the last place. A tolerance follows from the largest error.
         has_loss: Whether the model is run with labels.
         trains: Whether running a case changes the model, which then is loaded for this case only.
         reproduces: The largest error that a right hypothesis leaves when it repeats what a port does: rounding. The
@@ -82,6 +84,7 @@ class Stage(Measure, ABC):
     is_ordered: bool = False
     searches: bool = False
     has_baseline: bool = True
+    perturbed_baselines: int = 0
     has_loss: bool = False
     trains: bool = False
     reproduces: float
