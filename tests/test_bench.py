@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 import tiers
+from bench_runs import QUICK, Wrong, parity, read
 from conftest import child_processes, still_running
-from test_bench_verify import FORWARD, SMALL, TRAIN, another_token, no_steps
+from test_bench_verify import SMALL
 
-import reference_numpy as ref
-from transformer_bench import imports, rounds
+from transformer_bench import rounds
 from transformer_bench.limit import Library, libraries
 from transformer_bench.measurements import Entry
-from transformer_bench.participants import FORMS, OURS, DecodePackage, ForwardPackage, TrainPackage, others
-from transformer_bench.plots import draw_growth, draw_times
-from transformer_bench.run import Setting
-from transformer_bench.verify import verifier_of
+from transformer_bench.participants import OURS, DecodePackage
 from transformer_bench.workload import DecodeWork
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import AGREES, FAILED
 from transformer_parity.engine.system.machine import processors
-
-QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +35,6 @@ def no_pause(monkeypatch):
     monkeypatch.setattr("transformer_bench.run.libraries", lambda *_, **__: [Library("numpy")])
     here = str(Path(__file__).parent)  # where processes find the participants of this file
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
-
-
-def parity(capsys, *arguments, task="decode"):
-    """Run the command and return its exit code and what it printed."""
-    try:
-        code = main(["bench", task, *QUICK, "--rounds", "2", *map(str, arguments)])
-    except SystemExit as leaving:  # argparse's way out
-        code = leaving.code
-    return code, *capsys.readouterr()
 
 
 # --- The rounds. ---
@@ -96,16 +81,6 @@ def test_all_are_warm_before_the_rounds_and_each_is_first_in_turn():
     assert a.entry.work_bytes == 7
     assert c.entry.seconds == a.entry.seconds
     assert (b.entry.verdict, b.entry.problem, b.entry.is_timed) == (FAILED, "enough", False)
-
-
-# --- The command. ---
-
-
-def read(path):
-    """Return the results of the first work, and everything else."""
-    document = json.loads(path.read_text())
-    found = document["result"]
-    return found["races"][0], {**document, **found}
 
 
 def test_times_of_two_that_agree(capsys, tmp_path, monkeypatch):
@@ -165,17 +140,6 @@ def test_peers_search_with_the_same_beam(capsys):
     assert code == 0, printed
     assert "beam search with 3 hypotheses" in printed
     assert "Tokens and scores of every call of numpy, marian agree" in printed
-
-
-@dataclass
-class Wrong(DecodePackage):
-    """Says another token, from the third call on."""
-
-    calls: int = 0
-
-    def result(self, found):
-        self.calls += 1
-        return another_token(found) if self.calls > 2 else found
 
 
 @dataclass
@@ -342,190 +306,3 @@ def test_help_teaches(capsys):
         with pytest.raises(SystemExit):
             main(arguments)
         assert line in capsys.readouterr().out
-
-
-# --- Forward passes and training steps. ---
-
-
-@pytest.mark.extended("timed steps")
-@pytest.mark.parametrize("task", ["forward", "train"])
-def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
-    code, printed, errors = parity(
-        *(capsys, "--backends", "numpy,torch,jax,tf", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.svg"),
-        task=task,
-    )
-    assert code == 0, printed + errors
-    what = {"forward": "Logits", "train": "Losses"}[task]
-    assert f"{what} of every call of numpy, torch, jax, tf agree with the float64 reference." in printed
-    found, _ = read(tmp_path / "a.json")
-    assert [entry["name"] for entry in found["participants"]] == ["numpy", "torch", "jax", "tf"]
-    assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
-
-
-@dataclass
-class WrongLogits(ForwardPackage):
-    """Computes the logits of other sentences."""
-
-    def result(self, found):
-        return super().result(found)[::-1]
-
-
-@dataclass
-class Lazy(TrainPackage):
-    """Does not train: the loss stays where it was."""
-
-    def ready(self, model, work):
-        step = super().ready(model, work)
-        first = step()
-        calls = iter(range(1, 100))
-        return lambda: (next(calls), first[1])
-
-
-@pytest.mark.parametrize(
-    ("task", "participant", "reason"),
-    [
-        ("forward", WrongLogits("torch"), "DIVERGES  torch: the logits are off by"),
-        pytest.param(
-            *("train", Lazy("torch"), "DIVERGES  torch: the loss of step 2 is"),
-            marks=pytest.mark.extended("timed steps"),
-        ),
-    ],
-    ids=["forward", "train"],
-)
-def test_who_computes_something_else_gets_no_time(task, participant, reason, capsys, monkeypatch):
-    monkeypatch.setitem(OURS[task], "torch", participant)
-    code, printed, _ = parity(capsys, "--backends", "numpy,torch", task=task)
-    assert code == 1
-    assert reason in printed
-    assert "of numpy agree" in printed
-
-
-@pytest.mark.extended("timed growth")
-def test_growth_is_measured_and_drawn(capsys, tmp_path):
-    code, printed, errors = parity(
-        *(capsys, "--backends", "numpy,torch", "--scale", "source=8,32", "--batch", 2),
-        *("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"),
-        task="forward",
-    )
-    assert code == 0, printed + errors
-    assert "milliseconds, by source" in printed
-    assert "MiB beyond what was held before the first call, by source" in printed
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    _, found = read(tmp_path / "a.json")
-    assert found["scale"] == "source"
-    assert {"numpy", "torch"} <= {*found["exponents"]}
-    assert [entry["work"]["source"] for entry in found["races"]] == [8, 32]
-
-
-def test_imports_are_compared_with_their_frameworks(capsys, tmp_path):
-    imports.main(["--backends", "numpy", "--rounds", "2", "--json", str(tmp_path / "a.json")])
-    assert "reference_numpy" in capsys.readouterr().out
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert [entry["name"] for entry in found["imports"]] == ["numpy, safetensors.numpy", "reference_numpy"]
-    assert found["ratios"]["numpy"]["median"] > 0.5
-    assert all(len(entry["seconds"]) == 2 for entry in found["imports"])
-
-
-def test_an_import_that_fails_is_said(monkeypatch):
-    monkeypatch.setitem(imports.FRAMEWORKS, "numpy", "no_such_module")
-    with pytest.raises(ImportError, match=r"^import no_such_module: ModuleNotFoundError"):
-        imports.main(["--backends", "numpy", "--rounds", "1"])
-
-
-def test_only_marian_has_a_beam():
-    assert [other.name for other in others(replace(SMALL, beam_size=3))] == ["marian"]
-    assert [other.name for other in others(SMALL)] == ["marian", "flax nnx", "keras hub", "keras hub XLA"]
-    assert [other.name for other in others(TRAIN)] == [
-        *("torch.nn", "torch.nn compiled", "marian", "flax nnx", "keras hub", "keras hub XLA")
-    ]
-
-
-@pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=lambda work: work.task)
-def test_our_compiled_form_takes_part_beside_the_peers(work):
-    names = lambda *ours, **how: [one.name for one in Setting(ours, **how).participants(work)]  # noqa: E731
-    forms = [] if work.task == "decode" else ["torch compiled"]
-    assert names("torch", peers=True)[: len(forms) + 2] == ["torch", *forms, others(work)[0].name]
-    assert ("torch compiled" in names("torch", "numpy", peers=True)) == (work.task == "forward")  # for want of memory
-    assert names("torch") == ["torch"]
-    assert "torch compiled" not in names("numpy", peers=True)
-    assert ("tf compiled" in names("tf", peers=True)) == (work.task == "train")  # its forward pass always is
-    assert "tf compiled" not in names("tf", "numpy", peers=True)
-
-
-@pytest.mark.parametrize("work", [FORWARD, TRAIN], ids=lambda work: work.task)
-def test_our_compiled_form_in_torch_is_compiled(work, tmp_path, monkeypatch):
-    import torch
-
-    compiled = []
-
-    def compile_eagerly(what):
-        compiled.append(what)
-        return compile_it(what, backend="eager")
-
-    compile_it = torch.compile
-    monkeypatch.setattr(torch, "compile", compile_eagerly)
-    weights = work.weights()
-    ref.save_weights(tmp_path / "model.safetensors", work.config, weights)
-    form = FORMS[work.task]["torch"]
-    form.prepare()
-    form.load(work, tmp_path / "model.safetensors")
-    verifier = verifier_of(work, weights)
-    for _ in range(2):
-        verifier.verify(form.result(form.run()), no_steps)
-    assert len(compiled) == 1
-    torch.compiler.reset()
-
-
-@pytest.mark.extended("timed steps")
-def test_our_compiled_form_in_tensorflow_is_compiled(tmp_path, monkeypatch):
-    import tensorflow as tf
-
-    by_xla = []
-    trace = tf.function
-    monkeypatch.setattr(
-        tf, "function", lambda *of, **options: by_xla.append(options.get("jit_compile")) or trace(*of, **options)
-    )
-    weights = TRAIN.weights()
-    ref.save_weights(tmp_path / "model.safetensors", TRAIN.config, weights)
-    verifier = verifier_of(TRAIN, weights)
-    for form, expected in ((FORMS["train"]["tf"], True), (OURS["train"]["tf"], None)):
-        form.prepare()
-        form.load(TRAIN, tmp_path / "model.safetensors")
-        verifier.verify(form.result(form.run()), no_steps)
-        assert by_xla.pop() is expected
-
-
-def test_a_bar_of_ours_is_known_by_the_first_word_of_its_name():
-    entries = [Entry(name, seconds=[1.0]) for name in ("torch compiled", "torch data=2", "torch.nn compiled")]
-    (axes,) = draw_times("title", "details", entries, "machine").axes
-    colours = [bar.get_facecolor() for bar in axes.patches]
-    assert colours[0] == colours[1] != colours[2]
-
-
-@pytest.mark.extended("timed steps")
-def test_a_picture_compares_with_nobody_who_is_wrong(capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(OURS["decode"], "torch", Wrong("torch"))
-    seen = []
-    monkeypatch.setattr("transformer_bench.command.write", lambda figure, path: None)
-    monkeypatch.setattr("transformer_bench.command.draw_times", lambda *found: seen.append(found))
-    options = ["--backends", "numpy,torch", "--plot", tmp_path / "a.png"]
-    code, _, _ = parity(capsys, *options)
-    assert code == 1
-    ((_, _, timed, _),) = seen
-    assert [entry.name for entry in timed] == ["numpy"]
-
-
-@pytest.mark.parametrize("memory", [None, 2**20])
-def test_growth_is_drawn_where_memory_is_unknown(memory, tmp_path):
-    peak = memory and memory + 2**20
-    races = [[Entry("numpy", seconds=[float(size)], loaded_bytes=memory, peak_bytes=peak)] for size in (1, 2)]
-    figure = draw_growth("title", "details", "batch", (1, 2), races, "machine")
-    figure.savefig(tmp_path / "a.png")
-    assert len(figure.axes) == (1 if memory is None else 2)
-
-
-@pytest.mark.only("torch")
-def test_a_step_in_bfloat16_has_weights_in_float32(capsys):
-    code, printed, errors = parity(capsys, "--backends", "torch", "--dtype", "bfloat16", task="train")
-    assert code == 0, printed + errors
-    assert "bfloat16" in printed

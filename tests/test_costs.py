@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import tiers
+from native_models import run_alone
 from parallel_jax import run
-from test_native import run_alone
 
 import reference_numpy as ref
 from reference_numpy import Plan, parameter_shapes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiers
 from conftest import random_weights, tiny_config
-from test_native import BATCH, SETTINGS, SOURCE, assert_close, build
+from native_models import BATCH, SETTINGS, SOURCE, assert_close, build
 
 pytestmark = pytest.mark.only("tf")
 CONFIG = tiny_config(num_encoder_layers=1, num_decoder_layers=1)

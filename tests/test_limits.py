@@ -23,14 +23,10 @@ SAME_NAMES = {
 
 
 TO_SPLIT = {
-    "tests/test_backward.py",
-    "tests/test_bench.py",
     "tests/test_checkpoints.py",
     "tests/test_commands.py",
     "tests/test_golden.py",
     "tests/test_import_hf.py",
-    "tests/test_native.py",
-    "tests/test_native_torch.py",
     "tests/test_reports.py",
     "tests/test_train.py",
     "tests/test_translate.py",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiers
 from conftest import assert_same_bits, random_weights, tiny_config
-from test_native import (
+from native_models import (
     BATCH,
     LABELS,
     NO_DROPOUT,
@@ -380,7 +380,7 @@ TWO_DEVICES = """
 import jax, numpy as np
 from flax import nnx
 from conftest import assert_same_bits, random_weights, tiny_config
-from test_native import NO_DROPOUT, assert_close
+from native_models import NO_DROPOUT, assert_close
 from reference_numpy import TrainingConfig
 import transformer_jax as port
 first, second = jax.devices()

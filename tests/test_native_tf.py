@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiers
 from conftest import assert_same_bits, random_weights, tiny_config
-from test_native import BATCH, LABELS, SETTINGS, SOURCE, TARGET, assert_close, build, losses, run_alone
+from native_models import BATCH, LABELS, SETTINGS, SOURCE, TARGET, assert_close, build, losses, run_alone
 
 import reference_numpy as ref
 from reference_numpy import TrainingConfig, count_parameters, parameter_shapes

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from native_models import run_alone
 from parallel_jax import shallow
-from test_native import run_alone
 
 import reference_numpy as ref
 from reference_numpy import Plan

@@ -1,0 +1,42 @@
+"""Runs of `parity bench` as tests call it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from test_bench_verify import another_token
+
+from transformer_bench.participants import DecodePackage
+from transformer_parity.cli.main import main
+
+QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
+
+
+def parity(capsys, *arguments, task="decode"):
+    """Run the command and return its exit code and what it printed."""
+    try:
+        code = main(["bench", task, *QUICK, "--rounds", "2", *map(str, arguments)])
+    except SystemExit as leaving:  # argparse's way out
+        code = leaving.code
+    return code, *capsys.readouterr()
+
+
+
+
+def read(path):
+    """Return the results of the first work, and everything else."""
+    document = json.loads(path.read_text())
+    found = document["result"]
+    return found["races"][0], {**document, **found}
+
+
+@dataclass
+class Wrong(DecodePackage):
+    """Says another token, from the third call on."""
+
+    calls: int = 0
+
+    def result(self, found):
+        self.calls += 1
+        return another_token(found) if self.calls > 2 else found

@@ -1,0 +1,123 @@
+"""A search in PyTorch leaves its model to others: gradients, hooks, threads and compiled parts."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from modules_torch import compiled, modes
+from native_models import SOURCE, TARGET, build
+
+pytestmark = pytest.mark.only("torch")
+
+
+# --- A search leaves its model to others. ---
+
+
+@pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
+def test_gradients_while_a_search_shows_its_steps(port, search):
+    """The layouts and the inference mode of a search are its own."""
+    model, found = build(port, "float32"), []
+
+    def differentiate(ids):
+        model.zero_grad()
+        model(SOURCE, TARGET).square().mean().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+
+    differentiate(None)
+    getattr(port.package, search)(model, SOURCE, max_length=4, on_step=differentiate)
+    assert len(found) > 2
+    for during in found[1:]:
+        assert all(map(torch.equal, during, found[0]))
+
+
+def test_two_searches_and_a_trainer_at_a_time(port):
+    """Threads that share a model find what one would, and it stays in training mode."""
+    model = build(port, "float32").train()
+    expected, modes = port.package.beam_search(model, SOURCE, max_length=12), []
+
+    def look(ids):
+        modes.append(all(module.training for module in model.modules()))
+        model(SOURCE, TARGET).mean().backward()
+
+    with ThreadPoolExecutor(3) as threads:
+        searches = [
+            threads.submit(port.package.beam_search, model, SOURCE, max_length=12, on_step=look) for _ in range(6)
+        ]
+    for search in searches:
+        np.testing.assert_array_equal(search.result().ids, expected.ids)
+        np.testing.assert_array_equal(search.result().scores, expected.scores)
+    assert modes
+    assert all(modes)
+
+
+def test_tokens_of_a_search_are_not_read_back(port, monkeypatch):
+    """They come from the search itself; those of a caller are read in each step."""
+    runtime, read = port.package.runtime, []
+    check = runtime.check_ids
+    monkeypatch.setattr(
+        runtime, "check_ids", lambda name, *rest: read.append((name, rest[-1] is None)) or check(name, *rest)
+    )
+    model = build(port)
+    port.package.greedy_search(model, SOURCE, max_length=3, min_length=3)
+    assert read.count(("target_ids", True)) == 3
+    assert ("target_ids", False) not in read
+    model.decode_step(torch.tensor([1, 1]), model.init_cache(SOURCE, 2))
+    assert ("target_ids", False) in read
+
+
+def test_forward_hooks_fire_in_a_search(port):
+    model, fired = build(port), set()
+    for name, module in model.decoder.named_modules():
+        module.register_forward_hook(lambda module, inputs, output, name=name: fired.add(name))
+    port.package.greedy_search(model, SOURCE, max_length=2)
+    assert {"layers.0", "layers.0.self_attention.query_proj", "layers.0.feed_forward.output_proj"} <= fired
+
+
+def dropped_out(port):
+    """Return a model in training mode, and one in inference mode that has the same weights."""
+    dropout = {"embedding": 0.5, "residual": 0.5, "attention": 0.5}
+    return build(port, dropout=dropout).train(), build(port, dropout=dropout)
+
+
+def patched(layer):
+    """Let a function of the layer's own, as tools set it, run what the layer would."""
+
+    def forward(original, *args):
+        layer.was_called = True
+        return original(*args)
+
+    layer.forward, layer.was_called = functools.partial(forward, layer.forward), False
+
+
+CHANGES = {
+    "a compiled layer": lambda layers: layers.append(torch.compile(layers.pop(0), backend="eager")),
+    "a compiled attention": lambda layers: compiled(layers[0], "self_attention"),
+    "a patched layer": lambda layers: patched(layers[0]),
+    "a patched projection": lambda layers: patched(layers[0].feed_forward.inner_proj),
+    "a patched dropout": lambda layers: patched(layers[0].dropout),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_a_search_with_layers_that_run_others(port, change, part):
+    """Those are in inference mode too, and afterwards as they were."""
+    model, plain = dropped_out(port)
+    CHANGES[change](getattr(model, part).layers)
+    before = modes(model)
+    found, expected = (port.package.beam_search(each, SOURCE, max_length=6) for each in (model, plain))
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-12)
+    assert modes(model) == before
+    assert all(getattr(module, "was_called", True) for module in model.modules())
+    torch.compiler.reset()
+
+
+def test_a_search_with_a_compiled_model(port):
+    model, plain = dropped_out(port)
+    found = port.package.greedy_search(torch.compile(model, backend="eager"), SOURCE, max_length=6)
+    np.testing.assert_array_equal(found.ids, port.package.greedy_search(plain, SOURCE, max_length=6).ids)
