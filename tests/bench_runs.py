@@ -22,8 +22,6 @@ def parity(capsys, *arguments, task="decode"):
     return code, *capsys.readouterr()
 
 
-
-
 def read(path):
     """Return the results of the first work, and everything else."""
     document = json.loads(path.read_text())

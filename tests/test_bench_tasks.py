@@ -30,8 +30,6 @@ def no_pause(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
-
-
 @pytest.mark.extended("timed steps")
 @pytest.mark.parametrize("task", ["forward", "train"])
 def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
