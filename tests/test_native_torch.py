@@ -95,8 +95,10 @@ def test_a_state_dict_that_has_a_tied_table_once(port, assign):
 LENGTHS = (5, 1500)  # the second is longer than what is kept
 
 
-def position(port, dtype="float32", **overrides):
-    return port.package.SinusoidalPosition(tiny_config(**overrides), dtype)
+@pytest.fixture(params=["formula", "fast"])
+def position(port, request):
+    """The class that computes the positions of a model."""
+    return port.package.SinusoidalPosition if request.param == "formula" else port.package.fast.FastSinusoidalPosition
 
 
 def encoded(length, dtype="float32"):
@@ -115,7 +117,7 @@ class Dtypes(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_positions_are_not_computed_again(port):
-    module = position(port)
+    module = port.package.fast.FastSinusoidalPosition(tiny_config())
     with Dtypes() as dtypes:
         result = module(torch.zeros(1, 5, 24))
     assert torch.float64 not in dtypes.seen
@@ -124,9 +126,9 @@ def test_positions_are_not_computed_again(port):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_positions_are_exact_in_every_dtype(port, length):
+def test_positions_are_exact_in_every_dtype(position, length):
     """Also after a way through a coarser one."""
-    module = position(port).to(torch.bfloat16).to(torch.float64)
+    module = position(tiny_config()).to(torch.bfloat16).to(torch.float64)
     torch.testing.assert_close(
         module(torch.zeros(1, length, 24).double()), encoded(length, "float64"), rtol=0, atol=2e-12
     )
@@ -135,8 +137,8 @@ def test_positions_are_exact_in_every_dtype(port, length):
         torch.testing.assert_close(module.to(x.dtype)(x), encoded(length, dtype), rtol=0, atol=0)
 
 
-def test_positions_are_compiled_and_exported_for_any_length(port):
-    module = position(port)
+def test_positions_are_compiled_and_exported_for_any_length(position):
+    module = position(tiny_config())
     compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=True)
     dynamic = {"x": {1: torch.export.Dim("length")}}
     exported = torch.export.export(module, (torch.zeros(1, 7, 24),), dynamic_shapes=dynamic).module()
@@ -147,22 +149,22 @@ def test_positions_are_compiled_and_exported_for_any_length(port):
     torch.compiler.reset()
 
 
-def test_positions_without_data(port):
+def test_positions_without_data(position):
     """On the meta device, where a tensor of the host would be refused, and in FakeTensorMode."""
     from torch._subclasses import FakeTensorMode
 
     with torch.device("meta"):
-        module = position(port)
+        module = position(tiny_config())
     for length in LENGTHS:
         assert module(torch.zeros(1, length, 24, device="meta")).is_meta
     torch.testing.assert_close(module.to_empty(device="cpu")(torch.zeros(1, 5, 24)), encoded(5), rtol=0, atol=0)
     with FakeTensorMode():
-        module = position(port)
+        module = position(tiny_config())
         assert module(torch.zeros(1, 5, 24)).shape == (1, 5, 24)
 
 
-def test_positions_are_copied(port):
-    module = position(port)
+def test_positions_are_copied(position):
+    module = position(tiny_config())
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         torch.testing.assert_close(twin(torch.zeros(1, 5, 24)), encoded(5), rtol=0, atol=0)
     assert not module.state_dict()  # nothing that is to be learned or stored

@@ -135,7 +135,6 @@ ALLOWED = [
     ("tf", "weights", "adds definition variables", "Keras' variables know whether they are trained"),
     ("torch tf", "weights", "adds definition parameters", "for the optimizer, which takes them all at once"),
     ("torch", "weights", "adds definition computed_with", "torch can compute a weight from other parameters"),
-    ("torch", "training.cross_entropy", "shapes: *", "flat, the gradients of sum and choice share one buffer"),
     ("torch", "layers", "adds definition inference", "a module is in training mode or not"),
     ("torch jax tf", "", "adds module parallel_checkpoint", "a folder of parts is in the framework's own format"),
     ("torch", "", "adds module onednn", "two libraries take its products, one at half the rate on some processors"),

@@ -105,8 +105,8 @@ class KeyValueCache:
 
     def reorder(self, rows: Int[Tensor, " B"]) -> None:
         """Let each row go on from the positions of another."""
-        for x in (self.key[:, :, : self.length], self.value[:, :, : self.length]):
-            x.copy_(x.index_select(0, rows))  # half the time of x[rows]
+        self.key[:, :, : self.length] = self.key[:, :, : self.length].index_select(0, rows)
+        self.value[:, :, : self.length] = self.value[:, :, : self.length].index_select(0, rows)
 
 
 class MultiHeadAttention(nn.Module):

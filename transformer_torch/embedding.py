@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float, Int
 
-KEPT_POSITIONS = 1024  # positions: the rows of sines and cosines that are not computed anew for each batch
-
 
 def sinusoidal_encoding(
     length: int, d_model: int, layout: str = "interleaved", timescale: str = "m", offset: int = 0
@@ -54,47 +52,27 @@ class TokenEmbedding(nn.Module):
 class SinusoidalPosition(nn.Module):
     """Add to each vector the sines and cosines of its position (section 3.5)."""
 
-    table: Tensor  # of the first positions, in the model's dtype
-
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         super().__init__()
         self.config = config
-        table = torch.empty(KEPT_POSITIONS, config.d_model, dtype=getattr(torch, dtype))
-        self.register_buffer("table", table, persistent=False)
-        self._fill()
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
         """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
         encoding = self.vectors(x.shape[1])
-        return x + encoding.to(x.dtype)
+        return x + encoding.to(x)
 
     def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
         """Return what is added at each of the first positions."""
-        if torch.compiler.is_exporting() or length > KEPT_POSITIONS:  # what is exported is for any length
-            return self._encoding(length).to(self.table)
-        return self.table[:length]
+        config = self.config
+        return sinusoidal_encoding(
+            length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
+        )
 
     def extra_repr(self) -> str:
         """Return its conventions, as torch prints them."""
         config = self.config
         conventions = config.position_layout, config.position_timescale
         return f"{config.d_model}, {', '.join(map(repr, conventions))}, offset={config.position_offset}"
-
-    def _apply(self, fn, recurse=True):
-        """Fill the table again where the module gets another dtype or device: what was rounded is not exact."""
-        super()._apply(fn, recurse)
-        self._fill()
-        return self
-
-    def _fill(self):
-        if type(self.table) is Tensor and not self.table.is_meta:  # a fake tensor has no values either
-            self.table.copy_(self._encoding(KEPT_POSITIONS))
-
-    def _encoding(self, length):
-        config = self.config
-        return sinusoidal_encoding(
-            length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
-        )
 
 
 class LearnedPosition(nn.Module):

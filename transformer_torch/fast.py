@@ -1,7 +1,7 @@
 """Faster ways to compute the same formulas. The model is the same without this module, up to rounding.
 
-``accelerate`` lets a model use PyTorch's fused kernel for attention. Searches decode with a twin of the model, whose
-weights have a layout for few rows, and choose the best continuations block by block.
+``accelerate`` lets a model use PyTorch's fused kernel for attention and keep its sines and cosines. Searches decode
+with a twin of the model, whose weights have a layout for few rows, and choose the best continuations block by block.
 """
 
 from __future__ import annotations
@@ -17,25 +17,66 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
 from transformer_spec.checks import check_attention, check_attention_mask
+from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 from transformer_torch import onednn
 from transformer_torch.attention import MultiHeadAttention, scaled_dot_product_attention
-from transformer_torch.embedding import OutputProjection
+from transformer_torch.embedding import OutputProjection, SinusoidalPosition
 from transformer_torch.layers import Dropout, Linear, OwnDropout, inference
 from transformer_torch.runtime import dtype_name
 
 BLOCK = 32  # values per block; only the blocks with the largest maxima are sorted
+KEPT_POSITIONS = 1024  # positions whose sines and cosines are kept
 FEW_ROWS = 64  # rows; up to here, the other layout of the weights is faster
 # These layers multiply the memory, once per search, so they have many rows.
 MEMORY_PROJECTIONS = ("cross_attention.key_proj", "cross_attention.value_proj")
 
 
 def accelerate(model: nn.Module) -> None:
-    """Let the attention of a model use the fused kernel."""
-    for module in model.modules():
+    """Replace parts of a model that has just been built by faster ones."""
+    dtype = dtype_name(next(model.parameters()))
+    for name, module in [*model.named_modules()]:
         if isinstance(module, MultiHeadAttention):
             module.attend = fused_attention
+        if isinstance(module, SinusoidalPosition):
+            model.set_submodule(name, FastSinusoidalPosition(module.config, dtype))
+    model.register_load_state_dict_post_hook(_follow)
+
+
+class FastSinusoidalPosition(SinusoidalPosition):
+    """Keep the vectors of the first positions, in the model's dtype and on its device."""
+
+    table: Tensor
+
+    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+        super().__init__(config, dtype)
+        table = torch.empty(KEPT_POSITIONS, config.d_model, dtype=getattr(torch, dtype))
+        self.register_buffer("table", table, persistent=False)
+        self._fill()
+
+    def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
+        """Return the vector that is added at each of the first positions."""
+        if torch.compiler.is_exporting() or length > KEPT_POSITIONS:  # an exported model takes any length
+            return super().vectors(length).to(self.table)
+        return self.table[:length]
+
+    def _apply(self, fn, recurse=True):
+        """Compute the table again if the module gets another dtype or device, because rounded values aren't exact."""
+        super()._apply(fn, recurse)
+        self._fill()
+        return self
+
+    def _fill(self):
+        if type(self.table) is Tensor and not self.table.is_meta:  # a fake tensor has no values either
+            self.table.copy_(super().vectors(KEPT_POSITIONS))
+
+
+def _follow(model, incompatible_keys):
+    """Move the positions to the device of parameters that ``load_state_dict(assign=True)`` put in place."""
+    for position in model.modules():
+        if isinstance(position, FastSinusoidalPosition) and position.table.device != model.device:
+            position.to_empty(device=model.device).to(next(model.parameters()).dtype)
 
 
 def fused_attention(

@@ -141,8 +141,5 @@ def _complete(model, state_dict, prefix, *_):
 
 
 def _settle(model, incompatible_keys):
-    """Let a tied table stay one parameter, and positions have values, where ``assign=True`` made new parameters."""
+    """Let a tied table stay one parameter where ``assign=True`` made new parameters."""
     model._tie()
-    for position in model.modules():
-        if isinstance(position, SinusoidalPosition) and position.table.device != model.device:
-            position.to_empty(device=model.device).to(next(model.parameters()).dtype)

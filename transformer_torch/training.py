@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
@@ -49,21 +48,16 @@ def cross_entropy(
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
     check_labels(labels.shape, logits.shape[:2])
-    logits = logits.flatten(0, 1)
-    log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # [B*T, V]
-    # The sum first, and of flat axes: then the backward pass adds its gradient into that of nll_loss, which is as wide
-    # as the vocabulary, instead of allocating another.
-    spread = log_probabilities.sum(-1).view_as(labels)  # [B, T]
-    # What gather would pick; the backward pass of nll_loss is twice as fast.
-    chosen = F.nll_loss(log_probabilities, labels.flatten(), ignore_index=config.pad_id, reduction="none")
-    right = -chosen.view_as(labels)  # [B, T]
+    log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # [B, T, V]
+    spread = log_probabilities.sum(-1)  # [B, T]
+    right = log_probabilities.take_along_dim(labels[..., None], -1)[..., 0]  # [B, T]
     smoothing = config.label_smoothing
     classes = config.target_vocab_size
     if config.label_smoothing_kind != "uniform":
         spread = spread - right
         classes -= 1
     if config.label_smoothing_kind == "off_target_and_pad":
-        spread = spread - log_probabilities[:, config.pad_id].view_as(labels)
+        spread = spread - log_probabilities[..., config.pad_id]
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
@@ -225,7 +219,6 @@ class Trainer:
             loss = total / tokens.clamp(min=1)
             loss.backward()
             losses.append(loss.detach())
-        # From the optimizer, where they stand in lists: to walk the model takes ten times as long.
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         gradient = [p.grad for p in trained if p.grad is not None]  # a frozen parameter has none
         return self.share.summed(torch.stack(losses).sum()), tokens, gradient

@@ -117,7 +117,7 @@ class Decoder(Part):
         capacity = check_positions("capacity", capacity, self.config.max_positions)
         beam_size = check_integer("beam_size", beam_size, minimum=1)
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
-        positions = self.target_position.vectors(capacity).to(memory.dtype)  # [capacity, d_model]
+        positions = self.target_position.vectors(capacity).to(memory)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from transformer_parity.transformer.mistakes.mistake import (
 # Lines of the ports that more than one mistake edits.
 ADDED = {
     "numpy": "self.vectors(x.shape[1]).astype(x.dtype)",
-    "torch": "encoding.to(x.dtype)",
+    "torch": "encoding.to(x)",
     "jax": "jnp.asarray(encoding, x.dtype)",
     "tf": "tf.cast(encoding, x.dtype)",
 }

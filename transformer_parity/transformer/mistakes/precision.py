@@ -103,7 +103,7 @@ PRECISION = [
                     "embedding",
                     ADDED,
                     numpy=ADDED["numpy"].replace(".astype(x", ".astype('float32').astype(x"),
-                    torch="encoding.float().to(x.dtype)",
+                    torch="encoding.float().to(x)",
                     jax='jnp.asarray(encoding.astype("float32"), x.dtype)',
                     tf="tf.cast(tf.cast(encoding, tf.float32), x.dtype)",
                 ),

@@ -219,7 +219,6 @@ ENTRIES: dict[str, Table] = {
                 also_in_torch(
                     instead("training", "counted = labels != config.pad_id", "counted = labels >= 0"),
                     ("(batch[2] != config.pad_id)", "(batch[2] >= 0)"),
-                    ("ignore_index=config.pad_id, ", ""),
                 ),
                 ("counted = (labels != config.pad_id)[", "counted = (labels >= 0)["),
                 module="training",
