@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
@@ -59,7 +60,7 @@ class OwnDropout(nn.Dropout):
 
 
 @contextmanager
-def inference(model: nn.Module) -> Iterator[nn.Module]:
+def inference(model: nn.Module) -> Iterator[Any]:
     """Switch dropout off in a model, and leave each part of it in the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
