@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
 
-__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "OwnDropout", "inference", "masked_softmax"]
+__all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "OwnDropout", "masked_softmax"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

@@ -132,14 +132,14 @@ class Beam(NamedTuple):
     finished_ids: Int[Tensor, "B P capacity"]
     finished: Float[Tensor, "B P"]  # scores, best first
 
-    top = staticmethod(top)
+    top = staticmethod(top)  # type: ignore[misc]  # no field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
         """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
         shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.pool_size]
         is_empty_one = (plan.limits > 0)[:, None] & (torch.arange(plan.beam_size, device=plan.limits.device) == 0)
-        return cls(
+        return cls(  # type: ignore[call-arg]
             tokens=plan.limits.new_full(shape, plan.start_id),
             ids=plan.limits.new_full([*shape, plan.capacity], plan.pad_id),
             alive=torch.where(is_empty_one, plan.penalties.new_zeros(shape), -inf),
