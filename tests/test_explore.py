@@ -31,7 +31,7 @@ from transformer_parity.transformer.explore.recording import Recorded, Recording
 from transformer_parity.transformer.explore.view import MOST_CHANNELS, view
 from transformer_parity.transformer.mistakes.catalogue import FORWARD, cases
 from transformer_parity.transformer.mistakes.mistake import FOUR
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import tap_shapes
@@ -161,7 +161,7 @@ def test_a_tap_of_another_shape_says_so():
 
 
 def test_errors_are_those_of_a_check():
-    recording = recorded("numpy", dtype="float32")
+    recording = record(MAIN.config, MAIN.load_weights(), MAIN.inputs, [DEFINITION], "float32")
     for mark in recording.ports[0].marks:
         actual = recording.ports[0].actual[mark.name]
         assert mark.free == relative_error(actual, recording.expected[mark.name])

@@ -61,7 +61,7 @@ ACTIVATED_LATE = instead(
 RELU = {"numpy": '"relu": relu,', "torch": '"relu": F.relu', "jax": '"relu": jax.nn.relu', "tf": '"relu": tf.nn.relu'}
 LOG_SOFTMAX = {
     "numpy": "log_softmax",
-    "torch": "nn.functional.log_softmax",
+    "torch": "torch.nn.functional.log_softmax",
     "jax": "jax.nn.log_softmax",
     "tf": "tf.nn.log_softmax",
 }
