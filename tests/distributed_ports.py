@@ -269,7 +269,7 @@ IN_TF = table(
             ),
             "same rows everywhere": in_tf(
                 "a step counts 54 target tokens, not 31; all gradients: the rows of share 0 on all devices (1.148, 0)",
-                ("parallel", "lambda x: x[share], parts", "lambda x: x[0], parts"),
+                ("compilation", "lambda x: x[share], parts", "lambda x: x[0], parts"),
             ),
         },
         run("data=2", FIRST_NORM, "shallow"): {
@@ -282,7 +282,7 @@ IN_TF = table(
             ),
         },
         run("data=2", case="shallow dropout"): {
-            "masks of the first share": in_tf(MASKS, ("parallel", "own_rows(share, trainer", "own_rows(0, trainer")),
+            "masks of the first share": in_tf(MASKS, ("compilation", "own_rows(share, trainer", "own_rows(0, trainer")),
         },
     }
 )
