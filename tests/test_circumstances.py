@@ -25,7 +25,7 @@ import psutil
 import pytest
 from conftest import assert_same_bits
 from search_models import lively
-from test_translate import save
+from translate_runs import save
 
 from reference_numpy import TransformerConfig, init_weights
 from transformer_parity.apps.checkpoints import importer

@@ -24,7 +24,7 @@ VARIABLES = {
     "flag": np.array(True, np.int8),
     "number": np.array([7], np.int32),
 }
-MODEL = ctranslate2.Model("TransformerSpec", 7, VARIABLES)
+MODEL = ctranslate2.StoredModel("TransformerSpec", 7, VARIABLES)
 
 
 def test_variables_come_back_and_aliases_are_one_array(tmp_path):
@@ -81,5 +81,5 @@ def test_damaged_files_are_refused(tmp_path):
 
 def test_what_has_no_place_is_refused(tmp_path):
     with pytest.raises(ValueError, match="W cannot be written for CTranslate2: 8 bytes of float64"):
-        ctranslate2.write(tmp_path / "model.bin", ctranslate2.Model("TransformerSpec", 7, {"W": np.ones(1)}))
+        ctranslate2.write(tmp_path / "model.bin", ctranslate2.StoredModel("TransformerSpec", 7, {"W": np.ones(1)}))
     assert list(tmp_path.iterdir()) == []

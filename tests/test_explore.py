@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from search_models import lively
-from test_reports import open_page
-from test_translate import save
+from test_reports_page import open_page
 from tiers import first_alone
+from translate_runs import save
 
 from transformer_parity.apps.text.dates import SHIPPED
 from transformer_parity.apps.translate.trained import read_trained

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_train import SMALL
 from test_train_parallel import make_few
+from training_texts import SMALL
 
 rounding = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "docs" / "examples" / "rounding.py")))
 

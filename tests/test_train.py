@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import errno
-import fcntl
 import json
 import os
-import re
 import runpy
 import shutil
 import signal
@@ -18,47 +14,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiers
+from training_texts import SMALL, losses, make_small, resume, train
 
 import reference_numpy as ref
-from transformer_parity.apps.train import batches, corpora, curves
+from transformer_parity.apps.train import corpora, curves
 from transformer_parity.apps.train.batches import Batches
-from transformer_parity.apps.train.log import locked, read_log
+from transformer_parity.apps.train.log import read_log
 from transformer_parity.apps.train.run import LONGER, TrainingRun, longest_translation
 from transformer_parity.cli.main import main
 from transformer_parity.engine.system.errors import UsageError
 from transformer_spec.files import open_file, write_file
 
-SMALL = ["--set", "d_model=16", "num_heads=2", "d_ff=24", "num_encoder_layers=1", "num_decoder_layers=1"]
-SMALL += ["warmup_steps=4", "tokens_per_batch=256"]
-PAIRS = 60
-
 
 @pytest.fixture(autouse=True)
 def few_dates(monkeypatch):
     make_small(monkeypatch)
-
-
-def make_small(monkeypatch):
-    """Let the dates be few, and their batches of two shapes: each is compiled for."""
-    monkeypatch.setattr(corpora, "DATES_TRAINED", PAIRS)
-    monkeypatch.setattr(corpora, "DATES_HELD_OUT", 6)
-    monkeypatch.setattr(batches, "MAX_SHAPES", 2)
-
-
-def train(folder, *options, task=("--task", "dates"), small=SMALL):
-    return main(["train", *task, "--out", str(folder), *small, *map(str, options)])
-
-
-def exit_code(*arguments):
-    """Return the exit code of a command, wherever it is decided."""
-    try:
-        return main([*arguments])
-    except SystemExit as leaving:  # argparse's way out
-        return leaving.code
-
-
-def resume(path, *options):
-    return main(["train", "--resume", str(path), *map(str, options)])
 
 
 def test_any_field_of_the_model(tmp_path):
@@ -67,11 +37,6 @@ def test_any_field_of_the_model(tmp_path):
     config, _ = ref.load_weights(tmp_path / "run" / "model.safetensors")
     assert (config.embedding_norm, config.decoder_d_ff, config.activation, config.d_ff) == (True, 9, "swish", 24)
     assert config.dropout == ref.DropoutRates(embedding=0.3)
-
-
-def losses(folder):
-    """Return the training loss of each step, whoever took it."""
-    return {event["step"]: next(iter(event["loss"].values())) for event in read_log(folder) if event["event"] == "step"}
 
 
 def saved_weights(path):
@@ -393,35 +358,6 @@ def test_curves_of_several_runs_in_one_picture(finished, tmp_path, capfd):
         assert message in capfd.readouterr().err
 
 
-START, STEP = {"event": "start", "step": 0, "task": "dates"}, {"event": "step", "step": 1, "loss": {"numpy": 1.0}}
-VALIDATION = {"event": "validation", "step": 1, "backend": "numpy", "averaged": 0, "loss": 1.0, "score": 0.0}
-LOGS = {
-    "empty": ([], "{log} must hold the start of a run and a step: got no start and no step"),
-    "no start": ([STEP], "{log} must hold the start of a run and a step: got no start"),
-    "no step": ([START, VALIDATION], "{log} must hold the start of a run and a step: got no step"),
-    "another object": ([START, {"level": 1}], 'line 2 of {log} must be an event of a run: got {{"level": 1}}'),
-    "no object": ([5], "line 1 of {log} must be an event of a run: got 5"),
-    "no number": ([{**START, "step": "one"}], "line 1 of {log} must be an event of a run: got "),
-    "a list for a kind": ([{"event": [], "step": 1}], "line 1 of {log} must be an event of a run: got "),
-    "no task": ([{"event": "start", "step": 0}], "line 1 of {log} must be an event of a run: got "),
-    "no loss": ([START, {"event": "step", "step": 1}], "line 2 of {log} must be an event of a run: got "),
-    "one loss": ([START, {**STEP, "loss": 1.0}], "line 2 of {log} must be an event of a run: got "),
-    "no score": ([START, STEP, {**VALIDATION, "score": None}], "line 3 of {log} must be an event of a run: got "),
-}
-
-
-@pytest.mark.parametrize("why", LOGS)
-def test_a_log_without_a_curve_is_refused(why, tmp_path):
-    events, message = LOGS[why]
-    log = tmp_path / "log.jsonl"
-    log.write_text("".join(json.dumps(event) + "\n" for event in events), "utf-8")
-    with pytest.raises(UsageError, match=re.escape(message.format(log=log))):
-        curves.read_runs([tmp_path])
-    log.write_text("".join(json.dumps(event) + "\n" for event in (START, STEP, VALIDATION)), "utf-8")
-    curves.draw(curves.read_runs([tmp_path]), tmp_path / "c.svg")
-    assert (tmp_path / "c.svg").stat().st_size > 1000
-
-
 @pytest.mark.parametrize(
     "number", tiers.first_alone([signal.SIGINT, signal.SIGTERM], "signals"), ids=["ctrl-c", "sigterm"]
 )
@@ -445,141 +381,6 @@ def test_a_stopped_run_is_saved_and_says_how_to_go_on(number, tmp_path):
     step = ref.load_checkpoint(checkpoint).state.step
     assert f"stopped at step {step:,}" in said
     assert max(losses(folder)) == step
-
-
-REFUSED = {
-    "a folder with a run": (["--task", "dates", "--out", "{finished}"], "holds a run already: go on with --resume"),
-    "nothing to train on": ([], "what to train on must be one of --task, --text and --resume"),
-    "two things to train on": (["--task", "dates", "--resume", "{finished}"], "got --task, --resume"),
-    "text for dates": (
-        ["--resume", "{finished}", "--text", "a", "b"],
-        "learned dates: leave out --text",
-    ),
-    "no checkpoint": (["--resume", "{empty}"], "holds no checkpoint"),
-    "no such run": (["--resume", "{empty}/nothing"], "there is no"),
-    "weights only": (["--resume", "{finished}/model.safetensors"], "no training state"),
-    "nothing left to do": (["--resume", "{finished}"], "is the end of a run of 12 steps: ask for more with --steps"),
-    "settings of a resumed run": (
-        ["--resume", "{finished}", "--seed", "0", "--set", "d_ff=8"],
-        "leave out --seed, --set d_ff",
-    ),
-    "saved in lockstep": (
-        ["--task", "dates", "--backend", "numpy,torch", "--set", "save_every=2", "keep=1"],
-        "leave out --set save_every, --set keep",
-    ),
-    "resumed in lockstep": (["--resume", "{finished}", "--backend", "numpy,torch"], "one backend"),
-    "behind the end": (
-        ["--task", "dates", "--steps", "5", "--stop-at", "6"],
-        "must be at most 5, the run's end",
-    ),
-    "no text": (["--text", "{empty}/a", "{empty}/b"], "No such file"),
-    "words for dates": (["--task", "dates", "--vocab-size", "9"], "--held-out and --vocab-size are about --text"),
-    "dropout of one": (["--task", "dates", "--set", "dropout=1"], "dropout.embedding must be in [0, 1)"),
-    "heads that do not divide": (["--task", "dates", "--set", "num_heads=3"], "num_heads must divide d_model"),
-    "no field": (
-        ["--task", "dates", "--set", "depth=3"],
-        "--set must name a field of accumulation_steps, activation, ",
-    ),
-    "a field of the corpus": (["--task", "dates", "--set", "source_vocab_size=3"], "got source_vocab_size"),
-    "a field with an option": (["--task", "dates", "--set", "total_steps=3"], "got total_steps"),
-    "fewer checkpoints than averaged": (
-        ["--task", "dates", "--set", "keep=1", "average=2"],
-        "keep must be at least average 2: got 1",
-    ),
-    "a word for an interval": (
-        ["--task", "dates", "--set", "save_every=often"],
-        "save_every must be an integer: got 'often'",
-    ),
-    "no tokens": (["--task", "dates", "--set", "tokens_per_batch=0"], "tokens_per_batch must be at least 1: got 0"),
-    "a field without a value": (["--task", "dates", "--set", "d_k"], "must be FIELD=VALUE"),
-    "a word for a number": (["--task", "dates", "--set", "d_k=many"], "d_k must be an integer: got 'many'"),
-    "fields of a run": (["--resume", "{finished}", "--set", "d_k=3"], "leave out --set d_k"),
-    "factor of nothing": (
-        ["--task", "dates", "--set", "learning_rate_factor=0"],
-        "learning_rate_factor must be positive",
-    ),
-    "a cool-down too long": (
-        ["--task", "dates", "--steps", "5", "--set", "cooldown_steps=6"],
-        "cooldown_steps must be at most",
-    ),
-    "negative seed": (["--task", "dates", "--seed", "-1"], "seed"),
-    "bfloat16 in numpy": (["--task", "dates", "--set", "mixed_bfloat16=true", "--backend", "numpy"], "mixed_bfloat16"),
-}
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_work_is_refused_before_anything_is_written(why, finished, tmp_path, capfd, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    arguments, message = REFUSED[why]
-    (tmp_path / "empty").mkdir()
-    before = {path: path.read_bytes() for path in finished.iterdir()}
-    places = {"finished": finished, "empty": tmp_path / "empty"}
-    small = [] if "--resume" in arguments else SMALL
-    given = [argument.format(**places) for argument in arguments]
-    assert exit_code("train", *small, *given, *([] if "--backend" in given else ["--backend", "numpy"])) == 3
-    assert message in capfd.readouterr().err
-    assert {path: path.read_bytes() for path in finished.iterdir()} == before
-    assert list(tmp_path.iterdir()) == [tmp_path / "empty"]
-    assert list((tmp_path / "empty").iterdir()) == []
-
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from transformer_parity.apps.train.log import locked
-
-with locked(Path(sys.argv[1])):
-    print("locked", flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("go_on", [False, True], ids=["new", "resumed"])
-def test_the_second_of_two_runs_in_a_folder_is_refused_until_the_first_has_died(go_on, tmp_path, capfd):
-    folder = tmp_path / "run"
-    options = ("--backend", "numpy", "--steps", 4)
-    if go_on:
-        assert train(folder, *options, "--stop-at", 2) == 0
-
-    def start():
-        return resume(folder, "--backend", "numpy") if go_on else train(folder, *options)
-
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True) as first:
-        try:
-            assert first.stdout.readline() == "locked\n"
-            before = {path: path.read_bytes() for path in folder.iterdir()}
-            assert start() == 3
-            assert f"another process is writing into {folder}" in capfd.readouterr().err
-            assert {path: path.read_bytes() for path in folder.iterdir()} == before
-        finally:
-            first.kill()
-    assert start() == 0
-    assert sorted(losses(folder)) == [1, 2, 3, 4]
-
-
-def test_where_there_are_no_locks_a_run_goes_on_without(tmp_path, monkeypatch):
-    def refuse(*args):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    assert train(tmp_path / "run", "--backend", "numpy", "--steps", 1) == 0
-
-
-def test_what_a_killed_run_left_half_written_goes_when_it_is_resumed(tmp_path):
-    folder = tmp_path / "run"
-    assert train(folder, "--backend", "numpy", "--steps", 4, "--stop-at", 2) == 0
-    for name in ("checkpoint-0000003.safetensors", "model.safetensors", "curve.png", "mine"):
-        (folder / f".{name}.0123abcd.tmp").write_bytes(b"half")
-    (folder / ".tmpAbC123").write_bytes(b"half")
-    assert resume(folder, "--backend", "numpy") == 0
-    assert [path.name for path in folder.glob(".*")] == [".mine.0123abcd.tmp"]
-
-
-def test_what_a_killed_process_of_a_run_left_half_written_goes_with_the_run(tmp_path):
-    with locked(tmp_path):
-        for name in (".checkpoint-0000003.safetensors.0123abcd.tmp", ".tmpaRNRED", ".tmp-mine", "mine"):
-            (tmp_path / name).write_bytes(b"half")
-    assert {path.name for path in tmp_path.iterdir()} == {".tmp-mine", "mine"}
 
 
 @pytest.fixture
@@ -614,88 +415,3 @@ def test_the_text_of_a_run_may_have_moved(texts, tmp_path, capfd):
 @pytest.fixture(scope="module")
 def checkpoint(finished):
     return ref.load_checkpoint(finished / "checkpoint-0000008.safetensors")
-
-
-def spoilt(checkpoint, path, *entry, value=None, settings=None):
-    """Write a checkpoint with another value at an entry of its progress, or without the entry."""
-    progress = json.loads(json.dumps(checkpoint.progress))
-    *outer, last = entry or ("plan",)
-    place = progress
-    for key in outer:
-        place = place[key]
-    if entry and value is None:
-        del place[last]
-    elif entry:
-        place[last] = value
-    changed = dataclasses.replace(checkpoint, progress=progress, settings=settings or checkpoint.settings)
-    ref.save_checkpoint(path, changed)
-
-
-TEXT = {"task": "text", "files": ["a", "b"], "held_out": None, "checksum": 0}
-SPOILT = {
-    "no plan": (["plan"], None, "it lacks 'plan'"),
-    "no corpus": (["corpus"], None, "it lacks 'corpus'"),
-    "no task": (["corpus", "task"], None, "it lacks 'task'"),
-    "no seed": (["corpus", "seed"], None, "it lacks 'seed'"),
-    "no checksum": (["corpus", "checksum"], None, "it lacks 'checksum'"),
-    "no files": (["corpus"], {"task": "text"}, "it lacks 'files'"),
-    "no held_out": (["corpus"], {"task": "text", "files": ["a", "b"], "checksum": 0}, "it lacks 'held_out'"),
-    "a list for a corpus": (["corpus"], [1], "its corpus must be an object with named fields: got list"),
-    "an unknown task": (["corpus", "task"], "speech", "task must be one of dates, text: got 'speech'"),
-    "one file": (["corpus"], {**TEXT, "files": ["a"]}, "its text must be two files: got ['a']"),
-    "files of numbers": (["corpus"], {**TEXT, "files": [1, 2]}, "its text must be two files: got [1, 2]"),
-    "text for a seed": (["corpus", "seed"], "0", "seed must be an integer: got '0'"),
-    "an unknown entry of the plan": (["plan", "depth"], 1, "unexpected keyword argument 'depth'"),
-    "never saved": (["plan", "save_every"], 0, "save_every must be at least 1: got 0"),
-    "never validated": (["plan", "validate_every"], -1, "validate_every must be at least 1: got -1"),
-    "half a step": (["plan", "steps"], 1.5, "steps must be an integer: got 1.5"),
-    "no tokens": (["tokens_per_batch"], 0, "tokens_per_batch must be at least 1: got 0"),
-    "time as text": (["seconds"], "1", "seconds must be a number: got '1'"),
-    "no position": (["position"], [], "position must be an epoch and an index: got []"),
-    "a number for a position": (["position"], 1, "position must be an epoch and an index: got 1"),
-    "a position behind the end": (["position"], [0, 10**9], "index must be below the"),
-}
-
-
-@pytest.mark.parametrize("why", SPOILT)
-def test_a_checkpoint_that_says_nonsense_is_refused_by_what_it_says(why, checkpoint, tmp_path, capfd):
-    path = tmp_path / "checkpoint-0000008.safetensors"
-    entry, value, message = SPOILT[why]
-    spoilt(checkpoint, path, *entry, value=value)
-    assert resume(path, "--backend", "numpy") == 3
-    assert message in capfd.readouterr().err
-
-
-def test_more_slices_than_pairs_are_refused_at_once(checkpoint, tmp_path, capfd):
-    path = tmp_path / "checkpoint-0000008.safetensors"
-    spoilt(checkpoint, path, settings=dataclasses.replace(checkpoint.settings, accumulation_steps=10**30))
-    assert resume(path, "--backend", "numpy") == 3
-    assert f"a batch in {10**30:,} slices takes as many pairs or more: got {PAIRS}" in capfd.readouterr().err
-    assert train(tmp_path / "run", "--backend", "numpy", "--steps", 1, "--set", f"accumulation_steps={PAIRS + 1}") == 3
-    assert f"a batch in {PAIRS + 1} slices takes as many pairs or more: got {PAIRS}" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("where", ["files", "held_out"])
-@pytest.mark.parametrize("what", ["a FIFO", "a device", "a folder"])
-def test_what_is_no_file_is_never_opened(what, where, texts, checkpoint, tmp_path, capfd):
-    other = {"a FIFO": tmp_path / "fifo", "a device": Path("/dev/zero"), "a folder": tmp_path}[what]
-    os.mkfifo(tmp_path / "fifo")  # to open it would wait for ever
-    origin = {**TEXT, "files": list(map(str, texts[:2])), "held_out": list(map(str, texts[2:]))}
-    origin[where][1] = str(other)
-    path = tmp_path / "checkpoint-0000008.safetensors"
-    spoilt(checkpoint, path, "corpus", value=origin)
-    assert resume(path, "--backend", "numpy") == 3
-    assert f"the run's text {other} is no file" in capfd.readouterr().err
-
-
-def test_a_damaged_checkpoint_is_refused_with_the_reason(finished, tmp_path, capfd):
-    damaged = tmp_path / "checkpoint-0000008.safetensors"
-    damaged.write_bytes((finished / damaged.name).read_bytes()[:-100])
-    assert resume(damaged, "--backend", "numpy") == 3
-    assert "is not a usable" in capfd.readouterr().err
-
-
-def test_a_log_that_breaks_off_in_the_middle_of_a_line_can_be_read(finished, tmp_path):
-    lines = (finished / "log.jsonl").read_text("utf-8")
-    (tmp_path / "log.jsonl").write_text(lines[:-20], "utf-8")
-    assert losses(tmp_path) == losses(finished)

@@ -11,7 +11,8 @@ from threading import Barrier
 
 import numpy as np
 import pytest
-from test_train import SMALL, losses, resume, saved_weights, train
+from test_train import saved_weights
+from training_texts import SMALL, losses, resume, train
 
 from reference_numpy import Plan, TrainingConfig
 from transformer_parity.apps.text.dates import SHIPPED

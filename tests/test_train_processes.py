@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import still_running
-from test_train import SMALL, losses, resume, train
 from test_train_parallel import EXACT, IN_PROCESSES, PROGRAM, TWO, agree, few_dates, final  # noqa: F401  a fixture
+from training_texts import SMALL, losses, resume, train
 
 import reference_numpy as ref
 from transformer_parity.apps.train import processes

@@ -33,7 +33,9 @@ SHARED = (
     re.compile(r"::test_(jax|tf)_"),  # likewise, in a test that is about one
     re.compile(r"\[(.*-)?(?P<jax>flax nnx)|\[(.*-)?(?P<tf>keras hub)"),  # likewise, in a test of another model in it
     re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case: what each hypothesis makes of it
-    re.compile(r"test_(circumstances|golden|investigate|parallel_torch|port_cases)\.py"),  # what all of a file need
+    re.compile(
+        r"test_(circumstances|golden|investigate|parallel_torch|port_cases)(?:_written)?\.py"
+    ),  # what a file needs
     re.compile(r"test_(import)_(?!messages|alone)"),  # models of transformers, whose import takes seconds
 )
 

@@ -1,0 +1,171 @@
+"""Ports and changes of golden vectors, for tests."""
+
+import hashlib
+import json
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+import safetensors.numpy
+
+import reference_numpy as ref
+from transformer_parity.cli.main import main
+from transformer_parity.transformer.golden import vectors
+from transformer_parity.transformer.golden.compare import FolderPair, compare_folders
+from transformer_parity.transformer.ports.user import Port
+
+PADDED, STEPS, GREEDY = "full/padded", "steps/port", "decode/port_greedy"
+
+
+def moved(array):
+    """Return an array as another program rounds: each number is the next one."""
+    array = np.asarray(array)
+    return np.where(array == 0, array, np.nextafter(array, np.asarray(np.inf, array.dtype)))
+
+
+class Forward(Port):
+    """A port that offers the least, and leaves a case out."""
+
+    overrides = MappingProxyType({"norm_order": "pre", "final_norm": True})
+    taps = ("encoder.**",)
+    left_out = MappingProxyType({"full/one_token": "it is not made for that"})
+
+    def load(self, config, weights, dtype):
+        self.model = ref.Transformer.from_weights(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        shown = lambda name, value: tap(name, value) if name.startswith("encoder.") else value  # noqa: E731
+        return moved(self.model(source_ids, target_ids, tap=shown))
+
+
+class Full(Port):
+    """A port that offers all that can be asked of one, but half of the gradients at taps."""
+
+    taps = ("**.output",)
+    is_used = False
+
+    def load(self, config, weights, dtype):
+        self.model = ref.Transformer.from_weights(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        self.is_used = True
+        seen = ref.Recorder("**.output")
+        logits = moved(self.model(source_ids, target_ids, tap=seen))
+        for name, value in seen.items():
+            tap(name, value)
+        return logits
+
+    def export_weights(self):
+        return self.model.export_weights()
+
+    def gradients(self, source_ids, target_ids, labels):
+        found = ref.gradients(self.model, source_ids, target_ids, labels)
+        return replace(
+            found,
+            loss=float(moved(found.loss)),
+            taps={name: x for name, x in found.taps.items() if name.endswith(".output")},
+        )
+
+    def start_training(self, settings):
+        if self.is_used:
+            raise RuntimeError("steps must have a model of their own")
+        self.trainer = ref.Trainer(self.model, settings, 0)
+
+    def train_step(self, source_ids, target_ids, labels):
+        return float(moved(self.trainer.train_step(source_ids, target_ids, labels).loss))
+
+    def generate(self, source_ids, max_length, beam_size, length_penalty):
+        if beam_size == 1:
+            return ref.greedy_search(self.model, source_ids, max_length).ids
+        return ref.beam_search(self.model, source_ids, beam_size, length_penalty, max_length).ids
+
+
+class Failing(Forward):
+    """A port that breaks in the middle."""
+
+    def forward(self, source_ids, target_ids, tap):
+        if len(source_ids) == 1:
+            raise KeyError("head")
+        return super().forward(source_ids, target_ids, tap)
+
+
+class Empty(Forward):
+    """A port that computes in no dtype that is asked for."""
+
+    dtypes = ()
+    left_out = {}
+
+
+def rounded(folder):
+    """Move every number that was computed by one unit in its last place."""
+    for case in manifest_of(folder)["cases"]:
+        for dtype in case["outputs"]:
+            edit(folder, case["name"], dtype, move)
+    return folder
+
+
+def move(tensors):
+    tensors.update({name: moved(array) for name, array in tensors.items() if array.dtype.kind == "f"})
+
+
+def compare(truth, candidate, *options):
+    return main(["compare", str(truth), str(candidate), *map(str, options)])
+
+
+def findings_of(truth, candidate):
+    return list(compare_folders(FolderPair("", vectors.read(truth), vectors.read(candidate))))
+
+
+def manifest_of(folder):
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def edit_manifest(folder, change):
+    manifest = manifest_of(folder)
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def edit(folder, case, dtype, change, *, describe=True):
+    """Change the tensors of one file, and the manifest with it: its hash, and unless denied what it says of tensors."""
+
+    def rewrite(manifest):
+        entry = next(entry for entry in manifest["cases"] if entry["name"] == case)
+        record = entry["inputs"] if dtype == "inputs" else entry["outputs"][dtype]
+        found = safetensors.numpy.load((folder / record["file"]).read_bytes())
+        tensors = {tensor["name"]: found[tensor["name"]].copy() for tensor in record["tensors"]}
+        change(tensors)
+        tensors = {name: np.array(array, order="C") for name, array in tensors.items()}
+        content = safetensors.numpy.save(tensors)
+        (folder / record["file"]).write_bytes(content)
+        record["sha256"] = hashlib.sha256(content).hexdigest()
+        if describe:
+            record["tensors"] = [
+                {"name": name, "dtype": x.dtype.name, "shape": list(x.shape)} for name, x in tensors.items()
+            ]
+
+    edit_manifest(folder, rewrite)
+
+
+def set_field(*path, value):
+    def change(folder):
+        def assign(manifest):
+            entry = manifest
+            for key in path[:-1]:
+                entry = entry[key]
+            entry[path[-1]] = value
+
+        edit_manifest(folder, assign)
+
+    return change
+
+
+def drop(folder, keep):
+    def choose(manifest):
+        manifest["cases"] = [case for case in manifest["cases"] if keep(case["name"])]
+
+    edit_manifest(folder, choose)
+
+
+def empty(tensors):
+    tensors.update({name: array.reshape(-1)[:0].copy() for name, array in tensors.items()})

@@ -1,0 +1,75 @@
+"""Checkpoints of Hugging Face as tests write them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  registers bfloat16
+import torch
+
+from transformer_parity.apps.checkpoints.formats import huggingface_families
+
+SIZES = {
+    **{"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "max_position_embeddings": 40},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 4, "encoder_ffn_dim": 20, "decoder_ffn_dim": 24},
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A family, what its config says, and how it is saved."""
+
+    family: str
+    fields: dict = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    shard: str = "5GB"
+    pickled: bool = False
+
+    def __str__(self) -> str:
+        kinds = {"bin": self.pickled, "shards": self.shard != "5GB", "float16": self.dtype != torch.float32}
+        return "-".join([self.family, *(f"{value}" for value in self.fields.values()), *filter(kinds.get, kinds)])
+
+
+def made(form: Form) -> torch.nn.Module:
+    """Return a model of transformers' with random parameters and buffers, but for static tables of positions."""
+    import transformers
+
+    family = huggingface_families.FAMILIES[form.family]
+    sizes = {"src_vocab_size": 31, "tgt_vocab_size": 31} if form.family == "fsmt" else {"vocab_size": 31}
+    special = {"pad_token_id": 30, "decoder_start_token_id": 30} if form.family == "marian" else {}
+    scaled = {} if form.family == "fsmt" else {"scale_embedding": True, "activation_function": "swish"}
+    fields = {**SIZES, **sizes, **special, **scaled, **form.fields}
+    config = getattr(transformers, f"{family.title}Config")(**fields)
+    torch.manual_seed(3)
+    model = getattr(transformers, family.classes[0])(config).eval()
+    static = form.family in ("marian", "pegasus", "fsmt")
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not (static and "embed_positions" in name) and not name.endswith("embed_positions.weights"):
+                tensor.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.4)
+    return model.to(form.dtype)
+
+
+def saved(form: Form, folder: Path) -> torch.nn.Module:
+    """Save such a model as a user would, and return it in float64."""
+    model = made(form)
+    model.save_pretrained(folder, max_shard_size=form.shard)
+    if form.pickled:  # as releases before 5 wrote it: every name of a tied table is there
+        pickle(folder, model)
+    return model.double()
+
+
+def pickle(folder: Path, model: torch.nn.Module) -> None:
+    """Write the weights as torch's files, in one or in as many as there are shards."""
+    files, state = sorted(folder.glob("*.safetensors")), model.state_dict()
+    names = list(state)
+    places = {name: f"pytorch_model-{at * len(files) // len(names)}.bin" for at, name in enumerate(names)}
+    places = places if len(files) > 1 else dict.fromkeys(names, "pytorch_model.bin")
+    for place in set(places.values()):
+        torch.save({name: state[name] for name in names if places[name] == place}, folder / place)
+    if len(files) > 1:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    for path in [*files, *folder.glob("*.safetensors.index.json")]:
+        path.unlink()

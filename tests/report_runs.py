@@ -1,0 +1,81 @@
+"""A run with agreement, divergence and failures, for tests of reports."""
+
+from __future__ import annotations
+
+from transformer_parity.engine.findings import AGREES, DIVERGES, IMPRECISE, Finding
+from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED, Blame, Mark
+from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.check.checked_port import CheckedPort
+from transformer_parity.transformer.check.messages import PortJob
+from transformer_parity.transformer.ports.protocol import Placements
+from transformer_parity.transformer.report.result import CheckResult, build
+from transformer_spec.names import tap_shapes
+
+TAPS = [*tap_shapes(tiny(), 4, 9, 7), OUTPUT]
+
+
+GUILTY = "encoder.layers.0.self_attention.scores"
+
+
+CASES = [case for case in standard_cases() if case.name in ("full/padded", "full/untied", "gradients/padded")]
+
+
+MACHINE = {"transformer-parity": "0.1.0", "python": "3.11.7", "platform": "somewhere", "cpus": 2}
+
+
+SETTING = Placements(("float64", "float32"))
+
+
+ENVIRONMENT = {name: {"version": f"1.0 of {name}", "threads": "1"} for name in ("numpy", "torch", "jax")}
+
+
+ACTIVE = ("", "activations")  # no detail, and the stage
+
+
+SIMPLE = Finding(
+    "torch", "float64", "full model", "full/padded", "taps", "logits", 1e-15, 1e-12, AGREES, "", "activations"
+)
+
+
+NASTY = "<script>alert('&')</script> \x1b[31mred\x1b[0m"
+
+
+def run_of(backend: str, dtype: str, case: str = "full/padded", guilty: str = "") -> list[Finding]:
+    """Return what a run of a full model finds; behind the guilty tap everything is wrong."""
+    tolerance = {"float64": 1e-12, "float32": 1e-6}[dtype]
+    verdict = {"float64": DIVERGES, "float32": IMPRECISE}[dtype]
+    findings = []
+    for tap in TAPS:
+        wrong = bool(guilty) and TAPS.index(tap) >= TAPS.index(guilty)
+        error, said = (0.25, verdict) if wrong else (tolerance / 4, AGREES)
+        findings.append(Finding(backend, dtype, "full model", case, "taps", tap, error, tolerance, said, *ACTIVE))
+    return findings
+
+
+def blame_of(guilty: set[str], dtype: str = "float64", names: list[str] = TAPS) -> Blame:
+    marks, wrong = [], False
+    for name in names:
+        wrong = wrong or name in guilty
+        verdict = INTRODUCED if name in guilty else INHERITED if wrong else FINE
+        error = 0.0 if verdict == FINE else 0.25
+        marks.append(Mark(name, error, error if name in guilty else 0.0, 1e-12, verdict))
+    return Blame("torch", dtype, "full/padded", "activations", "port", tuple(marks))
+
+
+def ports_of(findings: list[Finding], environment=ENVIRONMENT, reports=(), fates=()) -> list[CheckedPort]:
+    """Return the ports with their findings; the first has the fates of its weights."""
+    names = dict.fromkeys(["torch", "jax", *(finding.backend for finding in findings)])
+    ports = [CheckedPort(PortJob(name, SETTING), label=name, environment=environment.get(name, {})) for name in names]
+    for port in ports:
+        port.findings = [finding for finding in findings if finding.backend == port.label]
+        port.failure_reports = [report for report in reports if report.backend == port.label]
+    ports[0].audit = tuple(fates)
+    return ports
+
+
+def result_of(findings: list[Finding], ports=None, **options) -> dict:
+    ports = ports_of(findings) if ports is None else ports
+    known = {"reference": ENVIRONMENT["numpy"], "machine": MACHINE, **options}
+    return build(CheckResult(setting=SETTING, ports=ports, **known))

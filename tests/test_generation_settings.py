@@ -1,0 +1,133 @@
+"""Settings of Hugging Face's `generate` as a search, and what no family computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  registers bfloat16
+import pytest
+from hf_checkpoints import Form, saved
+
+import reference_numpy as ref
+from transformer_parity.apps.checkpoints.formats.huggingface_search import read_search, write_search
+from transformer_parity.apps.checkpoints.importer import export_checkpoint, import_checkpoint, load
+from transformer_spec.search import Search
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("marian") / "model"
+    saved(Form("marian"), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(marian, tmp_path) -> Path:
+    """A copy of one model to change."""
+    (tmp_path / "model").mkdir()
+    for path in marian.iterdir():
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_beams": 10**9}, "beam_size of a search in a file must be at most 1,000: got 1,000,000,000"),
+        ({"max_new_tokens": 10**9}, "max_length of a search in a file must be at most 65,536: got 1,000,000,000"),
+        ({"no_repeat_ngram_size": 10**9}, "no_repeat_ngram_size of a search in a file must be at most 1,000: got 1,"),
+        ({"forced_bos_token_id": 31}, r"forced_ids must lie in \[0, 31\): got 31"),
+        ({"decoder_start_token_id": 31}, r"start_id must lie in \[0, 31\): got 31"),
+        ({"bad_words_ids": [[31]]}, r"banned_ids must lie in \[0, 31\): got 31"),
+        ({"bad_words_ids": 5}, "bad_words_ids must be a list: got 5"),
+        ({"max_length": [5]}, r"max_length must be an integer: got \[5\]"),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_refused(folder, fields, message):
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ValueError, match=message):
+        import_checkpoint(folder)
+
+
+CONFIG = ref.TransformerConfig.preset("marian", source_vocab_size=31, target_vocab_size=31)
+
+
+SETTINGS = {  # settings of generate, and what they are here; the rest is as for Hugging Face
+    "OPUS-MT": (
+        {
+            "num_beams": 4,
+            "max_length": 512,
+            "bad_words_ids": [[1]],
+            "forced_eos_token_id": 0,
+            "renormalize_logits": True,
+        },
+        {"beam_size": 4, "max_length": 511},
+        {"at_limit": "forced", "renormalize": True},
+    ),
+    "NLLB": (
+        {"num_beams": 5, "max_length": 200, "early_stopping": True, "forced_bos_token_id": 7},
+        {"beam_size": 5, "max_length": 199},
+        {"stop": "first", "forced_ids": (7,)},
+    ),
+    "new tokens": ({"max_new_tokens": 30, "min_new_tokens": 3}, {"max_length": 30, "min_length": 4}, {}),
+    "never": (
+        {"num_beams": 2, "early_stopping": "never", "max_length": 9},
+        {"beam_size": 2, "max_length": 8},
+        {"stop": "attainable"},
+    ),
+    "summaries": (
+        {"num_beams": 4, "length_penalty": 2.0, "min_length": 5, "no_repeat_ngram_size": 3, "max_length": 62},
+        {"beam_size": 4, "length_penalty": 2.0, "min_length": 5, "max_length": 61},
+        {"no_repeat_ngram_size": 3},
+    ),
+    "a start and a ban": (
+        {"decoder_start_token_id": 5, "bad_words_ids": [[1], [9]], "max_length": 20},
+        {"start_id": 5, "max_length": 19},
+        {"banned_ids": (9,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_settings_of_generate_are_a_search(name):
+    fields, options, rules = SETTINGS[name]
+    found, notes = read_search(fields, CONFIG)
+    assert notes == []
+    assert found == Search.preset("hf", **options, rules=ref.SearchRules.preset("hf", **rules))
+    written, notes = write_search(found, CONFIG)
+    assert notes == []
+    assert read_search(written, CONFIG) == (found, [])
+
+
+def test_settings_without_a_place_are_named():
+    _, notes = read_search({"do_sample": True, "repetition_penalty": 1.2, "bad_words_ids": [[3, 4]]}, CONFIG)
+    assert [note.split(" ")[0] for note in notes] == ["bad_words_ids", "do_sample", "repetition_penalty", "no"]
+    _, notes = write_search(Search(4), CONFIG)
+    assert notes == ["the search is not one of Hugging Face's: generate finds other translations with a beam"]
+
+
+SMALL = {
+    **{"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 16, "num_heads": 4, "d_ff": 8, "max_length": 20},
+    **{"num_encoder_layers": 1, "num_decoder_layers": 1},
+}
+
+
+EXPORTED = {
+    "no final norm": ({"name": "m2m_100", "final_norm": False}, "final_norm must be True: got False"),
+    "pre-norm": ({"name": "marian", "norm_order": "pre"}, "norm_order must be 'post': got 'pre'"),
+    "the paper's": ({"name": "paper_base"}, "cannot hold this model"),
+    "wide heads": ({"name": "bart", "d_k": 16}, "d_k must be 4: got 16"),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_what_no_family_computes_is_not_written(tmp_path, name):
+    changes, said = EXPORTED[name]
+    config = ref.TransformerConfig.preset(**{**SMALL, **changes})
+    ref.save_weights(tmp_path / "ours.safetensors", config, ref.init_weights(config, seed=0))
+    with pytest.raises(ValueError, match="cannot hold this model") as error:
+        export_checkpoint(load(tmp_path / "ours.safetensors"), "hf", tmp_path / "out")
+    assert said in str(error.value)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,255 @@
+"""Golden vectors as they are written: by ports, presets, the documented writer."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_vectors import PADDED, STEPS, compare, drop, findings_of, manifest_of, moved, rounded, set_field
+
+import reference_numpy as ref
+from transformer_parity.cli.main import main
+from transformer_parity.engine.findings import AGREES, SKIPPED
+from transformer_parity.engine.tolerances import POLICY
+from transformer_parity.transformer.golden import vectors, writer
+from transformer_parity.transformer.golden.vectors import LeftOut
+from transformer_parity.transformer.stages.registry import STAGES
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "golden.md"
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    path = tmp_path_factory.mktemp("golden") / "truth"
+    assert main(["golden", "--out", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def of_another_program(truth, tmp_path_factory):
+    """What another program writes."""
+    return rounded(shutil.copytree(truth, tmp_path_factory.mktemp("other") / "copy"))
+
+
+@pytest.fixture
+def copy(of_another_program, tmp_path):
+    """What another program writes, for one test to change."""
+    return shutil.copytree(of_another_program, tmp_path / "copy")
+
+
+def test_what_is_written_is_what_the_reference_computes(truth):
+    folder = vectors.read(truth)
+    assert {case.stage for case in folder.cases} == set(STAGES)
+    assert (folder.producer, folder.left_out) == ("numpy", ())
+    assert folder.dtypes == ("float64", "float32")
+    padded = next(case for case in folder.cases if case.name == PADDED)
+    model = ref.Transformer.from_weights(folder.config, padded.load_weights(), "float32")
+    seen = ref.Recorder()
+    logits = model(**padded.inputs, tap=seen)
+    tensors = folder.tensors(padded, "float32")
+    assert list(tensors) == [*seen, "output"]  # in the order of computation
+    assert all(tensors[name].tobytes() == value.tobytes() for name, value in seen.items())
+    np.testing.assert_array_equal(tensors["output"], logits)
+    assert not any(array.flags.writeable for array in tensors.values())
+    config, weights = ref.load_weights(truth / "weights.safetensors")
+    assert config == folder.config
+    assert weights.keys() == folder.weights.keys()
+    gradients = next(case for case in folder.cases if case.stage == "gradients")
+    assert folder.tensors(gradients, "float64")["loss"].shape == ()
+    with pytest.raises(ValueError, match="holds no float32 tensors of gradients/padded"):
+        folder.tensors(gradients, "float32")
+    steps = next(case for case in manifest_of(truth)["cases"] if case["name"] == STEPS)
+    settings = next(case.settings for case in folder.cases if case.name == STEPS)
+    assert steps["learning_rates"] == [settings.learning_rate(step, folder.config.d_model) for step in range(1, 21)]
+
+
+def test_one_dtype_alone(truth, copy, tmp_path, capsys):
+    half, other = tmp_path / "float64", tmp_path / "float32"
+    assert main(["golden", "--dtype", "float64", "--out", str(half)]) == 0
+    assert main(["golden", "--dtype", "float32", "--out", str(other)]) == 0
+    assert compare(half, copy) == 0  # float32 too is compared with what the reference computes
+    assert compare(truth, rounded(half)) == 0
+    assert "NOT TESTED: numpy: float32 (B holds none)" in capsys.readouterr().out
+    assert compare(truth, rounded(other)) == 3  # there are no gradients in float32
+    printed = capsys.readouterr().out
+    assert "NOT TESTED: numpy: float64 (B holds none)" in printed
+    assert "MISSING   numpy: gradients: there is no such case" in printed
+    assert compare(truth, other, "--stage", "activations") == 0
+
+
+@pytest.mark.extended("golden vectors")
+def test_several_presets(tmp_path, capsys):
+    out = tmp_path / "both"
+    assert main(["golden", "--preset", "paper_learned,annotated", "--dtype", "float64", "--out", str(out)]) == 0
+    assert sorted(vectors.find(out)) == ["annotated", "paper_learned"]
+    mine = shutil.copytree(out, tmp_path / "mine")
+    for name in ("annotated", "paper_learned"):
+        rounded(mine / name)
+    assert compare(out, mine) == 0
+    assert "AGREE  2 ports, 20 cases" in capsys.readouterr().out
+    # Each model has to be compared, whatever there is of the other.
+    drop(mine / "annotated", lambda name: False)
+    set_field("left_out", value=[{"case": "*", "reason": "later"}])(mine / "annotated")
+    assert compare(out, mine) == 3
+    assert "annotated/numpy: activations: nothing was compared (later)" in capsys.readouterr().out
+    set_field("dtypes", value=["float32"])(mine / "annotated")
+    assert compare(out, mine) == 3
+    assert "annotated/numpy: activations: there is no such case" in capsys.readouterr().out
+    shutil.rmtree(mine / "annotated")
+    assert compare(out, mine) == 3
+    assert "both must hold the same models" in capsys.readouterr().err
+    assert compare(out, out / "annotated") == 3
+    assert "both must hold the same models" in capsys.readouterr().err
+    assert compare(out / "annotated", out / "paper_learned") == 3
+    assert "config: norm_order pre and post" in capsys.readouterr().err
+    assert main(["golden", "--preset", "paper_learned", "--dtype", "float64", "--out", str(out), "--force"]) == 0
+    assert sorted(vectors.find(out)) == [""]
+
+
+def test_a_port_of_your_own(tmp_path, capsys):
+    right, mine = tmp_path / "right", tmp_path / "mine"
+    assert main(["golden", "--for", "golden_vectors:Forward", "--out", str(right)]) == 0
+    assert main(["golden", "--port", "golden_vectors:Forward", "--out", str(mine)]) == 0
+    assert "left out: full/one_token: it is not made for that" in capsys.readouterr().out
+    folder = vectors.read(mine)
+    assert (folder.producer, folder.config.norm_order) == ("Forward", "pre")
+    assert {case.stage for case in folder.cases} == {"activations"}
+    assert LeftOut(STEPS, "it has no train_step()", dtype="float64") in folder.left_out
+    findings = findings_of(right, mine)
+    assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
+    assert {finding.tap.partition(".")[0] for finding in findings if finding.verdict == AGREES} == {"encoder", "output"}
+    assert compare(right, mine) == 3  # it has no gradients, no steps and no search
+    assert compare(right, mine, "--stage", "activations") == 0
+
+
+def test_a_port_with_every_ability(truth, tmp_path, capsys):
+    mine = tmp_path / "mine"
+    assert main(["golden", "--port", "golden_vectors:Full", "--out", str(mine)]) == 0
+    findings = findings_of(truth, mine)
+    assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
+    assert {finding.case for finding in findings if finding.verdict == AGREES} == {
+        case["name"] for case in manifest_of(truth)["cases"]
+    }
+    seen = {finding.tap for finding in findings if finding.verdict == AGREES}
+    assert {"at encoder.output", "of source_embedding.table", "step 20 weight source_embedding.table"} <= seen
+    reasons = {finding.detail.partition(": ")[2] for finding in findings if finding.verdict == SKIPPED}
+    assert reasons == {
+        "these taps are not shown",
+        "gradients at these taps are not shown",
+        "norms of the gradient are not shown",
+        "moments are not shown",
+        "scores are not shown",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--port", "golden_vectors:Failing"], "Failing, float64 full/one_sentence: KeyError: 'head'"),
+        (["--port", "golden_vectors:Empty"], "Empty offers nothing that could be written: Empty computes in"),
+        (["--port", "golden_vectors:Nothing"], "cannot be imported"),
+        (["--port", "golden_vectors:Forward", "--backend", "torch"], "leave out --backend and --device"),
+        (["--device", "gpu"], "device must be"),
+    ],
+)
+def test_what_fails_leaves_nothing(tmp_path, capsys, options, says):
+    assert main(["golden", *options, "--out", str(tmp_path / "out")]) == 3
+    assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("disk full")])
+def test_an_interruption_leaves_nothing_and_keeps_the_old(truth, tmp_path, monkeypatch, stop):
+    def write(folder, *rest):
+        (folder / "weights.safetensors").write_bytes(b"half")
+        raise stop
+
+    monkeypatch.setattr(writer, "write", write)
+    assert main(["golden", "--out", str(tmp_path / "new")]) == 3
+    assert list(tmp_path.iterdir()) == []
+    old = shutil.copytree(truth, tmp_path / "old")
+    assert main(["golden", "--force", "--out", str(old)]) == 3
+    assert list(tmp_path.iterdir()) == [old]
+    assert manifest_of(old) == manifest_of(truth)
+    assert vectors.read(old).cases
+
+
+def test_only_golden_vectors_are_replaced_and_only_on_demand(copy, tmp_path, capsys):
+    write = ["golden", "--dtype", "float64", "--out"]
+    assert main([*write, str(copy)]) == 3
+    assert "holds golden vectors already: --force replaces them" in capsys.readouterr().err
+    assert vectors.read(copy).dtypes == ("float64", "float32")
+    assert main([*write, str(copy), "--force"]) == 0
+    assert vectors.read(copy).dtypes == ("float64",)
+    (copy / "notes.txt").write_text("mine")
+    for path in (copy, tmp_path):
+        assert main([*write, str(path), "--force"]) == 3
+        assert "holds other things than golden vectors: it is left alone" in capsys.readouterr().err
+    assert (copy / "notes.txt").read_text() == "mine"
+    assert main([*write, str(copy / "notes.txt")]) == 3
+    assert main([*write, str(tmp_path / "no" / "folder")]) == 3
+    assert "there is no folder" in capsys.readouterr().err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert compare(copy, empty) == 3
+    assert "holds no golden vectors" in capsys.readouterr().err
+    assert main([*write, str(empty)]) == 0
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["copy", "empty"]
+
+
+def test_the_documented_writer_writes_what_can_be_compared(truth, tmp_path, monkeypatch, capsys):
+    def my_port(weights, inputs, dtype):
+        model = ref.load_transformer(weights, dtype)
+        seen = ref.Recorder()
+        output = model(**inputs, tap=seen)
+        shown = {name: x for name, x in seen.items() if not name.endswith((".scores", ".weights"))}
+        return {name: np.array(x, order="C") for name, x in {**shown, "output": moved(output)}.items()}
+
+    program = re.search(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(truth, "truth")
+    exec(compile(program, str(DOCUMENT), "exec"), {"my_port": my_port})
+    assert {file.name for file in Path("mine/steps").rglob("*")} == set()  # no answers are copied
+    assert compare("truth", "mine") == 3
+    printed = capsys.readouterr().out
+    assert "MISSING   mine: steps: nothing was compared (inference only)" in printed
+    assert compare("truth", "mine", "--stage", "activations") == 0
+    printed = capsys.readouterr().out
+    assert "SKIPPED   mine: 12 tensors: fused into one kernel (" in printed
+    assert "AGREE  1 port, 4 cases," in printed
+
+
+def test_the_document_names_every_entry_and_the_tolerances(truth):
+    text = DOCUMENT.read_text("utf-8")
+    manifest = manifest_of(truth)
+    tables = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    file = manifest["weights"]
+    entries = {*manifest, *file, *LeftOut.__dataclass_fields__, *STAGES}
+    for case in manifest["cases"]:
+        entries |= case.keys()
+    assert tables == entries
+    assert {name for case in manifest["cases"] for name in case.get("search", ())} <= set(re.findall(r"`(\w+)`", text))
+    gradients, steps = POLICY["gradients"]["float64"], POLICY["steps"]["float64"]
+    tolerances = (
+        f"a tap may be {POLICY['float64']['tap']:.0e}, of a loss {gradients['loss']:.0e}, of a gradient "
+        f"{gradients['tensor']:.0e} and of all gradients together {gradients['whole']:.0e}, of anything after twenty "
+        f"steps {steps['tensor']:.0e}."
+    )
+    assert tolerances in " ".join(text.split())
+    assert f"within {POLICY['decode']['float64']['score']:.0e} in float64" in text
+    assert (POLICY["float32"]["ratio"], POLICY["float32"]["floor_in_eps"], steps["loss"]) == (4.0, 4.0, 1e-10)
+
+
+def test_no_framework_is_needed(truth, copy):
+    program = (
+        "import sys; from transformer_parity.transformer.golden import vectors; "
+        "from transformer_parity.__main__ import main; "
+        f"code = main(['compare', {str(truth)!r}, {str(copy)!r}]); "
+        "found = {'torch', 'jax', 'flax', 'tensorflow', 'keras'} & set(sys.modules); "
+        "sys.exit(f'{code} {found}' if code or found else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

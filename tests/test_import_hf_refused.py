@@ -1,0 +1,197 @@
+"""Checkpoints of Hugging Face that are refused, and by which name."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  registers bfloat16
+import numpy as np
+import pytest
+import vocabulary_files
+from hf_checkpoints import Form, saved
+
+import reference_numpy as ref
+from transformer_parity.apps.checkpoints.formats import huggingface, torch_nn
+from transformer_parity.apps.checkpoints.importer import differences, import_checkpoint
+from transformer_parity.apps.checkpoints.options import ReadOptions
+from transformer_parity.apps.checkpoints.table import same
+from transformer_parity.apps.containers import tensors
+
+
+def changed(folder: Path, drop=(), fields=None, **arrays) -> Path:
+    """Change tensors and config.json of a folder."""
+    found = tensors.read(folder / "model.safetensors")
+    found = {name: array for name, array in found.items() if name not in drop} | arrays
+    tensors.write(folder / "model.safetensors", found)
+    config = json.loads((folder / "config.json").read_text()) | (fields or {})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+OUTPUT, SHARED = "lm_head.weight", "model.shared.weight"
+
+
+SAYS_NO = f"tie_word_embeddings is false, and {OUTPUT}"
+
+
+def test_contradictions_are_decided_by_the_tensors_and_said(tmp_path):
+    """The wrong tables have been loaded by transformers itself, five times."""
+    saved(Form("m2m_100"), tmp_path / "tied")
+    saved(Form("m2m_100", {"tie_word_embeddings": False}), tmp_path / "apart")
+    table = tensors.read(tmp_path / "tied/model.safetensors")[SHARED]
+
+    def notes_of(folder):
+        found = import_checkpoint(folder)
+        return found.config.tie_embeddings, found.notes[0], found.weights
+
+    tied, note, weights = notes_of(changed(tmp_path / "tied", **{OUTPUT: table + 1}))
+    assert (tied, note.split(",")[0]) == ("none", "tie_word_embeddings is true")
+    assert same(weights["output_proj.kernel"].T, table + 1)
+    tied, note, _ = notes_of(changed(tmp_path / "tied", fields={"tie_word_embeddings": False}, **{OUTPUT: table}))
+    assert (tied, note) == (
+        "all",
+        f"{SAYS_NO} is the target embedding: they are tied here",
+    )
+    tied, note, _ = notes_of(changed(tmp_path / "tied", drop=[OUTPUT]))
+    assert (tied, note) == ("all", f"{SAYS_NO} is missing: they are tied here")
+    tied, note, _ = notes_of(tmp_path / "apart")
+    assert (tied, note) == ("none", f"{SHARED} is not the embedding of the encoder, and is not used")
+    drop = [huggingface.ENCODER, huggingface.DECODER]  # as releases before 5 wrote them
+    tied, _, weights = notes_of(changed(tmp_path / "apart", drop=drop))
+    assert tied == "none"
+    assert same(weights["source_embedding.table"], weights["target_embedding.table"])
+
+
+def test_flags_of_old_releases_are_named_where_they_contradict_the_class(tmp_path):
+    saved(Form("marian"), tmp_path / "model")
+    fields = {"normalize_before": True, "static_position_embeddings": True}
+    found = import_checkpoint(changed(tmp_path / "model", fields=fields))
+    assert found.notes[0] == (
+        "normalize_before is True in config.json: a marian model is computed with False, whatever stands there"
+    )
+    assert not any("static" in note for note in found.notes)
+
+
+REFUSED = {
+    "no type": ({"model_type": None}, "config.json must name its model_type, one of marian, m2m_100"),
+    "T5": ({"model_type": "t5"}, "a t5 model has relative positions"),
+    "Whisper": ({"model_type": "whisper"}, "a whisper model reads sound"),
+    "experts": ({"model_type": "nllb-moe"}, "has experts in the place of feed-forward blocks"),
+    "another norm": (
+        {"model_type": "blenderbot-small"},
+        "has the norm of its decoder's embeddings before",
+    ),
+    "unknown": ({"model_type": "gpt2"}, "a gpt2 model is none of the families"),
+    "a classifier": (
+        {"architectures": ["MarianForSequenceClassification"]},
+        "architectures must name a model",
+    ),
+    "quantized": ({"quantization_config": {"bits": 4}}, "has a quantization_config: merge or dequantize"),
+    "an activation": ({"activation_function": "gelu_fast"}, "activation_function must be one of relu"),
+    "a billion layers": ({"encoder_layers": 10**9}, "too few for the config's 1,000,000,001 layers"),
+    "another width": ({"d_model": 32}, r"model.encoder.embed_tokens.weight must have shape [31, 32]: got [31, 16]"),
+    "a vocabulary": ({"vocab_size": 32}, "must have shape [32, 16]: got [31, 16]"),
+    "padding outside": ({"pad_token_id": 99}, "pad_id must be below the vocabulary size 31: got 99"),
+    "text for a number": ({"d_model": "many"}, "d_model must be an integer"),
+    "heads that do not divide": ({"encoder_attention_heads": 3}, "num_heads must divide d_model"),
+    "several ends": ({"eos_token_id": [0, 1]}, "eos_token_id must be one id"),
+}
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("marian") / "model"
+    saved(Form("marian"), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(marian, tmp_path) -> Path:
+    """A copy of one model to change."""
+    (tmp_path / "model").mkdir()
+    for path in marian.iterdir():
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_expressed_is_refused_by_name(folder, what):
+    fields, said = REFUSED[what]
+    with pytest.raises(ValueError, match="cannot be imported") as error:
+        import_checkpoint(changed(folder, fields=fields))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_tensors_that_do_not_fit_are_named_as_their_file_names_them(folder):
+    norm, more = "model.encoder.layers.0.self_attn_layer_norm.weight", {"model.encoder.adapter.weight": np.ones((2, 2))}
+    changed(folder, drop=[norm], **more)
+    with pytest.raises(ValueError, match=rf"missing {norm} \[16\]; unexpected model.encoder.adapter.weight \[2, 2\]"):
+        import_checkpoint(folder)
+    changed(folder, drop=list(more), **{norm: np.ones(16, np.int64)})
+    with pytest.raises(ValueError, match=rf"{norm} must be one of float64, float32, float16, bfloat16: got int64"):
+        import_checkpoint(folder)
+
+
+def test_a_table_of_positions_that_is_another_is_refused(folder):
+    exact = ref.sinusoidal_encoding(40, 16, "split", "m").astype(np.float32)
+    name = huggingface.POSITIONS[0]
+    import_checkpoint(changed(folder, **{name: exact}))
+    import_checkpoint(changed(folder, **{name: exact.astype(np.float16)}))
+    others = [exact + np.float32(1e-6), ref.sinusoidal_encoding(40, 16, "split", "m_minus_1"), exact[:, ::-1].copy()]
+    for other in others:
+        with pytest.raises(ValueError, match="is not the table of sinusoids that this family has: it differs by"):
+            import_checkpoint(changed(folder, **{name: other}))
+
+
+def test_a_folder_with_the_weights_of_other_frameworks_says_so(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="there are no weights in"):
+        import_checkpoint(folder)
+    (folder / "tf_model.h5").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has weights of TensorFlow \(tf_model.h5\) only"):
+        import_checkpoint(folder)
+
+
+@pytest.mark.parametrize("format_", ["marian", "fairseq", "torch"])
+def test_a_folder_is_no_file_of_another_format(folder, format_):
+    options = ReadOptions(fields=dict.fromkeys(torch_nn.ASKED, "none")) if format_ == "torch" else None
+    with pytest.raises(ValueError, match=f"cannot be imported as {format_}: it must be "):
+        import_checkpoint(folder, format_, options)
+
+
+def test_an_adapter_is_refused_and_so_is_what_would_not_be_used(folder):
+    with pytest.raises(ValueError, match="is read as hf, which takes none of these options: leave out --set"):
+        import_checkpoint(folder, options=ReadOptions(fields={"num_heads": 8}))
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    with pytest.raises(ValueError, match=r"an adapter \(LoRA\) changes another model: merge it into that model"):
+        import_checkpoint(folder)
+
+
+def test_a_readme_of_empty_lines_takes_no_time(folder):
+    for text in ("---" + "\n" * 3_000_000, "---\n" + "\n--" * 1_000_000):
+        (folder / "README.md").write_text(text)
+        start = time.process_time()
+        assert import_checkpoint(folder).origin.licence is None
+        assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize("name", ["source.spm", "target.spm", "vocab.json", "tokenizer_config.json"])
+def test_no_file_of_a_vocabulary_is_read_from_elsewhere(folder, tmp_path, name):
+    vocabulary_files.write(folder, vocabulary_files.marian_files(vocabulary_files.train(size=300)))
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    found = import_checkpoint(folder)
+    assert found.vocabulary is None
+    assert f"{name} is a link that leads out of its folder" in found.notes[-1]
+
+
+def test_options_are_asked_for_where_they_are_needed(folder):
+    with pytest.raises(ValueError, match="format must be one of"):
+        import_checkpoint(folder, "onnx")
+    with pytest.raises(ValueError, match="is not recognised"):
+        import_checkpoint(folder / "config.json")
+    assert import_checkpoint(folder, "hf", ReadOptions()).config == import_checkpoint(folder).config
+    assert differences(import_checkpoint(folder).config, "fairseq")["activation"] == ("relu", "swish")

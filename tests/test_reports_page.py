@@ -1,0 +1,254 @@
+"""The HTML page of a report, as text and in a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_runs import CASES, GUILTY, NASTY, SETTING, SIMPLE, TAPS, blame_of, ports_of, result_of, run_of
+
+from transformer_parity.engine.findings import AGREES, DIVERGES, SKIPPED, Finding
+from transformer_parity.engine.localization import INTRODUCED, Mark
+from transformer_parity.engine.system.files import write_json
+from transformer_parity.transformer.diagnose.diagnosis import Diagnosis
+from transformer_parity.transformer.diagnose.investigate import FailureReport
+from transformer_parity.transformer.diagnose.weight_audit import Fate
+from transformer_parity.transformer.explore.recording import Recorded, Recording
+from transformer_parity.transformer.explore.view import view
+from transformer_parity.transformer.report.html import html, write_html
+
+
+@pytest.fixture(scope="module")
+def result():
+    findings = [finding for dtype in ("float64", "float32") for finding in run_of("torch", dtype, guilty=GUILTY)]
+    findings += run_of("torch", "float64", "full/untied", guilty="logits")
+    findings += [finding for dtype in ("float64", "float32") for finding in run_of("jax", dtype)]
+    findings += run_of("jax", "float64", "full/untied")
+    infinite = replace(
+        SIMPLE, component="gradients", stage="gradients", case="gradients/padded", error=math.inf, verdict=DIVERGES
+    )
+    findings += [
+        Finding(
+            "jax", "float64", "weights", "gradients/padded", "load", "round trip", 0.0, 0.0, AGREES, "", "gradients"
+        ),
+        replace(infinite, tap="of target_embedding.table", detail=NASTY),
+        replace(infinite, backend="jax", error=1e-15, verdict=AGREES),
+        replace(
+            SIMPLE,
+            backend="jax",
+            component="decoding",
+            stage="decode",
+            case="decode/beam",
+            verdict=SKIPPED,
+            detail="no search",
+        ),
+    ]
+    weights = np.array([[[[0.25, 0.75], [1.0, 0.0]]]])
+    marks = [Mark(GUILTY, 0.25, 0.25, 1e-12, INTRODUCED)]
+    recording = Recording("float64", {GUILTY: weights}, [Recorded("torch", marks, {GUILTY: weights[..., ::-1]})], {})
+    shown = view(recording, "float64 full/padded", {"source": [["5", "6"]], "target": [["7"]]})
+    place = ("torch", "float64", "full/padded", "activations")
+    fates = [Fate("a.kernel", "transposed", NASTY), Fate("b", "used")]
+    diagnosis = Diagnosis("torch does not scale the scores", "exact", ("scores not scaled",))
+    reports = [
+        FailureReport(*place, blame_of({GUILTY}), diagnosis, shown),
+        FailureReport("torch", "float32", *place[2:], blame_of({GUILTY}, "float32"), None),
+    ]
+    ports = ports_of(findings, reports=reports, fates=fates)
+    return result_of(findings, ports=ports, cases=CASES, not_tested=["gpu (ask for it with --device gpu)"])
+
+
+# The page
+class Page(HTMLParser):
+    """Counts elements by name and class, and keeps text and addresses."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements, self.addresses, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.elements.append((tag, (attributes.get("class") or "").split(), attributes))
+        self.addresses += [attributes[name] for name in ("src", "href", "srcset", "action") if name in attributes]
+
+    def handle_data(self, data):
+        self.text += data
+
+    def count(self, tag, kind=None):
+        return sum(name == tag and (kind is None or kind in kinds) for name, kinds, _ in self.elements)
+
+
+def rows_of(result) -> int:
+    cases = {row["case"] for row in result["result"]["taps"]}
+    return sum(len({row["tap"] for row in result["result"]["taps"] if row["case"] == case}) for case in cases)
+
+
+def check_page(page: Page, result: dict) -> None:
+    """Fail unless everything of the result is there."""
+    assert page.count("tr", "fails") + page.count("tr", "fine") == rows_of(result) == 2 * len(TAPS)
+    assert page.count("tr", "fails") == len(TAPS) - TAPS.index(GUILTY) + 2
+    assert page.count("em", "introduced") == 2  # float64 and float32
+    assert page.count("path", "origin") == 2
+    assert page.count("li", "introduced") == 2 * 3  # the layer, its attention, the scores; in both trees
+    assert page.count("article", "port") == 2
+    assert page.count("div", "explorer") == 1
+    assert page.count("h2") == 8
+    rows = [attributes for tag, kinds, attributes in page.elements if tag == "td" and "imprecise" in kinds]
+    assert page.count("table", "components") == 1
+    assert len(rows) == 1  # the full model in float32
+    for words in (
+        "Diverge",
+        "torch does not scale the scores",
+        "jax: no search",
+        "gpu (ask for it with --device gpu)",
+        "1 of 2 weights is not used as it should be",
+        result["result"]["fingerprint"]["sha256"],
+    ):
+        assert words in " ".join(page.text.split()), words
+
+
+def test_page_holds_everything(result):
+    page = Page(html(result))
+    check_page(page, result)
+    assert "object at 0x" not in page.text
+
+
+def test_numbers_of_cases_and_comparisons_agree(result):
+    """However many dtypes a case was run in, it is one case; what was skipped was not compared."""
+    text = " ".join(Page(html(result)).text.split())
+    assert "2 ports4 cases" in text  # two items of a list
+    assert "3 cases diverging" in text  # full/padded, full/untied, gradients
+    assert "3 cases agreeing, 1 case skipped" in text
+    of_all, *of_ports = [int(count.replace(",", "")) for count in re.findall(r"([\d,]+) comparisons", text)]
+    assert of_all == sum(of_ports[:2]) == result["result"]["comparisons"]
+
+
+def test_page_needs_no_network(result):
+    text = html(result)
+    assert all(address.startswith("data:") for address in Page(text).addresses)
+    assert re.findall(r"url\(|@import|https?://|fetch\(", text) == []
+
+
+def test_page_escapes_what_ports_say(result):
+    text = html(result)
+    assert text.count("&lt;script&gt;alert(") == 1  # the audit's detail
+    assert "<script>alert" not in text
+
+
+def test_page_of_nothing_compared():
+    page = Page(html(result_of([])))
+    assert "Incomplete" in page.text
+    assert page.count("tr") == 0
+    for words in ("No tap of a whole model was compared.", "The weights were not audited.", "Nothing was skipped."):
+        assert words in page.text
+
+
+def test_page_of_agreement(result):
+    text = html(result_of([*run_of("jax", "float64"), *run_of("torch", "float64")]))
+    page = Page(text)
+    assert page.count("tr", "fine") == len(TAPS)
+    assert page.count("tr", "fails") == 0
+    assert "Where it was introduced" not in page.text
+    assert page.count("div", "explorer") == page.count("canvas") == 0
+    assert f"full/padded: all {len(TAPS)} taps are within tolerance" in page.text
+
+
+def test_page_from_the_file_is_the_same(result, tmp_path):
+    write_json(tmp_path / "result.json", result)
+    assert html(json.loads((tmp_path / "result.json").read_text("utf-8"))) == html(result)
+
+
+@pytest.mark.parametrize(
+    ("share", "step"),
+    [(0.0, 0), (0.01, 1), (0.011, 2), (0.5, 3), (1.0, 3), (1.01, 4), (1e6, 6), (1e12, 7), (math.nan, 7)],
+)
+def test_colour_is_the_share_on_a_logarithmic_scale(share, step):
+    verdict = AGREES if share <= 1.0 else DIVERGES
+    page = Page(html(result_of([replace(SIMPLE, error=share, tolerance=1.0, verdict=verdict)])))
+    cells = [kinds for tag, kinds, _ in page.elements if tag == "td" and kinds and kinds[0] != verdict]
+    assert cells == [[f"s{step}"]]
+
+
+PROBE = """
+<script>
+const rows = () => [...document.querySelectorAll("#matrix .scroll")][0]
+  .querySelectorAll("tbody tr").values().filter(row => row.offsetHeight > 0).toArray().length;
+const said = {wide: document.documentElement.scrollWidth - document.documentElement.clientWidth};
+said.tall = document.documentElement.scrollHeight;
+const ready = setInterval(() => {
+  const explorers = [...document.querySelectorAll(".explorer")];
+  if (explorers.some(one => !one.dataset.ready)) return;
+  clearInterval(ready);
+  said.maps = document.querySelectorAll(".maps canvas").length;
+  said.clipped = [...document.querySelectorAll(".scroll")].every(box =>
+    !box.clientWidth || (box.scrollWidth > box.clientWidth + 1) === "clipped" in box.dataset);
+  document.querySelector("#matrix").open = true;
+  said.all = rows();
+  document.querySelector(".only")?.click();
+  said.failing = rows();
+  parent.postMessage(JSON.stringify(said), "*");
+}, 50);
+</script>
+"""
+
+
+FRAME = """<body><iframe src="page.html" style="width: %dpx; height: 900px; border: 0"></iframe><pre></pre>
+<script>addEventListener("message", event => document.querySelector("pre").textContent = event.data)</script></body>"""
+
+
+def open_page(browser: str, path: Path, *more: str) -> tuple[str, str]:
+    """Return the DOM after rendering, and what the browser's console was told."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={path.parent / 'profile'}", *more]
+    command = [browser, *options, "--timeout=20000", "--virtual-time-tolerance=3000", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def test_page_in_a_browser(browser, result, tmp_path):
+    write_html(tmp_path / "page.html", result)
+    text, console = open_page(browser, tmp_path / "page.html")
+    assert console == ""
+    check_page(Page(text), result)
+
+
+def probed(browser, result, tmp_path, width):
+    """Return what a page says of itself at a width."""
+    (tmp_path / "page.html").write_text(html(result).replace("</body>", f"{PROBE}</body>"), "utf-8")
+    (tmp_path / "frame.html").write_text(FRAME % width, "utf-8")
+    text, console = open_page(
+        browser, tmp_path / "frame.html", "--virtual-time-budget=20000", f"--window-size={width + 40},1000"
+    )
+    assert console == ""
+    return json.loads(re.search(r"<pre>(.*)</pre>", text)[1])
+
+
+def test_page_on_a_phone_and_its_filter(browser, result, tmp_path):
+    said = probed(browser, result, tmp_path, 400)
+    assert said.pop("tall") > 900
+    failing = len(TAPS) - TAPS.index(GUILTY)
+    assert said == {"all": len(TAPS), "wide": 0, "failing": failing, "maps": 3, "clipped": True}
+
+
+def test_a_passing_page_has_two_screens_and_no_map(browser, tmp_path):
+    components = [f"part {i}" for i in range(18)]  # as many as a whole check has
+    findings = [finding for name in ("torch", "jax") for dtype in SETTING.dtypes for finding in run_of(name, dtype)]
+    findings += [
+        replace(finding, component=part, path="fast") for finding in findings[:: len(TAPS)] for part in components
+    ]
+    said = probed(browser, result_of(findings, not_tested=["gpu", "tf", "decode", "steps"]), tmp_path, 1280)
+    assert said.pop("tall") <= 2 * 900
+    assert said == {"all": len(TAPS), "wide": 0, "failing": len(TAPS), "maps": 0, "clipped": True}
+
+
+def test_an_error_in_the_browser_would_be_seen(browser, tmp_path):
+    (tmp_path / "page.html").write_text("<script>console.error('broken')</script>", "utf-8")
+    assert "broken" in open_page(browser, tmp_path / "page.html")[1]

@@ -1,0 +1,251 @@
+"""`parity source`: the same piece of code from the four packages, side by side."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_runs import FRAMEWORKS, parity, parsed
+from rich.text import Text
+
+from transformer_parity.cli import source
+from transformer_parity.transformer.ports import source_code, source_marks
+from transformer_parity.transformer.ports.registry import PORTS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+PACKAGES = [port.package for port in PORTS.values()]
+
+
+@pytest.fixture(autouse=True)
+def _pipe(monkeypatch):
+    """Print as into a pipe of 80 columns, whatever runs the tests."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(source, "SourcePackage", parsed)
+
+
+POINTERS = re.compile(r"#[ ^]*\^[ ^]*\n")  # lines below those that differ
+
+
+def printed_pieces(out):
+    """Return what `parity source` printed of each package, by its place and note."""
+    blocks = re.split(r"\n# (?=\w+/\w+\.py:|not in )", out)[1:]
+    return {title: code for title, _, code in (block.partition("\n") for block in blocks) if ".py:" in title}
+
+
+def pieces(out):
+    """Return the code that `parity source` printed, by its place."""
+    return {
+        title.partition("  ")[0]: "".join(line for line in code.splitlines(keepends=True) if not POINTERS.match(line))
+        for title, code in printed_pieces(out).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "inside"),
+    [
+        ("scaled_dot_product_attention", "def scaled_dot_product_attention(", 'tap("scores"'),
+        ("MultiHeadAttention", "class MultiHeadAttention", "self.query_proj = Linear("),
+        ("MultiHeadAttention.forward", "def ", 'tap("output"'),
+        ("Transformer.from_weights", "@classmethod", "set_weights(model, weights)"),
+        ("attention", "from __future__", "def merge_heads("),
+        ("ACTIVATIONS", "ACTIVATIONS: ", '"relu": '),
+    ],
+)
+def test_source_prints_the_four(capsys, name, first, inside):
+    out = parity(capsys, "source", name)[1]
+    assert [place.partition("/")[0] for place in pieces(out)] == PACKAGES
+    for place, text in pieces(out).items():
+        file, _, line = place.partition(":")
+        assert text.startswith(first), place
+        assert inside in text, place
+        assert (ROOT / file).read_text().splitlines()[int(line) - 1].strip() == text.splitlines()[0] or line == "1"
+
+
+def test_source_knows_where_the_packages_differ(capsys):
+    printed = [parity(capsys, "source", f"EncoderLayer.{name}")[1] for name in ("forward", "__call__", "call")]
+    assert len({text.partition("\n\n")[2] for text in printed}) == 1
+    both = pieces(parity(capsys, "source", "Transformer.call", "--backends", "tf")[1])
+    assert [text.count("def ") for text in both.values()] == [1]
+    inherited = pieces(parity(capsys, "source", "Linear.call", "--backends", "tf")[1])
+    assert [text.strip() for text in inherited.values()] == [
+        "class Linear(Configured, keras.layers.Dense): ...  # inherits its forward method"
+    ]
+    for name, method in (("Encoder", "encode"), ("Decoder", "decode")):  # as in ``forward = encode``
+        assert all(f"def {method}(" in text for text in pieces(parity(capsys, "source", f"{name}.forward")[1]).values())
+    lacking = parity(capsys, "source", "transformer_backward")[1]
+    assert lacking.endswith("\n# not in transformer_torch, transformer_jax, transformer_tf\n")
+
+
+def test_names_may_be_given_one_by_one(capsys):
+    alone, together = (
+        parity(capsys, "source", "Linear", *options)[1]
+        for options in (["--backends", "tf", "--backend", "jax,tf"], ["--backends", "jax,tf"])
+    )
+    assert alone == together
+    assert [*pieces(alone)] == [*pieces(together)]
+    assert len(pieces(alone)) == 2
+
+
+def test_source_imports_no_framework():
+    unwanted = {*FRAMEWORKS, *PACKAGES[1:], "matplotlib"}
+    script = "import sys; from transformer_parity.__main__ import main; main(['source', 'Linear']);"
+    script += f"print({unwanted} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert len(pieces(done.stdout)) == 4
+    assert done.stdout.endswith("\nset()\n")
+
+
+def test_source_hides_or_keeps_docstrings(capsys, tmp_path):
+    summary = "Average the values, weighted by how well each key answers each query."
+    hidden = parity(capsys, "source", "scaled_dot_product_attention")[1]
+    assert " ".join(hidden.partition("\n\n")[0].replace("# ", "").split()).endswith(summary)
+    assert '"""' not in hidden
+    kept = parity(capsys, "source", "scaled_dot_product_attention", "--docstrings")[1]
+    assert kept.count(f'"""{summary}') == 4
+    assert summary not in kept.partition("\n\n")[0]
+    (tmp_path / "module.py").write_text('def f():\n    """Say."""\n\n    # why\n    return 1\n')
+    assert source_code.Module(tmp_path / "module.py").find("f", False).code == "def f():\n    # why\n    return 1"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_piece_is_the_code_in_the_file(package):
+    for module in parsed(package).modules.values():
+        for name, node in module.definitions.items():
+            assert ast.dump(ast.parse(module.find(name, docstrings=True).code)) == ast.dump(ast.Module([node], []))
+        forwards = [f"{name}.forward" for name in module.public if module.find(f"{name}.forward", docstrings=False)]
+        for name in [*module.dotted_names(), *forwards]:
+            for part in ast.walk(ast.parse(module.find(name, docstrings=False).code)):
+                if isinstance(part, source_code.DOCUMENTED) and len(part.body) > 1:
+                    assert ast.get_docstring(part) is None, name
+        whole = ast.parse(module.cut([module.tree], docstrings=False).code)
+        assert [type(node) for node in whole.body] == [type(node) for node in module.tree.body[1:]]
+
+
+def on_terminal(capsys, monkeypatch, width, *arguments):
+    """Return what `parity source` prints on a terminal of some width, without colours and styles."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    return re.sub(r"\x1b\[[0-9;]*m", "", parity(capsys, "source", *arguments)[1])
+
+
+@pytest.mark.parametrize(("width", "columns"), [(60, 1), (119, 1), (120, 2), (130, 2), (200, 2), (240, 4)])
+def test_source_stands_side_by_side_where_there_is_room(capsys, monkeypatch, width, columns):
+    out = on_terminal(capsys, monkeypatch, width, "split_heads")
+    assert max(map(len, out.splitlines())) == width
+    titles = [[package for package in PACKAGES if f"{package}/attention.py:" in line] for line in out.splitlines()]
+    assert [row for row in titles if row] == [PACKAGES[i : i + columns] for i in range(0, 4, columns)]
+
+
+def test_source_points_at_what_differs(capsys):
+    """In a pipe: the output is Python, and the comments below its lines point at the tokens that the marks name."""
+    name = "MultiHeadAttention.forward"
+    codes = {package: parsed(package).find(name).code for package in PACKAGES}
+    for place, printed in printed_pieces(parity(capsys, "source", name)[1]).items():
+        package = place.partition("/")[0]
+        code, marks = codes[package], source_marks.compare(codes, "reference_numpy")[package]
+        lines = printed.splitlines(keepends=True)
+        pointers = [line if POINTERS.match(line) else "" for line in lines]
+        assert "".join(line for line in lines if line not in pointers).strip("\n") == code
+        found = [
+            below[match.start() : match.end()]
+            for below, pointer in zip(lines, pointers[1:], strict=False)
+            for match in re.finditer(r"\^+", pointer)
+        ]
+        assert found == [code[start:stop] for start, stop in marks.spans]
+        assert found
+        ast.parse(printed)
+        counts = [f"{marks.different} added", f"{marks.missing} missing"]
+        if package == "reference_numpy":
+            counts = [f"{marks.different} not in all ports"]
+        assert place.endswith(f"{marks.total} tokens, {', '.join(counts)}")
+
+
+def test_source_compares_with_the_reference_though_it_is_not_shown(capsys):
+    both = [parity(capsys, "source", "LayerNorm", "--backends", names)[1] for names in ("numpy,tf", "tf")]
+    assert both[0].partition("# transformer_tf")[2] == both[1].partition("# transformer_tf")[2]
+    lacking = printed_pieces(parity(capsys, "source", "Configured", "--backends", "torch,tf")[1])
+    assert [place.partition("  ")[2] for place in lacking] == ["the others are compared with this"]
+
+
+def test_source_keeps_docstrings_as_they_are(capsys):
+    for place, printed in printed_pieces(parity(capsys, "source", "LayerNorm", "--docstrings")[1]).items():
+        package = place.partition("/")[0]
+        assert ast.dump(ast.parse(printed)) == ast.dump(ast.parse(parsed(package).find("LayerNorm", True).code))
+
+
+@pytest.mark.parametrize("width", [60, 100, 240])
+@pytest.mark.parametrize("name", ["MultiHeadAttention", "LayerNorm"])
+def test_marks_survive_folding(width, name):
+    """Every token that differs is highlighted, on a line with a mark in the margin; without colours too."""
+    found = {package: parsed(package).find(name) for package in PACKAGES}
+    marks = source_marks.compare({package: piece.code for package, piece in found.items()}, "reference_numpy")
+    for package, piece in found.items():
+        shown = source.Shown(piece, marks[package], "")
+        lines = source._highlight(shown, width - source.FRAME).split("\n", allow_blank=True)
+        highlighted = ""
+        for line in lines:
+            spans = [span for span in line.spans if span.style == source.MARKED]
+            assert line.plain.startswith(source.MARK) == bool(spans)
+            highlighted += "".join(line.plain[span.start : span.end] for span in spans)
+        marked = "".join(piece.code[start:stop] for start, stop in shown.spans)
+        assert "".join(highlighted.split()) == "".join(marked.split())
+        assert max(map(len, lines)) <= width - source.FRAME + source.MARGIN
+
+
+def test_source_marks_without_colours(capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = on_terminal(capsys, monkeypatch, 120, "LayerNorm", "--backends", "numpy,torch")
+    marked = [line for line in out.splitlines() if "│ > " in line]
+    assert marked
+    for half in (slice(60), slice(60, None)):  # the reference too
+        assert any("│ > " in line[half] for line in marked)
+    assert re.search(r" tokens, \d+ added, \d+ missing ", out)
+    assert "columns need" not in out
+    narrow = on_terminal(capsys, monkeypatch, 120, "LayerNorm")
+    assert narrow.endswith("4 columns need 240 characters; this is laid out for 120\n")
+
+
+def test_source_has_colors_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[94" in parity(capsys, "source", "split_heads")[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[94" not in parity(capsys, "source", "split_heads")[1]
+    assert "\x1b[7m" in parity(capsys, "source", "split_heads")[1]  # reversed: no colour
+
+
+@pytest.mark.parametrize("width", [8, 20, 56])
+def test_folding_loses_nothing(width):
+    for line in (ROOT / "transformer_torch" / "attention.py").read_text().splitlines():
+        parts = [part.plain for part in source._fold(Text(line), width)]
+        assert "".join("".join(parts).split()) == "".join(line.split())
+        assert max(map(len, parts)) <= width
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("MultiheadAttention", "MultiHeadAttention"), ("encode", "Encoder.encode"), ("atention", "attention")],
+)
+def test_source_suggests_names(capsys, name, meant):
+    code, _, err = parity(capsys, "source", name)
+    error, _, names = err.partition("\n")
+    assert code == 3
+    assert error.startswith(f"parity source: error: there is no '{name}' in the packages; did you mean ")
+    assert meant in error.partition("mean ")[2].rstrip("?").split(" or ")
+    assert names == "parity source, without a name, lists all names\n"
+
+
+def test_source_lists_names_where_it_can_suggest_none(capsys):
+    code, _, err = parity(capsys, "source", "zzzzzz")
+    error, _, names = err.partition("\n")
+    assert (code, error) == (3, "parity source: error: there is no 'zzzzzz' in the packages")
+    assert names == parity(capsys, "source")[1]
+    assert "attention:     scaled_dot_product_attention," in names
+    assert " transformer_backward*" in names

@@ -1,0 +1,54 @@
+"""Small training runs, as tests start them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import reference_numpy as ref
+from transformer_parity.apps.train import batches, corpora
+from transformer_parity.apps.train.log import read_log
+from transformer_parity.cli.main import main
+
+SMALL = ["--set", "d_model=16", "num_heads=2", "d_ff=24", "num_encoder_layers=1", "num_decoder_layers=1"]
+
+
+SMALL += ["warmup_steps=4", "tokens_per_batch=256"]
+
+
+PAIRS = 60
+
+
+def make_small(monkeypatch):
+    """Let the dates be few, and their batches of two shapes: each is compiled for."""
+    monkeypatch.setattr(corpora, "DATES_TRAINED", PAIRS)
+    monkeypatch.setattr(corpora, "DATES_HELD_OUT", 6)
+    monkeypatch.setattr(batches, "MAX_SHAPES", 2)
+
+
+def train(folder, *options, task=("--task", "dates"), small=SMALL):
+    return main(["train", *task, "--out", str(folder), *small, *map(str, options)])
+
+
+def resume(path, *options):
+    return main(["train", "--resume", str(path), *map(str, options)])
+
+
+def losses(folder):
+    """Return the training loss of each step, whoever took it."""
+    return {event["step"]: next(iter(event["loss"].values())) for event in read_log(folder) if event["event"] == "step"}
+
+
+def spoilt(checkpoint, path, *entry, value=None, settings=None):
+    """Write a checkpoint with another value at an entry of its progress, or without the entry."""
+    progress = json.loads(json.dumps(checkpoint.progress))
+    *outer, last = entry or ("plan",)
+    place = progress
+    for key in outer:
+        place = place[key]
+    if entry and value is None:
+        del place[last]
+    elif entry:
+        place[last] = value
+    changed = dataclasses.replace(checkpoint, progress=progress, settings=settings or checkpoint.settings)
+    ref.save_checkpoint(path, changed)
