@@ -28,7 +28,7 @@ from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_parity.transformer.sentences.subwords import Subwords
 from transformer_parity.transformer.sentences.vocabulary import batch, pick
 
-TORCH_ONLY = ["check", "--backends", "numpy,torch"]
+TORCH_ONLY = ["check", "--backends", "torch"]
 
 
 def finding(verdict, error=0.0, tolerance=1.0):
@@ -111,7 +111,6 @@ def test_your_weights_on_your_sentences(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--backends", "numpy"], "numpy is the reference"),
         (["--weights", "absent.safetensors"], "there is no weight file absent.safetensors"),
         (["--text", "absent.en", "absent.de"], "absent.en"),
         (["--sentences", "-1"], "--sentences must be at least 0: got -1"),

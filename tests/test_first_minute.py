@@ -115,8 +115,8 @@ def test_what_is_named_runs_without_a_framework(capsys, only, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "command",
     [
-        "check",
         "check --backends torch",
+        "check --device gpu",  # which NumPy does not have
         "selftest",
         "bench forward --backends jax",
         "bench train --backends tf",
@@ -140,8 +140,9 @@ def test_what_needs_a_framework_says_what_to_install_and_what_runs_now(capsys, o
 @pytest.mark.parametrize(
     ("there", "command", "choice"),
     [
-        (["torch"], "check", "torch"),
-        (["torch", "tf"], "check", "torch,tf"),
+        ([], "check", "numpy"),
+        (["torch"], "check", "numpy,torch"),
+        (["torch", "tf"], "check", "numpy,torch,tf"),
         ([], "bench forward", "numpy"),
         (["jax"], "translate --text x --compare", "numpy,jax"),
         (["jax"], "translate --text x --backend torch", "jax"),
@@ -159,7 +160,7 @@ def test_all_that_is_missing_is_named_at_once(capsys, only):
     only()
     err = parity(capsys, "check")[2]
     needed = "torch, jax and tensorflow are not installed: pip install 'transformer-parity[cli,torch,jax,tf]'"
-    assert err.startswith(f"parity check: error: {needed}\n")
+    assert err == f"parity check: error: {needed}, or choose from what is installed: --backends numpy\n"
 
 
 @pytest.mark.parametrize(("there", "used"), [([], "numpy"), (["tf"], "tf"), (["torch", "jax"], "torch")])

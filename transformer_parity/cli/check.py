@@ -196,8 +196,10 @@ def write(result: CheckResult, options: argparse.Namespace) -> None:
 
 def _selection(options: argparse.Namespace) -> Selection:
     backends = list(PORTS) * (not options.port) if options.backends is None else options.backends
+    if options.backends is None and (options.device == "gpu" or "bfloat16" in (options.dtype or ())):
+        backends = [name for name in backends if name != "numpy"]  # which has neither
     return Selection(
-        backends=tuple(name for name in backends if name != "numpy"),
+        backends=tuple(backends),
         ports=tuple(dict.fromkeys(options.port)),
         dtypes=options.dtype,
         stages=options.stage,

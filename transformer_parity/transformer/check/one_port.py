@@ -83,7 +83,8 @@ class _PortProcess:
         main = next((case for case in cases if case.is_forward), None)
         suspect = self._audit(port, main) if main is not None and isinstance(port, PluginPort) else None
         setting = self.job.setting
-        placements = [setting.placement(dtype) for dtype in setting.dtypes]
+        offered = PORTS[self.job.backend].import_package().runtime.DTYPES if self.job.backend in PORTS else ALL_DTYPES
+        placements = [setting.placement(dtype) for dtype in setting.dtypes if dtype in offered]
         stages = {case.name: SENTENCES if case.component == SENTENCES else case.stage for case in cases}
         for outputs in run_cases(cases, port, placements, self.report):
             self.parent.send(CaseRan(outputs))
@@ -102,9 +103,10 @@ class _PortProcess:
             port: Any = PORTS[backend]
             package = port.import_package()
             self.describe = package.describe
-            for dtype in setting.dtypes:
+            offered = tuple(dtype for dtype in ALL_DTYPES if dtype in package.runtime.DTYPES)
+            for dtype in offered:
                 package.runtime.check_placement(dtype, setting.device)
-            imported = PortImported(port.name)
+            imported = PortImported(port.name, dtypes=offered)
         else:
             port = PluginPort(backend)
             self.describe = port.describe

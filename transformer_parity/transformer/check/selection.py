@@ -141,7 +141,7 @@ class Selection:
 
     def _left_out(self) -> Iterator[str]:
         if self.backends:
-            yield from (f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *self.backends))
+            yield from (f"{name} (left out of --backends)" for name in PORTS if name not in self.backends)
         dtypes = self.setting.dtypes
         if unnamed := [dtype for dtype in ALL_DTYPES if dtype not in dtypes]:
             yield f"{' and '.join(unnamed)} (left out of --dtype)"
