@@ -47,13 +47,23 @@ def packages() -> dict[str, SourcePackage]:
     return {backend: SourcePackage(name) for backend, name in PACKAGES.items()}
 
 
+@cache
+def specification() -> SourcePackage:
+    """Return the package of facts, whose public names the four packages re-export."""
+    return SourcePackage("transformer_spec")
+
+
 def pieces(name: str, backends: Sequence[str] = tuple(PACKAGES), *, docstrings: bool = False) -> dict[str, Piece]:
     """Return one definition from each of some packages.
 
     Raises:
         ExtensionError: A package has no definition of that name.
     """
-    found = {backend: package.find(name, docstrings) for backend, package in packages().items() if backend in backends}
+    found = {
+        backend: package.find(name, docstrings) or specification().find(name, docstrings)
+        for backend, package in packages().items()
+        if backend in backends
+    }
     if absent := [PACKAGES[backend] for backend, piece in found.items() if piece is None]:
         raise ExtensionError(f"four-panes: there is no {name!r} in {', '.join(absent)}")
     return {
