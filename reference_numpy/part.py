@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from reference_numpy.runtime import check_placement, set_precision, to_ids, to_m
 from reference_numpy.weights import get_weights, set_weights
 from transformer_spec.checks import check_given
 from transformer_spec.config import TransformerConfig
+from transformer_spec.files import load_weights
 
 
 class Part:
@@ -87,6 +89,19 @@ class Part:
         set_weights(model, weights)
         return model
 
+    @classmethod
+    def from_file(
+        cls,
+        path: str | Path,
+        dtype: str = "float32",
+        device: str | None = None,
+        precision: str | None = None,
+        *,
+        fast: bool = True,
+    ) -> Self:
+        """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
+        return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
+
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
         return get_weights(self)
@@ -108,3 +123,5 @@ class Part:
             mask = to_mask("source_mask", mask, np.shape(memory)[:2])
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.target_embedding.table.dtype.name), mask
+
+    _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Self
 
 import jax
@@ -22,6 +23,7 @@ from transformer_jax.runtime import PRECISIONS, check_placement, to_device, to_i
 from transformer_jax.weights import get_weights, set_weights
 from transformer_spec.checks import check_choice, check_given, check_next_ids
 from transformer_spec.config import TransformerConfig
+from transformer_spec.files import load_weights
 
 
 class Part(nnx.Module):
@@ -100,6 +102,19 @@ class Part(nnx.Module):
         model.eval()
         return model
 
+    @classmethod
+    def from_file(
+        cls,
+        path: str | Path,
+        dtype: str = "float32",
+        device: str | None = None,
+        precision: str | None = None,
+        *,
+        fast: bool = True,
+    ) -> Self:
+        """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
+        return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
+
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
         return get_weights(self)
@@ -132,6 +147,8 @@ class Part(nnx.Module):
         if getattr(memory, "dtype", None) == self.output_proj.dtype:  # another one where precision is mixed
             dtype = memory.dtype
         return to_memory(memory, shape, dtype.name), mask
+
+    _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
 
     def _take_next(self, ids, cache):
         """Return the ids of the next target position, checked."""

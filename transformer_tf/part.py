@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import keras
@@ -12,6 +13,7 @@ from numpy import ndarray
 
 from transformer_spec.checks import check_given, check_next_ids, check_same_batch
 from transformer_spec.config import TransformerConfig
+from transformer_spec.files import load_weights
 from transformer_tf.block import Configured, loading
 from transformer_tf.decoder import DecoderStack
 from transformer_tf.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
@@ -119,6 +121,19 @@ class Part(Configured, keras.Model):
             args, options = (), self._take_both(*args, **options)  # not in `call`: Keras would decorate the message
         return super().__call__(*args, **options)
 
+    @classmethod
+    def from_file(
+        cls,
+        path: str | Path,
+        dtype: str = "float32",
+        device: str | None = None,
+        precision: str | None = None,
+        *,
+        fast: bool = True,
+    ) -> Self:
+        """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
+        return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
+
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
         return get_weights(self)
@@ -140,6 +155,8 @@ class Part(Configured, keras.Model):
             mask = to_mask("source_mask", mask, tuple(np.shape(memory))[:2])
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.compute_dtype), mask
+
+    _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
 
     def _take_both(self, source_ids=None, target_ids=None, source_mask=None, target_mask=None, **options):
         """Return the arguments of a call of the whole model, checked, by name."""

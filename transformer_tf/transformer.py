@@ -5,14 +5,11 @@ B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
 from transformer_spec.checks import check_integer, check_positions, check_same_batch
-from transformer_spec.files import load_weights
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
 from transformer_tf.decoder import DecoderCache
@@ -25,7 +22,7 @@ class Encoder(Part):
     """Map source tokens to the memory: the left half of Figure 1, alone.
 
     Taps:
-        ``source_embedding.output`` (what enters the stack, before dropout), those of the stack under ``encoder``.
+        ``source_embedding.output`` (before dropout), those of the stack under ``encoder``.
     """
 
     part: str | None = "encoder"
@@ -57,8 +54,7 @@ class Decoder(Part):
     """Map target tokens and the memory to the logits of each next target token: the right half of Figure 1, alone.
 
     Taps:
-        ``target_embedding.output`` (what enters the stack, before dropout), those of the stack under ``decoder``,
-        ``logits``.
+        ``target_embedding.output`` (before dropout), those of the stack under ``decoder``, ``logits``.
     """
 
     part: str | None = "decoder"
@@ -121,7 +117,7 @@ class Decoder(Part):
         if not tf.is_tensor(capacity):  # which it may be in a function that is traced once for all sizes
             capacity = check_positions("capacity", capacity, self.config.max_positions)
             beam_size = check_integer("beam_size", beam_size, minimum=1)
-        memory, source_mask = self._take_memory(memory, source_ids, source_mask)
+        memory, source_mask = self._take_memory_for_cache(memory, source_ids, source_mask)
         positions = tf.cast(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
@@ -159,10 +155,7 @@ class Transformer(Encoder, Decoder):
     """Map source tokens and the target tokens so far to the logits of each next target token.
 
     Taps:
-        ``source_embedding.output`` (what enters the stack, before dropout), those of the encoder,
-        ``target_embedding.output``, those of the decoder, ``logits``. A Recorder passed as ``tap`` returns any of
-        them beside the logits: every decoder layer's output for auxiliary losses (``decoder.layers.*.output``), or
-        the attention weights (``**.weights``).
+        ``source_embedding.output``, those of the encoder, ``target_embedding.output``, those of the decoder, ``logits``.
     """
 
     part: str | None = None
@@ -196,29 +189,12 @@ class Transformer(Encoder, Decoder):
         memory = self._encode(source_ids, source_mask, tap, training)
         return self._decode(target_ids, memory, target_mask, source_mask, tap, training)
 
-    @as_placed
-    def init_cache(
-        self,
-        source_ids: Int[Tensor, "B S"] | None,
-        capacity: int | Int[Tensor, ""],
-        beam_size: int | Int[Tensor, ""] = 1,
-        source_mask: Bool[Tensor, "B S"] | None = None,
-        memory: Float[Tensor, "B S d_model"] | None = None,
-    ) -> DecoderCache:
-        """Return what ``decode_step`` needs, as in ``Decoder``; a memory of None is computed from the source."""
+    def _take_memory_for_cache(self, memory, ids, mask):
+        """Return the memory and the mask of its source, checked; a memory of None is computed from the source."""
         if memory is None:
-            source_ids, source_mask = self._take("source", source_ids, source_mask)
-            memory = self._encode(source_ids, source_mask, training=False)
-        return super().init_cache(source_ids, capacity, beam_size, source_mask, memory)
+            ids, mask = self._take("source", ids, mask)
+            memory = self._encode(ids, mask, training=False)
+        return self._take_memory(memory, ids, mask)
 
 
-def load_transformer(
-    path: str | Path,
-    dtype: str = "float32",
-    device: str | None = None,
-    precision: str | None = None,
-    *,
-    fast: bool = True,
-) -> Transformer:
-    """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
-    return Transformer.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
+load_transformer = Transformer.from_file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 
 from transformer_spec.checks import check_given
 from transformer_spec.config import TransformerConfig
+from transformer_spec.files import load_weights
 from transformer_torch.decoder import DecoderStack
 from transformer_torch.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_torch.encoder import EncoderStack
@@ -95,6 +97,19 @@ class Part(nn.Module):
         set_weights(model, weights)
         return model.eval()
 
+    @classmethod
+    def from_file(
+        cls,
+        path: str | Path,
+        dtype: str = "float32",
+        device: str | None = None,
+        precision: str | None = None,
+        *,
+        fast: bool = True,
+    ) -> Self:
+        """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
+        return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
+
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
         return get_weights(self)
@@ -131,6 +146,8 @@ class Part(nn.Module):
             mask = to_mask("source_mask", mask, np.shape(memory)[:2], self.device)
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, dtype_name(self.target_embedding.table), self.device), mask
+
+    _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
 
 
 def _complete(model, state_dict, prefix, *_):
