@@ -155,7 +155,7 @@ class Transformer(Encoder, Decoder):
     """Map source tokens and the target tokens so far to the logits of each next target token.
 
     Taps:
-        ``source_embedding.output``, those of the encoder, ``target_embedding.output``, those of the decoder, ``logits``.
+        ``source_embedding.output``, the encoder's, ``target_embedding.output``, the decoder's, ``logits``.
     """
 
     part: str | None = None
