@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.functional import ACTIVATIONS, ACTIVATIONS_BACKWARD
-from reference_numpy.layers import Dropout, Linear
+from reference_numpy.functional import ACTIVATIONS_BACKWARD
+from reference_numpy.layers import ACTIVATIONS, Dropout, Linear
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float
 from transformer_spec.taps import Tap, no_tap

@@ -37,7 +37,7 @@ from transformer_parity.transformer.golden.produce import PRESETS, compute, desc
 from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import MissingFrameworkError
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.report.diagnoses import print_failure_report
 from transformer_parity.transformer.report.tables import TITLES
@@ -83,7 +83,7 @@ def add_parser(commands: Any) -> None:
         "--for", dest="meant_for", metavar="MODULE:CLASS", help="with the conventions of a port of yours instead"
     )
     model.add_argument("--port", metavar="MODULE:CLASS", help="let a port of yours compute, with its own conventions")
-    parser.add_argument("--backend", choices=PORTS, help="which package computes (default: numpy)")
+    parser.add_argument("--backend", choices=PORTS, help="which package computes (default: the definition in NumPy)")
     parser.add_argument(
         "--dtype",
         action=one_or_more(DTYPES),
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     expected = (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError)
     with refusals(*expected), quiet_frameworks() as terminal:
         try:
-            port = PluginPort(options.port) if options.port else PORTS[options.backend or "numpy"]
+            port = PluginPort(options.port) if options.port else PORTS.get(options.backend, DEFINITION)
             said = _write(options, port, _configs(options), terminal)
         except SystemExit as error:
             raise UsageError(f"the port called sys.exit({error.code!r})") from error

@@ -203,7 +203,7 @@ def _on_one_device(run: DeviceRun, processes: TrainingGroup) -> tuple[Seen, Seen
     if draws(probe):
         return processes.train(TrainingTask(probe))[0], None
     if run.start is not None:
-        return train(reference_numpy, TrainingTask(probe, None, run.start)), None
+        return train(reference_numpy, TrainingTask(probe, None, run.start), fast=False), None
     if probe.dtype == "float64":
         return _in_reference(probe), None
     baseline = processes.train(TrainingTask(probe))[0] if probe.settings.mixed_bfloat16 else _in_reference(probe)
@@ -219,4 +219,4 @@ def _of_a_port(seen: Seen) -> Seen:
 @cache
 def _in_reference(probe: Probe) -> Seen:
     """Return a run on one device, in the reference."""
-    return train(reference_numpy, TrainingTask(probe))
+    return train(reference_numpy, TrainingTask(probe), fast=False)

@@ -96,13 +96,14 @@ class Seen:
     config: TransformerConfig | None = None
 
 
-def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | None = None) -> Seen:
+def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | None = None, *, fast: bool = True) -> Seen:
     """Train the part of this process, and return what it saw.
 
     Args:
         package: One of the four.
         task: What to train.
         meshes: Those made so far: of the same devices, TensorFlow's disturb one another.
+        fast: False trains with the formulas as they are written.
     """
     probe, plan = task.probe, task.plan
     meshes = {} if meshes is None else meshes
@@ -114,7 +115,7 @@ def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | Non
     mesh = None if plan is None else meshes[plan]
     weights = probe.weights() if task.start is None else task.start.weights
     with getattr(mesh, "scope", nullcontext)():  # TensorFlow's strategies want a model to be made in theirs
-        model = package.Transformer.from_weights(probe.config, weights, probe.dtype, None if mesh else "cpu")
+        model = package.Transformer.from_weights(probe.config, weights, probe.dtype, None if mesh else "cpu", fast=fast)
     trainer = package.Trainer(model, probe.settings, probe.seed, mesh=mesh, dropout=probe.dropout)
     first = 0
     if task.start is not None and task.start.state is not None:
