@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -152,13 +153,23 @@ def test_the_lines_of_code_are_those_of_the_packages():
     assert {name for names in shown for name in names.split(", ")} == set(BACKENDS)
 
 
-def test_so_much_of_the_code_is_the_same():
+def without_backward(code: str) -> str:
+    """Return code without its backward functions and methods, which only the reference has."""
+    lines = code.splitlines()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.FunctionDef) and "backward" in node.name:
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return "\n".join(lines)
+
+
+def test_so_much_of_the_forward_pass_is_the_same():
     different = total = 0
     for module in READING_ORDER:
-        codes = {backend: piece.code for backend, piece in panes.pieces(module).items()}
+        codes = {backend: without_backward(piece.code) for backend, piece in panes.pieces(module).items()}
         marks = compare(codes, "numpy")["numpy"]
         different, total = different + marks.different, total + marks.total
-    assert f" {100 * (1 - different / total):.0f} % stands in the other three too" in README
+    share = f"{100 * (1 - different / total):.0f} % of the forward pass in NumPy is the same in the other three"
+    assert share in " ".join(README.split())
 
 
 def test_the_table_is_that_of_the_last_full_check():
