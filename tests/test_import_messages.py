@@ -144,7 +144,7 @@ def test_only_what_is_installed_proves_what_was_written(here, capsys, only):
     code, out, _ = parity(capsys, "import", "model.pt", "--names", "names.toml", "--out", "out.safetensors")
     assert code == 0
     assert "NOT CHECKED" not in out
-    assert out.endswith("AGREES: numpy\n")
+    assert out.endswith("AGREE  numpy\n")
 
 
 def test_no_other_file_is_replaced(here, capsys):

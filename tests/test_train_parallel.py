@@ -259,18 +259,18 @@ def test_slurm_is_asked_for_what_torch_wants_to_know():
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_a_file_is_split_and_joined_again(name, alone, tmp_path, capfd):
     path, folder, again = alone / "checkpoint-0000006.safetensors", tmp_path / "parts", tmp_path / "again.safetensors"
-    assert main(["checkpoint", "split", str(path), "--backend", name, "--out", str(folder)]) == 0
-    assert main(["checkpoint", "join", str(folder), "--out", str(again)]) == 0
+    assert main(["checkpoint", str(path), "--backend", name, "--out", str(folder)]) == 0
+    assert main(["checkpoint", str(folder), "--out", str(again)]) == 0
     assert capfd.readouterr().out.splitlines() == [
         f"{folder}: step 6, for {name}",
         f"{again}: step 6, from a folder of {name}",
     ]
     assert again.read_bytes() == path.read_bytes()
     for command, message in (
-        (["join", str(folder), "--out", str(again)], f"{again} exists already"),
-        (["join", str(tmp_path / "none"), "--out", str(tmp_path / "x")], "there is no folder"),
-        (["split", str(path), "--backend", name, "--out", str(folder)], f"{folder} exists already"),
-        (["split", str(alone / "model.safetensors"), "--backend", name, "--out", str(tmp_path / "x")], "holds weights"),
+        ([str(folder), "--out", str(again)], f"{again} exists already"),
+        ([str(tmp_path / "none"), "--out", str(tmp_path / "x")], "there is no file or folder"),
+        ([str(path), "--backend", name, "--out", str(folder)], f"{folder} exists already"),
+        ([str(alone / "model.safetensors"), "--backend", name, "--out", str(tmp_path / "x")], "holds weights"),
     ):
         assert main(["checkpoint", *command]) == 3
         assert message in capfd.readouterr().err

@@ -176,7 +176,7 @@ def test_a_model_of_others_is_evaluated_by_its_own_search(multilingual, tmp_path
     text = ["--text", str(tmp_path / "source"), str(tmp_path / "target"), "--json", str(tmp_path / "json")]
     direction = ["--from", "eng_Latn", "--to", "deu_Latn"]
     assert main(["evaluate", str(model), "--backend", "numpy", *text, *direction]) == 0
-    (found,) = json.loads((tmp_path / "json").read_text("utf-8"))
+    (found,) = json.loads((tmp_path / "json").read_text("utf-8"))["result"]["evaluations"]
     assert (found["beam"], round(found["BLEU"])) == (3, 100)
     assert "beam 3" in capfd.readouterr().out
 

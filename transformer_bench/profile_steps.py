@@ -2,7 +2,7 @@
 
 Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The work is that of ``parity bench``,
 after two calls that are not counted. NumPy is profiled by Python's ``cProfile``, by processor time: a function is of
-one kind (``linear``, ``layer_norm``), and what it calls is its own, unless that has a kind too. PyTorch is profiled by
+one kind (``Linear``, ``LayerNorm``), and what it calls is its own, unless that has a kind too. PyTorch is profiled by
 ``torch.profiler``, operation by operation. JAX and TensorFlow are profiled by their own profilers, by what XLA has made
 of the program, and TensorFlow's training step by the operations of its graph: in both, attention's products are
 products like others. XLA leaves sums as well as products to its library YNN; those without a product are named
@@ -13,6 +13,7 @@ usual one, and ``--largest 20`` also prints names.
 from __future__ import annotations
 
 import argparse
+import ast
 import cProfile
 import os
 import pstats
@@ -22,6 +23,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +44,15 @@ XLA = {
     r"_fusion$|^wrapped_|reduce|broadcast": LOOPS,
 }
 KINDS = {  # by what is found in a name, the first that fits
-    "numpy": {
-        r"^linear": "linear layers",
-        r"scaled_dot_product|KeyValueCache|^append|^reorder": "attention",
+    "numpy": {  # qualified names
+        r"Linear\.|OutputProjection\.": "linear layers",
+        r"scaled_dot_product|^attend|KeyValueCache\.": "attention",
         r"^(relu|gelu|gelu_tanh|swish)": "activations",
-        r"^layer_norm": "normalization",
+        r"LayerNorm\.": "normalization",
         r"^cross_entropy": "loss",
-        r"^update|^global_norm": "optimizer",
-        r"^lookup|^token_embedding|^embed": "embedding",
-        r"^_next_log_probabilities|^step": "choice of tokens",
+        r"Adam\.|^global_norm": "optimizer",
+        r"Embedding\.": "embedding",
+        r"^_next_log_probabilities|(Greedy|Beam)\.step": "choice of tokens",
     },
     "torch": {
         r"reorder_linear_weight": "weights laid out for few rows",
@@ -84,13 +86,14 @@ def numpy_names(run: Callable[[], Any], calls: int) -> Names:
         profile.runcall(run)
     found: dict[str, float] = defaultdict(float)
     stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    names = {function: qualified(*function) for function in stats}
 
     def give(function: tuple[str, int, str], seconds: float, above: frozenset[Any]) -> None:
         """Add seconds to a function, or to its callers, by the part of its time that each of them caused."""
         callers = {caller: of[2] for caller, of in stats[function][4].items() if caller not in above}
         whole = sum(callers.values())
-        if kind_of("numpy", function[2]) != REST or not whole:
-            found[function[2]] += seconds
+        if kind_of("numpy", names[function]) != REST or not whole:
+            found[names[function]] += seconds
             return
         for caller, part in callers.items():
             give(caller, seconds * part / whole, above | {function})
@@ -99,6 +102,19 @@ def numpy_names(run: Callable[[], Any], calls: int) -> Names:
         if own:
             give(function, own, frozenset())
     return found
+
+
+def qualified(file: str, line: int, name: str) -> str:
+    """Return the name of a function with the class that it belongs to, because cProfile omits the class."""
+    return f"{_classes(file).get((line, name), '')}{name}" if "reference_numpy" in file else name
+
+
+@cache
+def _classes(file: str) -> dict[tuple[int, str], str]:
+    tree = ast.parse(Path(file).read_text("utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    methods = [(owner, node) for owner in classes for node in owner.body if isinstance(node, ast.FunctionDef)]
+    return {(node.lineno, node.name): f"{owner.name}." for owner, node in methods}
 
 
 def torch_names(run: Callable[[], Any], calls: int) -> Names:

@@ -21,7 +21,7 @@ import reference_numpy as ref
 from reference_numpy.attention import scaled_dot_product_attention
 from reference_numpy.backward import multi_head_attention_backward
 from reference_numpy.backward_trace import Trace
-from reference_numpy.functional import masked_softmax
+from reference_numpy.fast import attend, softmax
 from transformer_spec.shapes import Bool, Float
 
 SEED = 2017
@@ -62,7 +62,7 @@ def additive_attention(
         One weighted average of the values per query, in the dtype of ``query``.
     """
     hidden = np.tanh((query @ query_kernel)[:, :, None, :] + (key @ key_kernel)[:, None, :, :])  # [B, L, M, d_k]
-    return masked_softmax(hidden @ score_vector, mask) @ value
+    return softmax(hidden @ score_vector, mask) @ value
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def dot_product_attention(
     query: ndarray, key: ndarray, value: ndarray, query_kernel: ndarray, key_kernel: ndarray
 ) -> ndarray:
     """Project and attend, as ``additive_attention`` does: one head of equation (1)."""
-    return scaled_dot_product_attention((query @ query_kernel)[:, None], (key @ key_kernel)[:, None], value[:, None])
+    return attend((query @ query_kernel)[:, None], (key @ key_kernel)[:, None], value[:, None])
 
 
 def measure_cost(length: int, d_k: int, d_v: int = 64, seconds: float = SECONDS) -> Cost:
@@ -275,7 +275,7 @@ def measure_steps(length: int, d_k: int, d_v: int = 64, seconds: float = 3 * SEC
     total = query[:, :, None, :] + key[:, None, :, :]  # [B, L, M, d_k]
     hidden = np.tanh(total)
     scores = query @ key.mT / np.float32(math.sqrt(d_k))
-    weights = masked_softmax(scores)
+    weights = softmax(scores)
     pairs, width = length**2, np.dtype(np.float32).itemsize
     inputs, projected, average = 2 * length * D_MODEL, 2 * length * d_k, length * d_v
     steps: dict[str, tuple[str, Callable[[], Any], int, int]] = {  # used by, function, operations, numbers moved
@@ -294,7 +294,7 @@ def measure_steps(length: int, d_k: int, d_v: int = 64, seconds: float = 3 * SEC
         ),
         "tanh": ("additive", lambda: np.tanh(total), pairs * d_k, 2 * pairs * d_k),
         "hidden @ v": ("additive", lambda: hidden @ score_vector, 2 * pairs * d_k, pairs * d_k + d_k + pairs),
-        "softmax": ("both", lambda: masked_softmax(scores), 5 * pairs, 2 * pairs),
+        "softmax": ("both", lambda: softmax(scores), 5 * pairs, 2 * pairs),
         "weights @ value": ("both", lambda: weights @ value, 2 * pairs * d_v, pairs + 2 * average),
     }
     times = time_in_turn({name: call for name, (_, call, _, _) in steps.items()}, seconds)
