@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
 from test_bench_verify import another_token
 
+from transformer_bench import rounds
+from transformer_bench.limit import Library
 from transformer_bench.participants import DecodePackage
 from transformer_parity.cli.main import main
 
@@ -38,3 +43,12 @@ class Wrong(DecodePackage):
     def result(self, found):
         self.calls += 1
         return another_token(found) if self.calls > 2 else found
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(rounds, "PAUSE", 0.0)
+    # One test measures what all libraries can do.
+    monkeypatch.setattr("transformer_bench.run.libraries", lambda *_, **__: [Library("numpy")])
+    here = str(Path(__file__).parent)  # where processes find the participants of this file
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from conftest import assert_same_bits, random_weights, tiny_config
 
-from transformer_spec.checkpoint import Checkpoint
+from transformer_spec.checkpoint import Checkpoint, save_checkpoint
 from transformer_spec.training_config import TrainingConfig, TrainingState
 
 NAME = "decoder.layers.0.cross_attention.key_proj.kernel"
-
-
 PROGRESS = {
     "epoch": 3,
     "order": [2, 0, 1],
@@ -54,3 +53,15 @@ def assert_same(got, expected):
     assert_same_bits(got.weights, expected.weights)
     assert_same_bits(got.state.first_moment, expected.state.first_moment)
     assert_same_bits(got.state.second_moment, expected.state.second_moment)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.safetensors"
+
+
+@pytest.fixture
+def saved(path):
+    """Return the bytes of a good checkpoint, which lies at ``path``."""
+    save_checkpoint(path, make())
+    return path.read_bytes()

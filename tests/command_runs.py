@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 
+import pytest
+
+from transformer_parity.cli import source
 from transformer_parity.cli.main import main
 from transformer_parity.transformer.ports import source_code
 from transformer_parity.transformer.ports.registry import PORTS
 
 FRAMEWORKS = {module for port in PORTS.values() for module in port.needs}
-
-
 parsed = cache(source_code.SourcePackage)  # once for all tests
 
 
@@ -21,3 +23,19 @@ def parity(capsys, *arguments):
     except SystemExit as leaving:  # argparse's way out
         code = leaving.code
     return code, *capsys.readouterr()
+
+
+@pytest.fixture(autouse=True)
+def _pipe(monkeypatch):
+    """Print as into a pipe of 80 columns, whatever runs the tests."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(source, "SourcePackage", parsed)
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """Have no framework installed."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in FRAMEWORKS else real(name))

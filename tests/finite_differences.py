@@ -8,8 +8,6 @@ from conftest import random_weights, tiny_config
 import reference_numpy as ref
 
 RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.25, feed_forward=0.35)
-
-
 DEPTH = {"num_encoder_layers": 2, "num_decoder_layers": 2}
 
 

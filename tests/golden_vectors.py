@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 
 import numpy as np
+import pytest
 import safetensors.numpy
 
 import reference_numpy as ref
@@ -169,3 +172,27 @@ def drop(folder, keep):
 
 def empty(tensors):
     tensors.update({name: array.reshape(-1)[:0].copy() for name, array in tensors.items()})
+
+
+@cache
+def _truth(folder):
+    path = folder / "golden_truth"
+    assert main(["golden", "--out", str(path)]) == 0
+    return path
+
+
+@cache
+def _of_another_program(folder):
+    return rounded(shutil.copytree(_truth(folder), folder / "golden_of_another_program"))
+
+
+@pytest.fixture(scope="session")
+def truth(tmp_path_factory):
+    """What `parity golden` writes, once for all files of tests."""
+    return _truth(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def copy(tmp_path_factory, tmp_path):
+    """What another program writes, for one test to change."""
+    return shutil.copytree(_of_another_program(tmp_path_factory.getbasetemp()), tmp_path / "copy")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  registers bfloat16
+import pytest
 import torch
 
 from transformer_parity.apps.checkpoints.formats import huggingface_families
@@ -73,3 +76,15 @@ def pickle(folder: Path, model: torch.nn.Module) -> None:
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
     for path in [*files, *folder.glob("*.safetensors.index.json")]:
         path.unlink()
+
+
+@cache
+def _marian(folder: Path) -> Path:
+    saved(Form("marian"), folder / "marian")
+    return folder / "marian"
+
+
+@pytest.fixture
+def folder(tmp_path_factory, tmp_path) -> Path:
+    """A copy of one model to change."""
+    return shutil.copytree(_marian(tmp_path_factory.getbasetemp()), tmp_path / "model")

@@ -13,23 +13,11 @@ from conftest import random_weights, tiny_config
 from reference_numpy import TrainingConfig
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
-
-
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
-
-
 LABELS = np.array([[3, 4, 2], [5, 2, 0]])
-
-
 BATCH = SOURCE, TARGET, LABELS
-
-
 SETTINGS = TrainingConfig(warmup_steps=4, learning_rate_factor=0.5)
-
-
 ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1, "attention_bias": True}
-
-
 NO_DROPOUT = {"embedding": 0.0, "attention": 0.0, "residual": 0.0, "feed_forward": 0.0}
 
 

@@ -13,17 +13,9 @@ import reference_numpy
 from transformer_parity.transformer.selftest.uncompiled import interpreted
 
 TOLERANCE = 1e-12  # float64
-
-
 SEARCHES = ("greedy_search", "beam_search")
-
-
 REPEATED = pytest.mark.extended("searches", "jax", "tf")
-
-
 EITHER = [pytest.param("greedy_search", marks=REPEATED), "beam_search"]
-
-
 COMPILED = (  # what takes many steps; as users have it compiled
     "test_cached_equals_uncached_step_by_step",
     "test_beam_search_is_the_textbooks",
@@ -32,6 +24,15 @@ COMPILED = (  # what takes many steps; as users have it compiled
     "test_each_step_is_shown",
     "test_the_largest_of_many",
 )
+
+
+@pytest.fixture(autouse=True)
+def _quick(request):
+    """Compile as users have it in few tests only: it takes longer than all else."""
+    fixture = next((name for name in ("backend", "port") if name in request.fixturenames), None)
+    backend = request.getfixturevalue(fixture).name if fixture else "numpy"
+    with optimized_search(backend) if request.node.originalname in COMPILED else quick_search(backend):
+        yield
 
 
 def quick_search(backend):

@@ -14,8 +14,6 @@ from transformer_parity.apps.train import batches
 from transformer_parity.apps.train.batches import Batches
 
 PRESETS = ["paper_base", "t2t_2017", "annotated", "marian", "fairseq", "flax_wmt"]  # each with other special ids
-
-
 CONFIG = tiny_config(pad_id=3, bos_id=1, eos_id=2)
 
 

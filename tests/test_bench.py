@@ -15,27 +15,18 @@ import psutil
 import pytest
 import tiers
 from bench_runs import QUICK, Wrong, parity, read
+from bench_runs import no_pause as no_pause  # a fixture of every test
 from conftest import child_processes, still_running
 from test_bench_verify import SMALL
 
 from transformer_bench import rounds
-from transformer_bench.limit import Library, libraries
+from transformer_bench.limit import libraries
 from transformer_bench.measurements import Entry
 from transformer_bench.participants import OURS, DecodePackage
 from transformer_bench.workload import DecodeWork
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import AGREES, FAILED
 from transformer_parity.engine.system.machine import processors
-
-
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch):
-    monkeypatch.setattr(rounds, "PAUSE", 0.0)
-    # One test measures what all libraries can do.
-    monkeypatch.setattr("transformer_bench.run.libraries", lambda *_, **__: [Library("numpy")])
-    here = str(Path(__file__).parent)  # where processes find the participants of this file
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
-
 
 # --- The rounds. ---
 

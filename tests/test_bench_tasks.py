@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 from bench_runs import Wrong, parity, read
+from bench_runs import no_pause as no_pause  # a fixture of every test
 from test_bench_verify import FORWARD, SMALL, TRAIN, no_steps
 
 import reference_numpy as ref
-from transformer_bench import imports, rounds
-from transformer_bench.limit import Library
+from transformer_bench import imports
 from transformer_bench.measurements import Entry
 from transformer_bench.participants import FORMS, OURS, ForwardPackage, TrainPackage, others
 from transformer_bench.plots import draw_growth, draw_times
 from transformer_bench.run import Setting
 from transformer_bench.verify import verifier_of
-
-
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch):
-    monkeypatch.setattr(rounds, "PAUSE", 0.0)
-    # One test measures what all libraries can do.
-    monkeypatch.setattr("transformer_bench.run.libraries", lambda *_, **__: [Library("numpy")])
-    here = str(Path(__file__).parent)  # where processes find the participants of this file
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
 @pytest.mark.extended("timed steps")

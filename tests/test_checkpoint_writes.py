@@ -12,25 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_files import NAME, assert_same, make, small_config
+from checkpoint_files import path as path  # a fixture
+from checkpoint_files import saved as saved  # a fixture
 from conftest import assert_same_bits, random_weights
 from safetensors import SafetensorError
 
 from reference_numpy import load_weights, save_weights
 from transformer_spec.checkpoint import average_weights, load_checkpoint, save_checkpoint
 from transformer_spec.files import load_vocabulary
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "run.safetensors"
-
-
-@pytest.fixture
-def saved(path):
-    """Return the bytes of a good checkpoint, which lies at ``path``."""
-    save_checkpoint(path, make())
-    return path.read_bytes()
-
 
 WRITERS = {
     "weights": lambda path: save_weights(path, small_config(), random_weights(small_config())),
@@ -168,8 +157,8 @@ def test_average_of_different_parts_is_refused(tmp_path):
     """Their config is the same. What a file lacks is not taken for zero."""
     config = small_config()
     paths = {part: tmp_path / f"{part}.safetensors" for part in (None, "encoder", "decoder")}
-    for part, path in paths.items():
-        save_weights(path, config, random_weights(config), part=part)
+    for part, file in paths.items():
+        save_weights(file, config, random_weights(config), part=part)
     whole, encoder, decoder = paths.values()
     assert_same_bits(average_weights([encoder, encoder])[1], load_weights(encoder)[1])
     for one, other, reason in (

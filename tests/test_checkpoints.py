@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_files import NAME, PROGRESS, assert_same, make, small_config
+from checkpoint_files import path as path  # a fixture
+from checkpoint_files import saved as saved  # a fixture
 from conftest import assert_same_bits, random_weights, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,18 +32,6 @@ from transformer_spec.training_config import TrainingState
 
 def with_state(checkpoint, **changes):
     return dataclasses.replace(checkpoint, state=dataclasses.replace(checkpoint.state, **changes))
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "run.safetensors"
-
-
-@pytest.fixture
-def saved(path):
-    """Return the bytes of a good checkpoint, which lies at ``path``."""
-    save_checkpoint(path, make())
-    return path.read_bytes()
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -160,8 +150,6 @@ def test_vocabulary(path, vocabulary):
 
 
 ANY = make()
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -265,11 +253,7 @@ def model(**changes):
 
 
 FITS = np.ones((24, 24), np.float32)
-
-
 OPTIMIZER = make().settings.to_dict()
-
-
 CORRUPTIONS = {
     "no first moment": ({"without": [f"first_moment.{NAME}"]}, f"first moments .* missing {NAME}"),
     "no second moment": ({"without": [f"second_moment.{NAME}"]}, f"second moments .* missing {NAME}"),

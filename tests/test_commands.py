@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -11,31 +10,17 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from command_runs import FRAMEWORKS, parity, parsed
+from command_runs import _pipe as _pipe  # a fixture of every test
+from command_runs import bare as bare  # a fixture
+from command_runs import parity
 
 import reference_numpy as ref
 from transformer_parity.apps.train import corpora
 from transformer_parity.cli import describe_presets as presets
-from transformer_parity.cli import info, source
+from transformer_parity.cli import info
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.registry import PORTS
-
-
-@pytest.fixture(autouse=True)
-def _pipe(monkeypatch):
-    """Print as into a pipe of 80 columns, whatever runs the tests."""
-    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(source, "SourcePackage", parsed)
-
-
-@pytest.fixture
-def bare(monkeypatch):
-    """Have no framework installed."""
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in FRAMEWORKS else real(name))
 
 
 @pytest.mark.usefixtures("bare")

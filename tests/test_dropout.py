@@ -4,7 +4,7 @@ Where nearly everything is dropped at one site, what is left is the model withou
 computes without any dropout. And in a model whose every site can be read off its taps, the factor that each element was
 multiplied by is known: 0 or 1 / (1 - rate), so that masks can be counted and compared.
 
-Each ``check_`` takes a backend, or a copy of one with a mistake in it: ``test_mutants_training`` shows that they fail.
+Each ``check_`` takes a backend, or a copy of one with a mistake in it: ``test_mutants`` shows that they fail.
 """
 
 from __future__ import annotations

@@ -227,8 +227,6 @@ BAD_CONFIGS = {
     "infinite": {"layer_norm_epsilon": math.inf},
     "an integer beyond every float": {"layer_norm_epsilon": 10**400},
 }
-
-
 BAD_CHECKSUMS = {
     "version 1": ({"version": 1}, "format version must be 2: got 1"),
     "version 3": ({"version": 3}, "format version must be 2: got 3"),

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import ml_dtypes  # noqa: F401  registers bfloat16
 import pytest
-from hf_checkpoints import Form, saved
+from hf_checkpoints import folder as folder  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.formats.huggingface_search import read_search, write_search
 from transformer_parity.apps.checkpoints.importer import export_checkpoint, import_checkpoint, load
 from transformer_spec.search import Search
-
-
-@pytest.fixture(scope="module")
-def marian(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("marian") / "model"
-    saved(Form("marian"), folder)
-    return folder
-
-
-@pytest.fixture
-def folder(marian, tmp_path) -> Path:
-    """A copy of one model to change."""
-    (tmp_path / "model").mkdir()
-    for path in marian.iterdir():
-        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
-    return tmp_path / "model"
 
 
 @pytest.mark.parametrize(
@@ -52,8 +35,6 @@ def test_a_search_that_makes_no_sense_is_refused(folder, fields, message):
 
 
 CONFIG = ref.TransformerConfig.preset("marian", source_vocab_size=31, target_vocab_size=31)
-
-
 SETTINGS = {  # settings of generate, and what they are here; the rest is as for Hugging Face
     "OPUS-MT": (
         {
@@ -112,8 +93,6 @@ SMALL = {
     **{"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 16, "num_heads": 4, "d_ff": 8, "max_length": 20},
     **{"num_encoder_layers": 1, "num_decoder_layers": 1},
 }
-
-
 EXPORTED = {
     "no final norm": ({"name": "m2m_100", "final_norm": False}, "final_norm must be True: got False"),
     "pre-norm": ({"name": "marian", "norm_order": "pre"}, "norm_order must be 'post': got 'pre'"),

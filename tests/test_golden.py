@@ -19,9 +19,10 @@ from golden_vectors import (
     empty,
     findings_of,
     manifest_of,
-    rounded,
     set_field,
 )
+from golden_vectors import copy as copy  # a fixture
+from golden_vectors import truth as truth  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.cli.main import main
@@ -31,25 +32,6 @@ from transformer_parity.transformer.diagnose import diagnosis
 from transformer_parity.transformer.golden import produce, vectors
 from transformer_parity.transformer.golden.vectors import LeftOut
 from transformer_parity.transformer.stages.registry import STAGES
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory):
-    path = tmp_path_factory.mktemp("golden") / "truth"
-    assert main(["golden", "--out", str(path)]) == 0
-    return path
-
-
-@pytest.fixture(scope="module")
-def of_another_program(truth, tmp_path_factory):
-    """What another program writes."""
-    return rounded(shutil.copytree(truth, tmp_path_factory.mktemp("other") / "copy"))
-
-
-@pytest.fixture
-def copy(of_another_program, tmp_path):
-    """What another program writes, for one test to change."""
-    return shutil.copytree(of_another_program, tmp_path / "copy")
 
 
 def stage_of(case):

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden_vectors import PADDED, STEPS, compare, drop, findings_of, manifest_of, moved, rounded, set_field
+from golden_vectors import copy as copy  # a fixture
+from golden_vectors import truth as truth  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.cli.main import main
@@ -19,25 +21,6 @@ from transformer_parity.transformer.golden.vectors import LeftOut
 from transformer_parity.transformer.stages.registry import STAGES
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "golden.md"
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory):
-    path = tmp_path_factory.mktemp("golden") / "truth"
-    assert main(["golden", "--out", str(path)]) == 0
-    return path
-
-
-@pytest.fixture(scope="module")
-def of_another_program(truth, tmp_path_factory):
-    """What another program writes."""
-    return rounded(shutil.copytree(truth, tmp_path_factory.mktemp("other") / "copy"))
-
-
-@pytest.fixture
-def copy(of_another_program, tmp_path):
-    """What another program writes, for one test to change."""
-    return shutil.copytree(of_another_program, tmp_path / "copy")
 
 
 def test_what_is_written_is_what_the_reference_computes(truth):

@@ -18,6 +18,7 @@ import test_vocabularies
 import torch
 import vocabulary_files
 from hf_checkpoints import Form, saved
+from hf_checkpoints import folder as folder  # a fixture
 from imports import ROOT
 from third_party import relative_error
 from tiers import first_alone
@@ -33,17 +34,9 @@ from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 
 EXACT, AS_IT_COMES = 1e-12, 1e-7
-
-
 DIFFERS = 1e-7
-
-
 SEPARATE = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 37}
-
-
 FAMILIES = ("marian", *(name for name in huggingface_families.FAMILIES if name != "marian"))
-
-
 FORMS = [
     Form("marian"),
     Form("fsmt", {"src_vocab_size": 37}),
@@ -59,8 +52,6 @@ FORMS = [
     Form("pegasus", dtype=torch.float16, pickled=True),
     Form("fsmt", dtype=torch.bfloat16),
 ]
-
-
 CHILD = """
 import sys
 for name in ("torch", "transformers", "jax", "tensorflow", "keras"):
@@ -216,22 +207,6 @@ def test_a_folder_without_its_output_layer_and_without_a_bias(tmp_path):
     for name, array in whole.weights.items():
         assert same(array, bare.weights[name]) or name == "output_proj.bias"
     assert not bare.weights["output_proj.bias"].any()
-
-
-@pytest.fixture(scope="module")
-def marian(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("marian") / "model"
-    saved(Form("marian"), folder)
-    return folder
-
-
-@pytest.fixture
-def folder(marian, tmp_path) -> Path:
-    """A copy of one model to change."""
-    (tmp_path / "model").mkdir()
-    for path in marian.iterdir():
-        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
-    return tmp_path / "model"
 
 
 def test_the_licence_and_what_was_read_are_remembered(folder, tmp_path):

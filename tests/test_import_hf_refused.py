@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import vocabulary_files
 from hf_checkpoints import Form, saved
+from hf_checkpoints import folder as folder  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.formats import huggingface, torch_nn
@@ -31,8 +32,6 @@ def changed(folder: Path, drop=(), fields=None, **arrays) -> Path:
 
 
 OUTPUT, SHARED = "lm_head.weight", "model.shared.weight"
-
-
 SAYS_NO = f"tie_word_embeddings is false, and {OUTPUT}"
 
 
@@ -98,22 +97,6 @@ REFUSED = {
     "heads that do not divide": ({"encoder_attention_heads": 3}, "num_heads must divide d_model"),
     "several ends": ({"eos_token_id": [0, 1]}, "eos_token_id must be one id"),
 }
-
-
-@pytest.fixture(scope="module")
-def marian(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("marian") / "model"
-    saved(Form("marian"), folder)
-    return folder
-
-
-@pytest.fixture
-def folder(marian, tmp_path) -> Path:
-    """A copy of one model to change."""
-    (tmp_path / "model").mkdir()
-    for path in marian.iterdir():
-        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
-    return tmp_path / "model"
 
 
 @pytest.mark.parametrize("what", REFUSED)

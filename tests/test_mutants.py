@@ -6,11 +6,15 @@ And the other way round: a correct port, and one that computes the same in anoth
 from __future__ import annotations
 
 import math
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import test_dropout
+from conftest import Backend
+from misbehaviour import MISBEHAVIOUR
 
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding
 from transformer_parity.engine.tensors import relative_error
@@ -19,12 +23,13 @@ from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases import case as case_module
 from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.mistakes import precision, structure
-from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE, cases
+from transformer_parity.transformer.mistakes import optimizer, precision, structure, training
+from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE, TRAINING, cases
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.uncompiled import interpreted
 from transformer_parity.transformer.stages import gradients, steps
 from transformer_parity.transformer.stages.training import WHOLE, training_error
 
@@ -99,6 +104,50 @@ def test_equivalent_mathematics_raises_no_alarm(name, control):
     assert failing(run(name, control, where, *dtypes)) == []
 
 
+def run_training(name: str, mistake: Mistake) -> list[Finding]:
+    """Compare a port that has the mistake with the reference, and return what does not agree."""
+    snapshots = (1,) if mistake.at.startswith("step 1") else (1, 2)
+    case = replace(training.CASES.get(mistake.case, training.GRADIENTS), snapshots=snapshots)
+    port = planted(mistake, name)
+    with interpreted(name):
+        findings = list(compare([case], port, Placements(("float64",))))
+    assert len(findings) > 1
+    return [finding for finding in findings if finding.verdict != AGREES]
+
+
+@pytest.mark.parametrize(("name", "control"), in_every_port(optimizer.CONTROLS))
+@pytest.mark.extended("equivalent mathematics", "jax", "tf")
+def test_equivalent_training_raises_no_alarm(name, control):
+    assert run_training(name, control) == []
+
+
+RANDOM = ("check_seed", "check_slices", "check_callers_numbers")  # which each framework does in its own way
+
+
+def for_every_check() -> list:
+    """Return each misbehaviour in each port; in JAX and TensorFlow, all but the first of these checks are extended."""
+    parameters, seen = [], set()
+    for parameter in in_every_port(MISBEHAVIOUR):
+        name, mistake = parameter.values
+        shown = mistake.check[0] in RANDOM or name == "numpy"
+        if name != "torch" and ((name, mistake.check[0]) in seen or not shown):
+            parameter = pytest.param(
+                *parameter.values, id=parameter.id, marks=[*parameter.marks, pytest.mark.extended("mistakes")]
+            )
+        parameters.append(parameter)
+        seen.add((name, mistake.check[0]))
+    return parameters
+
+
+@pytest.mark.parametrize(("name", "mistake"), for_every_check())
+def test_misbehaviour_is_caught_by_its_check(name, mistake):
+    check, *arguments = mistake.check
+    backend = Backend(name, planted(Mistake(mistake.name, "", mistake.edits), name).import_package())
+    compiled = nullcontext() if check == "check_mixed_precision" else test_dropout.interpreted(backend)
+    with compiled, pytest.raises(AssertionError, match=re.escape(mistake.complaint)):
+        getattr(test_dropout, check)(backend, *arguments)
+
+
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
@@ -115,8 +164,8 @@ def test_correct_port_raises_no_alarm(name, seed, monkeypatch):
     assert {finding.path for finding in findings} == {"load", "taps", "fast"}
 
 
-def test_every_part_of_the_model_is_spoilt_in_every_port():
-    for part, mistakes in FORWARD.items():
+def test_every_part_of_the_model_and_of_training_is_spoilt_in_every_port():
+    for part, mistakes in (FORWARD | TRAINING).items():
         assert {name for mistake in mistakes for name in mistake.edits} >= {*ALL}, part
 
 

@@ -112,11 +112,7 @@ model = port.Transformer.from_weights(config, init_weights(config))
 logits = model(np.array([[3, 4, 5]]), np.array([[1, 6]]))
 print(tuple(logits.shape), "float32" in str(logits.dtype), sorted(importers & {package, "reference_numpy"}))
 """
-
-
 NEEDED_BY = {"jax": {"rich"}, "tf": {"rich"}}  # libraries that a framework itself imports
-
-
 FRAMEWORKS = {"numpy": [], "torch": ["torch"], "jax": ["jax", "flax", "optax"], "tf": ["tensorflow", "keras"]}
 
 

@@ -16,8 +16,6 @@ import reference_numpy as ref
 import transformer_torch
 
 pytestmark = pytest.mark.only("torch")
-
-
 TIES = {
     "as built": lambda model: model,
     "deepcopy": copy.deepcopy,
@@ -332,8 +330,6 @@ def test_values_of_functional_tensors_are_not_read(port):
 
 
 IDS = torch.tensor(SOURCE), torch.tensor(TARGET)
-
-
 SIZES = IDS, (IDS[0][:1, :3], IDS[1][:1, :2]), (IDS[1].repeat(3, 1), IDS[0].repeat(3, 1))
 
 

@@ -3,80 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from report_runs import (
     CASES,
     ENVIRONMENT,
     GUILTY,
     MACHINE,
-    NASTY,
     SETTING,
     SIMPLE,
     TAPS,
-    blame_of,
     ports_of,
     result_of,
     run_of,
 )
+from report_runs import result as result  # a fixture
 from result_schema import violations
 
-from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, SKIPPED, Finding
-from transformer_parity.engine.localization import INTRODUCED, Mark
+from transformer_parity.engine.findings import FAILED, IMPRECISE, SKIPPED
 from transformer_parity.engine.system.files import write_json
 from transformer_parity.transformer.cases.case import tiny
-from transformer_parity.transformer.diagnose.diagnosis import Diagnosis
-from transformer_parity.transformer.diagnose.investigate import FailureReport
-from transformer_parity.transformer.diagnose.weight_audit import Fate
-from transformer_parity.transformer.explore.recording import Recorded, Recording
-from transformer_parity.transformer.explore.view import view
 from transformer_parity.transformer.report.html import write_html
 from transformer_parity.transformer.report.result import CheckResult, build
-
-
-@pytest.fixture(scope="module")
-def result():
-    findings = [finding for dtype in ("float64", "float32") for finding in run_of("torch", dtype, guilty=GUILTY)]
-    findings += run_of("torch", "float64", "full/untied", guilty="logits")
-    findings += [finding for dtype in ("float64", "float32") for finding in run_of("jax", dtype)]
-    findings += run_of("jax", "float64", "full/untied")
-    infinite = replace(
-        SIMPLE, component="gradients", stage="gradients", case="gradients/padded", error=math.inf, verdict=DIVERGES
-    )
-    findings += [
-        Finding(
-            "jax", "float64", "weights", "gradients/padded", "load", "round trip", 0.0, 0.0, AGREES, "", "gradients"
-        ),
-        replace(infinite, tap="of target_embedding.table", detail=NASTY),
-        replace(infinite, backend="jax", error=1e-15, verdict=AGREES),
-        replace(
-            SIMPLE,
-            backend="jax",
-            component="decoding",
-            stage="decode",
-            case="decode/beam",
-            verdict=SKIPPED,
-            detail="no search",
-        ),
-    ]
-    weights = np.array([[[[0.25, 0.75], [1.0, 0.0]]]])
-    marks = [Mark(GUILTY, 0.25, 0.25, 1e-12, INTRODUCED)]
-    recording = Recording("float64", {GUILTY: weights}, [Recorded("torch", marks, {GUILTY: weights[..., ::-1]})], {})
-    shown = view(recording, "float64 full/padded", {"source": [["5", "6"]], "target": [["7"]]})
-    place = ("torch", "float64", "full/padded", "activations")
-    fates = [Fate("a.kernel", "transposed", NASTY), Fate("b", "used")]
-    diagnosis = Diagnosis("torch does not scale the scores", "exact", ("scores not scaled",))
-    reports = [
-        FailureReport(*place, blame_of({GUILTY}), diagnosis, shown),
-        FailureReport("torch", "float32", *place[2:], blame_of({GUILTY}, "float32"), None),
-    ]
-    ports = ports_of(findings, reports=reports, fates=fates)
-    return result_of(findings, ports=ports, cases=CASES, not_tested=["gpu (ask for it with --device gpu)"])
 
 
 # The dict, JSON and the schema

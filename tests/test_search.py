@@ -10,7 +10,6 @@ import pytest
 import third_party
 from conftest import random_weights, tiny_config
 from search_models import (
-    COMPILED,
     EITHER,
     REPEATED,
     SEARCHES,
@@ -19,25 +18,14 @@ from search_models import (
     lively,
     load,
     load_reference,
-    optimized_search,
-    quick_search,
     sources,
     tokens_of,
 )
+from search_models import _quick as _quick  # a fixture of every test
 
 import reference_numpy
 from reference_numpy import length_penalty
 from reference_numpy.functional import log_softmax
-
-
-@pytest.fixture(autouse=True)
-def _quick(request):
-    """Compile as users have it in few tests only: it takes longer than all else."""
-    fixture = next((name for name in ("backend", "port") if name in request.fixturenames), None)
-    backend = request.getfixturevalue(fixture).name if fixture else "numpy"
-    with optimized_search(backend) if request.node.originalname in COMPILED else quick_search(backend):
-        yield
-
 
 # --- The definition: all hypotheses there are, and the textbook's beam search. ---
 

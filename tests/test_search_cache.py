@@ -7,7 +7,6 @@ import pytest
 import tiers
 from conftest import random_weights, tiny_config
 from search_models import (
-    COMPILED,
     REPEATED,
     SEARCHES,
     TOLERANCE,
@@ -15,24 +14,13 @@ from search_models import (
     lively,
     load,
     load_reference,
-    optimized_search,
-    quick_search,
     sources,
 )
+from search_models import _quick as _quick  # a fixture of every test
 
 import reference_numpy
 from reference_numpy import Recorder
 from transformer_parity.transformer.cases.standard import preset_case
-
-
-@pytest.fixture(autouse=True)
-def _quick(request):
-    """Compile as users have it in few tests only: it takes longer than all else."""
-    fixture = next((name for name in ("backend", "port") if name in request.fixturenames), None)
-    backend = request.getfixturevalue(fixture).name if fixture else "numpy"
-    with optimized_search(backend) if request.node.originalname in COMPILED else quick_search(backend):
-        yield
-
 
 # --- The cache. ---
 
@@ -107,8 +95,6 @@ VARIANTS = {
     "no first self-attention": {"skip_first_self_attention": True, "embedding_norm": True},
     "a decoder of other sizes": {"decoder_num_heads": 2, "decoder_d_v": 5, "decoder_d_ff": 11},
 }
-
-
 FIRST, *OTHERS = VARIANTS
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from search_models import (
-    COMPILED,
     EITHER,
     REPEATED,
     TOLERANCE,
@@ -13,23 +12,12 @@ from search_models import (
     lively,
     load,
     load_reference,
-    optimized_search,
-    quick_search,
     sources,
     tokens_of,
 )
+from search_models import _quick as _quick  # a fixture of every test
 
 import reference_numpy
-
-
-@pytest.fixture(autouse=True)
-def _quick(request):
-    """Compile as users have it in few tests only: it takes longer than all else."""
-    fixture = next((name for name in ("backend", "port") if name in request.fixturenames), None)
-    backend = request.getfixturevalue(fixture).name if fixture else "numpy"
-    with optimized_search(backend) if request.node.originalname in COMPILED else quick_search(backend):
-        yield
-
 
 # --- What is asked for. ---
 
@@ -136,8 +124,6 @@ BAD = {
     ],
     "length_penalty_kind": [("wu", ValueError, "length_penalty_kind must be one of gnmt, power: got 'wu'")],
 }
-
-
 BAD_EVERYWHERE = {
     "max_length": [
         (0, ValueError, "max_length must be at least 1: got 0"),

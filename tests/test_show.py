@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import tiers
-from command_runs import FRAMEWORKS, parity, parsed
+from command_runs import _pipe as _pipe  # a fixture of every test
+from command_runs import bare as bare  # a fixture
+from command_runs import parity
 
 import reference_numpy as ref
 from transformer_parity.apps.figures import attention
-from transformer_parity.cli import show, source
+from transformer_parity.cli import show
 from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_parity.transformer.sentences.subwords import Subwords
 from transformer_parity.transformer.sentences.vocabulary import batch
-
-
-@pytest.fixture(autouse=True)
-def _pipe(monkeypatch):
-    """Print as into a pipe of 80 columns, whatever runs the tests."""
-    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(source, "SourcePackage", parsed)
-
-
-@pytest.fixture
-def bare(monkeypatch):
-    """Have no framework installed."""
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in FRAMEWORKS else real(name))
 
 
 def draw(picture, *arguments):

@@ -13,8 +13,6 @@ RNG = np.random.default_rng(0)
 STATES = RNG.normal(size=(4, 7, 24))
 HEADS = RNG.normal(size=(4, 3, 7, 8))
 BIAS = RNG.normal(size=24).astype(np.float32)
-
-
 ALLOWED = np.broadcast_to(np.tri(7, dtype=bool), (4, 3, 7, 7))
 
 

@@ -30,8 +30,6 @@ import panes  # noqa: E402
 import results  # noqa: E402
 
 SIZES = {"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 16, "d_ff": 16, "d_k": 2, "d_v": 2}
-
-
 CSS = (DOCS / "_static" / "site.css").read_text("utf-8")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_runs import FRAMEWORKS, parity, parsed
+from command_runs import _pipe as _pipe  # a fixture of every test
 from rich.text import Text
 
 from transformer_parity.cli import source
@@ -17,20 +18,7 @@ from transformer_parity.transformer.ports import source_code, source_marks
 from transformer_parity.transformer.ports.registry import PORTS
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
 PACKAGES = [port.package for port in PORTS.values()]
-
-
-@pytest.fixture(autouse=True)
-def _pipe(monkeypatch):
-    """Print as into a pipe of 80 columns, whatever runs the tests."""
-    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(source, "SourcePackage", parsed)
-
-
 POINTERS = re.compile(r"#[ ^]*\^[ ^]*\n")  # lines below those that differ
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiers
-from training_texts import SMALL, losses, make_small, resume, train
+from training_texts import SMALL, losses, resume, train
+from training_texts import few_dates as few_dates  # a fixture of every test
+from training_texts import finished as finished  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.apps.train import corpora, curves
@@ -24,11 +26,6 @@ from transformer_parity.apps.train.run import LONGER, TrainingRun, longest_trans
 from transformer_parity.cli.main import main
 from transformer_parity.engine.system.errors import UsageError
 from transformer_spec.files import open_file, write_file
-
-
-@pytest.fixture(autouse=True)
-def few_dates(monkeypatch):
-    make_small(monkeypatch)
 
 
 def test_any_field_of_the_model(tmp_path):
@@ -41,16 +38,6 @@ def test_any_field_of_the_model(tmp_path):
 
 def saved_weights(path):
     return ref.load_weights(path)[1]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run of twelve steps, to the end."""
-    folder = tmp_path_factory.mktemp("runs") / "finished"
-    with pytest.MonkeyPatch.context() as patch:
-        make_small(patch)
-        assert train(folder, "--backend", "numpy", "--steps", 12, "--set", "save_every=4", "keep=2", "average=2") == 0
-    return folder
 
 
 def test_a_run_leaves_what_it_promises(finished):

@@ -13,18 +13,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from training_texts import PAIRS, SMALL, losses, make_small, resume, spoilt, train
+from training_texts import PAIRS, SMALL, losses, resume, spoilt, train
+from training_texts import few_dates as few_dates  # a fixture of every test
+from training_texts import finished as finished  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.apps.train import curves
 from transformer_parity.apps.train.log import locked
 from transformer_parity.cli.main import main
 from transformer_parity.engine.system.errors import UsageError
-
-
-@pytest.fixture(autouse=True)
-def few_dates(monkeypatch):
-    make_small(monkeypatch)
 
 
 def exit_code(*arguments):
@@ -35,22 +32,8 @@ def exit_code(*arguments):
         return leaving.code
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run of twelve steps, to the end."""
-    folder = tmp_path_factory.mktemp("runs") / "finished"
-    with pytest.MonkeyPatch.context() as patch:
-        make_small(patch)
-        assert train(folder, "--backend", "numpy", "--steps", 12, "--set", "save_every=4", "keep=2", "average=2") == 0
-    return folder
-
-
 START, STEP = {"event": "start", "step": 0, "task": "dates"}, {"event": "step", "step": 1, "loss": {"numpy": 1.0}}
-
-
 VALIDATION = {"event": "validation", "step": 1, "backend": "numpy", "averaged": 0, "loss": 1.0, "score": 0.0}
-
-
 LOGS = {
     "empty": ([], "{log} must hold the start of a run and a step: got no start and no step"),
     "no start": ([STEP], "{log} must hold the start of a run and a step: got no start"),
@@ -228,8 +211,6 @@ def checkpoint(finished):
 
 
 TEXT = {"task": "text", "files": ["a", "b"], "held_out": None, "checksum": 0}
-
-
 SPOILT = {
     "no plan": (["plan"], None, "it lacks 'plan'"),
     "no corpus": (["corpus"], None, "it lacks 'corpus'"),

@@ -28,25 +28,13 @@ from training_runs import (
     everything,
     losses_of,
     mode_of,
-    quick_xla,
     take_steps,
     without_labels,
     zero_state,
 )
+from training_runs import _quick_compilation as _quick_compilation  # a fixture of every test
 
 import reference_numpy as ref
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation(backends):
-    with quick_xla(backends):
-        yield
-
-
-@pytest.fixture(scope="module")
-def trainers():
-    return at_the_start
-
 
 # --- Gradients ---
 
@@ -141,12 +129,12 @@ def transcribed_run(batches, settings):
         if rates == NO_DROPOUT and not settings.get("mixed_bfloat16")
     ],
 )
-def test_steps_are_what_is_written(backend, trainers, kind):
+def test_steps_are_what_is_written(backend, kind):
     """Weights, moments and reports, after the first step and after a few; the slices cannot be seen in any of them.
 
     One of the batches has no token, so that its step only lets the moments decay; one is clipped, and one is not.
     """
-    trainer = trainers(backend, kind)
+    trainer = at_the_start(backend, kind)
     tokens = [int((labels != PAD).sum()) for _, _, labels in BATCHES]
     for batches in (BATCHES[:1], BATCHES[1:]):
         results = take_steps(trainer, batches)
@@ -170,8 +158,8 @@ def test_steps_are_what_is_written(backend, trainers, kind):
         assert min(norms[0], norms[1], norms[3]) < trainer.settings.clip_norm < max(norms)
 
 
-def test_a_batch_of_padding_is_no_step_in_any_direction(backend, trainers):
-    trainer = trainers(backend, "four slices, clipped")
+def test_a_batch_of_padding_is_no_step_in_any_direction(backend):
+    trainer = at_the_start(backend, "four slices, clipped")
     result = trainer.train_step(*without_labels(BATCH))
     assert (float(result.loss), int(result.tokens), float(result.gradient_norm)) == (0.0, 0, 0.0)
     assert trainer.step == 1
@@ -180,9 +168,9 @@ def test_a_batch_of_padding_is_no_step_in_any_direction(backend, trainers):
 
 
 @pytest.mark.extended("training", "jax", "tf")
-def test_between_two_steps_the_model_is_in_inference_mode(backend, trainers):
+def test_between_two_steps_the_model_is_in_inference_mode(backend):
     """It holds the current weights, and computes what another model of these weights computes."""
-    trainer = trainers(backend, "dropout")
+    trainer = at_the_start(backend, "dropout")
     for _ in range(2):
         trainer.train_step(*BATCH)
         logits = [backend.to_numpy(trainer.model(*BATCH[:2])) for _ in range(2)]
@@ -192,9 +180,9 @@ def test_between_two_steps_the_model_is_in_inference_mode(backend, trainers):
 
 
 @pytest.mark.parametrize("kind", tiers.first_alone(["plain", "dropout"], "training", "jax", "tf"))
-def test_evaluation(backend, trainers, kind):
+def test_evaluation(backend, kind):
     """The plain likelihood: no dropout, no smoothing; between any two steps, and after another state was loaded."""
-    trainer = trainers(backend, kind)
+    trainer = at_the_start(backend, kind)
     config = trainer.model.config.replace(label_smoothing=0.0)
     tolerance = 1e-13 if kind == "plain" else 1e-5
     for prepare in (
@@ -242,8 +230,8 @@ def test_the_reference_learns_to_reverse(learning):
 
 
 @pytest.mark.extended("training", "jax", "tf")
-def test_every_port_learns_alike(port, learning, trainers):
+def test_every_port_learns_alike(port, learning):
     weights, losses, _ = learning
-    trainer = trainers(port, weights=weights)
+    trainer = at_the_start(port, weights=weights)
     found = losses_of(trainer, reversals(20))
     np.testing.assert_allclose(found, losses[:20], rtol=1e-10, atol=0)

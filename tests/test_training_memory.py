@@ -23,29 +23,18 @@ from training_runs import (
     everything,
     losses_of,
     model_of,
-    quick_xla,
     take_steps,
     zero_state,
 )
+from training_runs import _quick_compilation as _quick_compilation  # a fixture of every test
 
 import reference_numpy as ref
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation(backends):
-    with quick_xla(backends):
-        yield
-
-
-@pytest.fixture(scope="module")
-def trainers():
-    return at_the_start
-
-
 # --- Mixed precision ---
 @pytest.mark.extended("training", "jax")
-def test_mixed_precision(port, trainers):
-    trainer = trainers(port, "mixed")
+def test_mixed_precision(port):
+    trainer = at_the_start(port, "mixed")
     exact = ref.gradients(ref.Transformer.from_weights(CONFIG, WEIGHTS), *BATCH).loss
     losses = losses_of(trainer, [BATCH] * 30)
     assert 1e-5 < abs(losses[0] / exact - 1) < 0.03  # bfloat16 has eight bits: it is in use, and does no harm
@@ -67,11 +56,11 @@ def test_mixed_precision(port, trainers):
 
 # --- Activation checkpointing ---
 @pytest.mark.extended("training", "jax", "tf")
-def test_activation_checkpointing_changes_no_number(backend, trainers):
+def test_activation_checkpointing_changes_no_number(backend):
     """Losses, norms, weights and moments of three steps; so dropout falls both times on the same elements."""
     found = {}
     for kind in ("everything kept", "checkpointed"):
-        trainer = trainers(backend, kind)
+        trainer = at_the_start(backend, kind)
         results = take_steps(trainer, BATCHES[:3])
         found[kind] = everything(trainer)
         found[kind] |= {
@@ -86,7 +75,7 @@ def test_activation_checkpointing_changes_no_number(backend, trainers):
 
 
 @pytest.mark.only("torch")
-def test_torch_keeps_less(port, trainers):
+def test_torch_keeps_less(port):
     """A layer's input alone outlives its forward pass."""
     import torch
 
@@ -98,7 +87,7 @@ def test_torch_keeps_less(port, trainers):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            trainers(port, kind).train_step(*BATCH)
+            at_the_start(port, kind).train_step(*BATCH)
         return sum(sizes)
 
     assert kept_bytes("checkpointed") < 0.5 * kept_bytes("everything kept")
@@ -132,9 +121,9 @@ def test_jax_keeps_less(port):
 
 
 @pytest.mark.only("jax")
-def test_new_moments_in_jax_take_the_place_of_the_old(port, trainers):
+def test_new_moments_in_jax_take_the_place_of_the_old(port):
     """Each of the two its own: in the place of the other, XLA would have to copy one of them first."""
-    trainer = trainers(port)
+    trainer = at_the_start(port)
 
     def places():
         moments = trainer.optimizer.first_moment, trainer.optimizer.second_moment
@@ -147,11 +136,11 @@ def test_new_moments_in_jax_take_the_place_of_the_old(port, trainers):
 
 
 @pytest.mark.only("tf")
-def test_tf_computes_again(port, trainers):
+def test_tf_computes_again(port):
     """What is kept is decided where the graph runs; here, that there are more matrix products in it."""
 
     def products(kind):
-        trainer = trainers(port, kind)
+        trainer = at_the_start(port, kind)
         trainer.train_step(*BATCH)
         (step,) = trainer._traced.values()
         graph = step.get_concrete_function().graph.as_graph_def()
@@ -163,11 +152,11 @@ def test_tf_computes_again(port, trainers):
 
 # --- Compilation ---
 @pytest.mark.only("jax")
-def test_jax_compiles_a_step_once(port, trainers, caplog):
+def test_jax_compiles_a_step_once(port, caplog):
     """Another step, learning rate or seed, and weights and moments from elsewhere, meet what is compiled already."""
     import jax
 
-    trainer = trainers(port)
+    trainer = at_the_start(port)
     trainer.train_step(*BATCH)
     trainer.evaluate(*BATCH)
     with caplog.at_level(logging.DEBUG, "jax"), jax.log_compiles():
@@ -182,9 +171,9 @@ def test_jax_compiles_a_step_once(port, trainers, caplog):
 
 
 @pytest.mark.only("tf")
-def test_tf_traces_a_step_once(port, trainers, monkeypatch):
+def test_tf_traces_a_step_once(port, monkeypatch):
     """Likewise, and for batches of every shape."""
-    trainer, traced = trainers(port), []
+    trainer, traced = at_the_start(port), []
     trainer.train_step(*BATCH)
     trainer.evaluate(*BATCH)
     cross_entropy = port.package.training.cross_entropy
@@ -205,11 +194,11 @@ def test_tf_traces_a_step_once(port, trainers, monkeypatch):
 
 
 @pytest.mark.only("torch")
-def test_torch_compile(port, trainers, monkeypatch):
+def test_torch_compile(port, monkeypatch):
     """The same losses when a compiler traces the whole of forward and backward pass; which one is its user's choice."""
     import torch
 
-    expected = losses_of(trainers(port), HANDOVER[:3])
+    expected = losses_of(at_the_start(port), HANDOVER[:3])
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
     model = model_of(port, "float64")
     trainer = port.package.Trainer(model, ref.TrainingConfig(**SCHEDULE), compile=True)
@@ -224,12 +213,12 @@ def compiled_by_xla(port, kind):
 
 @pytest.mark.only("tf")
 @pytest.mark.parametrize("kind", ["plain", "four slices, clipped"])
-def test_xla(port, trainers, kind):
+def test_xla(port, kind):
     trainer = compiled_by_xla(port, kind)
-    assert_near(losses_of(trainer, BATCHES[:3]), losses_of(trainers(port, kind), BATCHES[:3]), 1e-12)
+    assert_near(losses_of(trainer, BATCHES[:3]), losses_of(at_the_start(port, kind), BATCHES[:3]), 1e-12)
     (step,) = trainer._traced.values()
     assert step.function_spec.jit_compile
-    found, expected = trainer.gradient(*BATCH), trainers(port, kind)
+    found, expected = trainer.gradient(*BATCH), at_the_start(port, kind)
     port.package.set_weights(expected.model, trainer.model.export_weights())
     expected = expected.gradient(*BATCH)
     assert_near(found.loss, expected.loss, 1e-12)

@@ -25,23 +25,12 @@ from training_runs import (
     make_batch,
     mode_of,
     model_of,
-    quick_xla,
     take_steps,
     zero_state,
 )
+from training_runs import _quick_compilation as _quick_compilation  # a fixture of every test
 
 import reference_numpy as ref
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation(backends):
-    with quick_xla(backends):
-        yield
-
-
-@pytest.fixture(scope="module")
-def trainers():
-    return at_the_start
 
 
 def altered(ids, row, column, value):
@@ -52,8 +41,8 @@ def altered(ids, row, column, value):
 
 
 # --- State ---
-def test_a_state_is_a_copy(backend, trainers):
-    trainer = build(backend) if backend.name in ("numpy", "torch") else trainers(backend)
+def test_a_state_is_a_copy(backend):
+    trainer = build(backend) if backend.name in ("numpy", "torch") else at_the_start(backend)
     state = trainer.export_state()
     assert (state.step, state.seed) == (0, 0)
     for moments in (state.first_moment, state.second_moment):
@@ -61,7 +50,7 @@ def test_a_state_is_a_copy(backend, trainers):
         for name, array in moments.items():
             assert array.shape == WEIGHTS[name].shape
             assert not array.any()
-    trainer = trainers(backend)
+    trainer = at_the_start(backend)
     trainer.train_step(*BATCH)
     exported = everything(trainer)
     kept = {name: array.copy() for name, array in exported.items()}
@@ -79,9 +68,9 @@ def test_a_state_is_a_copy(backend, trainers):
 
 
 @pytest.mark.extended("backends", "tf")
-def test_a_run_goes_on_bit_for_bit(backend, trainers, tmp_path):
+def test_a_run_goes_on_bit_for_bit(backend, tmp_path):
     """Cut anywhere, with dropout, through a file, in a model and a trainer that never saw the first part."""
-    trainer, batches = trainers(backend, "dropout"), [make_batch(seed) for seed in range(4)]
+    trainer, batches = at_the_start(backend, "dropout"), [make_batch(seed) for seed in range(4)]
     trainer.load_state(zero_state(seed=7))
     settings, config, losses, snapshots = trainer.settings, trainer.model.config, [], []
     for step, batch in enumerate(batches):
@@ -102,8 +91,8 @@ def test_a_run_goes_on_bit_for_bit(backend, trainers, tmp_path):
     assert (resumed.step, resumed.seed) == (4, 7)
 
 
-def test_dropout_depends_on_seed_and_step_only(backend, trainers):
-    trainer = trainers(backend, "dropout")
+def test_dropout_depends_on_seed_and_step_only(backend):
+    trainer = at_the_start(backend, "dropout")
 
     def first(seed, step):
         backend.package.set_weights(trainer.model, WEIGHTS)
@@ -121,11 +110,11 @@ def test_dropout_depends_on_seed_and_step_only(backend, trainers):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(backends, trainers, tmp_path_factory):
+def uninterrupted(backends, tmp_path_factory):
     """Each backend's losses over eight steps, and its checkpoint after four."""
     runs = {}
     for backend in backends:
-        trainer, path = trainers(backend), tmp_path_factory.mktemp(backend.name) / "run.safetensors"
+        trainer, path = at_the_start(backend), tmp_path_factory.mktemp(backend.name) / "run.safetensors"
         losses = losses_of(trainer, HANDOVER[:4])
         weights, state = trainer.model.export_weights(), trainer.export_state()
         ref.save_checkpoint(path, ref.Checkpoint(CONFIG, trainer.settings, weights, state, {}))
@@ -135,9 +124,9 @@ def uninterrupted(backends, trainers, tmp_path_factory):
 
 
 @pytest.mark.extended("training", "torch", "jax", "tf")  # each runs all four
-def test_a_run_goes_on_in_another_framework(backend, uninterrupted, trainers):
+def test_a_run_goes_on_in_another_framework(backend, uninterrupted):
     for other, (path, losses, final) in uninterrupted.items():
-        trainer, checkpoint = trainers(backend), ref.load_checkpoint(path)
+        trainer, checkpoint = at_the_start(backend), ref.load_checkpoint(path)
         backend.package.set_weights(trainer.model, checkpoint.weights)
         trainer.load_state(checkpoint.state)
         assert trainer.step == 4
@@ -199,9 +188,9 @@ BAD_BATCHES = {
 
 
 @pytest.mark.parametrize("case", BAD_BATCHES)
-def test_bad_batches(backend, trainers, case):
+def test_bad_batches(backend, case):
     batch, kind, message = BAD_BATCHES[case]
-    trainer = trainers(backend)
+    trainer = at_the_start(backend)
     trainer.train_step(*BATCH)
     before = everything(trainer)
     for function in (trainer.train_step, trainer.evaluate, partial(backend.package.gradients, trainer.model)):
@@ -210,8 +199,8 @@ def test_bad_batches(backend, trainers, case):
     assert_same_bits(everything(trainer), before)
 
 
-def test_a_batch_that_does_not_fall_into_slices(backend, trainers):
-    trainer = trainers(backend, "four slices, clipped")
+def test_a_batch_that_does_not_fall_into_slices(backend):
+    trainer = at_the_start(backend, "four slices, clipped")
     before = everything(trainer)
     batch = [array[:6] for array in BATCH]
     assert refusal(trainer.train_step, *batch) == (
@@ -223,8 +212,6 @@ def test_a_batch_that_does_not_fall_into_slices(backend, trainers):
 
 
 MIXED = ref.TrainingConfig(mixed_bfloat16=True)
-
-
 TOO_COARSE = "training needs float32 or float64 weights: got bfloat16; mixed_bfloat16 computes in bfloat16"
 
 
@@ -288,9 +275,9 @@ BAD_STATES = {  # what is changed: attributes of the state, or one first or seco
 
 
 @pytest.mark.parametrize("case", BAD_STATES)
-def test_bad_states(backend, trainers, case):
+def test_bad_states(backend, case):
     changes, kind, message = BAD_STATES[case]
-    trainer = trainers(backend)
+    trainer = at_the_start(backend)
     trainer.train_step(*BATCH)
     before, state = everything(trainer), zero_state(step=9, seed=9)
     for field, change in changes.items():
@@ -303,9 +290,9 @@ def test_bad_states(backend, trainers, case):
 
 
 @pytest.mark.parametrize("moment", ["first_moment", "second_moment"])
-def test_a_state_too_large_for_the_dtype(backend, trainers, moment):
+def test_a_state_too_large_for_the_dtype(backend, moment):
     """Found out only when it is rounded, by which time nothing may have changed either."""
-    trainer = trainers(backend, "dropout")
+    trainer = at_the_start(backend, "dropout")
     trainer.train_step(*BATCH)
     before, state = everything(trainer), zero_state(step=9, seed=9)
     getattr(state, moment)[NAME] = np.append(np.zeros(39), 1e300)

@@ -45,11 +45,7 @@ HARD = [
         "http://a.b/c?d=e-f",
     ),
 ]
-
-
 PAD_TOO = [*HARD, "<pad> a <pad>"]
-
-
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 
 

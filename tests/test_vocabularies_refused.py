@@ -106,8 +106,6 @@ def test_no_kind_is_built_from_nothing(kind):
 
 
 PANIC = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": {"type": "Precompiled"}}
-
-
 PANIC["normalizer"]["precompiled_charsmap"] = "!"  # no base64: `tokenizers` panics
 
 

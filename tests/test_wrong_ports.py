@@ -1,28 +1,52 @@
 """What is said of ports that were written without a look at the catalogue: the right name, a measured fact, or unknown.
 
-One plain model in NumPy, with a mistake at a time, shown with all taps, with few and with none.
+One plain model in NumPy, with a mistake at a time, shown with all taps, with few and with none; a port whose forward is
+right and whose greedy search is not; and one whose gradients are right and whose learning rate is not.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import tiers
+from tiers import first_alone
 
+import reference_numpy
 from transformer_parity.engine.findings import AGREES, SKIPPED
-from transformer_parity.transformer.cases.for_ports import model_cases, port_config
+from transformer_parity.transformer.cases.for_ports import model_cases, port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose import diagnosis as diagnosis_module
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.ports.protocol import Placements
+from transformer_parity.transformer.ports.templates.other_port import MyPort
 from transformer_parity.transformer.ports.user import PluginPort, Port
+from transformer_spec.training_config import TrainingConfig
 
 SETTING = Placements(("float64",))
 TAPS = {"all": ("**",), "few": ("*.output", "*.layers.*.output"), "none": ()}
+
+
+@pytest.fixture(autouse=True)
+def few_attempts(monkeypatch):
+    monkeypatch.setattr(diagnosis_module, "ATTEMPTS", 30)  # of several mistakes at once, where none fits
+
+
+def reports_of(kind, *stages, **fields):
+    """Compare a kind of port as `parity check` does; return what is said of each stage that fails."""
+    globals()["Wrong"] = type("Wrong", (kind,), {**fields, "__module__": __name__})
+    port, kept = PluginPort(f"{__name__}:Wrong"), {}
+    cases = port_cases(port_config(port), stages) if stages else model_cases(port_config(port))[:4]
+    findings = list(compare(cases, port, SETTING, kept=kept))
+    reports = list(Investigation(port, SETTING, port.reference).failures(findings, kept, cases))
+    assert ({finding.verdict for finding in findings} <= {AGREES, SKIPPED}) == (not reports)
+    return reports
+
+
+# --- Forward ---
 
 
 def softmax(x, axis=-1):
@@ -167,28 +191,15 @@ SAID = {
 }
 
 
-def diagnosed(mistake, taps):
-    """Compare as `parity check` does; return what is said, or None where everything agrees."""
-    kind = type("Wrong", (Plain,), {"mistake": mistake, "taps": taps, "__module__": __name__})
-    globals()["Wrong"] = kind
-    port = PluginPort(f"{__name__}:Wrong")
-    cases, kept = model_cases(port_config(port))[:4], {}
-    findings = list(compare(cases, port, SETTING, kept=kept))
-    if {finding.verdict for finding in findings} == {AGREES, SKIPPED} or mistake == "":
-        return None
-    (report,) = Investigation(port, SETTING, port.reference).failures(findings, kept, cases)
-    return report
-
-
-@pytest.mark.parametrize("shown", tiers.first_alone(["few", "all", "none"], "wrong ports"))
+@pytest.mark.parametrize("shown", first_alone(["few", "all", "none"], "wrong ports"))
 @pytest.mark.parametrize("mistake", SAID)
-def test_no_mistake_has_a_false_name(mistake, shown, monkeypatch):
-    monkeypatch.setattr(diagnosis_module, "ATTEMPTS", 30)  # of several mistakes at once, of which there is one
+def test_no_mistake_has_a_false_name(mistake, shown):
     said = SAID[mistake][list(TAPS).index(shown)]
-    report = diagnosed(mistake, TAPS[shown])
+    reports = reports_of(Plain, mistake=mistake, taps=TAPS[shown])
     if said is None:
-        assert report is None
+        assert reports == []
         return
+    (report,) = reports
     found = report.diagnosis
     assert re.search(said, found.sentence), found
     assert found.confidence == (UNKNOWN if not said else EXACT if "exactly" in found.sentence else LIKELY)
@@ -198,11 +209,157 @@ def test_no_mistake_has_a_false_name(mistake, shown, monkeypatch):
         assert all("are wrong, and no others" in words for words in found.signatures)
 
 
-def test_the_plain_port_is_right():
-    assert diagnosed("", ("**",)) is None
-
-
 def test_what_follows_a_tap_of_another_meaning_is_inherited():
-    introduced = diagnosed("norm before the sum", ("**",)).blame.introduced
+    (report,) = reports_of(Plain, mistake="norm before the sum", taps=("**",))
+    introduced = report.blame.introduced
     assert introduced
     assert all(name.endswith("_norm.output") for name in introduced)
+
+
+# --- Search ---
+
+
+class LatePosition:
+    """Positions as a cache counts them that numbers every token behind the first one too high."""
+
+    def __init__(self, position):
+        self.position = position
+
+    def __call__(self, x):
+        length = x.shape[1]
+        shifted = np.arange(length) + (np.arange(length) > 0)
+        return x + self.position.vectors(length + 1)[shifted].astype(x.dtype)
+
+
+class Greedy(Port):
+    """A port without beam search, and with some mistakes."""
+
+    dtypes = ("float64",)
+    left_out = dict.fromkeys(("decode/port_beam", "decode/many_beam", "decode/many_narrow_beam"), "greedy only")
+    mistakes = ()
+
+    def load(self, config, weights, dtype):
+        self.config = config
+        self.model, self.stepwise = (reference_numpy.Transformer.from_weights(config, weights, dtype) for _ in range(2))
+        if "late positions" in self.mistakes:
+            self.stepwise.target_position = LatePosition(self.stepwise.target_position)
+
+    def forward(self, source_ids, target_ids, tap):
+        logits = self.model(source_ids, target_ids)
+        return 1.25 * logits if "scaled logits" in self.mistakes else logits
+
+    def generate(self, source_ids, max_length, beam_size, length_penalty):
+        config, memory = self.config, self.model.encode(source_ids)
+        ids = np.full((len(source_ids), 1), config.bos_id)
+        ended = np.zeros(len(ids), bool)
+        while ids.shape[1] <= max_length - ("a token early" in self.mistakes) and not ended.all():
+            logits = self.stepwise.decode(ids, memory, source_ids)[:, -1]
+            if "padding" not in self.mistakes:
+                logits[:, config.pad_id] = -np.inf
+            token = np.where(ended, config.pad_id, logits.argmax(-1))
+            ended |= token == config.eos_id
+            ids = np.concatenate([ids, token[:, None]], 1)
+        return ids[:, 1:]
+
+
+def said_of_search(*mistakes, stages=("activations", "decode")):
+    return [report.diagnosis for report in reports_of(Greedy, *stages, mistakes=mistakes)]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "name"), [("padding", "padding may be generated"), ("a token early", "stops a token early")]
+)
+def test_the_rule_of_a_search_is_named_and_no_cache(mistake, name):
+    (found,) = said_of_search(mistake)
+    assert (found.confidence, found.hypotheses[0], found.signatures) == (EXACT, name, ())
+
+
+@pytest.mark.parametrize("other", first_alone(["late positions", "a token early"], "two mistakes"))
+def test_two_mistakes_are_never_exactly_one(other):
+    (found,) = said_of_search("padding", other)
+    assert found.confidence != EXACT or all(" and " in name for name in found.hypotheses), found
+    assert "exactly" not in found.sentence or " and " in found.sentence
+
+
+SEARCH = r"`forward` agrees with the reference on the tokens that it returns .* but the search does not follow it: "
+
+
+@pytest.mark.parametrize("mistakes", first_alone([("late positions",), ("padding", "late positions")], "two mistakes"))
+def test_a_search_that_does_not_follow_its_own_forward_is_told_so(mistakes):
+    (found,) = said_of_search(*mistakes)
+    assert found.confidence == LIKELY
+    said = " ".join((found.sentence, *found.signatures))
+    assert re.search(SEARCH + r"from token \d+ of sentence \d+ on", said), found
+    assert "look at the cache" in said
+
+
+def test_a_search_that_follows_a_wrong_forward_is_not_to_blame():
+    (found,) = said_of_search("scaled logits", "late positions", stages=("decode",))
+    said = " ".join((found.sentence, *found.signatures))
+    assert "`forward` itself differs from the reference" in said, found
+    assert "--stage activations" in said
+    assert "does not follow" not in said
+
+
+# --- Training ---
+
+
+class Cubic(TrainingConfig):
+    """A warm-up of its own."""
+
+    def learning_rate(self, step, d_model):
+        return 1e-4 * (step / 50) ** 3
+
+
+class Scheduled(MyPort):
+    """A small model with a schedule of its own: each hypothesis about it is trained."""
+
+    overrides = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+    dtypes = ("float64",)
+    schedule = ""
+
+    def start_training(self, settings):
+        if self.schedule == "warm-up":
+            settings = replace(settings, warmup_steps=4000)
+        elif self.schedule == "factor":
+            settings = replace(settings, learning_rate_factor=0.37 * settings.learning_rate_factor)
+        elif self.schedule == "cubic":
+            settings = Cubic(**vars(settings))
+        super().start_training(settings)
+
+
+def said_of_schedule(schedule):
+    return [report.diagnosis for report in reports_of(Scheduled, "steps", schedule=schedule)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [
+        ("factor", "a learning rate that is 0.37 times as large"),
+        pytest.param(
+            *("warm-up", "a learning rate that warms up over 4000 steps, in place of 8"),
+            marks=pytest.mark.extended("schedules"),
+        ),
+    ],
+)
+def test_a_wrong_schedule_is_named(schedule, name):
+    (found,) = said_of_schedule(schedule)
+    assert found.confidence == EXACT
+    assert name in found.hypotheses
+
+
+@pytest.mark.extended("schedules")
+def test_a_schedule_that_is_not_known_shows_in_how_far_the_weights_move(monkeypatch):
+    monkeypatch.setattr(diagnosis_module, "ATTEMPTS", 10)
+    (found,) = said_of_schedule("cubic")
+    said = " ".join((found.sentence, *found.signatures))
+    assert found.confidence == LIKELY
+    assert "step 1 moves every weight the right way and " in said, found
+    assert "look at the learning rate, which is settings.learning_rate(step, d_model)" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages"), [(Plain, ()), (Greedy, ("activations", "decode")), (Scheduled, ("steps",))]
+)
+def test_a_right_port_is_given_no_diagnosis(kind, stages):
+    assert reports_of(kind, *stages, taps=("**",)) == []

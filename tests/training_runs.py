@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
+import pytest
 from conftest import random_weights, tiny_config
 
 import reference_numpy as ref
 
 NO_DROPOUT = ref.DropoutRates(embedding=0.0, residual=0.0)
-
-
 RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.0)  # few sites: each has to be compiled
-
-
 ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1, "output_bias": True}
-
-
 CONFIG = tiny_config(**ONE_LAYER, dropout=NO_DROPOUT)
-
-
 WEIGHTS = random_weights(CONFIG, dtype="float64")
-
-
 PAD = CONFIG.pad_id
-
-
 SCHEDULE = {"warmup_steps": 40, "learning_rate_factor": 0.5}
-
-
 TRAINERS = {  # dtype, dropout and settings: each has to be compiled
     "plain": ("float64", NO_DROPOUT, {}),
     "four slices, clipped": (
@@ -65,8 +51,6 @@ def without_labels(batch):
 
 
 BATCH = make_batch()
-
-
 BATCHES = [make_batch(0), make_batch(1), without_labels(make_batch(2)), make_batch(3)]
 
 
@@ -91,8 +75,8 @@ def at_the_start(backend, kind="plain", weights=WEIGHTS):
     return trainer
 
 
-@contextmanager
-def quick_xla(backends) -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation(backends) -> Iterator[None]:
     """Let XLA optimise little: that is half the time of these files. ``parity check`` takes the other way."""
     if "jax" not in [backend.name for backend in backends]:
         yield
@@ -154,8 +138,6 @@ def mode_of(backend, model):
 
 
 HANDOVER = [make_batch(seed) for seed in range(8)]
-
-
 SOURCE, TARGET, RIGHT = BATCH
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import cache
+
+import pytest
 
 import reference_numpy as ref
 from transformer_parity.apps.train import batches, corpora
@@ -52,3 +55,22 @@ def spoilt(checkpoint, path, *entry, value=None, settings=None):
         place[last] = value
     changed = dataclasses.replace(checkpoint, progress=progress, settings=settings or checkpoint.settings)
     ref.save_checkpoint(path, changed)
+
+
+@pytest.fixture(autouse=True)
+def few_dates(monkeypatch):
+    make_small(monkeypatch)
+
+
+@cache
+def _finished(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch)
+        assert train(folder, "--backend", "numpy", "--steps", 12, "--set", "save_every=4", "keep=2", "average=2") == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A run of twelve steps, to the end, once for all files of tests."""
+    return _finished(tmp_path_factory.getbasetemp() / "finished_run")

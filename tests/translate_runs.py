@@ -11,11 +11,7 @@ from transformer_parity.transformer.sentences.subwords import Subwords
 from transformer_spec.search import Search
 
 LETTERS = "abcdefghi"
-
-
 LONG = "paper_learned"  # a preset with learned positions
-
-
 LIMIT = 12  # tokens of most translations here: not all of these models know when to stop
 
 
