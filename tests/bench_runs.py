@@ -8,23 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from conftest import parity
 from test_bench_verify import another_token
 
 from transformer_bench import rounds
 from transformer_bench.limit import Library
 from transformer_bench.participants import DecodePackage
-from transformer_parity.cli.main import main
 
 QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 
 
-def parity(capsys, *arguments, task="decode"):
-    """Run the command and return its exit code and what it printed."""
-    try:
-        code = main(["bench", task, *QUICK, "--rounds", "2", *map(str, arguments)])
-    except SystemExit as leaving:  # argparse's way out
-        code = leaving.code
-    return code, *capsys.readouterr()
+def bench(capsys, *arguments, task="decode"):
+    return parity(capsys, "bench", task, *QUICK, "--rounds", "2", *arguments)
 
 
 def read(path):

@@ -19,7 +19,7 @@ Fixtures for every test file:
 A test of one framework is marked ``@pytest.mark.only("jax")``; ``port`` is then that one.
 
 ``tiny_config`` and ``random_weights`` are functions; take them as fixtures or import them from here. Likewise
-``assert_same_bits``, ``refusal``, ``child_processes`` and ``still_running``, to be imported.
+``assert_same_bits``, ``refusal``, ``exit_code``, ``parity``, ``child_processes`` and ``still_running``, to be imported.
 """
 
 from __future__ import annotations
@@ -179,6 +179,21 @@ def refusal(function, *args, **kwargs):
     except Exception as error:  # whatever it is, its type and message are compared
         return type(error), str(error)
     return None, "accepted"
+
+
+def exit_code(*arguments) -> int:
+    """Run a command of `parity` and return its exit code."""
+    from transformer_parity.cli.main import main
+
+    try:
+        return main(list(map(str, arguments)))
+    except SystemExit as leaving:  # argparse's way out
+        return leaving.code
+
+
+def parity(capture, *arguments):
+    """Run a command of `parity`; return its exit code, its output and what it wrote to standard error."""
+    return exit_code(*arguments), *capture.readouterr()
 
 
 def child_processes() -> list:

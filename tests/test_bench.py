@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiers
-from bench_runs import QUICK, Wrong, parity, read
+from bench_runs import QUICK, Wrong, bench, read
 from bench_runs import no_pause as no_pause  # a fixture of every test
 from conftest import child_processes, still_running
 from test_bench_verify import SMALL
@@ -77,7 +77,7 @@ def test_all_are_warm_before_the_rounds_and_each_is_first_in_turn():
 def test_times_of_two_that_agree(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("transformer_bench.run.libraries", libraries)
     environment = dict(os.environ)
-    code, printed, progress = parity(
+    code, printed, progress = bench(
         *(capsys, "--backends", "numpy,torch", "--threads", min(2, processors())),
         *("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"),
     )
@@ -112,7 +112,7 @@ def test_times_of_two_that_agree(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.extended("peers")
 def test_peers_do_the_same_work(capsys, tmp_path):
-    code, printed, _ = parity(capsys, "--backends", "numpy", "--peers", "--json", tmp_path / "a.json")
+    code, printed, _ = bench(capsys, "--backends", "numpy", "--peers", "--json", tmp_path / "a.json")
     assert code == 0, printed
     agreeing = "numpy, marian, flax nnx, keras hub, keras hub XLA"
     assert f"Tokens and scores of every call of {agreeing} agree" in printed.replace("\n", " ")
@@ -127,7 +127,7 @@ def test_peers_do_the_same_work(capsys, tmp_path):
 
 @pytest.mark.extended("peers")
 def test_peers_search_with_the_same_beam(capsys):
-    code, printed, _ = parity(capsys, "--backends", "numpy", "--peers", "--beam", 3)
+    code, printed, _ = bench(capsys, "--backends", "numpy", "--peers", "--beam", 3)
     assert code == 0, printed
     assert "beam search with 3 hypotheses" in printed
     assert "Tokens and scores of every call of numpy, marian agree" in printed
@@ -172,7 +172,7 @@ class Raising(DecodePackage):
 def test_who_is_wrong_or_fails_gets_no_time(participant, code, reason, capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(OURS["decode"], "torch", participant)
     options = ["--backends", "numpy,torch", "--rounds", 3, "--json", tmp_path / "a.json"]
-    found, printed, _ = parity(capsys, *options)
+    found, printed, _ = bench(capsys, *options)
     assert found == code
     assert reason in printed
     assert "of numpy agree" in printed
@@ -225,7 +225,7 @@ def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("transformer_bench.run.run_rounds", interrupted)
-    code, printed, _ = parity(capsys, "--backends", "numpy")
+    code, printed, _ = bench(capsys, "--backends", "numpy")
     assert code == 3
     assert "FAILED    numpy: interrupted before it was timed" in printed
     assert "INTERRUPTED after 0 of 2 rounds." in printed
@@ -251,7 +251,7 @@ def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
 )
 def test_what_cannot_be_done_is_refused_at_once(options, message, capsys, monkeypatch):
     monkeypatch.setattr("transformer_bench.run.started", None)
-    code, printed, errors = parity(capsys, *options)
+    code, printed, errors = bench(capsys, *options)
     assert code == 3
     assert printed == ""
     assert message in errors
@@ -260,7 +260,7 @@ def test_what_cannot_be_done_is_refused_at_once(options, message, capsys, monkey
 def test_missing_peers_are_named(capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
-    code, _, errors = parity(capsys, "--backends", "numpy", "--peers")
+    code, _, errors = bench(capsys, "--backends", "numpy", "--peers")
     assert code == 3
     assert "--peers needs transformers, which is not installed: pip install transformers" in errors
 
@@ -284,7 +284,7 @@ GROWING_REFUSED = [
 @pytest.mark.parametrize(("task", "options", "message"), GROWING_REFUSED)
 def test_what_cannot_be_done_is_refused_for_each_task(task, options, message, capsys, monkeypatch):
     monkeypatch.setattr("transformer_bench.run.started", None)
-    code, printed, errors = parity(capsys, *options, task=task)
+    code, printed, errors = bench(capsys, *options, task=task)
     assert (code, printed) == (3, "")
     assert message in errors
 

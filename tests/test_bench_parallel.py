@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import child_processes, still_running
+from conftest import child_processes, parity, still_running
 
 from reference_numpy import Plan
 from transformer_bench import rounds, run
@@ -35,15 +35,6 @@ def no_pause(monkeypatch):
     monkeypatch.setattr(rounds, "PAUSE", 0.0)
     here = str(Path(__file__).parent)  # where processes find the participants of this file
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
-
-
-def parity(capsys, *arguments):
-    """Run the command and return its exit code and what it printed."""
-    try:
-        code = main(["bench", "train", *QUICK, *map(str, arguments)])
-    except SystemExit as leaving:  # argparse's way out
-        code = leaving.code
-    return code, *capsys.readouterr()
 
 
 # --- Participants of several processes ---
@@ -122,7 +113,7 @@ def test_the_process_that_ends_is_the_reason_and_all_end(how, monkeypatch):
 
 def test_numpy_simulates_a_plan(capsys, tmp_path):
     code, printed, errors = parity(
-        *(capsys, "--backends", "numpy", "--rounds", 1, "--parallel", "fsdp=2,tensor=2"),
+        *(capsys, "bench", "train", *QUICK, "--backends", "numpy", "--rounds", 1, "--parallel", "fsdp=2,tensor=2"),
         *("--json", tmp_path / "a.json"),
     )
     assert code == 0, printed + errors
@@ -157,7 +148,7 @@ def test_each_framework_trains_in_processes(name, capsys, tmp_path):
 def test_what_plans_cost_without_a_time(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(run, "started", None)
     options = ["--rounds", 0, "--config", "big", "--parallel", "data=8", "--json", tmp_path / "a.json"]
-    code, printed, errors = parity(capsys, *options)
+    code, printed, errors = parity(capsys, "bench", "train", *QUICK, *options)
     assert (code, errors) == (0, "")
     rows = [line.split() for line in printed.splitlines()]
     assert next(row for row in rows if row[:1] == ["data=8"])[1:4] == ["1,430", "-", "-"]
@@ -194,7 +185,7 @@ def test_the_page_has_what_the_command_prints(capsys):
 )
 def test_what_cannot_be_done_is_refused_at_once(options, message, capsys, monkeypatch):
     monkeypatch.setattr(run, "started", None)
-    code, printed, errors = parity(capsys, *options)
+    code, printed, errors = parity(capsys, "bench", "train", *QUICK, *options)
     assert (code, printed) == (3, "")
     assert message in errors
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 
 import pytest
-from bench_runs import Wrong, parity, read
+from bench_runs import Wrong, bench, read
 from bench_runs import no_pause as no_pause  # a fixture of every test
 from test_bench_verify import FORWARD, SMALL, TRAIN, no_steps
 
@@ -22,7 +22,7 @@ from transformer_bench.verify import verifier_of
 @pytest.mark.extended("timed steps")
 @pytest.mark.parametrize("task", ["forward", "train"])
 def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
-    code, printed, errors = parity(
+    code, printed, errors = bench(
         *(capsys, "--backends", "numpy,torch,jax,tf", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.svg"),
         task=task,
     )
@@ -66,7 +66,7 @@ class Lazy(TrainPackage):
 )
 def test_who_computes_something_else_gets_no_time(task, participant, reason, capsys, monkeypatch):
     monkeypatch.setitem(OURS[task], "torch", participant)
-    code, printed, _ = parity(capsys, "--backends", "numpy,torch", task=task)
+    code, printed, _ = bench(capsys, "--backends", "numpy,torch", task=task)
     assert code == 1
     assert reason in printed
     assert "of numpy agree" in printed
@@ -74,7 +74,7 @@ def test_who_computes_something_else_gets_no_time(task, participant, reason, cap
 
 @pytest.mark.extended("timed growth")
 def test_growth_is_measured_and_drawn(capsys, tmp_path):
-    code, printed, errors = parity(
+    code, printed, errors = bench(
         *(capsys, "--backends", "numpy,torch", "--scale", "source=8,32", "--batch", 2),
         *("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"),
         task="forward",
@@ -181,7 +181,7 @@ def test_a_picture_compares_with_nobody_who_is_wrong(capsys, tmp_path, monkeypat
     monkeypatch.setattr("transformer_bench.command.write", lambda figure, path: None)
     monkeypatch.setattr("transformer_bench.command.draw_times", lambda *found: seen.append(found))
     options = ["--backends", "numpy,torch", "--plot", tmp_path / "a.png"]
-    code, _, _ = parity(capsys, *options)
+    code, _, _ = bench(capsys, *options)
     assert code == 1
     ((_, _, timed, _),) = seen
     assert [entry.name for entry in timed] == ["numpy"]
@@ -198,6 +198,6 @@ def test_growth_is_drawn_where_memory_is_unknown(memory, tmp_path):
 
 @pytest.mark.only("torch")
 def test_a_step_in_bfloat16_has_weights_in_float32(capsys):
-    code, printed, errors = parity(capsys, "--backends", "torch", "--dtype", "bfloat16", task="train")
+    code, printed, errors = bench(capsys, "--backends", "torch", "--dtype", "bfloat16", task="train")
     assert code == 0, printed + errors
     assert "bfloat16" in printed

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import exit_code
 from search_models import lively
 from test_reports_page import open_page
 from tiers import first_alone
@@ -20,7 +21,6 @@ from translate_runs import save
 
 from transformer_parity.apps.text.dates import SHIPPED
 from transformer_parity.apps.translate.trained import read_trained
-from transformer_parity.cli.main import main
 from transformer_parity.engine.localization import FINE, INTRODUCED, Mark
 from transformer_parity.engine.style import PAGE
 from transformer_parity.engine.tensors import relative_error
@@ -399,10 +399,7 @@ def model(tmp_path):
 
 
 def explore(*arguments, out: Path) -> int:
-    try:
-        return main(["explore", *map(str, arguments), "--out", str(out)])
-    except SystemExit as leaving:
-        return leaving.code
+    return exit_code("explore", *arguments, "--out", out)
 
 
 def test_the_shipped_model_is_explored_without_a_file(tmp_path, capsys):

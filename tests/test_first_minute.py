@@ -10,13 +10,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import random_weights, tiny_config
+from conftest import parity, random_weights, tiny_config
 
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.imported import Imported, Origin
 from transformer_parity.apps.checkpoints.importer import save
 from transformer_parity.apps.text.dates import SHIPPED
-from transformer_parity.cli.main import COMMANDS, main, make_parser
+from transformer_parity.cli.main import COMMANDS, make_parser
 from transformer_parity.cli.options import NUMPY_ALONE
 from transformer_parity.engine.system import machine
 from transformer_parity.transformer.ports.registry import PORTS
@@ -35,15 +35,6 @@ def only(monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else real(name))
 
     return install
-
-
-def parity(capsys, *arguments):
-    """Run a command and return its exit code and what it printed."""
-    try:
-        code = main(list(map(str, arguments)))
-    except SystemExit as leaving:
-        code = leaving.code
-    return code, *capsys.readouterr()
 
 
 def commands(text):

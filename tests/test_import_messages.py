@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import parity
 from test_first_minute import only as only  # a fixture
-from test_first_minute import parity
 from test_import_torch import DEFAULT, SAID, Seq2Seq, annotated_file, randomized
 from vocabulary_files import train
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import test_dropout
 from conftest import Backend
-from misbehaviour import MISBEHAVIOUR
+from misbehaviour import MISBEHAVIOUR, Misbehaviour
 
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding
 from transformer_parity.engine.tensors import relative_error
@@ -42,14 +42,18 @@ def named(name: str) -> Mistake:
     return next(mistake for mistake in CATALOGUE + OTHERS if mistake.name == name)
 
 
-def in_every_port(mistakes: list[Mistake]) -> list:
+def in_every_port(mistakes: list[Mistake] | list[Misbehaviour]) -> list:
     """Return each mistake in each port that it can be planted in, as parameters of a test."""
     return [
-        pytest.param(name, mistake, id=f"{name}-{mistake.name}-{mistake.case}", marks=pytest.mark.only(name))
+        pytest.param(name, mistake, id="-".join([name, *_described(mistake)]), marks=pytest.mark.only(name))
         for name in ALL
         for mistake in mistakes
         if name in mistake.edits
     ]
+
+
+def _described(mistake: Mistake | Misbehaviour) -> list[str]:
+    return [mistake.name, mistake.case] if isinstance(mistake, Mistake) else [mistake.name]
 
 
 def in_one_port(mistakes: list[Mistake]) -> list:

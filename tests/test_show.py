@@ -11,7 +11,7 @@ import pytest
 import tiers
 from command_runs import _pipe as _pipe  # a fixture of every test
 from command_runs import bare as bare  # a fixture
-from command_runs import parity
+from conftest import parity
 
 import reference_numpy as ref
 from transformer_parity.apps.figures import attention

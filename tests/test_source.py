@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_runs import FRAMEWORKS, parity, parsed
+from command_runs import FRAMEWORKS, parsed
 from command_runs import _pipe as _pipe  # a fixture of every test
+from conftest import parity
 from rich.text import Text
 
 from transformer_parity.cli import source

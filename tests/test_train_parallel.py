@@ -206,19 +206,10 @@ REFUSED = {
 }
 
 
-def refused(folder, *options):
-    """Return the exit code of a run, also of one whose options cannot be read."""
-    try:
-        return train(folder, "--backend", "numpy", "--steps", 1, *options)
-    except SystemExit as error:
-        return error.code
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_followed_is_refused(case, tmp_path, capfd):
     options, message = REFUSED[case]
-    code = refused(tmp_path / "run", *options)
-    assert code == 3
+    assert train(tmp_path / "run", "--backend", "numpy", "--steps", 1, *options) == 3
     assert message in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
 

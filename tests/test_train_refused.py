@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import exit_code
 from training_texts import PAIRS, SMALL, losses, resume, spoilt, train
 from training_texts import few_dates as few_dates  # a fixture of every test
 from training_texts import finished as finished  # a fixture
@@ -20,17 +21,7 @@ from training_texts import finished as finished  # a fixture
 import reference_numpy as ref
 from transformer_parity.apps.train import curves
 from transformer_parity.apps.train.log import locked
-from transformer_parity.cli.main import main
 from transformer_parity.engine.system.errors import UsageError
-
-
-def exit_code(*arguments):
-    """Return the exit code of a command, wherever it is decided."""
-    try:
-        return main([*arguments])
-    except SystemExit as leaving:  # argparse's way out
-        return leaving.code
-
 
 START, STEP = {"event": "start", "step": 0, "task": "dates"}, {"event": "step", "step": 1, "loss": {"numpy": 1.0}}
 VALIDATION = {"event": "validation", "step": 1, "backend": "numpy", "averaged": 0, "loss": 1.0, "score": 0.0}

@@ -12,8 +12,9 @@ import sys
 import threading
 
 import pytest
+from conftest import parity
 from search_models import lively
-from translate_runs import LIMIT, LONG, all_hypotheses, one_by_one, parity, random_lines, save
+from translate_runs import LIMIT, LONG, all_hypotheses, one_by_one, random_lines, save, translated
 
 import reference_numpy as ref
 from transformer_parity.apps.translate import translator
@@ -55,7 +56,7 @@ def test_every_line_is_answered_in_order(model, capfd):
         lines[number] = " " * (number % 3)
     expected = one_by_one(model, lines)
     assert len(set(expected)) > 20
-    assert parity(capfd, model, lines, "--backend", "numpy") == (0, expected, "")
+    assert translated(capfd, model, lines, "--backend", "numpy") == (0, expected, "")
 
 
 @pytest.mark.extended("translations", "tf")
@@ -63,7 +64,7 @@ def test_every_backend_says_the_same(model, capfd, backend):
     lines = random_lines(20, seed=1)
     for options, asked in (({}, ()), ({"beam_size": 4}, ("--beam", 4))):
         expected = one_by_one(model, lines, **options)
-        assert parity(capfd, model, lines, "--backend", backend.name, *asked) == (0, expected, "")
+        assert translated(capfd, model, lines, "--backend", backend.name, *asked) == (0, expected, "")
 
 
 @pytest.mark.usefixtures("_small_batches")
@@ -121,19 +122,19 @@ def test_a_translation_is_one_line(tmp_path, capfd):
     config, weights = lively()
     vocabulary = Subwords.train(["abcdefgh\x85"], kind="char")
     ref.save_weights(tmp_path / "model", config, weights, vocabulary=vocabulary.model)
-    _, said, _ = parity(capfd, tmp_path / "model", ["ab", "cd"], "--backend", "numpy", "--json")
+    _, said, _ = translated(capfd, tmp_path / "model", ["ab", "cd"], "--backend", "numpy", "--json")
     assert any("\x85" in json.loads(line)["hypotheses"][0]["pieces"] for line in said[:-1])
-    _, said, _ = parity(capfd, tmp_path / "model", ["ab", "cd"], "--backend", "numpy")
+    _, said, _ = translated(capfd, tmp_path / "model", ["ab", "cd"], "--backend", "numpy")
     assert [line.splitlines() for line in said] == [[line] for line in said]
 
 
 @pytest.mark.usefixtures("_small_batches")
 def test_scores_and_hypotheses(model, capfd):
     lines = [*random_lines(9, seed=2), ""]
-    plain = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3)[1]
-    scored = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 1)[1]
+    plain = translated(capfd, model, lines, "--backend", "numpy", "--beam", 3)[1]
+    scored = translated(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 1)[1]
     assert [line.split("\t")[2] for line in scored] == plain
-    many = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 2)[1]
+    many = translated(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 2)[1]
     assert len(many) == 2 * len(lines)
     assert [line.split("\t")[0] for line in many] == [str(n) for n in range(1, 11) for _ in range(2)]
     assert many[::2] == scored
@@ -147,8 +148,8 @@ def test_scores_and_hypotheses(model, capfd):
 
 def test_json_has_it_all(model, capfd):
     lines = [*random_lines(5, seed=3), "", " Ä\t? "]
-    code, found, _ = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 3, "--json")
-    plain = parity(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 1)[1]
+    code, found, _ = translated(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 3, "--json")
+    plain = translated(capfd, model, lines, "--backend", "numpy", "--beam", 3, "--nbest", 1)[1]
     *found, last = [json.loads(line) for line in found]
     assert (code, last["exit_code"], last["result"]["lines"]) == (0, 0, len(lines))
     assert [(answer["line"], answer["source"]) for answer in found] == list(enumerate(lines, 1))
@@ -173,7 +174,7 @@ def short(tmp_path_factory):
 @pytest.mark.usefixtures("_small_batches")
 def test_a_line_that_is_too_long_is_left_empty_and_named(short, capfd):
     lines = ["abcde", "abcdef", "a", "abcdefghi", "", "bc"]  # with the end symbol, six and seven tokens
-    code, found, said = parity(capfd, short, lines, "--backend", "numpy")
+    code, found, said = translated(capfd, short, lines, "--backend", "numpy")
     assert code == 3
     first, third, last = one_by_one(short, [lines[0], lines[2], lines[5]])
     assert found == [first, "", third, "", "", last]
@@ -181,15 +182,15 @@ def test_a_line_that_is_too_long_is_left_empty_and_named(short, capfd):
         f"parity translate: line {number} is left empty: it is {length} tokens long, and may have at most 6"
         for number, length in ((2, 7), (4, 10))
     ]
-    assert parity(capfd, short, lines[:1], "--backend", "numpy") == (0, [first], "")
+    assert translated(capfd, short, lines[:1], "--backend", "numpy") == (0, [first], "")
 
 
 def test_a_line_of_a_million_characters_is_left_empty_at_once(model, capfd):
     """Though this model has positions without an end."""
-    code, found, said = parity(capfd, model, ["abc", 1_000_000 * "a", "de"], "--backend", "numpy")
+    code, found, said = translated(capfd, model, ["abc", 1_000_000 * "a", "de"], "--backend", "numpy")
     assert (code, found) == (3, [*one_by_one(model, ["abc"]), "", *one_by_one(model, ["de"])])
     assert said == "parity translate: line 2 is left empty: it is 1,000,001 tokens long, and may have at most 4,096\n"
-    code, found, said = parity(capfd, model, ["abc"], "--backend", "numpy", "--search", f"max_length={10**9}")
+    code, found, said = translated(capfd, model, ["abc"], "--backend", "numpy", "--search", f"max_length={10**9}")
     assert (code, found) == (3, [])
     assert said.endswith("max_length must be at most 4,096 with this model: got 1,000,000,000\n")
 
@@ -345,14 +346,10 @@ def test_what_cannot_work_is_refused_in_a_line(why, model, short, tmp_path, capf
     given = ["--weights", str(model)] * ("--weights" not in arguments)
     given += ["--backend", "numpy"] * (not {"--backend", "--compare"} & {*arguments})
     text = ["text"] * (not arguments[-1].startswith(str(tmp_path)) or "--weights" in arguments)
-    try:
-        code = main(["translate", *given, *arguments, *text])
-    except SystemExit as leaving:  # argparse's way out
-        code = leaving.code
-    captured = capfd.readouterr()
-    assert (code, captured.out) == (3, "")
-    assert message in captured.err.splitlines()[-1]
-    assert captured.err.startswith(("parity translate: error: ", "usage: "))
+    code, out, err = parity(capfd, "translate", *given, *arguments, *text)
+    assert (code, out) == (3, "")
+    assert message in err.splitlines()[-1]
+    assert err.startswith(("parity translate: error: ", "usage: "))
 
 
 @pytest.mark.usefixtures("_small_batches")

@@ -11,7 +11,7 @@ import pytest
 import tiers
 from search_models import lively
 from test_decoding import twins
-from translate_runs import LONG, one_by_one, parity, random_lines, save
+from translate_runs import LONG, one_by_one, random_lines, save, translated
 
 from transformer_parity.apps.translate.agreement import TranslationComparison
 from transformer_parity.apps.translate.lines import Line, TranslatedLine
@@ -41,7 +41,7 @@ BOTH = pytest.mark.parametrize("asked", tiers.first_alone([[], ["--beam", 3]], "
 def test_backends_agree(asked, model, capfd, backends):
     names = ",".join(backend.name for backend in backends)
     lines = [*random_lines(19, seed=5), ""]
-    code, report, said = parity(capfd, model, lines, "--compare", "--backends", names, *asked)
+    code, report, said = translated(capfd, model, lines, "--compare", "--backends", names, *asked)
     assert (code, said) == (0, "")
     (verdict,) = report
     counted = "in float64, 19 lines: 19 same, 0 near-ties, 0 divergences; "
@@ -61,7 +61,7 @@ def test_a_backend_that_diverges_is_told(asked, mistake, model, capfd, monkeypat
     options = ("--compare", "--backends", f"numpy,{port.name}", *asked)
     beam = {"beam_size": 3} if asked else {}
     expected, mistaken = one_by_one(model, lines, **beam), one_by_one(model, lines, **{**beam, **mistake})
-    code, report, _ = parity(capfd, model, lines, *options)
+    code, report, _ = translated(capfd, model, lines, *options)
     assert code == 1
     differ = [number for number, line in enumerate(lines, 1) if expected[number - 1] != mistaken[number - 1]]
     assert len(differ) > 2
@@ -71,7 +71,7 @@ def test_a_backend_that_diverges_is_told(asked, mistake, model, capfd, monkeypat
         assert report[at + 1 : at + 4] == [f"  {who:6}  {text}" for who, text in texts.items()]
         assert report[at + 4].startswith(f"  {port.name} in sentence {number}")
     assert report[-1].startswith(f"DIVERGE  numpy, {port.name} in float64, 12 lines: ")
-    code, report, _ = parity(capfd, model, lines, *options, "--json")
+    code, report, _ = translated(capfd, model, lines, *options, "--json")
     assert code == 1
     *found, verdict = map(json.loads, report)
     assert (verdict["verdict"], verdict["result"]["divergence"]) == ("DIVERGE", len(found))
@@ -97,7 +97,7 @@ def test_a_near_tie_is_no_divergence(tmp_path, capfd, monkeypatch, port):
 
         monkeypatch.setattr(PORTS[port.name].loaded, "search", other)
         options = ("--compare", "--backends", f"numpy,{port.name}", "--dtype", dtype)
-        return parity(capfd, model, random_lines(9, seed=7), *options)
+        return translated(capfd, model, random_lines(9, seed=7), *options)
 
     code, report, _ = compare("float32", instead=7)
     assert code == 0, report
@@ -125,10 +125,10 @@ def test_what_near_ties_do_not_explain_is_a_divergence():
 @pytest.mark.extended("translations", "jax", "tf")
 def test_what_was_not_compared_is_no_agreement(model, short, capfd, port):
     options = ("--compare", "--backends", f"numpy,{port.name}")
-    code, report, _ = parity(capfd, model, ["", " "], *options)
+    code, report, _ = translated(capfd, model, ["", " "], *options)
     assert code == 3
     assert report[0].startswith("INCOMPLETE")
-    code, report, said = parity(capfd, short, ["a", "abcdefg"], *options)
+    code, report, said = translated(capfd, short, ["a", "abcdefg"], *options)
     assert code == 3
     assert report[0].startswith(f"INCOMPLETE  numpy, {port.name} in float64, 1 line: 1 same, ")
     assert ", 1 too long; " in report[0]

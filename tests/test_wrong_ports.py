@@ -59,6 +59,7 @@ class Plain(Port):
 
     dtypes = ("float64",)
     overrides = {"attention_bias": True}
+    taps = ("**",)
     mistake = ""
 
     def load(self, config, weights, dtype):
@@ -210,7 +211,7 @@ def test_no_mistake_has_a_false_name(mistake, shown):
 
 
 def test_what_follows_a_tap_of_another_meaning_is_inherited():
-    (report,) = reports_of(Plain, mistake="norm before the sum", taps=("**",))
+    (report,) = reports_of(Plain, mistake="norm before the sum")
     introduced = report.blame.introduced
     assert introduced
     assert all(name.endswith("_norm.output") for name in introduced)
@@ -362,4 +363,4 @@ def test_a_schedule_that_is_not_known_shows_in_how_far_the_weights_move(monkeypa
     ("kind", "stages"), [(Plain, ()), (Greedy, ("activations", "decode")), (Scheduled, ("steps",))]
 )
 def test_a_right_port_is_given_no_diagnosis(kind, stages):
-    assert reports_of(kind, *stages, taps=("**",)) == []
+    assert reports_of(kind, *stages) == []

@@ -7,11 +7,11 @@ import json
 from functools import cache
 
 import pytest
+from conftest import exit_code
 
 import reference_numpy as ref
 from transformer_parity.apps.train import batches, corpora
 from transformer_parity.apps.train.log import read_log
-from transformer_parity.cli.main import main
 
 SMALL = ["--set", "d_model=16", "num_heads=2", "d_ff=24", "num_encoder_layers=1", "num_decoder_layers=1"]
 
@@ -30,11 +30,11 @@ def make_small(monkeypatch):
 
 
 def train(folder, *options, task=("--task", "dates"), small=SMALL):
-    return main(["train", *task, "--out", str(folder), *small, *map(str, options)])
+    return exit_code("train", *task, "--out", folder, *small, *options)
 
 
 def resume(path, *options):
-    return main(["train", "--resume", str(path), *map(str, options)])
+    return exit_code("train", "--resume", path, *options)
 
 
 def losses(folder):

@@ -27,7 +27,7 @@ def random_lines(count, seed=0, longest=9):
     return ["".join(rng.choice(list(LETTERS), rng.integers(1, longest + 1))) for _ in range(count)]
 
 
-def parity(capfd, model, lines, *options, file=None):
+def translated(capfd, model, lines, *options, file=None):
     """Translate lines, and return the exit code, what was written and what was said."""
     path = file or model.with_name("lines")
     path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
