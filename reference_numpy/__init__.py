@@ -1,7 +1,10 @@
 """The Transformer of "Attention Is All You Need", defined once in NumPy.
 
-Post-norm, as in the paper, unless the config says otherwise. Read the modules in the paper's order: masks,
-attention, feed_forward, embedding, encoder, decoder, transformer, then backward, training and search.
+Post-norm, as in the paper, unless the config says otherwise. Read ``functional`` first, then the modules in the paper's
+order: masks, attention, layers, feed_forward, embedding, encoder, decoder, part and transformer. After the model come
+backward, optimizer and training, and search with its search_loop. The learning rate of equation (3) is in
+``transformer_spec.training_config``. ``fast`` has faster versions of some functions and layers, which models use unless
+they are built with ``fast=False``.
 """
 
 import transformer_spec

@@ -158,7 +158,7 @@ class MultiHeadAttention:
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)
         self.dropout = Dropout(config.dropout.attention)
-        self.attend = scaled_dot_product_attention
+        self.attend = scaled_dot_product_attention  # fast.accelerate replaces it
 
     def __call__(
         self,

@@ -10,7 +10,7 @@ from functools import partial
 
 from transformer_parity.transformer.mistakes.distributed import BIAS, FIRST_NORM, MASKS, OTHER, planted, run
 from transformer_parity.transformer.mistakes.mistake import Edit, table
-from transformer_parity.transformer.stages.training import LOSS
+from transformer_parity.transformer.stages.training_stage import LOSS
 
 in_torch, in_jax, in_tf = (partial(planted, port=port) for port in ("torch", "jax", "tf"))
 

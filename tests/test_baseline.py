@@ -10,7 +10,7 @@ from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.stages.gradients import GradientStage
-from transformer_parity.transformer.stages.training import training_error
+from transformer_parity.transformer.stages.training_stage import training_error
 
 CASES = {case.name: case for case in standard_cases() if case.stage == "gradients" and "float32" in case.dtypes}
 

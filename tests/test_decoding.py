@@ -13,10 +13,10 @@ from search_models import lively, load_reference, sources
 
 import reference_numpy as ref
 from reference_numpy import SearchResult, search, search_loop
+from transformer_parity.transformer.decoding.near_ties import explain, follow, summary
+from transformer_parity.transformer.decoding.prefixes import PrefixScorer, score
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.ports.protocol import Decoded
-from transformer_parity.transformer.stages.near_ties import explain, follow, summary
-from transformer_parity.transformer.stages.prefixes import PrefixScorer, score
 from transformer_spec.search import Search
 
 GREEDY = Search(max_length=11)

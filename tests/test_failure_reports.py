@@ -20,14 +20,14 @@ from transformer_parity.engine.report.tables import print_problems
 from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import model_cases
+from transformer_parity.transformer.compare.runner import tensors
+from transformer_parity.transformer.decoding.near_ties import Doubt
 from transformer_parity.transformer.diagnose import reproduce
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.ports import templates
 from transformer_parity.transformer.ports.templates.other_port import MyPort
 from transformer_parity.transformer.report.diagnoses import print_failure_report, print_undiagnosed
-from transformer_parity.transformer.stages.near_ties import Doubt
-from transformer_parity.transformer.stages.run import tensors
 
 
 def printed(report, **options):

@@ -27,7 +27,7 @@ import reference_numpy as ref
 from transformer_parity.apps.checkpoints import proof
 from transformer_parity.apps.checkpoints.formats import huggingface_families
 from transformer_parity.apps.checkpoints.importer import export_checkpoint, import_checkpoint, load, save
-from transformer_parity.apps.checkpoints.table import same
+from transformer_parity.apps.checkpoints.name_mapping import same
 from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.cli.main import main
 from transformer_parity.transformer.ports.protocol import Placement

@@ -16,8 +16,8 @@ from hf_checkpoints import folder as folder  # a fixture
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.formats import huggingface, torch_nn
 from transformer_parity.apps.checkpoints.importer import differences, import_checkpoint
+from transformer_parity.apps.checkpoints.name_mapping import same
 from transformer_parity.apps.checkpoints.options import ReadOptions
-from transformer_parity.apps.checkpoints.table import same
 from transformer_parity.apps.containers import tensors
 
 

@@ -20,6 +20,7 @@ from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import model_cases, port_config
 from transformer_parity.transformer.cases.standard import gradient_case, standard_cases
 from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose import hypotheses as hypotheses_module
 from transformer_parity.transformer.diagnose import reproduce
 from transformer_parity.transformer.diagnose.blame import Subject, blame, blame_files, distance
@@ -34,8 +35,7 @@ from transformer_parity.transformer.ports.protocol import Placement, Placements,
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port
 from transformer_parity.transformer.selftest.planted_ports import planted
-from transformer_parity.transformer.stages.run import tensors
-from transformer_parity.transformer.stages.training import WHOLE, training_error
+from transformer_parity.transformer.stages.training_stage import WHOLE, training_error
 
 CASE = next(case for case in standard_cases() if case.name == "full/padded")
 GRADIENTS = gradient_case("paper_base")

@@ -31,7 +31,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
 from transformer_parity.transformer.selftest.uncompiled import interpreted
 from transformer_parity.transformer.stages import gradients, steps
-from transformer_parity.transformer.stages.training import WHOLE, training_error
+from transformer_parity.transformer.stages.training_stage import WHOLE, training_error
 
 CASES_BY_NAME = cases()
 CATALOGUE = [mistake for part in FORWARD.values() for mistake in part]

@@ -8,13 +8,13 @@ from transformer_parity.transformer.cases import for_ports
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
 from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.stages.run import tensors
 
 CLIPPED = "clipping", "accumulation"
 

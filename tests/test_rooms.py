@@ -15,7 +15,7 @@ BESIDE = ""  # the files beside the sub-packages of a room
 ROOMS = {
     "engine": ("system", "processes", BESIDE, "report"),
     "transformer": (
-        *("sentences", "ports", "cases", "stages", "compare", "mistakes", "diagnose"),
+        *("sentences", "ports", "cases", "decoding", "stages", "compare", "mistakes", "diagnose"),
         *("golden", "explore", "check", "distributed", "selftest", "report"),
     ),
     "apps": ("containers", "text", "checkpoints", "translate", "figures", "train"),

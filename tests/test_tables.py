@@ -9,7 +9,7 @@ from conftest import random_weights, tiny_config
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.formats.huggingface import TABLE, table_of
 from transformer_parity.apps.checkpoints.imported import Origin
-from transformer_parity.apps.checkpoints.table import AS_IS, ROW, TRANSPOSED, Row, give, same, spelled_out, take
+from transformer_parity.apps.checkpoints.name_mapping import AS_IS, ROW, TRANSPOSED, Row, give, same, spelled_out, take
 
 SHARED = Row("{side}_position.table", "positions")  # one table there, two here
 

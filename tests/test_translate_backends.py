@@ -15,8 +15,8 @@ from translate_runs import LONG, one_by_one, random_lines, save, translated
 
 from transformer_parity.apps.translate.agreement import TranslationComparison
 from transformer_parity.apps.translate.lines import Line, TranslatedLine
+from transformer_parity.transformer.decoding.near_ties import Doubt
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.stages.near_ties import Doubt
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,12 @@ from transformer_parity.transformer.check.processes import run_all
 from transformer_parity.transformer.check.selection import Selection
 from transformer_parity.transformer.compare.comparator import Comparator, compare
 from transformer_parity.transformer.compare.reference import Reference
+from transformer_parity.transformer.compare.runner import run_case, run_cases
 from transformer_parity.transformer.ports.protocol import Placement, Placements, Result
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.templates.other_port import MyPort
 from transformer_parity.transformer.ports.user import PluginPort, Port
 from transformer_parity.transformer.stages.registry import STAGES
-from transformer_parity.transformer.stages.run import run_case, run_cases
 
 CASES = {case.name: case for case in standard_cases()}
 PADDED = CASES["full/padded"]

@@ -14,9 +14,9 @@ from transformer_bench.measurements import DisagreementError
 from transformer_bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.engine.tolerances import POLICY, tolerance
+from transformer_parity.transformer.decoding.near_ties import differing, explain, score_tolerance, summary
+from transformer_parity.transformer.decoding.prefixes import InBfloat16, rounded_to_bfloat16, score
 from transformer_parity.transformer.ports.protocol import Decoded
-from transformer_parity.transformer.stages.near_ties import differing, explain, score_tolerance, summary
-from transformer_parity.transformer.stages.prefixes import InBfloat16, rounded_to_bfloat16, score
 from transformer_spec.search import SearchResult
 
 

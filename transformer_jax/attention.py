@@ -132,7 +132,7 @@ class MultiHeadAttention(nnx.Module):
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype, rngs=rngs)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype, rngs=rngs)
         self.dropout = Dropout(config.dropout.attention, rngs=rngs)
-        self.attend = scaled_dot_product_attention
+        self.attend = scaled_dot_product_attention  # fast.accelerate replaces it
 
     def __call__(
         self,

@@ -147,7 +147,7 @@ class MultiHeadAttention(Block):
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)
         self.dropout = Dropout(config.dropout.attention, dtype=dtype)
-        self.attend = scaled_dot_product_attention
+        self.attend = scaled_dot_product_attention  # fast.accelerate replaces it
 
     def call(
         self,

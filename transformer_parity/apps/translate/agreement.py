@@ -12,8 +12,8 @@ from numpy import ndarray
 import reference_numpy as ref
 from transformer_parity.apps.translate.lines import Line, TranslatedLine
 from transformer_parity.apps.translate.trained import Trained
-from transformer_parity.transformer.stages.near_ties import Doubt
-from transformer_parity.transformer.stages.prefixes import PrefixScorer
+from transformer_parity.transformer.decoding.near_ties import Doubt
+from transformer_parity.transformer.decoding.prefixes import PrefixScorer
 
 SAME, NEAR_TIE, DIVERGENCE = "same", "near-tie", "divergence"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformer_parity.transformer.stages.prefixes import Tokens
+from transformer_parity.transformer.decoding.prefixes import Tokens
 
 
 @dataclass(frozen=True)

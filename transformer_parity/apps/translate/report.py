@@ -14,8 +14,8 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
 from transformer_parity.engine.report.envelope import WORDS
 from transformer_parity.engine.system.errors import printable
 from transformer_parity.engine.verdict import EXIT_CODES
-from transformer_parity.transformer.stages.near_ties import summary
-from transformer_parity.transformer.stages.prefixes import Tokens
+from transformer_parity.transformer.decoding.near_ties import summary
+from transformer_parity.transformer.decoding.prefixes import Tokens
 
 
 def answers(translation: Translation, nbest: int | None = None, *, as_json: bool = False) -> list[str]:

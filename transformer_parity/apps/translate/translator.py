@@ -12,10 +12,10 @@ from numpy import ndarray
 
 from transformer_parity.apps.translate.agreement import TranslationComparison
 from transformer_parity.apps.translate.lines import Line, TranslatedLine, Translation
+from transformer_parity.transformer.decoding.near_ties import Doubt, differing, follow
+from transformer_parity.transformer.decoding.prefixes import PrefixScorer, tokens_of
 from transformer_parity.transformer.ports.protocol import Decoded, LoadedPort
 from transformer_parity.transformer.sentences.vocabulary import Vocabulary, most_tokens, pad
-from transformer_parity.transformer.stages.near_ties import Doubt, differing, follow
-from transformer_parity.transformer.stages.prefixes import PrefixScorer, tokens_of
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 

@@ -20,10 +20,10 @@ from transformer_parity.transformer.cases.for_ports import port_cases, port_conf
 from transformer_parity.transformer.check import known_answer
 from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
+from transformer_parity.transformer.compare.runner import run_cases
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.stages.registry import STAGES
-from transformer_parity.transformer.stages.run import run_cases
 
 WEIGHTS = "weights"  # the test that they come back as they were given
 KNOWN_ANSWER = "known_answer"  # the test of the reference

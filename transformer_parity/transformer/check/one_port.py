@@ -31,6 +31,7 @@ from transformer_parity.transformer.check.messages import (
     PortJob,
     WeightsAudited,
 )
+from transformer_parity.transformer.compare.runner import run_cases
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.diagnose.weight_audit import as_mistake, audit
 from transformer_parity.transformer.explore.view import view_of_case
@@ -40,7 +41,6 @@ from transformer_parity.transformer.ports.exceptions import described
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort
-from transformer_parity.transformer.stages.run import run_cases
 
 THRESHOLD = 10_000  # new objects before garbage is looked for, not 700: what is traced stays while it is traced
 

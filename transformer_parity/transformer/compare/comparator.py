@@ -14,9 +14,9 @@ from transformer_parity.engine.tensors import digest_problem
 from transformer_parity.engine.tolerances import NotFiniteError
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.compare.reference import Reference
+from transformer_parity.transformer.compare.runner import run_cases
 from transformer_parity.transformer.ports.protocol import Implementation, Placements
 from transformer_parity.transformer.stages.registry import STAGES
-from transformer_parity.transformer.stages.run import run_cases
 from transformer_parity.transformer.stages.stage import PathTensors
 
 

@@ -38,7 +38,7 @@ from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.ports.user import LoadedPlugin
 from transformer_parity.transformer.stages.gradients import AT, gradients
 from transformer_parity.transformer.stages.registry import STAGES
-from transformer_parity.transformer.stages.training import LOSS, WHOLE, training_error
+from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
 
 REPLAYED = (ACTIVATIONS, GRADIENTS)  # stages whose blocks can be rerun

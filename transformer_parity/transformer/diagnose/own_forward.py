@@ -13,12 +13,12 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.decoding.prefixes import searched_log_probabilities
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.properties import SAME, output
 from transformer_parity.transformer.ports.protocol import Implementation, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.decode import TOKENS
-from transformer_parity.transformer.stages.prefixes import searched_log_probabilities
 
 ROUNDING = 1e-9  # nats, and relative: what rounding may turn in float64
 FIRST = "compare it first, with --stage activations"

@@ -11,11 +11,11 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
 from transformer_parity.transformer.stages.registry import STAGES
-from transformer_parity.transformer.stages.run import tensors
-from transformer_parity.transformer.stages.training import WHOLE
+from transformer_parity.transformer.stages.training_stage import WHOLE
 
 Arrays = Mapping[str, ndarray]
 OBSERVATIONS = 400  # results of hypotheses, kept in memory: some hundred kilobytes each

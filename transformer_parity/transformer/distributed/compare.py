@@ -19,7 +19,7 @@ from transformer_parity.transformer.distributed.signatures import Contributions,
 from transformer_parity.transformer.distributed.updates import known_mistake
 from transformer_parity.transformer.distributed.worker import Held, Place, Seen, Snapshot
 from transformer_parity.transformer.stages import gradients, steps
-from transformer_parity.transformer.stages.training import LOSS, WHOLE, training_error
+from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, training_error
 from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import Plan, fsdp_axis, tensor_axis
 

@@ -20,7 +20,7 @@ import reference_numpy as ref
 from transformer_parity.transformer.distributed.cases import Probe
 from transformer_parity.transformer.distributed.worker import Seen
 from transformer_parity.transformer.stages.gradients import tolerance
-from transformer_parity.transformer.stages.training import WHOLE, training_error
+from transformer_parity.transformer.stages.training_stage import WHOLE, training_error
 from transformer_spec.parallel_plan import Plan, spread, tensor_axis
 
 EXACT = 1e-8  # how well a number must be met to count as that number

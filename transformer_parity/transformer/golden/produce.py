@@ -13,14 +13,14 @@ from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.for_ports import model_cases
+from transformer_parity.transformer.compare.runner import run_cases
 from transformer_parity.transformer.golden.vectors import LeftOut
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.registry import STAGES
-from transformer_parity.transformer.stages.run import run_cases
-from transformer_parity.transformer.stages.training import WHOLE
+from transformer_parity.transformer.stages.training_stage import WHOLE
 from transformer_spec.config import DropoutRates, TransformerConfig
 from transformer_spec.presets import IMPLEMENTATIONS
 

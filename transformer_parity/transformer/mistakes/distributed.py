@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from transformer_parity.transformer.mistakes.mistake import Edit, Mistake, but, table
-from transformer_parity.transformer.stages.training import LOSS, WHOLE
+from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE
 
 LOOP = "for part, rng in divide(self, batch):\n"
 SEEN = "            seen = self._tap(part, rng)\n"

@@ -31,7 +31,7 @@ from transformer_parity.transformer.ports.protocol import Placement, Placements
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
 from transformer_parity.transformer.selftest.uncompiled import interpreted
-from transformer_parity.transformer.stages.training import LOSS, WHOLE
+from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The stages of a comparison: one file for each, and shared helpers."""
+"""The stages of a comparison: one file for each, their base classes, and the registry."""

@@ -15,10 +15,10 @@ from transformer_parity.engine.findings import Finding
 from transformer_parity.engine.outputs import CACHED, FAST, FILES, Outputs
 from transformer_parity.engine.tensors import Tensors, plain, relative_error, structure_problem
 from transformer_parity.transformer.cases.case import DECODE, Case
+from transformer_parity.transformer.decoding.near_ties import explain, score_tolerance, summary
+from transformer_parity.transformer.decoding.prefixes import score
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Decoded, LoadedPort, Placement
-from transformer_parity.transformer.stages.near_ties import explain, score_tolerance, summary
-from transformer_parity.transformer.stages.prefixes import score
 from transformer_parity.transformer.stages.stage import PathTensors, Stage, Way
 from transformer_spec.search import SearchResult
 

@@ -17,7 +17,7 @@ from transformer_parity.transformer.cases.case import GRADIENTS, Case
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 from transformer_parity.transformer.stages.activations import hidden
 from transformer_parity.transformer.stages.stage import PathTensors, Way
-from transformer_parity.transformer.stages.training import LOSS, WHOLE, TrainingStage, training_error
+from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, TrainingStage, training_error
 
 AT = "at "  # prefix of the gradients at taps; gradients of parameters have the prefix "of "
 

@@ -1,4 +1,16 @@
-"""The stages by name, in the order in which they are run. A new stage is a file beside this one and an entry here."""
+"""The stages by name, in the order in which they run.
+
+To add a stage:
+
+1. Name it in ``cases/case.py`` and give it cases: ``cases/standard.py`` for the packages, ``cases/for_ports.py`` for ports
+   of users. A stage without cases never runs.
+2. Write its file next to this one: a subclass of ``Stage`` in ``stage.py``, with the numbers of its tolerances in
+   ``engine/tolerances.toml``.
+3. Add it to ``STAGES``, and to the texts that list the stages: the help of ``--stage`` and ``docs/result.schema.json``.
+
+If it requires a new method of a port, add this method to ``ports/protocol.py``, ``ports/package.py``, ``ports/user.py``,
+and the templates.
+"""
 
 from __future__ import annotations
 

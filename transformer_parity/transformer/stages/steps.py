@@ -15,7 +15,7 @@ from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import STEPS, Case
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 from transformer_parity.transformer.stages.stage import Way
-from transformer_parity.transformer.stages.training import LOSS, TrainingStage, is_noise
+from transformer_parity.transformer.stages.training_stage import LOSS, TrainingStage, is_noise
 
 SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; in float32, only before the last
 

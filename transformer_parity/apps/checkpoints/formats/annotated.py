@@ -13,8 +13,8 @@ from numpy import ndarray
 
 from transformer_parity.apps.checkpoints import state_dict
 from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha256_of
+from transformer_parity.apps.checkpoints.name_mapping import TRANSPOSED, Row, matrix, take
 from transformer_parity.apps.checkpoints.options import ReadOptions
-from transformer_parity.apps.checkpoints.table import TRANSPOSED, Row, matrix, take
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 

@@ -34,10 +34,10 @@ from transformer_parity.apps.checkpoints.formats.ctranslate2_names import (
     STACKS,
 )
 from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha256_of
+from transformer_parity.apps.checkpoints.name_mapping import matrix, same, take
 from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.checkpoints.padding import append_padding
 from transformer_parity.apps.checkpoints.state_dict import ROUNDED
-from transformer_parity.apps.checkpoints.table import matrix, same, take
 from transformer_parity.apps.containers import ctranslate2
 from transformer_parity.apps.containers.folder import has, member, read_bytes, read_json
 from transformer_spec.config import TransformerConfig

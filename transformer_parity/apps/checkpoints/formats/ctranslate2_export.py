@@ -24,8 +24,8 @@ from transformer_parity.apps.checkpoints.formats.ctranslate2_names import (
     STACKS,
 )
 from transformer_parity.apps.checkpoints.imported import Imported
+from transformer_parity.apps.checkpoints.name_mapping import give
 from transformer_parity.apps.checkpoints.padding import strip_padding, target_table
-from transformer_parity.apps.checkpoints.table import give
 from transformer_parity.apps.containers import ctranslate2
 from transformer_spec.config import TransformerConfig
 

@@ -5,7 +5,7 @@ Source: OpenNMT/CTranslate2, python/ctranslate2/specs/.
 
 from __future__ import annotations
 
-from transformer_parity.apps.checkpoints.table import TRANSPOSED, Row
+from transformer_parity.apps.checkpoints.name_mapping import TRANSPOSED, Row
 
 BINARY, SETTINGS = "model.bin", "config.json"
 NAME, REVISION = "TransformerSpec", 7

@@ -15,8 +15,8 @@ from typing import Any
 from numpy import ndarray
 
 from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha256_of
+from transformer_parity.apps.checkpoints.name_mapping import TRANSPOSED, Row, matrix, same, take, three_projections
 from transformer_parity.apps.checkpoints.options import ReadOptions
-from transformer_parity.apps.checkpoints.table import TRANSPOSED, Row, matrix, same, take, three_projections
 from transformer_parity.apps.containers import pickles
 from transformer_parity.apps.text import moses
 from transformer_parity.apps.text.kinds import checked

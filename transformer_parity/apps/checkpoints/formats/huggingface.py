@@ -27,8 +27,8 @@ from transformer_parity.apps.checkpoints.formats.huggingface_families import (
 )
 from transformer_parity.apps.checkpoints.formats.huggingface_search import read_search, write_search
 from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha256_of
+from transformer_parity.apps.checkpoints.name_mapping import ROW, TRANSPOSED, Row, give, same, take
 from transformer_parity.apps.checkpoints.options import ReadOptions
-from transformer_parity.apps.checkpoints.table import ROW, TRANSPOSED, Row, give, same, take
 from transformer_parity.apps.containers import pickles, tensors
 from transformer_parity.apps.containers.folder import has, member, read_bytes, read_json
 from transformer_parity.apps.text.kinds import read_vocabulary_folder

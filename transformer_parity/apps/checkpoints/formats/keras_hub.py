@@ -15,9 +15,9 @@ from typing import Any
 from numpy import ndarray
 
 from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha256_of
+from transformer_parity.apps.checkpoints.name_mapping import Row, matrix, take
 from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.checkpoints.state_dict import needed_fields, read_names, read_vocabulary, said_notes
-from transformer_parity.apps.checkpoints.table import Row, matrix, take
 from transformer_parity.apps.containers.npz import check_members
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search

@@ -23,9 +23,9 @@ from transformer_parity.apps.checkpoints.formats.marian_settings import (
     settings_of,
 )
 from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha256_of
+from transformer_parity.apps.checkpoints.name_mapping import AS_IS, ROW, TRANSPOSED, Row, give, same, take
 from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.checkpoints.padding import append_padding, strip_padding, target_table
-from transformer_parity.apps.checkpoints.table import AS_IS, ROW, TRANSPOSED, Row, give, same, take
 from transformer_parity.apps.containers import npz
 from transformer_parity.apps.text.kinds import checked
 from transformer_parity.apps.text.marian import MarianVocabulary, read_marian_vocabulary

@@ -13,9 +13,9 @@ from typing import Any
 from numpy import ndarray
 
 from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha256_of
+from transformer_parity.apps.checkpoints.name_mapping import TRANSPOSED, Row, matrix, same, take
 from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.checkpoints.state_dict import check_positions, count_layers
-from transformer_parity.apps.checkpoints.table import TRANSPOSED, Row, matrix, same, take
 from transformer_parity.apps.containers import pickles
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search

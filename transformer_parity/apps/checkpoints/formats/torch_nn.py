@@ -18,9 +18,7 @@ from numpy import ndarray
 from transformer_parity.apps.checkpoints import state_dict
 from transformer_parity.apps.checkpoints.expressible import PLAIN_HEADS, check_expressible
 from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha256_of
-from transformer_parity.apps.checkpoints.options import ReadOptions
-from transformer_parity.apps.checkpoints.state_dict import UserNames
-from transformer_parity.apps.checkpoints.table import (
+from transformer_parity.apps.checkpoints.name_mapping import (
     AS_IS,
     TRANSPOSED,
     Row,
@@ -30,6 +28,8 @@ from transformer_parity.apps.checkpoints.table import (
     take,
     three_projections,
 )
+from transformer_parity.apps.checkpoints.options import ReadOptions
+from transformer_parity.apps.checkpoints.state_dict import UserNames
 from transformer_parity.apps.containers import tensors as safetensors
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import replacing

@@ -19,8 +19,8 @@ from reference_numpy import search
 from reference_numpy.transformer import Transformer
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.engine.tolerances import EPS, POLICY
+from transformer_parity.transformer.decoding.prefixes import Continuations, PrefixScorer, Tokens, score, tokens_of
 from transformer_parity.transformer.ports.protocol import Decoded
-from transformer_parity.transformer.stages.prefixes import Continuations, PrefixScorer, Tokens, score, tokens_of
 from transformer_spec.search import Search, SearchPlan
 
 

@@ -1,0 +1,1 @@
+"""Searches, judged: near-ties between continuations, and the reference run on the prefixes that a port chose."""
