@@ -2,14 +2,14 @@
 
 To add a stage:
 
-1. Name it in ``cases/case.py`` and give it cases: ``cases/standard.py`` for the packages, ``cases/for_ports.py`` for ports
-   of users. A stage without cases never runs.
+1. Name it in ``cases/case.py``, and add cases for the packages to ``cases/standard.py`` and for ports of users to
+   ``cases/for_ports.py``. A stage without cases never runs.
 2. Write its file next to this one: a subclass of ``Stage`` in ``stage.py``, with the numbers of its tolerances in
    ``engine/tolerances.toml``.
-3. Add it to ``STAGES``, and to the texts that list the stages: the help of ``--stage`` and ``docs/result.schema.json``.
+3. Add it to ``STAGES``, and to the texts that list the stages: the help of ``--stage`` and the JSON schema.
 
-If it requires a new method of a port, add this method to ``ports/protocol.py``, ``ports/package.py``, ``ports/user.py``,
-and the templates.
+If it requires a new method of ports, add the method to ``protocol.py``, ``package.py``, ``user.py`` and templates in
+``ports``.
 """
 
 from __future__ import annotations
