@@ -12,6 +12,7 @@ from transformer_parity.engine.tensors import Tensors
 from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.mistakes import search, training
 from transformer_parity.transformer.mistakes.catalogue import FORWARD, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.transformer.mistakes.mistake import ALL
@@ -19,8 +20,7 @@ from transformer_parity.transformer.ports.protocol import Implementation, Placem
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
 from transformer_parity.transformer.selftest.uncompiled import interpreted
-from transformer_parity.transformer.stages.run import tensors
-from transformer_parity.transformer.stages.training import training_error
+from transformer_parity.transformer.stages.training_stage import training_error
 
 OF_THE_MODEL, OTHERS, OF_TRAINING = (
     [mistake for part in parts.values() for mistake in part] for parts in (FORWARD, STRUCTURE, TRAINING)
