@@ -10,7 +10,7 @@ from hf_checkpoints import folder as folder  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.formats.huggingface_search import read_search, write_search
-from transformer_parity.apps.checkpoints.importer import export_checkpoint, import_checkpoint, load
+from transformer_parity.apps.checkpoints.importer import import_checkpoint
 from transformer_spec.search import Search
 
 
@@ -87,26 +87,3 @@ def test_settings_without_a_place_are_named():
     assert [note.split(" ")[0] for note in notes] == ["bad_words_ids", "do_sample", "repetition_penalty", "no"]
     _, notes = write_search(Search(4), CONFIG)
     assert notes == ["the search is not one of Hugging Face's: generate finds other translations with a beam"]
-
-
-SMALL = {
-    **{"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 16, "num_heads": 4, "d_ff": 8, "max_length": 20},
-    **{"num_encoder_layers": 1, "num_decoder_layers": 1},
-}
-EXPORTED = {
-    "no final norm": ({"name": "m2m_100", "final_norm": False}, "final_norm must be True: got False"),
-    "pre-norm": ({"name": "marian", "norm_order": "pre"}, "norm_order must be 'post': got 'pre'"),
-    "the paper's": ({"name": "paper_base"}, "cannot hold this model"),
-    "wide heads": ({"name": "bart", "d_k": 16}, "d_k must be 4: got 16"),
-}
-
-
-@pytest.mark.parametrize("name", EXPORTED)
-def test_what_no_family_computes_is_not_written(tmp_path, name):
-    changes, said = EXPORTED[name]
-    config = ref.TransformerConfig.preset(**{**SMALL, **changes})
-    ref.save_weights(tmp_path / "ours.safetensors", config, ref.init_weights(config, seed=0))
-    with pytest.raises(ValueError, match="cannot hold this model") as error:
-        export_checkpoint(load(tmp_path / "ours.safetensors"), "hf", tmp_path / "out")
-    assert said in str(error.value)
-    assert not (tmp_path / "out").exists()

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_weights, tiny_config
+from imported_models import ours
 from safetensors.torch import load_file
 
 from transformer_parity.apps.checkpoints.formats import ctranslate2, marian, torch_nn
-from transformer_parity.apps.checkpoints.imported import Imported, Origin
 from transformer_parity.apps.checkpoints.padding import append_padding
-from transformer_spec.search import Search
 
 BLOCKED = ("torch", "transformers", "tensorflow", "keras", "jax", "flax", "fairseq", "ctranslate2")
 SCRIPT = f"""
@@ -103,9 +102,7 @@ def folder(tmp_path_factory):
         weights = random_weights(config)
         if preset == "marian_cpp":
             config, weights = append_padding(config.replace(pad_id=0, bos_id=0), weights)
-        origin = Origin(format="ours", family="", preset=preset, files={})
-        model = Imported(config=config, weights=weights, vocabulary=None, search=Search(), origin=origin)
-        module.write(model, folder / name)
+        module.write(ours(config, weights), folder / name)
     torch.save(load_file(folder / "torch/model.safetensors"), folder / "torch.pt")
     fairseq_file(folder / "fairseq.pt")
     keras_file(folder / "model.weights.h5")

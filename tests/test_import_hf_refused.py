@@ -49,10 +49,7 @@ def test_contradictions_are_decided_by_the_tensors_and_said(tmp_path):
     assert (tied, note.split(",")[0]) == ("none", "tie_word_embeddings is true")
     assert same(weights["output_proj.kernel"].T, table + 1)
     tied, note, _ = notes_of(changed(tmp_path / "tied", fields={"tie_word_embeddings": False}, **{OUTPUT: table}))
-    assert (tied, note) == (
-        "all",
-        f"{SAYS_NO} is the target embedding: they are tied here",
-    )
+    assert (tied, note) == ("all", f"{SAYS_NO} is the target embedding: they are tied here")
     tied, note, _ = notes_of(changed(tmp_path / "tied", drop=[OUTPUT]))
     assert (tied, note) == ("all", f"{SAYS_NO} is missing: they are tied here")
     tied, note, _ = notes_of(tmp_path / "apart")
@@ -78,15 +75,9 @@ REFUSED = {
     "T5": ({"model_type": "t5"}, "a t5 model has relative positions"),
     "Whisper": ({"model_type": "whisper"}, "a whisper model reads sound"),
     "experts": ({"model_type": "nllb-moe"}, "has experts in the place of feed-forward blocks"),
-    "another norm": (
-        {"model_type": "blenderbot-small"},
-        "has the norm of its decoder's embeddings before",
-    ),
+    "another norm": ({"model_type": "blenderbot-small"}, "has the norm of its decoder's embeddings before"),
     "unknown": ({"model_type": "gpt2"}, "a gpt2 model is none of the families"),
-    "a classifier": (
-        {"architectures": ["MarianForSequenceClassification"]},
-        "architectures must name a model",
-    ),
+    "a classifier": ({"architectures": ["MarianForSequenceClassification"]}, "architectures must name a model"),
     "quantized": ({"quantization_config": {"bits": 4}}, "has a quantization_config: merge or dequantize"),
     "an activation": ({"activation_function": "gelu_fast"}, "activation_function must be one of relu"),
     "a billion layers": ({"encoder_layers": 10**9}, "too few for the config's 1,000,000,001 layers"),

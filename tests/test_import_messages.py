@@ -9,12 +9,14 @@ import struct
 import time
 import tracemalloc
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import parity
+from conftest import parity, tiny_config
+from imported_models import ours
 from test_first_minute import only as only  # a fixture
 from test_import_torch import DEFAULT, SAID, Seq2Seq, annotated_file, randomized
 from vocabulary_files import train
@@ -201,6 +203,46 @@ def test_a_weight_file_without_vocabulary_says_how_to_get_one(here, capsys):
     assert "`parity import` where the checkpoint has one or --vocab names its files" in err
 
 
+CANNOT_HOLD = [  # a format, a preset, what is changed in it, and what is said
+    ("torch", "torch", {"final_norm": False}, "final_norm must be True: got False"),
+    ("torch", "torch", {"activation": "swish"}, "activation must be 'relu' or 'gelu': got 'swish'"),
+    ("torch", "torch", {"attention_bias": False}, "attention_bias must be True: got False"),
+    ("torch", "torch", {"d_k": 5}, "d_k must be 8: got 5"),
+    ("torch", "torch", {"decoder_d_ff": 48}, "decoder_d_ff must be None: got 48"),
+    ("marian", "marian_cpp", {"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon must be 1e-06: got 1e-05"),
+    ("marian", "marian_cpp", {"position_timescale": "m"}, "position_timescale must be 'm_minus_1': got 'm'"),
+    ("marian", "marian_cpp", {"activation": "gelu"}, "activation must be 'swish' or 'relu': got 'gelu'"),
+    ("marian", "marian_cpp", {"d_k": 5}, "d_k must be 8: got 5"),
+    ("ctranslate2", "paper_base", {"d_k": 5}, "d_k must be 8: got 5"),
+    (
+        "ctranslate2",
+        "paper_base",
+        {"layer_norm_kind": "annotated"},
+        "layer_norm_kind must be 'standard': got",
+    ),
+    ("hf", "m2m_100", {"final_norm": False}, "final_norm must be True: got False"),
+    ("hf", "marian", {"norm_order": "pre"}, "norm_order must be 'post': got 'pre'"),
+    ("hf", "paper_base", {}, ""),
+    ("hf", "bart", {"d_k": 16}, "d_k must be 8: got 16"),
+]
+SOFTWARE = {"torch": "torch.nn.Transformer", "marian": "Marian", "ctranslate2": "CTranslate2", "hf": ""}
+
+
+@pytest.mark.parametrize(("format_", "preset", "change", "message"), CANNOT_HOLD)
+def test_what_a_format_cannot_hold_is_not_written(format_, preset, change, message, tmp_path):
+    said = f"{SOFTWARE[format_]} cannot hold this model: .*{re.escape(message)}"
+    for write in (importer.module_of(format_).write, partial(importer.export_checkpoint, format_=format_)):
+        with pytest.raises(ValueError, match=said):
+            write(ours(tiny_config(preset, **change)), folder=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_marian_starts_from_zeros(tmp_path):
+    with pytest.raises(ValueError, match=r"^Marian starts from a vector of zeros: the row of bos_id 1 has other num"):
+        importer.export_checkpoint(ours(tiny_config("marian_cpp")), "marian", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # --- Files that lie ---
 
 
@@ -225,10 +267,7 @@ LIES = {
     "a start that is no id": ({"search": search(start_id=9)}, r"start_id must lie in \[0, 9\): got 9"),
     "forced ids that are none": ({"search": search({"forced_ids": [3, 10**9]})}, r"forced_ids must lie in \[0, 9\)"),
     "banned ids that are none": ({"search": search({"banned_ids": [9]})}, r"banned_ids must lie in \[0, 9\): got 9"),
-    "a beam of a billion": (
-        {"search": search(beam_size=10**9)},
-        "beam_size of a search in a file must be at most",
-    ),
+    "a beam of a billion": ({"search": search(beam_size=10**9)}, "beam_size of a search in a file must be at most"),
     "a preset that is none": ({"origin": {**ORIGIN, "preset": "nosuch"}}, "preset must be one of paper_base"),
     "files that are a text": ({"origin": {**ORIGIN, "files": "x"}}, "the fields of an origin must be text"),
 }
@@ -285,11 +324,7 @@ def overlapping(path, count=3000):
         (many_names, "model.safetensors", "it names too many tensors, in 23,"),
         (many_members, "model.npz", "it may hold 10,000 members: got 30,000"),
         (overlapping, "model.npz", "its members must unpack to at most"),
-        (
-            lambda path: overlapping(path, 31),
-            "model.npz",
-            "File name in directory '0000001.npy' and header",
-        ),
+        (lambda path: overlapping(path, 31), "model.npz", "File name in directory '0000001.npy' and header"),
     ],
 )
 def test_names_without_end_are_refused_at_once(write, name, message, tmp_path):

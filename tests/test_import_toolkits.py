@@ -7,7 +7,6 @@ JoeyNMT 2.3.0; the files around them are written here as those programs write th
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 from pathlib import Path
 
@@ -15,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from third_party import relative_error
+from imported_models import assert_only_this_computes_it
 
-import reference_numpy as ref
 from transformer_parity.apps.checkpoints.formats import joeynmt, opennmt_py
 from transformer_parity.apps.checkpoints.options import ReadOptions
 
@@ -41,9 +39,8 @@ class Fixture:
         return {name.removeprefix(prefix): one for name, one in self.tensors.items() if name.startswith(prefix)}
 
 
-def save_opennmt(folder, name, edit=lambda content: None, **options):
+def save_opennmt(folder, name, edit=lambda content: None):
     held = Fixture(name)
-    settings = {**json.loads(held.settings), **options}
     model, generator = held.under("model/"), held.under("generator/")
     sizes = [len(model[f"{stack}.embeddings.make_embedding.emb_luts.0.weight"]) for stack in ("encoder", "decoder")]
     tokens = [[*SPECIAL["opennmt"], *(f"w{i}" for i in range(size - 4))] for size in sizes]
@@ -51,7 +48,7 @@ def save_opennmt(folder, name, edit=lambda content: None, **options):
         "model": model,
         "generator": generator,
         "vocab": {"src": tokens[0], "tgt": tokens[1], "data_task": "seq2seq"},
-        "opt": argparse.Namespace(**settings),
+        "opt": argparse.Namespace(**json.loads(held.settings)),
         "optim": {"training_step": 3},
     }
     edit(content)
@@ -70,78 +67,60 @@ def save_joeynmt(folder, name, edit=lambda settings, tensors: None):
     return held, folder / "3.ckpt"
 
 
-def assert_only_this_computes_it(imported, held):
-    def error(config):
-        model = ref.Transformer.from_weights(config, imported.weights, dtype="float64")
-        return relative_error(model(held.source, held.target), held.logits)
-
-    assert error(imported.config) <= 1e-12
-    norm = "pre" if imported.config.norm_order == "post" else "post"
-    for change in (
-        {"layer_norm_epsilon": 1e-5},
-        {"position_timescale": "m_minus_1"},
-        {"position_layout": "split"},
-        {"position_offset": 1},
-        {"scale_embedding": False},
-        {"activation": "swish"},
-        {"norm_order": norm},
-    ):
-        assert error(imported.config.replace(**change)) > 1e-7, change
+SAVED = {"opennmt": (save_opennmt, opennmt_py), "joeynmt": (save_joeynmt, joeynmt)}
+HEADS = {"num_heads": 2, "decoder_num_heads": 4, "decoder_d_ff": 20}
+NO_BIAS = {"feed_forward_bias": False}
+CONFIGS = {
+    "opennmt-separate": {**NO_BIAS, "tie_embeddings": "none", "attention_bias": True},
+    "opennmt-shared": {**NO_BIAS, "tie_embeddings": "all", "attention_bias": False},
+    "joeynmt-pre": {**HEADS, "final_norm": True},
+    "joeynmt-post": {**HEADS, "final_norm": False},
+}
 
 
-@pytest.mark.parametrize("name", ["opennmt-separate", "opennmt-shared"])
-def test_opennmt_py(name, tmp_path):
-    held, path = save_opennmt(tmp_path, name)
-    assert opennmt_py.recognises(path)
-    imported = opennmt_py.read(path, ReadOptions())
-    assert_only_this_computes_it(imported, held)
-    config = imported.config
-    assert (config.pad_id, config.bos_id, config.eos_id) == (1, 2, 3)
-    shared = name.endswith("shared")
-    assert config.tie_embeddings == ("all" if shared else "none")
-    assert (config.attention_bias, config.feed_forward_bias) == (not shared, False)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_the_toolkit(name, tmp_path):
+    save, module = SAVED[name.partition("-")[0]]
+    held, path = save(tmp_path, name)
+    assert module.recognises(path)
+    imported = module.read(path, ReadOptions())
+    others = [{"layer_norm_epsilon": 1e-5}, {"position_timescale": "m_minus_1"}, {"position_layout": "split"}]
+    others += [{"position_offset": 1}, {"scale_embedding": False}, {"activation": "swish"}]
+    others.append({"norm_order": "pre" if imported.config.norm_order == "post" else "post"})
+    assert_only_this_computes_it(imported, (held.source, held.target), held.logits, others)
+    said = {"pad_id": 1, "bos_id": 2, "eos_id": 3, **CONFIGS[name]}
+    assert {field: getattr(imported.config, field) for field in said} == said
 
 
-@pytest.mark.parametrize("name", ["joeynmt-pre", "joeynmt-post"])
-def test_joeynmt(name, tmp_path):
-    held, path = save_joeynmt(tmp_path, name)
-    assert joeynmt.recognises(path)
-    imported = joeynmt.read(path, ReadOptions())
-    assert_only_this_computes_it(imported, held)
-    config = imported.config
-    assert (config.pad_id, config.bos_id, config.eos_id) == (1, 2, 3)
-    assert (config.num_heads, config.decoder_num_heads, config.decoder_d_ff) == (2, 4, 20)
-    assert config.final_norm == name.endswith("pre")
+OPTIONS = {
+    "encoder_type": "brnn",
+    "max_relative_positions": 20,
+    "position_encoding": False,
+    "pos_ffn_activation_fn": "silu",
+    "layer_norm": "rms",
+    "copy_attn": True,
+    "num_kv": 2,
+    "parallel_residual": True,
+    "model_task": "lm",
+    "position_encoding_type": "Rotary",
+}
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("encoder_type", "brnn"),
-        ("max_relative_positions", 20),
-        ("position_encoding", False),
-        ("pos_ffn_activation_fn", "silu"),
-        ("layer_norm", "rms"),
-        ("copy_attn", True),
-        ("num_kv", 2),
-        ("parallel_residual", True),
-        ("model_task", "lm"),
-        ("position_encoding_type", "Rotary"),
-    ],
-)
-def test_other_models_of_opennmt_py_are_refused_by_name(option, value, tmp_path):
-    _, path = save_opennmt(tmp_path, "opennmt-separate", **{option: value})
-    with pytest.raises(ValueError, match=f"-{option} must be .*: got {value!r}"):
-        opennmt_py.read(path, ReadOptions())
+def option(name, value):
+    return lambda content: vars(content["opt"]).update({name: value})
 
 
 def flipped(content):
     content["model"]["encoder.embeddings.make_embedding.pe.pe"] = torch.ones(5, 1, 8)
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
+def both(**fields):
+    return lambda settings, _: [settings["model"][stack].update(fields) for stack in ("encoder", "decoder")]
+
+
+WRONG = {
+    "opennmt-separate": [
+        *((option(name, value), f"-{name} must be .*: got {value!r}") for name, value in OPTIONS.items()),
         (lambda c: c.pop("opt"), "must hold model, generator, vocab and opt"),
         (lambda c: c["vocab"].update(src=3), "'vocab' must hold lists of tokens"),
         (lambda c: c["vocab"].update(tgt=["a"]), "the vocabulary of the target must have <blank>, <s>, </s>"),
@@ -150,20 +129,7 @@ def flipped(content):
         (lambda c: c["model"].update({"feats": torch.ones(1)}), r"unexpected feats \[1\]"),
         (flipped, "pe.pe must be the sinusoids of interleaved and m: it is off by"),
     ],
-)
-def test_wrong_files_of_opennmt_py_are_refused(edit, message, tmp_path):
-    _, path = save_opennmt(tmp_path, "opennmt-separate", edit)
-    with pytest.raises(ValueError, match=message):
-        opennmt_py.read(path, ReadOptions())
-
-
-def both(**fields):
-    return lambda settings, _: [settings["model"][stack].update(fields) for stack in ("encoder", "decoder")]
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
+    "joeynmt-post": [
         (both(alpha=1.2), "alpha in config.yaml must be 1.0: got 1.2"),
         (both(type="recurrent"), "type in config.yaml must be 'transformer': got 'recurrent'"),
         (both(activation="tanh"), "activation in config.yaml must be one of relu, gelu, swish: got 'tanh'"),
@@ -175,11 +141,15 @@ def both(**fields):
         (lambda s, _: s.pop("model"), "config.yaml must have model.encoder and model.decoder"),
         (lambda _, t: t.pop("encoder.layers.1.layer_norm.bias"), r"missing encoder.layers.1.layer_norm.bias \[8\]"),
     ],
-)
-def test_other_models_of_joeynmt_are_refused(edit, message, tmp_path):
-    _, path = save_joeynmt(tmp_path, "joeynmt-post", copy.copy(edit))
+}
+
+
+@pytest.mark.parametrize(("name", "edit", "message"), [(name, *row) for name, rows in WRONG.items() for row in rows])
+def test_other_models_and_wrong_files_are_refused(name, edit, message, tmp_path):
+    save, module = SAVED[name.partition("-")[0]]
+    _, path = save(tmp_path, name, edit)
     with pytest.raises(ValueError, match=message):
-        joeynmt.read(path, ReadOptions())
+        module.read(path, ReadOptions())
 
 
 def test_version_1_of_joeynmt_says_no_order(tmp_path):

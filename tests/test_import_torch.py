@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from annotated_transformer import make_model
 from conftest import assert_same_bits, random_weights, tiny_config
+from imported_models import assert_only_this_computes_it, ours
 from safetensors.torch import load_file
-from third_party import paper_positions, relative_error, torch_sizes
+from third_party import paper_positions, torch_sizes
 from torch import nn
 
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.formats import annotated, torch_nn
-from transformer_parity.apps.checkpoints.imported import Imported, Origin
 from transformer_parity.apps.checkpoints.options import ReadOptions
-from transformer_spec.search import Search
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 V, W, D = 19, 23, 12
+PE, BIAS = "src_embed.1.pe", "generator.proj.bias"  # of the Annotated Transformer
 
 
 def randomized(model):
@@ -107,6 +106,7 @@ eos_id = 2
 prefix = "net."
 """
 DEFAULT = {"norm_order": "post", "activation": "relu"}
+WHOLE = SAID.format(**DEFAULT)
 
 
 def save(folder, model, text, key=""):
@@ -116,11 +116,6 @@ def save(folder, model, text, key=""):
     torch.save(state, folder / "model.pt")
     (folder / "names.toml").write_text(text + (f'state = "{key}"\n' if key else ""))
     return torch_nn.read(folder / "model.pt", ReadOptions(names=folder / "names.toml"))
-
-
-def assert_computes(imported, theirs, source, target):
-    model = ref.Transformer.from_weights(imported.config, imported.weights, dtype="float64")
-    assert relative_error(model(source, target), theirs) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -136,43 +131,31 @@ def assert_computes(imported, theirs, source, target):
 def test_a_model_around_torch_nn(options, said, key, tmp_path):
     model = randomized(Seq2Seq(**options))
     imported = save(tmp_path, model, SAID.format(**{**DEFAULT, **said}), key)
-    theirs = model.double().logits(*ids())
-    assert_computes(imported, theirs, *ids())
     assert imported.config.tie_embeddings == "none"
-    for change in (
-        {"layer_norm_epsilon": 1e-6},
-        {"scale_embedding": False},
-        {"position_timescale": "m_minus_1"},
-        {"position_layout": "split"},
-        {"activation": "swish"},
-    ):
-        config = imported.config.replace(**change)
-        other = ref.Transformer.from_weights(config, imported.weights, dtype="float64")
-        assert relative_error(other(*ids()), theirs) > 1e-7, change
+    others = [{"layer_norm_epsilon": 1e-6}, {"scale_embedding": False}, {"position_timescale": "m_minus_1"}]
+    others += [{"position_layout": "split"}, {"activation": "swish"}]
+    assert_only_this_computes_it(imported, ids(), model.double().logits(*ids()), others)
 
 
 def test_learned_positions_and_one_table_for_all(tmp_path):
     model = randomized(Seq2Seq(learned=True, tied=True))
-    lines = SAID.format(**DEFAULT).replace("scale_embedding = true", "scale_embedding = false").splitlines()
+    lines = WHOLE.replace("scale_embedding = true", "scale_embedding = false").splitlines()
     lines = [line for line in lines if not line.startswith(("position_layout", "position_timescale", '"output_proj.b'))]
     text = "\n".join(lines).replace("sinusoidal", "learned")
     text = text.replace('= "pe"', '= "pos.0.weight"\n"target_position.table" = "pos.1.weight"')
     imported = save(tmp_path, model, text)
     assert (imported.config.tie_embeddings, imported.config.max_length) == ("all", 9)
-    assert_computes(imported, model.double().logits(*ids()), *ids())
+    assert_only_this_computes_it(imported, ids(), model.double().logits(*ids()))
 
 
 def without(line):
-    return "\n".join(one for one in SAID.format(**DEFAULT).splitlines() if line not in one)
+    return "\n".join(one for one in WHOLE.splitlines() if line not in one)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "",
-            "model.pt does not say num_heads, norm_order, activation, scale_embedding, position_encoding, pos",
-        ),
+        ("", "model.pt does not say num_heads, norm_order, activation, scale_embedding, position_encoding, pos"),
         (
             without("position_layout"),
             r"say position_layout: give each with --set position_layout=VALUE, or under \[config\] in a TOML",
@@ -182,30 +165,21 @@ def without(line):
         (without("head.bias"), r"unexpected head.bias \[23\]"),
         (without('= "pe"'), r"unexpected pe \[40, 12\]"),
         (
-            SAID.format(**DEFAULT).replace('"net."', '"nett."'),
+            WHOLE.replace('"net."', '"nett."'),
             "there is no tensor nett.encoder.layers.0.linear1.weight: there is net.encoder.layers.0.linear1.wei",
         ),
-        (
-            SAID.format(**DEFAULT).replace('"src_tok.', '"src_tokens.'),
-            "no tensor src_tokens.weight: there is src",
-        ),
-        (SAID.format(**DEFAULT).replace('"head.bias"', '"nothing"'), r"missing nothing \[23\]"),
-        (
-            SAID.format(**DEFAULT).replace("num_heads", "heads"),
-            "a config has no field heads: did you mean num_",
-        ),
-        (SAID.format(**DEFAULT).replace("[file]", "[flie]"), "names.toml may have the tables config, names, file: got"),
-        (SAID.format(**DEFAULT).replace("prefix =", "prefx ="), r"\[file\] of names.toml may have state, prefix, ign"),
-        (SAID.format(**DEFAULT) + "ignored = 3", "'ignored' a list of text"),
-        (SAID.format(**DEFAULT).replace('"pe"', "7"), "the names in names.toml must be text"),
-        (SAID.format(**DEFAULT) + "[", "names.toml is not usable TOML"),
-        (SAID.format(**DEFAULT).replace("output_proj.bias", "output.bias"), r"\[names\] may name source_embedding.tab"),
-        (
-            SAID.format(**DEFAULT).replace("num_heads = 3", "num_heads = 3\nnum_head = 3"),
-            "no field num_head: did you mean num_heads",
-        ),
-        (SAID.format(**DEFAULT).replace('"m"', '"m_minus_1"'), "pe must be the sinusoids of interleaved and m_minus_1"),
-        (SAID.format(**DEFAULT) + 'state = "model"', "model.pt must hold 'model': got"),
+        (WHOLE.replace('"src_tok.', '"src_tokens.'), "no tensor src_tokens.weight: there is src"),
+        (WHOLE.replace('"head.bias"', '"nothing"'), r"missing nothing \[23\]"),
+        (WHOLE.replace("num_heads", "heads"), "a config has no field heads: did you mean num_"),
+        (WHOLE.replace("[file]", "[flie]"), "names.toml may have the tables config, names, file: got"),
+        (WHOLE.replace("prefix =", "prefx ="), r"\[file\] of names.toml may have state, prefix, ign"),
+        (WHOLE + "ignored = 3", "'ignored' a list of text"),
+        (WHOLE.replace('"pe"', "7"), "the names in names.toml must be text"),
+        (WHOLE + "[", "names.toml is not usable TOML"),
+        (WHOLE.replace("output_proj.bias", "output.bias"), r"\[names\] may name source_embedding.tab"),
+        (WHOLE.replace("num_heads = 3", "num_heads = 3\nnum_head = 3"), "no field num_head: did you mean num_heads"),
+        (WHOLE.replace('"m"', '"m_minus_1"'), "pe must be the sinusoids of interleaved and m_minus_1"),
+        (WHOLE + 'state = "model"', "model.pt must hold 'model': got"),
     ],
 )
 def test_what_nobody_names_is_an_error(text, message, tmp_path):
@@ -219,7 +193,7 @@ def test_what_is_no_weight_can_be_ignored(tmp_path):
 
 
 def test_options_are_believed_before_the_file(tmp_path):
-    save(tmp_path, Seq2Seq(), SAID.format(**DEFAULT))
+    save(tmp_path, Seq2Seq(), WHOLE)
     options = ReadOptions(names=tmp_path / "names.toml", fields={"eos_id": 5})
     assert torch_nn.read(tmp_path / "model.pt", options).config.eos_id == 5
 
@@ -239,9 +213,7 @@ def test_options_are_believed_before_the_file(tmp_path):
 def test_what_is_written_loads_into_torch_and_comes_back(changes, tmp_path):
     config = tiny_config("torch", **changes)
     weights = random_weights(config)
-    origin = Origin(format="ours", family="", preset="torch", files={})
-    model = Imported(config=config, weights=weights, vocabulary=None, search=Search(), origin=origin)
-    torch_nn.write(model, tmp_path)
+    torch_nn.write(ours(config, weights), tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     net = nn.Transformer(**torch_sizes(config), batch_first=True)
     prefix = "transformer."
@@ -251,25 +223,6 @@ def test_what_is_written_loads_into_torch_and_comes_back(changes, tmp_path):
     again = torch_nn.read(tmp_path / "model.safetensors", ReadOptions(names=tmp_path / "names.toml"))
     assert again.config == config
     assert_same_bits(again.weights, weights)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"final_norm": False}, "final_norm must be True: got False"),
-        ({"activation": "swish"}, "activation must be 'relu' or 'gelu': got 'swish'"),
-        ({"attention_bias": False}, "attention_bias must be True: got False"),
-        ({"d_k": 5}, "d_k must be 8: got 5"),
-        ({"decoder_d_ff": 48}, "decoder_d_ff must be None: got 48"),
-    ],
-)
-def test_what_torch_cannot_hold_is_refused(change, message, tmp_path):
-    config = tiny_config("torch", **change)
-    origin = Origin(format="ours", family="", preset="torch", files={})
-    model = Imported(config=config, weights=random_weights(config), vocabulary=None, search=Search(), origin=origin)
-    with pytest.raises(ValueError, match=f"torch.nn.Transformer cannot hold this model: {message}"):
-        torch_nn.write(model, tmp_path / "out")
-    assert not Path(tmp_path / "out").exists()
 
 
 def annotated_file(folder, edit=lambda state: state, **options):
@@ -292,43 +245,36 @@ def test_the_annotated_transformer(tmp_path):
     with torch.no_grad():
         states = model(torch.tensor(source), torch.tensor(target), *masks)
         theirs = model.generator.proj(states).numpy()
-    assert_computes(imported, theirs, source, target)
+    others = [{"layer_norm_kind": "standard"}, {"layer_norm_epsilon": 1e-5}, {"position_timescale": "m_minus_1"}]
+    assert_only_this_computes_it(imported, (source, target), theirs, others)
     assert imported.config == ref.TransformerConfig.preset(
         "annotated",
         **{"source_vocab_size": V, "target_vocab_size": W, "d_model": D, "num_heads": 3, "d_ff": 20},
         **{"num_encoder_layers": 2, "num_decoder_layers": 2},
     )
-    for change in ({"layer_norm_kind": "standard"}, {"layer_norm_epsilon": 1e-5}, {"position_timescale": "m_minus_1"}):
-        config = imported.config.replace(**change)
-        other = ref.Transformer.from_weights(config, imported.weights, dtype="float64")
-        assert relative_error(other(source, target), theirs) > 1e-7, change
+
+
+def same(state):
+    return state
 
 
 @pytest.mark.parametrize(
-    ("options", "edit", "message"),
+    ("heads", "edit", "message"),
     [
-        ({}, lambda s: s, "model.pt does not say num_heads"),
-        ({"num_heads": 5}, lambda s: s, "num_heads must divide d_model"),
-        (
-            {"num_heads": 3},
-            lambda s: {**s, "src_embed.1.pe": s["src_embed.1.pe"].flip(1)},
-            "src_embed.1.pe must be the",
-        ),
-        (
-            {"num_heads": 3},
-            lambda s: {**s, "generator.proj.bias": torch.ones(2)},
-            "generator.proj.bias must have shape",
-        ),
+        ({}, same, "model.pt does not say num_heads"),
+        ({"num_heads": 5}, same, "num_heads must divide d_model"),
+        ({"num_heads": 3}, lambda s: {**s, PE: s[PE].flip(1)}, f"{PE} must be the"),
+        ({"num_heads": 3}, lambda s: {**s, BIAS: torch.ones(2)}, f"{BIAS} must have shape"),
         ({"num_heads": 3}, lambda s: {**s, "extra": torch.ones(2)}, r"unexpected extra \[2\]"),
         (
             {"num_heads": 3},
-            lambda s: {n: t for n, t in s.items() if "lut" not in n},
-            "there is no tensor src_embed.0.lut.weight: there is ",
+            lambda s: {n: s[n] for n in s if "lut" not in n},
+            "no tensor src_embed.0.lut.weight: there is ",
         ),
     ],
 )
-def test_other_annotated_files_are_refused(options, edit, message, tmp_path):
-    _, read = annotated_file(tmp_path, edit, **options)
+def test_other_annotated_files_are_refused(heads, edit, message, tmp_path):
+    _, read = annotated_file(tmp_path, edit, **heads)
     with pytest.raises(ValueError, match=message):
         read()
 

@@ -183,41 +183,10 @@ def test_hugging_face(preset):
 
 @pytest.mark.only("tf")
 def test_keras_hub(port):
-    import keras
-    import keras_hub
-
     # Keras rounds 1 / sqrt(d_k) to float32: only a power of four, here d_k = 4, lets it reach float64.
     config = tiny_config("keras_hub", d_model=12)
     weights = random_weights(config)
-    options = {"intermediate_dim": config.d_ff, "num_heads": config.num_heads, "dtype": "float64"}
-    source, target = sentences(config)
-
-    def embed(side, vocab_size, ids):
-        sizes = (vocab_size, config.max_length, config.d_model)
-        layer = keras_hub.layers.TokenAndPositionEmbedding(*sizes, dtype="float64")
-        layer.build(ids.shape)
-        tables = {"token": weights[f"{side}_embedding.table"], "position": weights[f"{side}_position.table"]}
-        assign_keras(layer, {f"{name}_embedding/embeddings": table for name, table in tables.items()})
-        return layer(ids)
-
-    def layer(kind, path, *inputs, **masks):
-        one = kind(**options)
-        one.build(*(x.shape for x in inputs))
-        assign_keras(one, third_party.keras_hub_layer(weights, path, config.num_heads))
-        return one(*inputs, **masks)
-
-    source_mask, target_mask = source != config.pad_id, target != config.pad_id
-    x = embed("source", config.source_vocab_size, source)
-    for i in range(config.num_encoder_layers):
-        x = layer(keras_hub.layers.TransformerEncoder, f"encoder.layers.{i}", x, padding_mask=source_mask)
-    y = embed("target", config.target_vocab_size, target)
-    masks = {"decoder_padding_mask": target_mask, "encoder_padding_mask": source_mask}
-    for i in range(config.num_decoder_layers):
-        y = layer(keras_hub.layers.TransformerDecoder, f"decoder.layers.{i}", y, x, **masks)
-    dense = keras.layers.Dense(config.target_vocab_size, dtype="float64")
-    dense.build(y.shape)
-    assign_keras(dense, under(weights, "output_proj."))
-    assert_only_we_agree(dense(y).numpy(), config, weights)
+    assert_only_we_agree(third_party.keras_hub_logits(config, weights, *sentences(config)), config, weights)
 
 
 @pytest.mark.only("tf")

@@ -337,6 +337,39 @@ def keras_hub_layer(weights, path, num_heads):
     return arrays
 
 
+def keras_hub_logits(config, weights, source_ids, target_ids, **options):
+    """Return the logits of keras_hub's layers, in float64."""
+    import keras
+    import keras_hub
+
+    def embed(side, vocab_size, ids):
+        sizes = (vocab_size, config.max_length, config.d_model)
+        layer = keras_hub.layers.TokenAndPositionEmbedding(*sizes, dtype="float64")
+        layer.build(ids.shape)
+        tables = {"token": weights[f"{side}_embedding.table"], "position": weights[f"{side}_position.table"]}
+        assign_keras(layer, {f"{name}_embedding/embeddings": table for name, table in tables.items()})
+        return layer(ids)
+
+    def layer(kind, path, *inputs, **masks):
+        one = kind(config.d_ff, config.num_heads, dtype="float64", **options)
+        one.build(*(x.shape for x in inputs))
+        assign_keras(one, keras_hub_layer(weights, path, config.num_heads))
+        return one(*inputs, **masks)
+
+    source_mask, target_mask = source_ids != config.pad_id, target_ids != config.pad_id
+    x = embed("source", config.source_vocab_size, source_ids)
+    for i in range(config.num_encoder_layers):
+        x = layer(keras_hub.layers.TransformerEncoder, f"encoder.layers.{i}", x, padding_mask=source_mask)
+    y = embed("target", config.target_vocab_size, target_ids)
+    masks = {"decoder_padding_mask": target_mask, "encoder_padding_mask": source_mask}
+    for i in range(config.num_decoder_layers):
+        y = layer(keras_hub.layers.TransformerDecoder, f"decoder.layers.{i}", y, x, **masks)
+    dense = keras.layers.Dense(config.target_vocab_size, dtype="float64")
+    dense.build(y.shape)
+    assign_keras(dense, under(weights, "output_proj."))
+    return dense(y).numpy()
+
+
 def labels_of(target_ids, pad_id, eos_id):
     """Return what a decoder is to predict at each position: the inputs one step to the left, and the end symbol.
 
