@@ -91,7 +91,7 @@ IN_TORCH = table(
             "averaged in the layers": in_torch(
                 "the gradients of the layers: averaged over the shares after the division by the number of tokens",
                 ("parallel", FACTOR, f"{FACTOR} if module is model else None"),
-            ),
+            )
         },
         run("data=2", case="dropout"): {
             "masks of the first share": in_torch(
@@ -107,25 +107,25 @@ IN_TORCH = table(
                 ("encoder", "use_reentrant=False", "use_reentrant=True"),
                 ("decoder", "use_reentrant=False", "use_reentrant=True"),
                 ("parallel", COPIES, f"{COPIES} find_unused_parameters=True,"),
-            ),
+            )
         },
         run("data=2", FIRST_NORM): {
             "norm counts copies": in_torch(
                 "its norm 1.41421 times what it should be: every tensor counts 2 times",
                 ("training", NORM, f"{NORM} * self.plan.shares**0.5"),
-            ),
+            )
         },
         run("fsdp=2", FIRST_NORM): {
             "norm of the own part": in_torch(
                 "times what it should be: each device has that of its own part",
                 ("training", NORM, f"norm = {OWN_NORM}"),
-            ),
+            )
         },
         run("fsdp=2", f"step 2 {LOSS}"): {
             "clipped by the norm of the own part": in_torch(
                 "its norm are right: what follows differs, as by this mistake: clipped by the norm of each part",
                 ("training", "clip_factor(norm", f"clip_factor({OWN_NORM}"),
-            ),
+            )
         },
     }
 )
@@ -182,9 +182,7 @@ IN_JAX = table(
             "table without psum": in_jax(
                 "the gradient of source_embedding.table: that of share ",
                 *on_each(
-                    "own = gradient['source_embedding.table']",
-                    SUM_OF_ALL,
-                    "gradient['source_embedding.table'] = own",
+                    "own = gradient['source_embedding.table']", SUM_OF_ALL, "gradient['source_embedding.table'] = own"
                 ),
             ),
             "clipped before the psum": in_jax(
@@ -210,22 +208,18 @@ IN_JAX = table(
             "all rows everywhere": in_jax(
                 "a step counts 62 target tokens, not 31; the gradient is right: all devices have all rows",
                 *on_each(SUM_OF_ALL, rows="whole, whole, whole"),
-            ),
+            )
         },
         run("data=2", FIRST_NORM, "shallow"): {
-            "norm counts copies": in_jax(
-                COPIES_COUNT, ("training", JAX_NORM, f"{JAX_NORM} * structure.mesh.size**0.5")
-            ),
+            "norm counts copies": in_jax(COPIES_COUNT, ("training", JAX_NORM, f"{JAX_NORM} * structure.mesh.size**0.5"))
         },
         run("fsdp=2", "what is divided", "shallow"): {
             "partition specs without fsdp": in_jax(
                 "a device must hold about 50% of all numbers: one holds 100%",
                 ("parallel", 'axes[axis] = "fsdp"', "axes[axis] = None"),
-            ),
+            )
         },
-        run("data=2", case="shallow dropout"): {
-            "one key for all shares": in_jax(MASKS, *on_each(SUM_OF_ALL)),
-        },
+        run("data=2", case="shallow dropout"): {"one key for all shares": in_jax(MASKS, *on_each(SUM_OF_ALL))},
     }
 )
 
@@ -254,8 +248,7 @@ IN_TF = table(
                 ("parallel", ALL_REDUCED, ALL_REDUCED.replace("SUM", "MEAN")),
             ),
             "reduced twice": in_tf(
-                TWICE,
-                ("parallel", ALL_REDUCED, f'{ALL_REDUCED}\n    gradient = context.all_reduce("SUM", gradient)'),
+                TWICE, ("parallel", ALL_REDUCED, f'{ALL_REDUCED}\n    gradient = context.all_reduce("SUM", gradient)')
             ),
             "clipped before the sum": in_tf(
                 "all gradients: each share clipped by its own norm before the sum",
@@ -273,16 +266,16 @@ IN_TF = table(
             ),
         },
         run("data=2", FIRST_NORM, "shallow"): {
-            "norm counts copies": in_tf(COPIES_COUNT, ("training", TF_NORM, f"{TF_NORM} * self.plan.shares**0.5")),
+            "norm counts copies": in_tf(COPIES_COUNT, ("training", TF_NORM, f"{TF_NORM} * self.plan.shares**0.5"))
         },
         run("data=2", "", "shallow"): {
             "moments outside the scope": in_tf(
                 "build it in the scope of the mesh",
                 ("training", "if mesh is None else mesh.scope():", "if mesh is None else placed(None):"),
-            ),
+            )
         },
         run("data=2", case="shallow dropout"): {
-            "masks of the first share": in_tf(MASKS, ("compilation", "own_rows(share, trainer", "own_rows(0, trainer")),
+            "masks of the first share": in_tf(MASKS, ("compilation", "own_rows(share, trainer", "own_rows(0, trainer"))
         },
     }
 )

@@ -73,10 +73,7 @@ def test_layout_in_memory_does_not_matter(path, saved):
             checkpoint,
             weights=laid_out_otherwise(checkpoint.weights),
             state=TrainingState(
-                state.step,
-                state.seed,
-                laid_out_otherwise(state.first_moment),
-                laid_out_otherwise(state.second_moment),
+                state.step, state.seed, laid_out_otherwise(state.first_moment), laid_out_otherwise(state.second_moment)
             ),
             progress=dict(reversed(PROGRESS.items())),
         ),

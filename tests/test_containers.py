@@ -111,10 +111,7 @@ ZIPPED = {  # the pickle, and a part of what is said about it
     "a negative stride": (state(a_tensor(strides=(-1,))), "torch.save does not write"),
     "one number a billion times": (state(a_tensor(shape=(2**30,), strides=(0,))), "does not lie within"),
     "strides that are missing": (state(a_tensor(strides=())), "torch.save does not write"),
-    "a thousand of one storage": (
-        state(*[LARGE] * 1000),
-        "repeat its numbers",
-    ),
+    "a thousand of one storage": (state(*[LARGE] * 1000), "repeat its numbers"),
     "no tensors": (b"\x80\x02]q\x00.", "tensors by their names: got list"),
     "a number among tensors": (state(number(5)), "w0 is int"),
 }

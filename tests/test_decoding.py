@@ -121,12 +121,7 @@ def test_no_doubt_about_the_reference_itself(options):
 def test_scores_are_those_of_the_search():
     config, weights = lively()
     truth = load_reference(config, weights)
-    for options in (
-        GREEDY,
-        BEAM,
-        Search(beam_size=4, max_length=9, length_penalty_kind="power"),
-        *BY_RULES.values(),
-    ):
+    for options in (GREEDY, BEAM, Search(beam_size=4, max_length=9, length_penalty_kind="power"), *BY_RULES.values()):
         found = options.run(ref, truth, sources(config))
         np.testing.assert_allclose(score(truth, sources(config), found.nbest_ids, options), found.nbest_scores, 1e-12)
 

@@ -196,11 +196,7 @@ def test_the_first_tap_over_tolerance_is_where_blame_sees_it_introduced(name, mi
 
 
 @pytest.mark.parametrize(
-    ("mistake", "inputs"),
-    [
-        ("scores not scaled", ("query", "key")),
-        ("softmax over the queries", ("scores",)),
-    ],
+    ("mistake", "inputs"), [("scores not scaled", ("query", "key")), ("softmax over the queries", ("scores",))]
 )
 def test_the_inputs_of_the_first_wrong_tap_are_found(mistake, inputs):
     recording = recorded("numpy", mistake)

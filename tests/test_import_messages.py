@@ -214,12 +214,7 @@ CANNOT_HOLD = [  # a format, a preset, what is changed in it, and what is said
     ("marian", "marian_cpp", {"activation": "gelu"}, "activation must be 'swish' or 'relu': got 'gelu'"),
     ("marian", "marian_cpp", {"d_k": 5}, "d_k must be 8: got 5"),
     ("ctranslate2", "paper_base", {"d_k": 5}, "d_k must be 8: got 5"),
-    (
-        "ctranslate2",
-        "paper_base",
-        {"layer_norm_kind": "annotated"},
-        "layer_norm_kind must be 'standard': got",
-    ),
+    ("ctranslate2", "paper_base", {"layer_norm_kind": "annotated"}, "layer_norm_kind must be 'standard': got"),
     ("hf", "m2m_100", {"final_norm": False}, "final_norm must be True: got False"),
     ("hf", "marian", {"norm_order": "pre"}, "norm_order must be 'post': got 'pre'"),
     ("hf", "paper_base", {}, ""),

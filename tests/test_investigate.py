@@ -190,10 +190,7 @@ def test_a_known_mistake_is_named(name):
 @pytest.mark.parametrize(
     ("convert", "name"),
     [
-        (
-            {"query": "key", "key": "query"},
-            "query, key, value of all attention blocks taken from key, query, value",
-        ),
+        ({"query": "key", "key": "query"}, "query, key, value of all attention blocks taken from key, query, value"),
         (("query", "key", "value"), "query, key, value kernels of all attention blocks transposed"),
     ],
 )

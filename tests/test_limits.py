@@ -9,17 +9,13 @@ from collections.abc import Iterator, Mapping
 from imports import BACKENDS, PROGRAM, ROOT
 
 MOST_LINES, MOST_LINES_OF_TESTS, MOST_PARAMETERS = 400, 500, 8
-LONG_FILES = {
-    "transformer_parity/transformer/mistakes/reported.py": "data: one entry for each reported bug",
-}
+LONG_FILES = {"transformer_parity/transformer/mistakes/reported.py": "data: one entry for each reported bug"}
 SEARCH = "the public options of a search, as DESIGN.md and the frameworks' own searches name them"
 LONG_SIGNATURES = {
     "reference_numpy/search.py: greedy_search": SEARCH,
     **{f"{package}/search.py: beam_search": SEARCH for package in BACKENDS},
 }
-SAME_NAMES = {
-    "MyPort": "the templates of `parity init-port`, of which a user takes one",
-}
+SAME_NAMES = {"MyPort": "the templates of `parity init-port`, of which a user takes one"}
 
 
 def sources(*folders: str) -> dict[str, str]:

@@ -130,9 +130,7 @@ def test_attention_over_short_inputs_avoids_the_fused_kernel(length, monkeypatch
     expected = fast.fused_attention(query, key, value, mask)
     fused, calls = fast.F.scaled_dot_product_attention, []
     monkeypatch.setattr(
-        fast.F,
-        "scaled_dot_product_attention",
-        lambda *args, **options: calls.append(args) or fused(*args, **options),
+        fast.F, "scaled_dot_product_attention", lambda *args, **options: calls.append(args) or fused(*args, **options)
     )
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     found = fast.fused_attention(query, key, value, mask)

@@ -35,7 +35,7 @@ UNHEARD_OF: dict[str, Edits] = {
                 "feed_forward",
                 "ACTIVATIONS[self.activation](self.inner_proj(x))",
                 "nn.functional.elu(self.inner_proj(x))",
-            ),
+            )
         ]
     },
     "the first head subtracts": {

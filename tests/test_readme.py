@@ -210,11 +210,7 @@ def test_a_share_is_the_time_at_the_limit():
 def test_the_goal_beside_a_peer_depends_on_how_close_to_the_limit_it_is(monkeypatch):
     slow = aims_of(monkeypatch, torch=1.7, **{"torch.nn": 2.0, "marian": 9.0})
     aim = slow["torch / best PyTorch peer, forward (the peer is at 50 %)"]
-    assert aim[1:] == (
-        "0.60",
-        "0.85 (0.85 to 0.85), torch / torch.nn",
-        False,
-    )
+    assert aim[1:] == ("0.60", "0.85 (0.85 to 0.85), torch / torch.nn", False)
     assert slow["torch / best PyTorch peer, train (the peer is at 50 %)"].is_met
     fast = aims_of(monkeypatch, torch=0.9, **{"torch.nn": 1.0, "marian": 0.99})
     assert fast["torch / best PyTorch peer, forward (the peer is at 101 %)"][1:] == (

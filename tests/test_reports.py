@@ -8,18 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_runs import (
-    CASES,
-    ENVIRONMENT,
-    GUILTY,
-    MACHINE,
-    SETTING,
-    SIMPLE,
-    TAPS,
-    ports_of,
-    result_of,
-    run_of,
-)
+from report_runs import CASES, ENVIRONMENT, GUILTY, MACHINE, SETTING, SIMPLE, TAPS, ports_of, result_of, run_of
 from report_runs import result as result  # a fixture
 from result_schema import violations
 

@@ -16,10 +16,7 @@ from transformer_parity.cli.main import COMMANDS, main
 from transformer_parity.engine.report.envelope import WORDS, envelope
 from transformer_spec.config import TransformerConfig
 
-ELSEWHERE = {
-    "check-distributed": "test_distributed",
-    "selftest": "test_selftest",
-}
+ELSEWHERE = {"check-distributed": "test_distributed", "selftest": "test_selftest"}
 SILENT = {"init-port", "golden", "checkpoint", "source", "show"}  # which write files or text, and no result
 PORT = """
 import reference_numpy

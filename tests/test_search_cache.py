@@ -6,16 +6,7 @@ import numpy as np
 import pytest
 import tiers
 from conftest import random_weights, tiny_config
-from search_models import (
-    REPEATED,
-    SEARCHES,
-    TOLERANCE,
-    assert_same,
-    lively,
-    load,
-    load_reference,
-    sources,
-)
+from search_models import REPEATED, SEARCHES, TOLERANCE, assert_same, lively, load, load_reference, sources
 from search_models import _quick as _quick  # a fixture of every test
 
 import reference_numpy

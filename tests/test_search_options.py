@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from search_models import (
-    EITHER,
-    REPEATED,
-    TOLERANCE,
-    assert_same,
-    lively,
-    load,
-    load_reference,
-    sources,
-    tokens_of,
-)
+from search_models import EITHER, REPEATED, TOLERANCE, assert_same, lively, load, load_reference, sources, tokens_of
 from search_models import _quick as _quick  # a fixture of every test
 
 import reference_numpy

@@ -56,10 +56,7 @@ REFUSED = {
     "a folder with a run": (["--task", "dates", "--out", "{finished}"], "holds a run already: go on with --resume"),
     "nothing to train on": ([], "what to train on must be one of --task, --text and --resume"),
     "two things to train on": (["--task", "dates", "--resume", "{finished}"], "got --task, --resume"),
-    "text for dates": (
-        ["--resume", "{finished}", "--text", "a", "b"],
-        "learned dates: leave out --text",
-    ),
+    "text for dates": (["--resume", "{finished}", "--text", "a", "b"], "learned dates: leave out --text"),
     "no checkpoint": (["--resume", "{empty}"], "holds no checkpoint"),
     "no such run": (["--resume", "{empty}/nothing"], "there is no"),
     "weights only": (["--resume", "{finished}/model.safetensors"], "no training state"),
@@ -73,10 +70,7 @@ REFUSED = {
         "leave out --set save_every, --set keep",
     ),
     "resumed in lockstep": (["--resume", "{finished}", "--backend", "numpy,torch"], "one backend"),
-    "behind the end": (
-        ["--task", "dates", "--steps", "5", "--stop-at", "6"],
-        "must be at most 5, the run's end",
-    ),
+    "behind the end": (["--task", "dates", "--steps", "5", "--stop-at", "6"], "must be at most 5, the run's end"),
     "no text": (["--text", "{empty}/a", "{empty}/b"], "No such file"),
     "words for dates": (["--task", "dates", "--vocab-size", "9"], "--held-out and --vocab-size are about --text"),
     "dropout of one": (["--task", "dates", "--set", "dropout=1"], "dropout.embedding must be in [0, 1)"),

@@ -136,21 +136,9 @@ def test_a_run_goes_on_in_another_framework(backend, uninterrupted):
 
 
 BAD_BATCHES = {
-    "labels too short": (
-        (SOURCE, TARGET, RIGHT[:, :4]),
-        ValueError,
-        "labels must have shape (8, 5): got (8, 4)",
-    ),
-    "labels of fewer sentences": (
-        (SOURCE, TARGET, RIGHT[:4]),
-        ValueError,
-        "labels must have shape (8, 5): got (4, 5)",
-    ),
-    "flat labels": (
-        (SOURCE, TARGET, RIGHT.ravel()),
-        ValueError,
-        "labels must have shape [batch, length]: got (40,)",
-    ),
+    "labels too short": ((SOURCE, TARGET, RIGHT[:, :4]), ValueError, "labels must have shape (8, 5): got (8, 4)"),
+    "labels of fewer sentences": ((SOURCE, TARGET, RIGHT[:4]), ValueError, "labels must have shape (8, 5): got (4, 5)"),
+    "flat labels": ((SOURCE, TARGET, RIGHT.ravel()), ValueError, "labels must have shape [batch, length]: got (40,)"),
     "label too large": (
         (SOURCE, TARGET, altered(RIGHT, 0, 1, 37)),
         ValueError,

@@ -282,13 +282,7 @@ def test_marian_writes_tables_that_are_no_yaml():
             "'''s': 4": "'s",
             r'"\x85": 5': "\x85",
         },
-        **{
-            "- : 6": "- ",
-            r'"\u2028b": 7': "\u2028b",
-            "!: 8": "!",
-            "a:b: 9": "a:b",
-            "? long\n: 10": "long",
-        },
+        **{"- : 6": "- ", r'"\u2028b": 7': "\u2028b", "!: 8": "!", "a:b: 9": "a:b", "? long\n: 10": "long"},
     }
     content = "".join(f"{line}\r\n" for line in lines)
     assert read_yaml_map(content.encode(), "vocab.yml") == {

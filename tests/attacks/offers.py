@@ -10,17 +10,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from attacks.attack import (
-    FAILS,
-    INCOMPLETE,
-    REFUSED,
-    TOLERATED,
-    Sound,
-    attack,
-    padded,
-    plant,
-    showing,
-)
+from attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, padded, plant, showing
 from transformer_parity.engine.outputs import MissingAbilityError
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS
 from transformer_parity.transformer.ports.templates.other_port import MyPort

@@ -13,17 +13,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from attacks.attack import (
-    FAILS,
-    INCOMPLETE,
-    REFUSED,
-    TOLERATED,
-    Sound,
-    attack,
-    padded,
-    plant,
-    showing,
-)
+from attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, padded, plant, showing
 from reference_numpy.functional import log_softmax
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_spec.config import TransformerConfig
