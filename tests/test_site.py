@@ -318,4 +318,7 @@ def test_the_broken_port_is_diagnosed_as_shown(tmp_path):
     assert ran.returncode == 1, ran.stderr
     shown = re.compile(r"^each block of the port.*?^DIAGNOSIS .*?$", re.MULTILINE | re.DOTALL)
     kept = (DOCS / "examples" / "broken_port.txt").read_text("utf-8")
-    assert shown.search(ran.stdout)[0] == shown.search(kept)[0]
+    found, expected = (shown.search(text)[0] for text in (ran.stdout, kept))
+    rounding = re.compile(r"\(error \de-1[56], ")  # its size depends on the processor
+    assert rounding.search(found)
+    assert rounding.sub("(error", found) == rounding.sub("(error", expected)

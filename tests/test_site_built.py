@@ -22,7 +22,10 @@ sys.path[:0] = [str(DOCS / "_ext"), str(DOCS / "examples")]
 
 import panes  # noqa: E402  of the site
 
-COPIED = ("docs", "benchmarks", "transformer_parity", "transformer_spec", *panes.PACKAGES.values())
+COPIED = (
+    *("docs", "benchmarks", "transformer_bench", "transformer_parity", "transformer_spec"),
+    *panes.PACKAGES.values(),
+)
 MOST_BYTES = 250_000  # of a page and all that it loads, gzipped, without fonts
 SECONDS = 60  # of a processor that a build may take; it needs a third of that
 FRAMEWORKS = ("torch", "jax", "flax", "tensorflow", "keras")
