@@ -12,9 +12,21 @@ from threading import Barrier
 import pytest
 from attacks import table
 from attacks.attack import FAILS, TOLERATED, Attack
+from attacks.options import TESTS
 
 FEW = 1
 DOCUMENT = Path(__file__).parent.parent / "docs" / "agreement.md"
+
+
+@pytest.fixture(autouse=True)
+def _attacks_can_be_imported(monkeypatch):
+    """Let new processes import the attacks, as they import a port of a user."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])))
+
+
+def test_no_attack_fails_because_it_cannot_be_imported():
+    (outcome,) = table.trials([attack for attack in table.table() if attack.name == "CrashesAtTheEnd"])
+    assert "No module named" not in outcome.said
 
 
 def _title(attack: Attack) -> str:

@@ -129,8 +129,8 @@ TestsOfNone: The tests of a port that offers its weights only are run by pytest.
     fails or incomplete: --parity-port={OFFERS}:WeightsOnly
 TestsOfFloat32: The tests of a port that declares float32 alone are run by pytest.
     fails or incomplete: --parity-port={OFFERS}:Float32Only
-ReferenceAlone: The reference is compared with nothing.
-    incomplete: --backends numpy
+ReferenceAlone: Only the fast NumPy code is compared, with the formulas.
+    agrees: --backends numpy --stage activations --dtype float64 --sentences 0
 StepsOfAPreset: Steps of a preset are asked for beside its activations, and there are none.
     incomplete: --backends torch --preset marian --stage activations,steps --dtype float64 --sentences 0
 GradientsInBfloat16: Gradients of a preset are asked for in bfloat16 beside its activations, and there are none.

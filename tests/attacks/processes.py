@@ -183,16 +183,16 @@ def slightly_wrong(x: Any, *args: Any, **kwargs: Any) -> Any:
     return np.power(x, 0.5, *args, **kwargs) * 1.0003
 
 
-def norm_without_mean(x: ndarray, scale: ndarray, bias: ndarray, *args: Any, **kwargs: Any) -> ndarray:
-    """Return what a norm without mean makes of x."""
-    return x / (np.square(x).mean(-1, keepdims=True) + 1e-6) ** 0.5 * scale + bias
+def norm_without_mean(norm: Any, x: ndarray) -> ndarray:
+    """Return the result of a norm that does not subtract the mean."""
+    return x / (np.square(x).mean(-1, keepdims=True) + 1e-6) ** 0.5 * norm.scale + norm.bias
 
 
 def edit_reference() -> None:
-    """Replace the layer norm of the reference."""
-    from reference_numpy import layers
+    """Replace the layer norm of the reference, the formula and the fast version."""
+    from reference_numpy import fast, layers
 
-    layers.layer_norm = norm_without_mean
+    layers.LayerNorm.__call__ = fast.FastLayerNorm.__call__ = norm_without_mean  # type: ignore[method-assign]
 
 
 def no_distance() -> None:
