@@ -19,7 +19,8 @@ Fixtures for every test file:
 A test of one framework is marked ``@pytest.mark.only("jax")``; ``port`` is then that one.
 
 ``tiny_config`` and ``random_weights`` are functions; take them as fixtures or import them from here. Likewise
-``assert_same_bits``, ``refusal``, ``exit_code``, ``parity``, ``child_processes`` and ``still_running``, to be imported.
+``assert_same_bits``, ``assert_near``, ``refusal``, ``exit_code``, ``parity``, ``child_processes`` and
+``still_running``, to be imported.
 """
 
 from __future__ import annotations
@@ -170,6 +171,13 @@ def assert_same_bits(got: Mapping[str, ndarray], expected: Mapping[str, ndarray]
     for name, array in expected.items():
         assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape), name
         assert got[name].tobytes() == array.tobytes(), name
+
+
+def assert_near(found: Mapping[str, ndarray], expected: Mapping[str, ndarray], tolerance: float = 1e-12) -> None:
+    """Fail unless arrays agree by name, each up to a share of the largest magnitude of the expected one."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.abs(found[name] - array).max() <= tolerance * np.abs(array).max(), name
 
 
 def refusal(function, *args, **kwargs):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import assert_near
 
 import reference_numpy as ref
 from reference_numpy import Plan
@@ -37,12 +38,6 @@ def follow(workers, steps, package=ref, **outer):
     return [*local_steps.train(package, workers, batches(), steps, local_steps.Outer(**outer))]
 
 
-def assert_equal(found, expected, tolerance=1e-12):
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert np.abs(found[name] - array).max() <= tolerance * np.abs(array).max(), name
-
-
 class Descent:
     """A trainer of plain gradient descent."""
 
@@ -65,7 +60,7 @@ def test_one_local_step_of_gradient_descent_is_data_parallel_training(workers):
     ordinary = Descent(mesh=Plan(data=workers))
     for found, batch in zip(follow([Descent() for _ in range(workers)], 1, **MEAN), batches(), strict=True):
         ordinary.train_step(*batch)
-        assert_equal(found, ordinary.model.export_weights())
+        assert_near(found, ordinary.model.export_weights())
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -76,8 +71,8 @@ def test_one_worker_trains_as_ever(steps):
     for batch in batches():
         ordinary.train_step(*batch)
     assert len(found) == 4 // steps
-    assert_equal(found[-1], ordinary.model.export_weights())
-    assert_equal(worker.export_state().first_moment, ordinary.export_state().first_moment)
+    assert_near(found[-1], ordinary.model.export_weights())
+    assert_near(worker.export_state().first_moment, ordinary.export_state().first_moment)
 
 
 def test_local_steps_and_momentum_make_another_run():
@@ -121,7 +116,7 @@ def test_every_backend_takes_the_same_local_steps(name):
     package = PORTS[name].import_package()
     expected = follow(trainers(2), 2)
     for found, right in zip(follow(trainers(2, package), 2, package), expected, strict=True):
-        assert_equal(found, right, 1e-10)
+        assert_near(found, right, 1e-10)
 
 
 @pytest.mark.extended("plans")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+from conftest import assert_near
 from tiers import first_alone
 
 from reference_numpy import Plan, Trainer, Transformer, make_mesh
@@ -18,13 +18,6 @@ def trainer(probe, **where) -> Trainer:
     return Trainer(model, probe.settings, probe.seed, **where)
 
 
-def agree(found, expected, tolerance=1e-12):
-    """Compare arrays by name, each by the largest magnitude of the expected one."""
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert np.abs(found[name] - array).max() <= tolerance * np.abs(array).max(), name
-
-
 def numbers(result):
     """Return what a step reports."""
     return [float(number) for number in (result.loss, result.tokens, result.gradient_norm)]
@@ -35,13 +28,13 @@ def same(probe, plan, *, dropout="global"):
     one, many = trainer(probe, dropout=dropout), trainer(probe, mesh=make_mesh(plan), dropout=dropout)
     expected, found = one.gradient(*probe.batch(0)), many.gradient(*probe.batch(0))
     assert found.loss == pytest.approx(expected.loss, rel=1e-14)
-    agree(found.parameters, expected.parameters)
+    assert_near(found.parameters, expected.parameters)
     for step in range(STEPS):
         expected, found = one.train_step(*probe.batch(step)), many.train_step(*probe.batch(step))
         assert numbers(found) == pytest.approx(numbers(expected), rel=1e-13)
         assert expected.gradient_norm > probe.settings.clip_norm  # so that the clipping is at work
-    agree(many.model.export_weights(), one.model.export_weights())
-    agree(many.export_state().second_moment, one.export_state().second_moment)
+    assert_near(many.model.export_weights(), one.model.export_weights())
+    assert_near(many.export_state().second_moment, one.export_state().second_moment)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

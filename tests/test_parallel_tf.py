@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import assert_near
 from native_models import run_alone
 from parallel_jax import shallow
 
@@ -29,13 +30,6 @@ def trainer(package, probe, mesh=None, dtype="float64"):
     with nullcontext() if mesh is None or package is ref else mesh.scope():
         model = package.Transformer.from_weights(probe.config, probe.weights(), dtype, "cpu")
     return package.Trainer(model, probe.settings, probe.seed, mesh=mesh, dropout=probe.dropout)
-
-
-def agree(found, expected, tolerance):
-    """Compare arrays by name, each by the largest magnitude of the expected one."""
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert np.abs(found[name] - array).max() <= tolerance * np.abs(array).max(), name
 
 
 def assert_copies_are_equal(package, many):
@@ -59,16 +53,16 @@ def same(plan, name, steps=None, expected=None, kind=lambda probe: probe):
     many, one = trainer(package, probe, mesh), trainer(expected or ref, probe)
     found, right = many.gradient(*probe.batch(0)), one.gradient(*probe.batch(0))
     assert found.loss == pytest.approx(right.loss, rel=1e-13)
-    agree(found.parameters, right.parameters, 1e-11)
+    assert_near(found.parameters, right.parameters, 1e-11)
     for step in range(steps or probe.steps):
         found, right = many.train_step(*probe.batch(step)), one.train_step(*probe.batch(step))
         for number in ("loss", "tokens", "gradient_norm"):
             assert float(getattr(found, number)) == pytest.approx(float(getattr(right, number)), rel=1e-10)
-    agree(many.model.export_weights(), one.model.export_weights(), 1e-10)
+    assert_near(many.model.export_weights(), one.model.export_weights(), 1e-10)
     state, right = many.export_state(), one.export_state()
     assert state.step == right.step
-    agree(state.first_moment, right.first_moment, 1e-10)
-    agree(state.second_moment, right.second_moment, 1e-10)
+    assert_near(state.first_moment, right.first_moment, 1e-10)
+    assert_near(state.second_moment, right.second_moment, 1e-10)
     return package, many, one
 
 

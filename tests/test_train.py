@@ -17,6 +17,7 @@ import tiers
 from training_texts import SMALL, losses, resume, train
 from training_texts import few_dates as few_dates  # a fixture of every test
 from training_texts import finished as finished  # a fixture
+from training_texts import texts as texts  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.apps.train import corpora, curves
@@ -370,15 +371,6 @@ def test_a_stopped_run_is_saved_and_says_how_to_go_on(number, tmp_path):
     assert max(losses(folder)) == step
 
 
-@pytest.fixture
-def texts(tmp_path):
-    """The two sides of a text, and of another one that is held out."""
-    paths = [tmp_path / name for name in ("a", "b", "c", "d")]
-    for path in paths:
-        path.write_text("".join(f"{path.name} has {i} cats\n" for i in range(40)), "utf-8")
-    return paths
-
-
 def test_the_text_of_a_run_may_have_moved(texts, tmp_path, capfd):
     folder = tmp_path / "run"
     options = ("--vocab-size", 40, "--backend", "numpy", "--steps", 4, "--set", "save_every=2", "average=1", "keep=2")
@@ -397,8 +389,3 @@ def test_the_text_of_a_run_may_have_moved(texts, tmp_path, capfd):
     assert sorted(losses(folder)) == [1, 2, 3, 4]
     corpus = ref.load_checkpoint(folder / "checkpoint-0000004.safetensors").progress["corpus"]
     assert corpus["files"] + corpus["held_out"] == list(map(str, moved))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(finished):
-    return ref.load_checkpoint(finished / "checkpoint-0000008.safetensors")

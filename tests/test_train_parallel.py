@@ -11,6 +11,7 @@ from threading import Barrier
 
 import numpy as np
 import pytest
+from conftest import assert_near
 from test_train import saved_weights
 from training_texts import SMALL, losses, resume, train
 
@@ -46,13 +47,6 @@ def make_few(monkeypatch):
     monkeypatch.setattr(corpora, "DATES_HELD_OUT", 6)
 
 
-def agree(found, expected, tolerance=1e-10):
-    """Compare weights by name, each by its largest magnitude."""
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert np.abs(found[name] - array).max() <= tolerance * np.abs(array).max(), name
-
-
 def final(folder):
     return saved_weights(folder / "model.safetensors")
 
@@ -72,7 +66,7 @@ def test_a_plan_changes_nothing_in_the_reference(alone, tmp_path, capfd):
     plan = "--parallel", "data=2,tensor=2"
     assert train(folder, "--backend", "numpy", "--steps", 6, "--set", "dropout=0", *EXACT, *plan) == 0
     assert "on 4 devices, data=2,tensor=2, of 1 process" in capfd.readouterr().err
-    agree(final(folder), final(alone))
+    assert_near(final(folder), final(alone), 1e-10)
     assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
     assert losses(folder) == pytest.approx(losses(alone), rel=1e-12)
 
@@ -90,7 +84,7 @@ def test_a_run_goes_on_with_other_devices_in_another_framework(name, alone, tmp_
     assert f"parity train --resume {folder} {' '.join(where)}" in said
     assert (folder / "checkpoint-0000003.safetensors").exists()
     assert resume(folder, "--backend", "numpy") == 0
-    agree(final(folder), final(alone))
+    assert_near(final(folder), final(alone), 1e-10)
 
 
 @pytest.mark.extended("plans")
@@ -102,7 +96,7 @@ def test_every_plan_ends_with_the_weights_of_one_device(name, plan, processes, a
     options = "--backend", name, "--steps", 6, "--set", "dropout=0", *EXACT
     processes = [] if processes is None else ["--processes", processes]
     assert train(tmp_path / "run", *options, "--parallel", plan, *processes) == 0
-    agree(final(tmp_path / "run"), final(alone))
+    assert_near(final(tmp_path / "run"), final(alone), 1e-10)
 
 
 # --- What is translated ---
@@ -190,7 +184,7 @@ def test_under_torchrun_the_environment_decides(alone, tmp_path):
     command = [*launcher, "train", "--task", "dates", *map(str, options), "--parallel", "fsdp=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    agree(final(folder), final(alone))
+    assert_near(final(folder), final(alone), 1e-10)
     assert done.stdout.count("held-out loss") == 1
     assert done.stderr.count("on 2 devices, fsdp=2, of 2 processes") == 1
 

@@ -17,6 +17,7 @@ from conftest import exit_code
 from training_texts import PAIRS, SMALL, losses, resume, spoilt, train
 from training_texts import few_dates as few_dates  # a fixture of every test
 from training_texts import finished as finished  # a fixture
+from training_texts import texts as texts  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.apps.train import curves
@@ -179,15 +180,6 @@ def test_what_a_killed_process_of_a_run_left_half_written_goes_with_the_run(tmp_
         for name in (".checkpoint-0000003.safetensors.0123abcd.tmp", ".tmpaRNRED", ".tmp-mine", "mine"):
             (tmp_path / name).write_bytes(b"half")
     assert {path.name for path in tmp_path.iterdir()} == {".tmp-mine", "mine"}
-
-
-@pytest.fixture
-def texts(tmp_path):
-    """The two sides of a text, and of another one that is held out."""
-    paths = [tmp_path / name for name in ("a", "b", "c", "d")]
-    for path in paths:
-        path.write_text("".join(f"{path.name} has {i} cats\n" for i in range(40)), "utf-8")
-    return paths
 
 
 @pytest.fixture(scope="module")

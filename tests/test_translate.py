@@ -14,7 +14,9 @@ import threading
 import pytest
 from conftest import parity
 from search_models import lively
-from translate_runs import LIMIT, LONG, all_hypotheses, one_by_one, random_lines, save, translated
+from translate_runs import LIMIT, all_hypotheses, one_by_one, random_lines, translated
+from translate_runs import model as model  # a fixture
+from translate_runs import short as short  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.apps.translate import translator
@@ -31,11 +33,6 @@ from transformer_parity.transformer.sentences.subwords import Subwords
 from transformer_spec.search import Search
 
 COMMAND = [sys.executable, "-m", "transformer_parity", "translate"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("model") / "model.safetensors", *lively())
 
 
 @pytest.fixture
@@ -162,13 +159,6 @@ def test_json_has_it_all(model, capfd):
         for said in answer["hypotheses"]:
             assert said["text"] == vocabulary.text(said["ids"])
             assert said["text"] == spelled(said["pieces"])
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    """A model with six positions."""
-    config, weights = lively(LONG, max_length=6)
-    return save(tmp_path_factory.mktemp("short") / "model.safetensors", config, weights)
 
 
 @pytest.mark.usefixtures("_small_batches")

@@ -9,27 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tiers
-from search_models import lively
 from test_decoding import twins
-from translate_runs import LONG, one_by_one, random_lines, save, translated
+from translate_runs import model as model  # a fixture
+from translate_runs import one_by_one, random_lines, save, translated
+from translate_runs import short as short  # a fixture
 
 from transformer_parity.apps.translate.agreement import TranslationComparison
 from transformer_parity.apps.translate.lines import Line, TranslatedLine
 from transformer_parity.transformer.decoding.near_ties import Doubt
 from transformer_parity.transformer.ports.registry import PORTS
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("model") / "model.safetensors", *lively())
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    """A model with six positions."""
-    config, weights = lively(LONG, max_length=6)
-    return save(tmp_path_factory.mktemp("short") / "model.safetensors", config, weights)
-
 
 # --- Several backends ---
 

@@ -74,3 +74,12 @@ def _finished(folder):
 def finished(tmp_path_factory):
     """A run of twelve steps, to the end, once for all files of tests."""
     return _finished(tmp_path_factory.getbasetemp() / "finished_run")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """The two sides of a text, and of another one that is held out."""
+    paths = [tmp_path / name for name in ("a", "b", "c", "d")]
+    for path in paths:
+        path.write_text("".join(f"{path.name} has {i} cats\n" for i in range(40)), "utf-8")
+    return paths

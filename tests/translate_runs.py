@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+from search_models import lively
 
 import reference_numpy as ref
 from transformer_parity.apps.translate.trained import read_trained
@@ -55,3 +57,15 @@ def all_hypotheses(model, lines, **options):
         texts = [trained.vocabulary.text(ids) for ids in found.nbest_ids[0]]
         answers.append(texts if line.strip() else [""])
     return answers
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("model") / "model.safetensors", *lively())
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A model with six positions."""
+    config, weights = lively(LONG, max_length=6)
+    return save(tmp_path_factory.mktemp("short") / "model.safetensors", config, weights)
