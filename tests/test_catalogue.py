@@ -58,12 +58,12 @@ def run_with(mistake: str, name: str) -> Tensors:
 
 
 def distance(actual: Tensors, expected: Tensors) -> float:
-    """Return the largest error of what both show; infinite where shapes differ."""
-    return max(
-        training_error(name, actual, expected) if actual[name].shape == expected[name].shape else math.inf
-        for name in expected
-        if name in actual
-    )
+    """Return the largest error of what both show; infinite where shapes differ or a number is not finite."""
+    shown = [name for name in expected if name in actual]
+    if any(actual[name].shape != expected[name].shape for name in shown):
+        return math.inf
+    errors = [training_error(name, actual, expected) for name in shown]
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def in_the_first_port() -> list:

@@ -32,9 +32,10 @@ def write(request):
     return WRITERS[request.param]
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left"), SafetensorError("disk on fire"), KeyboardInterrupt()], ids=repr
-)
+ERRORS = (OSError(28, "No space left"), SafetensorError("disk on fire"), KeyboardInterrupt(), MemoryError())
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
 @pytest.mark.parametrize("moment", ["save_file", "os.chmod", "os.fsync", "os.replace"])
 def test_failed_save_changes_nothing(path, saved, write, monkeypatch, error, moment):
     def fail(*args, **kwargs):
@@ -43,7 +44,7 @@ def test_failed_save_changes_nothing(path, saved, write, monkeypatch, error, mom
         raise error
 
     monkeypatch.setattr(f"transformer_spec.files.{moment}", fail)
-    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OSError
+    expected = OSError if isinstance(error, OSError | SafetensorError) else type(error)
     with pytest.raises(expected) as raised:
         write(path)
     if expected is OSError:
@@ -110,7 +111,8 @@ def test_unreadable_file(path, saved, monkeypatch):
             load(path)
 
 
-def test_saved_file_is_as_readable_as_any_other(path, saved):
+def test_saved_file_is_as_readable_as_any_other(path, write):
+    write(path)
     other = path.with_name("other")
     other.write_text("")
     assert oct(path.stat().st_mode) == oct(other.stat().st_mode)
