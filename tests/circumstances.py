@@ -32,6 +32,8 @@ def prepare(command: str | None = None) -> None:
     """Import the module of a command, or of all; and make its work small."""
     for module in {module for name, (module, _, _) in COMMANDS.items() if command in (None, name)}:
         import_module(module if "." in module else f"transformer_parity.cli.{module}")
+    if command in (None, "show"):
+        import_module("matplotlib.figure")  # a stranger may not read Python's own library
     for place, change in SMALL.items():
         name, _, attribute = place.partition(":")
         if command is None or name in sys.modules:

@@ -17,7 +17,7 @@ from transformer_bench.tables import costs_for_machines, describe, times_for_mac
 from transformer_bench.verify import verifier_of
 from transformer_bench.workload import Work
 from transformer_parity.engine.findings import AGREES, FAILED
-from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.machine import check_memory, processors
 from transformer_parity.engine.verdict import EXIT_CODES
 from transformer_spec.parallel_plan import Plan
@@ -174,7 +174,8 @@ def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[En
         ):
             # Written while they import: the model, and the expected results.
             file, weights = folder / "model.safetensors", work.weights()
-            ref.save_weights(file, work.config, weights)
+            with refusals(OSError):
+                ref.save_weights(file, work.config, weights)
             run_rounds(processes, work, file, setting.rounds, verifier_of(work, weights).verify, tell)
     except KeyboardInterrupt:
         interrupted = True
