@@ -85,6 +85,15 @@ def test_only_what_imports_an_edited_module_is_copied(ours):
     assert edited_package(ours.package, of(UNSCALED, ours.name)) is unscaled
 
 
+@pytest.mark.only("numpy")
+def test_a_module_that_is_imported_as_a_whole_is_copied():
+    """``from reference_numpy import fast`` binds the module, and not only names in it."""
+    package = edited_package(
+        "reference_numpy", (("fast", "    values = np.where(np.isnan(values), inf, values)\n", ""),)
+    )
+    assert package.search.fast is package.fast is not importlib.import_module("reference_numpy.fast")
+
+
 @pytest.mark.parametrize("ours", PACKAGES)
 @pytest.mark.extended("edited packages", "tf")
 def test_mistakes_disturb_neither_the_original_nor_each_other(ours):

@@ -47,10 +47,12 @@ def edited_package(package: str, edits: tuple[Edit, ...]) -> ModuleType:
         copied |= more
     name = f"{package}_edited_{next(_PACKAGES)}"
     # Imports of copied modules become relative, so that the same text in another copy is not compiled again.
-    absolute = re.compile(rf"\b{package}(?=\.(?:{'|'.join(sorted(copied))})\b)")
+    modules = "|".join(sorted(copied))
+    absolute = re.compile(rf"\b{package}(?=\.(?:{modules})\b)")
+    whole = re.compile(rf"\bfrom {package}(?= import (?:{modules})$)", re.MULTILINE)
     for module in copied:
         fullname = name if module == "__init__" else f"{name}.{module}"
-        _IMPORTER.sources[fullname] = f"{package}/{module}.py", absolute.sub("", texts[module])
+        _IMPORTER.sources[fullname] = f"{package}/{module}.py", absolute.sub("", whole.sub("from .", texts[module]))
     edited = importlib.import_module(name)
     for module in texts.keys() - copied:  # also shared modules are attributes of the package
         setattr(edited, module, importlib.import_module(f"{package}.{module}"))
@@ -68,7 +70,8 @@ def _sources(package: str) -> Mapping[str, str]:
 @cache
 def _imports(package: str, module: str) -> frozenset[str]:
     """Return which modules of its package a module imports, at the top, in functions or for type checkers."""
-    return frozenset(re.findall(rf"^\s*from {package}\.(\w+) import", _sources(package)[module], re.MULTILINE))
+    found = re.findall(rf"^\s*from {package}(?:\.(\w+) import| import (\w+)$)", _sources(package)[module], re.MULTILINE)
+    return frozenset(name for names in found for name in names if name)
 
 
 @cache
