@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
+from transformer_spec.checks import check_attention, check_attention_mask
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 from transformer_tf.attention import MultiHeadAttention, scaled_dot_product_attention
@@ -41,6 +42,9 @@ def attend_by_blocks(
 
     Taps and dropout need all weights at the same time.
     """
+    check_attention(tuple(query.shape), tuple(key.shape), tuple(value.shape))
+    if mask is not None:
+        check_attention_mask(tuple(mask.shape), mask.dtype.name, tuple(query.shape), tuple(key.shape))
     is_long = query.shape[2] is not None and query.shape[2] > QUERY_BLOCK
     if tap is no_tap and dropout is None and is_long and _is_cpu():
         return _attend_in_blocks(query, key, value, mask)
