@@ -412,17 +412,23 @@ def test_mixed_precision_keeps_weights_and_moments_in_float32(port):
 
 
 @pytest.mark.only("torch")
-def test_fused_attention_drops_as_many_weights_as_its_own_steps_would(backend):
+def test_fused_attention_drops_as_many_weights_as_its_own_steps_would(backend, monkeypatch):
     """With nobody looking, torch's kernel has its own dropout; values that tell the keys apart show its masks."""
     import torch
+    import torch.nn.functional as F  # noqa: N812  the usual name
 
     rate, heads, length = 0.25, 3, 32
     dropout = backend.package.Dropout(rate)
     query = torch.zeros(8, heads, length, length, dtype=torch.float64)  # every key has the same weight
     one_hot = torch.eye(length, dtype=torch.float64).expand_as(query).contiguous()
+    fused, calls = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *args, **rest: calls.append(args) or fused(*args, **rest)
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        weights = backend.package.scaled_dot_product_attention(query, query, one_hot, None, dropout).numpy()
+        weights = backend.package.fast.fused_attention(query, query, one_hot, None, dropout).numpy()
+    assert len(calls) == 1
     factor = weights * length
     kept = factor > 0.5
     assert np.abs(factor - kept / (1.0 - rate)).max() < STRICT
