@@ -26,6 +26,7 @@ from transformer_parity.transformer.cases.inputs import (
     token_ids,
     with_labels,
 )
+from transformer_parity.transformer.ports.package import ATTENTION
 from transformer_spec.config import DropoutRates, TransformerConfig
 from transformer_spec.presets import IMPLEMENTATIONS, PRESETS
 from transformer_spec.search import Search
@@ -36,6 +37,7 @@ EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forwa
 LONGEST = 12  # tokens of a hypothesis
 STEPWISE = 4  # positions that are decoded one after another
 LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
+QUERIES = 300  # of a head; more than a package takes at a time
 OTHER_DECODER: dict[str, Any] = {  # of which no shape of a parameter of attention tells
     "decoder_num_heads": 2,
     "decoder_d_k": 12,
@@ -43,6 +45,7 @@ OTHER_DECODER: dict[str, Any] = {  # of which no shape of a parameter of attenti
     "decoder_d_ff": 56,
 }
 VOCABULARY = 33_000  # tokens, of which int16 holds 32,768
+SEVERAL_BLOCKS = 333  # tokens; of so many, a search with a beam of 3 sorts only the blocks with the largest maxima
 
 
 def standard_cases() -> list[Case]:
@@ -82,7 +85,8 @@ def _components() -> Iterator[Case]:
         "one_key": {**qkv, "key": qkv["key"][:, :, :1], "value": qkv["value"][:, :, :1]},
         "sharp": {**qkv, "query": 30.0 * qkv["query"]},
     }.items():
-        yield Case(f"attention/{name}", "attention", config, "scaled_dot_product_attention", inputs)
+        yield Case(f"attention/{name}", "attention", config, ATTENTION, inputs)
+    yield _many_queries(config)
 
     for name, block, inputs in (
         ("self", "encoder.layers.0.self_attention", {"query": x, "memory": x}),
@@ -128,6 +132,18 @@ def _components() -> Iterator[Case]:
     marian = tiny("marian_cpp", position_offset=3)
     yield Case("feed_forward/swish", "feed-forward", marian, "encoder.layers.1.feed_forward", {"x": x})
     yield Case("embedding/m_minus_1", "embedding", marian, "source_position", {"x": long})
+
+
+def _many_queries(config: TransformerConfig) -> Case:
+    """Return an attention with few channels and more queries than a package may take at a time."""
+    batch, heads, keys = 1, 1, 6
+    inputs = {
+        "query": normal_floats("query", batch, heads, QUERIES, 4),
+        "key": normal_floats("key", batch, heads, keys, 4),
+        "value": normal_floats("value", batch, heads, keys, 5),
+        "mask": generator("mask").random((batch, heads, QUERIES, keys)) < 0.6,
+    }
+    return Case("attention/many_queries", "attention", config, ATTENTION, inputs, dtypes=("float64", "float32"))
 
 
 def _full_models() -> Iterator[Case]:
@@ -240,7 +256,29 @@ def _searches() -> Iterator[Case]:
     other = tiny(**OTHER_DECODER, skip_first_self_attention=True, embedding_norm=True)
     yield from searches("other_decoder", other, dtypes=("float64",))
     yield from searches("ends_apart", config, dtypes, seed=58, length_penalty=1.5)
+    yield _search_in_blocks()
     yield from _searches_by_rules(config)
+
+
+def _search_in_blocks() -> Case:
+    """Return a beam search by a small model with a vocabulary that no package sorts as a whole.
+
+    Of seed 39, hypotheses differ, and one takes a token from behind the last whole block.
+    """
+    sizes = {
+        "d_model": 8,
+        "num_heads": 2,
+        "d_k": 3,
+        "d_v": 5,
+        "d_ff": 6,
+        "num_encoder_layers": 1,
+        "num_decoder_layers": 1,
+    }
+    config = tiny(norm_order="pre", final_norm=True, tie_embeddings="none", output_bias=True, **sizes)
+    config = config.replace(source_vocab_size=SEVERAL_BLOCKS, target_vocab_size=SEVERAL_BLOCKS)
+    inputs, search = {"source_ids": token_ids(config)["source_ids"]}, Search(3, max_length=5, num_hypotheses=2)
+    names = "decode/blocks_beam", "decoding"
+    return Case(*names, config, "", inputs, seed=39, dtypes=("float64",), stage=DECODE, search=search)
 
 
 def _searches_by_rules(config: TransformerConfig) -> Iterator[Case]:

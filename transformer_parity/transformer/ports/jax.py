@@ -81,7 +81,7 @@ def _compile(package: Any, tapped: bool, quick: bool) -> Callable[..., Any]:
     from flax import nnx
 
     def run(graphdef: Any, state: Any, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> Any:
-        function = find(package, nnx.merge(graphdef, state), block)
+        function = find(nnx.merge(graphdef, state), block)
         return call_tapped(function, arrays, given) if tapped else function(**arrays)
 
     with package.runtime.quick_compilation() if quick else nullcontext():

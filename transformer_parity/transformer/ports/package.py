@@ -1,7 +1,7 @@
 """The port protocol, NumPy at the boundary, and the four built-in ports.
 
 A port loads canonical weights and runs any block of the model: the whole (path ``""``), a method (``encode``), a
-module by its attribute path (``encoder.layers.0.self_attention``), a function of the package
+module by its attribute path (``encoder.layers.0.self_attention``), the attention that the model computes with
 (``scaled_dot_product_attention``), or a part that is loaded alone (``Encoder``, ``Decoder``).
 """
 
@@ -32,7 +32,7 @@ from transformer_spec.training_config import Gradients, TrainingConfig
 # formulas, and bfloat16 is a smoke test: there XLA compiles quickly in JAX, and is left out in TensorFlow, which traces
 # whole models alone.
 COMPILED_IN_FULL = "float32"
-FUNCTIONS = ("scaled_dot_product_attention",)  # blocks that belong to the package, not to the model
+ATTENTION = "scaled_dot_product_attention"  # the block without parameters, which a fast model computes in its own way
 PARTS = ("Encoder", "Decoder")  # blocks that are models of their own, with the model's weights
 
 
@@ -87,12 +87,12 @@ class LoadedPackage:
     def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Run a block of the model with every tap recorded."""
         with self.inference():
-            return call_tapped(find(self.package, *self.holding(block)), arrays, given)
+            return call_tapped(find(*self.holding(block)), arrays, given)
 
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         """Run a block of the model the way a user runs it for speed."""
         with self.inference():
-            return find(self.package, *self.holding(block))(**arrays)
+            return find(*self.holding(block))(**arrays)
 
     def holding(self, block: str) -> tuple[Any, str]:
         """Return the model that holds a block, this one or a part of it alone, and the block's path in it."""
@@ -121,10 +121,10 @@ class LoadedPackage:
         return np.asarray(array)
 
 
-def find(package: Any, model: Any, block: str) -> Any:
+def find(model: Any, block: str) -> Any:
     """Return the module, method or function that a block's path leads to."""
-    if block in FUNCTIONS:
-        return getattr(package, block)
+    if block == ATTENTION:
+        return model.encoder.layers[0].self_attention.attend
     return names.find(model, block) if block else model
 
 

@@ -58,7 +58,7 @@ class LoadedTf(LoadedPackage):
         if block and not by_xla:  # to trace a part, once for each model, takes many times as long as to run it
             return super().run_fast(block, arrays)
         if block not in self._compiled:
-            function = find(self.package, *self.holding(block))
+            function = find(*self.holding(block))
             self._compiled[block] = tf.function(lambda arrays: function(**arrays), jit_compile=by_xla)
         shapes = tuple((name, *array.shape) for name, array in arrays.items())
         with self.inference(), self._compiling((block, shapes)):

@@ -1,0 +1,64 @@
+"""``parity check`` reaches the code that exists for speed: a mistake in it makes a standard case diverge."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from transformer_parity.engine.findings import AGREES, DIVERGES
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.mistakes.edited_package import edited_package
+from transformer_parity.transformer.ports.protocol import Placements
+from transformer_parity.transformer.ports.registry import PORTS
+
+CASES = {case.name: case for case in standard_cases()}
+MASK_OF_THE_FIRST_BLOCK = {
+    "numpy": ("by_head[rows if by_head.shape[2] > 1 else head]", "by_head[head][:, :, : query[rows].shape[2]]"),
+    "jax": ("(b, h, i * QUERY_BLOCK, 0)", "(b, h, 0, 0)"),
+    "tf": ("[b, h, i * QUERY_BLOCK, 0]", "[b, h, 0, 0]"),
+}
+PLACE_AMONG_THE_SORTED = {
+    "numpy": ('at[np.argsort(-x[at], kind="stable")[:count]]', 'np.argsort(-x[at], kind="stable")[:count]'),
+    "torch": ("block.gather(1, at // BLOCK) * BLOCK + at % BLOCK", "at"),
+    "jax": ("jnp.take_along_axis(place, at, 1)", "at"),
+    "tf": ("tf.gather(place, at, batch_dims=1)", "at"),
+}
+WITHOUT_THE_REST = {
+    "torch": (
+        "F.pad(values, (0, short), value=-inf) if short else values",
+        "values[:, : (values.shape[1] // BLOCK) * BLOCK]",
+    ),
+    "jax": ("(0, 0), (0, -size % BLOCK)\n", "(0, 0), (0, 0)\n"),
+    "tf": ("tf.range(size - rest, size)", "tf.range(size, size)"),
+}
+FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate"
+WITHOUT_THE_ROOT = {
+    "numpy": ("1.0 / math.sqrt(query.shape[-1])", "1.0 / query.shape[-1]"),
+    "torch": (f"{FUSED})", f"{FUSED}, scale=1.0 / query.shape[-1])"),
+}
+
+
+def planted(case, mistakes):
+    """Return a mistake for each package as parameters of a test."""
+    return [
+        pytest.param(name, case, edit, id=f"{name}-{case}", marks=pytest.mark.only(name))
+        for name, edit in mistakes.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "edit"),
+    [
+        *planted("attention/padding", WITHOUT_THE_ROOT),
+        *planted("attention/many_queries", MASK_OF_THE_FIRST_BLOCK),
+        *planted("decode/blocks_beam", PLACE_AMONG_THE_SORTED),
+        *planted("decode/blocks_beam", WITHOUT_THE_REST),
+    ],
+)
+def test_a_mistake_in_fast_code_is_caught(name, case, edit):
+    port, setting = PORTS[name], Placements(("float64",))
+    assert {finding.verdict for finding in compare([CASES[case]], port, setting)} == {AGREES}
+    wrong = replace(port, package=edited_package(port.package, (("fast", *edit),)).__name__)
+    assert DIVERGES in {finding.verdict for finding in compare([CASES[case]], wrong, setting)}
