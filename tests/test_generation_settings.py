@@ -9,7 +9,7 @@ import pytest
 from hf_checkpoints import folder as folder  # a fixture
 
 import reference_numpy as ref
-from transformer_parity.apps.checkpoints.formats.huggingface_search import read_search, write_search
+from transformer_parity.apps.checkpoints.formats.huggingface_search import generation_search, read_search, write_search
 from transformer_parity.apps.checkpoints.importer import import_checkpoint
 from transformer_spec.search import Search
 
@@ -80,6 +80,14 @@ def test_the_settings_of_generate_are_a_search(name):
     written, notes = write_search(found, CONFIG)
     assert notes == []
     assert read_search(written, CONFIG) == (found, [])
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_no_more_hypotheses_than_beams_are_read(beams):
+    found = generation_search({"num_beams": beams, "num_return_sequences": 5}, CONFIG)
+    assert found.num_hypotheses == beams
+    found, _ = read_search({"num_beams": beams, "num_return_sequences": 5}, CONFIG)
+    assert (found.beam_size or 1, found.num_hypotheses) == (beams, 1)
 
 
 def test_settings_without_a_place_are_named():

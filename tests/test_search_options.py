@@ -106,6 +106,7 @@ BAD = {
     "num_hypotheses": [
         (0, ValueError, "num_hypotheses must be at least 1: got 0"),
         (5, ValueError, "num_hypotheses must be at most beam_size: got 5 and 4"),
+        (None, TypeError, "num_hypotheses must be an integer: got None"),
     ],
     "length_penalty": [
         (-0.5, ValueError, "length_penalty must be at least 0: got -0.5"),

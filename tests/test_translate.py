@@ -14,7 +14,7 @@ import threading
 import pytest
 from conftest import parity
 from search_models import lively
-from translate_runs import LIMIT, all_hypotheses, one_by_one, random_lines, translated
+from translate_runs import LETTERS, LIMIT, all_hypotheses, one_by_one, random_lines, translated
 from translate_runs import model as model  # a fixture
 from translate_runs import short as short  # a fixture
 
@@ -287,6 +287,29 @@ def test_at_a_terminal_each_line_is_answered_at_once(model):
 
 
 # --- What cannot work ---
+
+
+@pytest.fixture
+def narrow(tmp_path):
+    """Return a model whose file asks for a beam of two, and for both of its hypotheses."""
+    notes = {"search": Search(2, num_hypotheses=2).to_dict()}
+    vocabulary = Subwords.train([LETTERS], kind="char").model
+    ref.save_weights(tmp_path / "narrow", *lively(), vocabulary=vocabulary, notes=notes)
+    return tmp_path / "narrow"
+
+
+@pytest.mark.parametrize(
+    ("asked", "lines"), [(["--nbest", "4", "--beam", "4"], 4), (["--nbest", "2"], 2), (["--beam", "1"], 1), ([], 1)]
+)
+def test_options_replace_the_beam_of_the_file(narrow, capfd, asked, lines):
+    code, found, _ = translated(capfd, narrow, ["abc"], "--backend", "numpy", *asked)
+    assert (code, len(found)) == (0, lines)
+
+
+def test_more_hypotheses_than_the_beam_of_the_file_need_another(narrow, capfd):
+    code, found, said = translated(capfd, narrow, ["abc"], "--backend", "numpy", "--nbest", "4")
+    assert (code, found) == (3, [])
+    assert "--nbest 4 needs a beam that is as wide: add --beam 4" in said
 
 
 REFUSED = {

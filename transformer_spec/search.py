@@ -106,7 +106,7 @@ class Search:
             ValueError: A size is below 1, an id or the penalty negative, or the kind of penalty not known.
         """
         for name in ("beam_size", "max_length", "num_hypotheses", "min_length"):
-            if getattr(self, name) is not None or name == "min_length":
+            if getattr(self, name) is not None or name not in ("beam_size", "max_length"):
                 object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=1))
         if self.start_id is not None:
             object.__setattr__(self, "start_id", check_integer("start_id", self.start_id, minimum=0))

@@ -203,24 +203,18 @@ def search_options(options: argparse.Namespace, usual: Search, nbest: int | None
     if unknown := [name for name in fields if name not in SEARCH_FIELDS | RULES_FIELDS]:
         known = ", ".join(sorted(SEARCH_FIELDS | RULES_FIELDS))
         raise UsageError(f"--search must name a field of {known}: got {unknown[0]}")
-    search = replace(usual, num_hypotheses=nbest or 1)
+    search, rules = usual, usual.rules
     if "rules" in fields:
-        program, ids = Search.preset(fields.pop("rules")), usual.rules
-        search = replace(
-            program,
-            **{name: getattr(search, name) for name in ("beam_size", "num_hypotheses", "start_id")},
-            rules=replace(program.rules, forced_ids=ids.forced_ids, banned_ids=ids.banned_ids),
-        )
-    rules = replace(search.rules, **{name: value for name, value in fields.items() if name in RULES_FIELDS})
+        search = replace(Search.preset(fields.pop("rules")), start_id=usual.start_id)
+        rules = replace(search.rules, forced_ids=rules.forced_ids, banned_ids=rules.banned_ids)
+    rules = replace(rules, **{name: value for name, value in fields.items() if name in RULES_FIELDS})
     fields = {name: value for name, value in fields.items() if name in SEARCH_FIELDS}
-    if options.beam is not None:
-        fields["beam_size"] = options.beam
-    beam_size = fields.get("beam_size", search.beam_size)
+    beam_size = usual.beam_size if options.beam is None else options.beam
     if nbest is not None and nbest > (beam_size or 1):
         raise UsageError(f"--nbest {nbest} needs a beam that is as wide: add --beam {max(nbest, 4)}")
     if beam_size is None and "length_penalty" in fields:
         raise UsageError("--search length_penalty is about beam search: add --beam 4")
-    return replace(search, **fields, rules=rules)
+    return replace(search, **fields, beam_size=beam_size, num_hypotheses=nbest or 1, rules=rules)
 
 
 def field(text: str) -> tuple[str, Any]:
