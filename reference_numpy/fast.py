@@ -63,6 +63,10 @@ class FastLinear(Linear):
 
     buffer: ndarray | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything except the buffer, which a copy or a pickled model does not need."""
+        return {name: value for name, value in vars(self).items() if name != "buffer"}
+
     def __call__(self, x: Float[ndarray, "*axes d_in"]) -> Float[ndarray, "*axes d_out"]:
         """Map the last axis of ``x``."""
         y = _rows(x) @ self.kernel

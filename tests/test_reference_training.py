@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tracemalloc
 from functools import partial
 
@@ -93,6 +95,14 @@ def test_a_step_writes_its_gradient_over_the_last_one():
     trainer.train_step(*batch)
     trainer.train_step(*batch)
     assert_same_bits(kept, copies)
+
+
+def test_copies_of_a_trained_model_hold_no_buffers():
+    model = trained(ref.TrainingConfig(), 1, dropout=NO_DROPOUT)[0].model
+    assert model.encoder.layers[0].feed_forward.inner_proj.buffer is not None
+    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same.encoder.layers[0].feed_forward.inner_proj.buffer is None
+        assert_same_bits(same.export_weights(), model.export_weights())
 
 
 def test_clipping():
