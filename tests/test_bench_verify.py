@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,10 @@ import pytest
 import reference_numpy as ref
 from transformer_bench.verify import DecodeVerifier, DisagreementError, ForwardVerifier, TrainVerifier
 from transformer_bench.workload import SEED, DecodeWork, ForwardWork, TrainWork
+from transformer_parity.apps.translate.agreement import scorers
+from transformer_parity.apps.translate.trained import Trained
+from transformer_parity.transformer.cases import for_ports
+from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.ports.protocol import Decoded
 from transformer_spec.search import SearchResult
 
@@ -34,6 +39,20 @@ def test_the_reference_agrees_with_itself(beam_size):
     assert found.ids.shape == (3, 5)
     assert not np.isin(found.ids, [work.config.pad_id, work.config.eos_id]).any()
     assert DecodeVerifier(work, work.weights()).verify(found, no_steps) == ""
+
+
+def test_truths_come_from_the_formulas(monkeypatch):
+    def refuse(model):
+        raise AssertionError("the truth is computed by the code that is to be verified")
+
+    monkeypatch.setattr("reference_numpy.part.accelerate", refuse)
+    ForwardVerifier(FORWARD, FORWARD.weights())
+    TrainVerifier(TRAIN, TRAIN.weights())
+    DecodeVerifier(replace(SMALL, dtype="bfloat16"), SMALL.weights())
+    config = tiny(d_k=None, d_v=None)
+    for_ports._varied_seed.__wrapped__(config)
+    for_ports._seed_that_says_padding.__wrapped__(config)
+    scorers(Trained(Path(), None, SMALL.config, SMALL.weights(), None), "float32")(SMALL.source_ids[:1])
 
 
 def test_sentences_vary():

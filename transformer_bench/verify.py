@@ -41,7 +41,7 @@ class ForwardVerifier:
     def __init__(self, work: ForwardWork, weights: Mapping[str, ndarray]) -> None:
         self.work = work
         truth, rounded = (
-            ref.Transformer.from_weights(work.config, weights, dtype)(work.source_ids, work.target_ids)
+            ref.Transformer.from_weights(work.config, weights, dtype, fast=False)(work.source_ids, work.target_ids)
             for dtype in ("float64", "float32")
         )
         self._counted = work.target_ids != work.config.pad_id  # logits at padding are not compared
@@ -76,7 +76,7 @@ class TrainVerifier:
 
     def __init__(self, work: TrainWork, weights: Mapping[str, ndarray]) -> None:
         self.work = work
-        model = ref.Transformer.from_weights(work.config, weights, "float64")
+        model = ref.Transformer.from_weights(work.config, weights, "float64", fast=False)
         self._trainer = ref.Trainer(model, replace(work.settings, mixed_bfloat16=False), SEED)
         self._losses: list[float] = []
         policy = POLICY["bench"]
@@ -110,8 +110,8 @@ class DecodeVerifier:
         in_dtype = ref.Transformer
         if work.dtype == "bfloat16":
             weights, in_dtype = {name: rounded_to_bfloat16(array) for name, array in weights.items()}, InBfloat16
-        self._truth = ref.Transformer.from_weights(work.config, weights, "float64")
-        self._rounded = in_dtype.from_weights(work.config, weights, "float32")
+        self._truth = ref.Transformer.from_weights(work.config, weights, "float64", fast=False)
+        self._rounded = in_dtype.from_weights(work.config, weights, "float32", fast=False)
         self._expected = work.search.run(ref, self._truth, work.source_ids).nbest_ids
         self._known: dict[bytes, tuple[str, ndarray, float]] = {}  # by tokens: near-ties, scores and their tolerance
 

@@ -53,7 +53,7 @@ def scorers(trained: Trained, dtype: str) -> Callable[[ndarray], PrefixScorer]:
 
     @cache
     def reference(dtype: str) -> ref.Transformer:
-        return ref.Transformer.from_weights(trained.config, trained.weights, dtype)
+        return ref.Transformer.from_weights(trained.config, trained.weights, dtype, fast=False)
 
     def scorer(source_ids: ndarray) -> PrefixScorer:
         rounded = None if dtype == "float64" else reference(dtype)
