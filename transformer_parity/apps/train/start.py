@@ -81,7 +81,7 @@ class Changes:
         steps: The length of the run; None keeps the recipe's.
         model: Fields of the model's config. ``dropout`` may be one rate, for the sites of the preset.
         training: Fields of the training config.
-        run: Fields of ``Plan``, and ``tokens_per_batch``.
+        run: Fields of ``RunPlan``, and ``tokens_per_batch``.
         seed: Of weights, batches and dropout.
     """
 
