@@ -27,8 +27,10 @@ from transformer_parity.apps.checkpoints.formats import torch_nn
 from transformer_parity.apps.checkpoints.imported import Origin
 from transformer_parity.apps.checkpoints.importer import import_checkpoint
 from transformer_parity.apps.checkpoints.options import ReadOptions
+from transformer_parity.apps.checkpoints.proof import DTYPES, Agreement
 from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.cli import import_checkpoint as command
+from transformer_parity.cli.main import main
 from transformer_spec.files import VocabularyFiles
 from transformer_spec.search import Search
 
@@ -50,6 +52,19 @@ def vocabulary(folder, size=17):
     model = train(kind="char", size=size, pad_id=0, bos_id=1, eos_id=2, unk_id=3, character_coverage=0.5)
     (folder / "text.model").write_bytes(model)
     return folder / "text.model"
+
+
+@pytest.mark.parametrize(
+    ("errors", "code", "last"),
+    [((0.0, 0.1), 2, "IMPRECISE  numpy"), ((0.1, 0.1), 1, "DIVERGE  numpy"), ((0.0, 0.0), 0, "AGREE  numpy")],
+)
+def test_words_and_exit_codes_are_those_of_a_check(here, capsys, monkeypatch, errors, code, last):
+    proof = [Agreement("numpy", dtype, error, 1e-5) for dtype, error in zip(DTYPES, errors, strict=True)]
+    monkeypatch.setattr(command, "prove", lambda *_: proof)
+    assert main([*IMPORT[:-2], "--out", "a.safetensors", "--json", "a.json"]) == code
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    found = json.loads(Path("a.json").read_text())
+    assert (found["verdict"], found["exit_code"]) == (last.split()[0], code)
 
 
 def test_a_state_dict_takes_the_vocabulary_of_its_user(here):

@@ -39,7 +39,8 @@ position for all else, and in full the first tap over its tolerance and the taps
 Keys: F the first tap over tolerance, W the largest difference, N and P the next and previous tap, H the next head,
 B the next port, arrow keys the cell.
 
-exit code: 0 every tap is within tolerance, 1 some are not, 3 nothing was compared
+exit code: 0 every tap is within tolerance, 1 some are not, 3 nothing was compared, or taps are over it in float32 only,
+where a wrong formula looks like lost precision: --dtype float64 decides
 """
 
 
@@ -117,19 +118,19 @@ def run(options: argparse.Namespace) -> int:
     ]
     with refusals(OSError):
         write_page(options.out, shown, about)
-    for line in (about[-1], *shown["notes"]):
+    outcome = recording.verdict
+    for line in filter(None, (about[-1], outcome.doubt, *shown["notes"])):
         console.print(line, soft_wrap=True)
     console.print(f"{options.out}  ({options.out.stat().st_size / 1e6:.1f} MB, for a browser)", soft_wrap=True)
-    exit_code = int(any(port.first_over for port in recording.ports))
     if options.json is not None:
         result = {"source": options.source, "target": said, "page": str(options.out), "dtype": options.dtype}
         result["ports"] = [
             {"port": port.name, "first_over": port.first_over, "taps": [asdict(mark) for mark in port.marks]}
             for port in recording.ports
         ]
-        document = envelope("explore", result, exit_code=exit_code, seconds=time.monotonic() - started)
+        document = envelope("explore", result, exit_code=outcome.exit_code, seconds=time.monotonic() - started)
         write_results(document, (options.json, write_json))
-    return exit_code
+    return outcome.exit_code
 
 
 def verdict(recording: Recording) -> str:

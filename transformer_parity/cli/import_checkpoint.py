@@ -29,15 +29,16 @@ from transformer_parity.apps.checkpoints.proof import Agreement, check_against_t
 from transformer_parity.apps.checkpoints.summary import describe, print_model
 from transformer_parity.cli.options import add_backends, check_installed, field
 from transformer_parity.cli.progress import PlainConsole, make_console
+from transformer_parity.engine.findings import AGREES, FAILED, SKIPPED
 from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.system.environment import quiet_frameworks
 from transformer_parity.engine.system.errors import UsageError, printable, refusals
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
+from transformer_parity.engine.verdict import EXIT_CODES, LAST_WORDS, SEVERITY, WORDS
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.files import open_file
 from transformer_spec.names import FLOAT_DTYPES
 
-DISAGREES, INCOMPLETE = 1, 3
 CHECKED = "hf"  # the format that transformers reads
 
 FORMATS_LISTED = "\n  ".join(f"{name:12} {title}" for name, (_, title) in FORMATS.items())
@@ -58,7 +59,8 @@ After writing, a few logits are computed from the file, in float64 and float32 i
 compared with the reference: that shows that they compute the same model. For a folder of Hugging Face's, --check also
 compares logits and translations with transformers.
 
-exit code: 0 imported, and all that was compared agrees; 1 something does not; 3 not imported, or not compared
+exit code: 0 imported, and all that was compared agrees; 1 something does not; 2 it agrees in float64, and float32 loses
+precision; 3 not imported, or not compared
 """
 EXPORT_EXAMPLES = f"""\
 examples:
@@ -226,7 +228,7 @@ def _print_proof(proof: list[Agreement]) -> None:
         table.add_column(column, justify="right" if column in ("error", "allowed") else "left", overflow="fold")
     for one in proof:
         error = "-" if one.error is None else f"{one.error:.1e}"
-        verdict = "NOT CHECKED" if one.error is None else "agrees" if one.agrees else "DIVERGES"
+        verdict = {SKIPPED: "NOT CHECKED", AGREES: "agrees"}.get(one.verdict, WORDS[one.verdict])
         why = f"{verdict}: {one.why}" if one.why else verdict
         table.add_row(printable(one.name), one.dtype, error, f"{one.allowed:.1e}", printable(why))
     make_console().print(table)
@@ -234,17 +236,15 @@ def _print_proof(proof: list[Agreement]) -> None:
 
 def _verdict(options: argparse.Namespace, proof: list[Agreement]) -> int:
     """Print what the proof comes to, and return the exit code."""
-    wrong = [one.name for one in proof if one.error is not None and not one.agrees]
-    if wrong:
-        print(f"DIVERGE  {', '.join(dict.fromkeys(map(printable, wrong)))}")
-        return DISAGREES
-    checked = {one.name for one in proof if one.agrees}
-    if options.check and not checked - set(PORTS):
+    compared = [one for one in proof if one.verdict != SKIPPED]
+    worst = max((one.verdict for one in compared), key=SEVERITY.index, default=AGREES)
+    if worst == AGREES and options.check and not {one.name for one in compared} - set(PORTS):
         print("INCOMPLETE  nothing was compared with transformers")
-        return INCOMPLETE
-    if proof:
-        print(f"AGREE  {', '.join(printable(name) for name in dict.fromkeys(one.name for one in proof if one.agrees))}")
-    return 0
+        return EXIT_CODES[FAILED]
+    if compared:
+        names = dict.fromkeys(printable(one.name) for one in compared if one.verdict == worst)
+        print(f"{LAST_WORDS[worst]}  {', '.join(names)}")
+    return EXIT_CODES[worst]
 
 
 def _summary(options: argparse.Namespace, imported: Imported, proof: list[Agreement]) -> dict[str, Any]:

@@ -198,6 +198,12 @@ class Verdict:
         return LAST_WORDS[self.verdict]
 
     @property
+    def doubt(self) -> str:
+        """A sentence about the ports that are undecided; empty if there are none."""
+        names = ", ".join(self.undecided)
+        return f"Whether {names} lost only precision is not known: compare in float64 too." if names else ""
+
+    @property
     def exit_code(self) -> int:
         """0 if all agree, 1 for a semantic divergence, 2 for precision only, 3 if not everything was compared."""
         return EXIT_CODES[self.verdict]

@@ -16,8 +16,10 @@ from numpy import ndarray
 from reference_numpy.embedding import sinusoidal_encoding
 from reference_numpy.masks import target_padding_mask
 from transformer_parity.apps.checkpoints.imported import Imported
+from transformer_parity.engine.findings import SKIPPED
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.engine.tolerances import tolerance
+from transformer_parity.engine.verdict import decide
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import MissingFrameworkError, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
@@ -50,9 +52,9 @@ class Agreement:
     why: str = ""
 
     @property
-    def agrees(self) -> bool:
-        """Whether it was computed, and agrees."""
-        return self.error is not None and self.error <= self.allowed
+    def verdict(self) -> str:
+        """The verdict on the comparison, as in ``parity check``."""
+        return SKIPPED if self.error is None else decide(self.error, self.allowed, self.dtype)
 
 
 def inputs_of(config: TransformerConfig, sentences: int = SENTENCES) -> dict[str, ndarray]:

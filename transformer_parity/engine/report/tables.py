@@ -73,9 +73,8 @@ def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdi
         where = " ".join(part for part in (finding.backend, finding.dtype, _place(finding)) if part)
         detail += f" (and in {len(others)} other case{'s' * (len(others) > 1)})" if others else ""
         print_line(console, f"{WORDS[finding.verdict]:9}", STYLES[finding.verdict], f" {where}: {detail}")
-    if verdict.undecided:
-        names = ", ".join(verdict.undecided)
-        console.print(f"Whether {names} lost only precision is not known: compare in float64 too.")
+    if verdict.doubt:
+        console.print(verdict.doubt)
     if len(by_text) > limit:
         console.print(f"... and {len(by_text) - limit} more; --json holds them all.")
 

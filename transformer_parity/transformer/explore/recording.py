@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.findings import Finding
 from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED, Evidence, Mark
 from transformer_parity.engine.outputs import OUTPUT, MissingAbilityError
 from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.engine.tensors import structure_problem
 from transformer_parity.engine.tolerances import tolerance
-from transformer_parity.transformer.cases.case import Case
+from transformer_parity.engine.verdict import Author, Verdict
+from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose.blame import Subject, blame
 from transformer_parity.transformer.ports.exceptions import described
 from transformer_parity.transformer.ports.protocol import Implementation, Placement
@@ -57,6 +60,24 @@ class Recording:
     expected: Arrays
     ports: Sequence[Recorded]
     feeds: dict[str, tuple[str, ...]]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The comparisons of all taps of all ports."""
+        found = []
+        for port in self.ports:
+            author = Author(port.name, self.dtype, "explore", "explore", ACTIVATIONS)
+            for mark in port.marks:
+                actual, expected = port.actual[mark.name], self.expected[mark.name]
+                over = not mark.free <= mark.tolerance
+                problem = structure_problem(actual, expected, self.dtype) if over else ""
+                found.append(author.compared("", mark.name, mark.free, mark.tolerance, problem=problem))
+        return found
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on all ports together, as in ``parity check``."""
+        return Verdict.of(self.findings)
 
     @property
     def sentence(self) -> int:
