@@ -14,7 +14,7 @@ import pytest
 from conftest import random_weights, tiny_config
 
 import reference_numpy as ref
-from reference_numpy import functional
+from reference_numpy import fast, functional
 
 
 def close(ours, expected):
@@ -35,28 +35,34 @@ def model_and_ids(preset="paper_base", dtype="float64", **overrides):
     return ref.Transformer.from_weights(config, random_weights(config), dtype=dtype), source, target
 
 
-def test_attention_of_two_keys():
+ATTENTIONS = pytest.mark.parametrize("attend", [ref.scaled_dot_product_attention, fast.attend])
+
+
+@ATTENTIONS
+def test_attention_of_two_keys(attend):
     query = np.array([0.0, math.sqrt(2.0)]).reshape(1, 1, 1, 2)
     identity = np.eye(2).reshape(1, 1, 2, 2)
-    close(ref.scaled_dot_product_attention(query, identity, identity).ravel(), np.array([1.0, math.e]) / (1.0 + math.e))
+    close(attend(query, identity, identity).ravel(), np.array([1.0, math.e]) / (1.0 + math.e))
 
 
-def test_softmax_is_invariant_to_shifts_and_never_overflows():
+@pytest.mark.parametrize("softmax", [functional.masked_softmax, fast.softmax])
+def test_softmax_is_invariant_to_shifts_and_never_overflows(softmax):
     scores = np.arange(-12.0, 12.0).reshape(4, 6) / 8.0
     for shift in (1024.0, -1024.0):  # exact in binary, so that not a bit may change
-        np.testing.assert_array_equal(functional.masked_softmax(scores + shift), functional.masked_softmax(scores))
-    np.testing.assert_array_equal(functional.masked_softmax(np.array([[1e300, 0.0, -1e300]])), [[1.0, 0.0, 0.0]])
+        np.testing.assert_array_equal(softmax(scores + shift), softmax(scores.copy()))
+    np.testing.assert_array_equal(softmax(np.array([[1e300, 0.0, -1e300]])), [[1.0, 0.0, 0.0]])
 
 
-def test_mask_leaves_exactly_the_allowed_keys():
+@ATTENTIONS
+def test_mask_leaves_exactly_the_allowed_keys(attend):
     query, key, value = random(2, 3, 4, 5), random(2, 3, 6, 5, seed=1), random(2, 3, 6, 7, seed=2)
     allowed = [0, 2, 3]
     mask = np.isin(np.arange(6), allowed)[None, None, None, :]
-    context = ref.scaled_dot_product_attention(query, key, value, mask)
-    close(context, ref.scaled_dot_product_attention(query, key[:, :, allowed], value[:, :, allowed]))
+    context = attend(query, key, value, mask)
+    close(context, attend(query, key[:, :, allowed], value[:, :, allowed]))
     for array in (key, value):
         array[:, :, [1, 4, 5]] = 1e100
-    np.testing.assert_array_equal(ref.scaled_dot_product_attention(query, key, value, mask), context)
+    np.testing.assert_array_equal(attend(query, key, value, mask), context)
 
 
 def test_query_that_may_attend_to_nothing():
