@@ -265,7 +265,7 @@ def _search_in_blocks() -> Case:
 
     Of seed 39, hypotheses differ, and one takes a token from behind the last whole block.
     """
-    sizes = {
+    sizes: dict[str, Any] = {
         "d_model": 8,
         "num_heads": 2,
         "d_k": 3,
