@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_spec.checks import check_fields, check_integer
+from transformer_spec.checks import check_fields, check_integer, some
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import (
     FIRST_MOMENT,
@@ -136,8 +136,7 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
         problems = [f"missing {name}" for name in first if name not in weights]
         problems += [f"unexpected {name}" for name in weights if name not in first]
         if problems:  # parts of the model, or different ones
-            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-            raise ValueError(f"{path} must hold the same tensors as {paths[0]}: {shown}")
+            raise ValueError(f"{path} must hold the same tensors as {paths[0]}: {some(problems)}")
         for name, array in weights.items():
             if array.dtype != first[name].dtype:
                 found = f"got {array.dtype} and {first[name].dtype}"

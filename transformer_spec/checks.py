@@ -16,6 +16,11 @@ import numpy as np
 Shape = Sequence[int | None]  # None is a length not known while tracing
 
 
+def some(problems: Sequence[str]) -> str:
+    """Return the first few in one line, and how many more there are."""
+    return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:

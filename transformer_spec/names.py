@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from transformer_spec.checks import check_choice, check_integer
+from transformer_spec.checks import check_choice, check_integer, some
 from transformer_spec.config import TransformerConfig
 from transformer_spec.training_config import TrainingState
 
@@ -102,8 +102,7 @@ def check_weights(
         if name in weights and tuple(np.shape(weights[name])) != shape:
             problems.append(f"{name} must have shape {list(shape)}: got {list(np.shape(weights[name]))}")
     if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise ValueError(f"{what} do not fit the config: {shown}")
+        raise ValueError(f"{what} do not fit the config: {some(problems)}")
     for name in shapes:
         array = np.asarray(weights[name])
         if array.dtype.name not in FLOAT_DTYPES:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy import ndarray
 
+from transformer_spec.checks import some
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import FLOAT_DTYPES, parameter_shapes
 
@@ -22,7 +23,7 @@ AS_IS = "as_is"
 TRANSPOSED = "transposed"  # [out, in] there, [in, out] here
 ROW = "row"  # [1, n] there, [n] here
 SIDES = {"encoder": "source", "decoder": "target"}
-SHOWN = 5  # problems that a message lists
+SHOWN = 5  # names that a message suggests
 COMPARED = 2000  # names among which similar ones are looked for
 Shape = tuple[int, ...]
 
@@ -81,7 +82,7 @@ def take(
     rows = spelled_out(table, config)
     shapes = parameter_shapes(config)
     if unnamed := [name for name in shapes if name not in rows]:
-        raise ValueError(f"this format has no name for {_listed(unnamed)}")
+        raise ValueError(f"this format has no name for {some(unnamed)}")
     problems = []
     for name, shape in shapes.items():
         _, foreign, form = rows[name]
@@ -99,7 +100,7 @@ def take(
         if name not in known and not any(fnmatchcase(name, pattern) for pattern in ignored)
     ]
     if problems:
-        raise ValueError(f"the tensors do not fit the config: {_listed(problems)}")
+        raise ValueError(f"the tensors do not fit the config: {some(problems)}")
     return {name: canonical(tensors[rows[name].foreign], rows[name].form) for name in shapes}
 
 
@@ -111,7 +112,7 @@ def give(table: Iterable[Row], weights: Mapping[str, ndarray], config: Transform
     """
     rows = spelled_out(table, config)
     if unnamed := [name for name in parameter_shapes(config) if name not in rows]:
-        raise ValueError(f"this format has no place for {_listed(unnamed)}")
+        raise ValueError(f"this format has no place for {some(unnamed)}")
     tensors: dict[str, ndarray] = {}
     for name, row in rows.items():
         array = np.ascontiguousarray(foreign_form(np.asarray(weights[name]), row.form))
@@ -177,8 +178,3 @@ def same(one: ndarray, other: ndarray) -> bool:
     alike = one.dtype == other.dtype and one.shape == other.shape
     unsigned = f"u{one.dtype.itemsize}"
     return alike and bool(np.array_equal(one.view(unsigned), other.view(unsigned)))
-
-
-def _listed(problems: Sequence[str]) -> str:
-    more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    return "; ".join(problems[:SHOWN]) + more

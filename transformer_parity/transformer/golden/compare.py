@@ -26,6 +26,7 @@ from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.stages.decode import SCORES, TOKENS
 from transformer_parity.transformer.stages.registry import STAGES
+from transformer_spec.checks import some
 
 Progress = Callable[[str], None]
 MANY = 64  # floats, of which two programs do not round all alike
@@ -123,7 +124,7 @@ def compare_folders(pair: FolderPair, progress: Progress = lambda text: None) ->
     """
     truth, candidate = pair.truth, pair.candidate
     if problems := vectors.differences(truth, candidate):
-        raise ValueError(f"{truth.path} and {candidate.path} are not about the same: {vectors.some(problems)}")
+        raise ValueError(f"{truth.path} and {candidate.path} are not about the same: {some(problems)}")
     reference = Reference(ports=2)
     for case in pair.cases:
         for dtype in DTYPES:

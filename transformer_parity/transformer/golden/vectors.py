@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from transformer_parity.engine.system.errors import printable
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.stages.registry import STAGES
+from transformer_spec.checks import some
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_spec.search import Search
@@ -236,11 +237,6 @@ def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
     for array in tensors.values():
         array.setflags(write=False)
     return {name: tensors[name] for name in described}
-
-
-def some(problems: Sequence[str]) -> str:
-    """Return the first few in one line, and how many more there are."""
-    return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
 
 
 def _entry(fields: Any, name: str, kind: type) -> Any:
