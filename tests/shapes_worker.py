@@ -95,6 +95,7 @@ def run(backend, build, record):
                 _, cache = model.decode_step(array(target_ids), cache)
                 cache.reorder(array(np.array([1, 1, 2, 3])))
         package.set_weights(model, model.export_weights())
+    package.beam_search(build(fast=False), source, 3, max_length=3)
     floats = [array(np.ones(shape, np.float32)) for shape in ((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 7, 13))]
     long = array(np.ones((2, 3, 300, 11), np.float32))  # fast attention takes the queries in blocks
     for attend in (package.scaled_dot_product_attention, build().encoder.layers[0].self_attention.attend):

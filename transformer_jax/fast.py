@@ -126,7 +126,8 @@ def top_by_blocks(values: Float[Array, "B N"], count: int) -> tuple[Float[Array,
     rows, size = values.shape
     values = jnp.where(jnp.isnan(values), inf, values)  # NaN comes first, so that it is noticed
     if size <= BLOCK * count:
-        return jax.lax.top_k(values, count)
+        best, index = jax.lax.top_k(values, count)  # a list
+        return best, index
     past_the_end = (0, 0), (0, -size % BLOCK)
     maxima = jax.lax.reduce_window(values, -inf, jax.lax.max, (1, BLOCK), (1, BLOCK), past_the_end)
     _, block = top_by_blocks(maxima, count)

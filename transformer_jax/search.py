@@ -81,7 +81,8 @@ def beam_search(
 def top(values: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
     """Return the largest values of each row and their indices. Of equal values, the first comes first."""
     values = jnp.where(jnp.isnan(values), inf, values)  # NaN comes first, so that it is noticed
-    return jax.lax.top_k(values, count)
+    best, index = jax.lax.top_k(values, count)  # a list
+    return best, index
 
 
 class Greedy(NamedTuple):
