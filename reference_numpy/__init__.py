@@ -2,7 +2,8 @@
 
 Post-norm, as in the paper, unless the config says otherwise. Read ``functional`` first, then the modules in the paper's
 order: masks, attention, layers, feed_forward, embedding, encoder, decoder, part and transformer. After the model come
-backward, optimizer and training, and search with its search_loop. The learning rate of equation (3) is in
+backward, optimizer and training, and search with its search_loop. Functions and layers have their backward pass next to
+the forward pass; ``backward`` has the blocks that consist of them. The learning rate of equation (3) is in
 ``transformer_spec.training_config``. ``fast`` has faster versions of some functions and layers, which models use unless
 they are built with ``fast=False``.
 """

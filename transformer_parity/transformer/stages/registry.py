@@ -6,7 +6,8 @@ To add a stage:
    ``cases/for_ports.py``. A stage without cases never runs.
 2. Write its file next to this one: a subclass of ``Stage`` in ``stage.py``, with the numbers of its tolerances in
    ``engine/tolerances.toml``.
-3. Add it to ``STAGES``, and to the texts that list the stages: the help of ``--stage`` and the JSON schema.
+3. Add it to ``STAGES``, and to the texts that list the stages: the help of ``--stage`` in ``cli/check.py``, of
+   ``--parity-stage`` in ``check/pytest_plugin.py``, and ``docs/result.schema.json``.
 
 If it requires a new method of ports, add the method to ``protocol.py``, ``package.py``, ``user.py`` and templates in
 ``ports``.
