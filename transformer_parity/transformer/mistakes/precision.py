@@ -116,10 +116,10 @@ PRECISION = [
             f"{SELF}.scores": {
                 "scale in float32": instead(
                     "attention",
-                    ROOT,
-                    numpy=f"float(np.float32({ROOT}))",
-                    torch=f"query.new_tensor({ROOT}).float().item()",
-                    tf=f"tf.cast({ROOT}, query.dtype)",  # TensorFlow reads a Python number as float32
+                    f"/ {ROOT}",
+                    numpy=f"* float(np.float32(1.0 / {ROOT}))",
+                    torch=f"* query.new_tensor(1.0 / {ROOT}).float().item()",
+                    tf=f"* tf.cast(1.0 / {ROOT}, query.dtype)",  # TensorFlow reads a Python number as float32
                 )
             },
             f"{ENCODER}.feed_forward_norm.output": {  # the first whose variance is as small as epsilon
