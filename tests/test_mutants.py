@@ -27,7 +27,7 @@ from transformer_parity.transformer.mistakes import optimizer, precision, struct
 from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE, TRAINING, cases
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
 from transformer_parity.transformer.ports.protocol import Placements
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
 from transformer_parity.transformer.selftest.uncompiled import interpreted
 from transformer_parity.transformer.stages import gradients, steps
@@ -190,7 +190,7 @@ def test_what_is_kept_between_calls_is_caught():
 
 def test_the_reference_agrees_with_itself_and_a_nan_with_nothing():
     case = CASES_BY_NAME["attention/padding"]
-    findings = list(compare([case], PORTS["numpy"], Placements(("float64",))))
+    findings = list(compare([case], DEFINITION, Placements(("float64",))))
     assert {finding.error for finding in findings} == {0.0}
     query = case.inputs["query"].copy()
     query[0, 0, 0, 0] = math.nan
