@@ -237,6 +237,28 @@ def test_results_that_no_decision_leads_to(change):
     assert all(doubt.margin == np.inf for doubt in doubts)
 
 
+@pytest.mark.parametrize("options", [GREEDY, BEAM, *BY_RULES.values()], ids=["greedy", "beam", *BY_RULES])
+def test_random_tokens_are_judged_without_an_exception(options):
+    """Padding and the end symbol are frequent, so most hypotheses continue after one of them."""
+    config, weights = lively()
+    truth = load_reference(config, weights)
+    right = options.run(ref, truth, sources(config)).nbest_ids
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        ids = rng.choice([0, 2, 2, 4, 5, 8], (*right.shape[:2], rng.integers(1, 12)))
+        for scores in (None, np.zeros(right.shape[:2])):
+            doubts = explain(truth, None, sources(config), Decoded(SearchResult(ids, scores), []), right, options)
+            assert {doubt.sentence for doubt in doubts} == {*range(len(right))}
+            assert not any(np.isnan(doubt.margin) for doubt in doubts)
+
+
+def test_padding_inside_a_greedy_hypothesis_is_reported_with_its_position():
+    config, weights = lively()
+    found = spoilt(found_by(load_reference(config, weights), GREEDY), pad_inside)
+    doubts = follow_all(config, weights, found, GREEDY, "float64")
+    assert "sentence 0, token 3: padding inside a hypothesis" in summary(doubts)
+
+
 def test_a_port_that_does_not_show_its_steps_is_not_excused():
     config, weights = lively()
     found = found_by(load_reference(config, weights), BEAM)

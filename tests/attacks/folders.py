@@ -356,6 +356,11 @@ on_b("NegatedGradients", "The gradients of B have the wrong sign.", altered(np.n
 on_b("NanScores", "The scores of B are NaN.", altered(lambda x: np.full_like(x, np.nan), GREEDY))
 on_b("OtherToken", "A token of B is another.", lambda b: b.outputs(GREEDY)[0]["tokens"].put(0, 9))
 on_b("NegativeToken", "A token of B is negative.", lambda b: b.outputs(GREEDY)[0]["tokens"].put(0, -9))
+on_b(
+    "PaddingInside",
+    "A hypothesis of B contains padding, and tokens follow it.",
+    lambda b: [held["tokens"].put(1, 0) for held in b.outputs(GREEDY)],
+)
 on_b("OtherWeights", "A weight of B is another.", lambda b: b.files[WEIGHTS][TABLE].put(0, 1.0), expected=INCOMPLETE)
 on_b(
     "OtherInputs", "An input of B is another.", lambda b: b.inputs(PADDED)["source_ids"].put(0, 3), expected=INCOMPLETE

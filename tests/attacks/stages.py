@@ -169,13 +169,15 @@ class MomentsKept(Sound):
 
 
 # Searches.
-def hypotheses(name: str, what: str, alter: Callable[[ndarray, Any, int], Any], expected: str = FAILS) -> None:
+def hypotheses(
+    name: str, what: str, alter: Callable[[ndarray, Any, int], Any], expected: str = FAILS, says: str = ""
+) -> None:
     """Plant a port that returns altered hypotheses: ``alter(ids, config, limit)``."""
 
     def generate(self: Sound, source_ids: ndarray, max_length: int, *options: Any) -> Any:
         return alter(Sound.generate(self, source_ids, max_length, *options), self.config, max_length)
 
-    plant(__name__, name, expected, what, {"generate": generate}, stages=(DECODE,))
+    plant(__name__, name, expected, what, {"generate": generate}, stages=(DECODE,), says=says)
 
 
 def search(name: str, what: str, ask: Callable[..., tuple[Any, ...]]) -> None:
@@ -189,6 +191,19 @@ def after_the_end(ids: ndarray, config: Any, limit: int) -> ndarray:
     return np.where(ids == config.pad_id, 7, ids)
 
 
+def padding_inside(ids: ndarray, config: Any, limit: int) -> ndarray:
+    """Return hypotheses whose second token is padding, as of a search that forgets which sentences have ended."""
+    ids = ids.copy()
+    ids[:, 1] = config.pad_id
+    return ids
+
+
+hypotheses(
+    "PaddingInside",
+    "A token follows padding, as in a search that forgets which sentences have ended.",
+    padding_inside,
+    says="token 2: padding inside a hypothesis",
+)
 hypotheses(
     "PaddedHypotheses",
     "The hypotheses are padded to the limit.",

@@ -88,6 +88,10 @@ def follow(scorer: PrefixScorer, sentence: int, found: Decoded, options: Search)
     config = scorer.truth.config
     plan = options.plan(config, (scorer.source != config.pad_id)[None])
     returned = [tokens_of(ids, config) for ids in found.result.nbest_ids[sentence]]
+    for tokens in returned:
+        if config.pad_id in tokens:
+            step = tokens.index(config.pad_id) + 1
+            return [Doubt(sentence, step, math.inf, 0.0, f"padding inside a hypothesis: {tokens[step]} follows it")]
     if options.beam_size is None:
         return _follow_greedy(scorer, sentence, returned[0], plan)
     if found.result.nbest_scores is None:  # a port that is not asked for more than what came out of its beam
@@ -131,6 +135,8 @@ def _follow_greedy(scorer: PrefixScorer, sentence: int, tokens: Tokens, plan: Se
             noise = ways.noise([best, tokens[:n], *(other for other, _ in others)])
             said = f"{tokens[n - 1]} where the reference has {best[-1]}"
             doubts.append(Doubt(sentence, n, total - ways.total(tokens[:n]), noise, said))
+            if doubts[-1].margin == math.inf:  # the search may not choose this token, so nothing can follow it
+                return doubts
     if eos_id in tokens[:-1] or not (len(tokens) == limit or (tokens[-1:] == (eos_id,) and len(tokens) < limit)):
         doubts.append(Doubt(sentence, len(tokens), math.inf, 0.0, "the hypothesis does not end where it should"))
     return doubts
@@ -147,6 +153,8 @@ def _weigh(scorer: PrefixScorer, sentence: int, tokens: Tokens, options: Search,
     for row, candidate in zip(ids[0], candidates, strict=True):
         row[: len(candidate)] = candidate
     exact = score(truth, scorer.source[None], ids, options)
+    if exact[0, 0] == -math.inf:
+        return [Doubt(sentence, 0, math.inf, 0.0, f"{_shortened(tokens)} is returned, and contains a forbidden token")]
     usual = None if scorer.rounded is None else score(scorer.rounded, scorer.source[None], ids, options)
     noise = score_tolerance(exact, usual) * float(np.abs(exact).max())
     margin = float(exact[0, 1] - exact[0, 0])

@@ -101,6 +101,7 @@ def _compare_search(shown: PathTensors) -> Iterator[Finding]:
     if problem := _tokens_problem(case, ids, expected.tensors[TOKENS]):
         yield author.compared(path, TOKENS, math.inf, 0.0, problem=problem)
         return
+    ids = ids.astype(np.int64)  # with a signed integer, NumPy turns uint64 into float64
     wrong = "" if scores is None else structure_problem(scores, expected.tensors[SCORES], author.dtype)
     if wrong:
         yield author.compared(path, SCORES, math.inf, 0.0, problem=wrong)
