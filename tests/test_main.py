@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from transformer_parity import __version__
 from transformer_parity.cli import info
 from transformer_parity.cli.main import COMMANDS, main
 from transformer_parity.cli.progress import PlainConsole, Progress
@@ -286,6 +287,47 @@ def test_a_signal_while_the_command_line_is_imported_ends_it_quietly(name, numbe
     command = [sys.executable, "-c", SENT_WHILE_IMPORTED, name, str(int(number))]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+
+
+ENDED = """
+import ctypes, sys
+from importlib import import_module
+from transformer_parity.cli.entry import main
+{}
+sys.argv = ["parity", "--version"]
+sys.exit(main())
+"""
+INSTEAD = "import_module('transformer_parity.cli.main').main = lambda given: {}"
+
+
+@posix
+@pytest.mark.parametrize(
+    ("begin", "code"),
+    [
+        ("", 0),
+        ("sys.modules['transformer_parity.cli.main'] = None  # whose import fails", 3),
+        ("sys.modules['argparse'] = None", 3),
+        (INSTEAD.format("ctypes.CDLL(None).exit(1)  # as OpenBLAS does without memory"), 3),
+        (INSTEAD.format("[].pop()"), 3),
+        (INSTEAD.format("bytes(2**62)"), 3),
+        (INSTEAD.format("sys.exit(3)"), 3),
+        (INSTEAD.format("sys.exit('words')"), 3),
+        (INSTEAD.format("1"), 1),
+        (INSTEAD.format("import_module('atexit').register(lambda: [].pop()) and 0"), 0),
+    ],
+)
+def test_only_a_command_ends_the_process_with_another_code_than_3(begin, code):
+    command = [sys.executable, "-c", ENDED.format(begin)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == code, done.stderr
+    assert begin or done.stdout == f"parity {__version__}\n"
+
+
+@pytest.mark.parametrize("code", [0, 1, None, "words"])
+def test_a_library_that_calls_sys_exit_is_an_error(code, capsys, monkeypatch):
+    monkeypatch.setattr(info, "describe_backend", lambda port: sys.exit(code))
+    assert main(["info"]) == 3
+    assert capsys.readouterr().err == f"parity info: error: the command was ended by sys.exit({code!r})\n"
 
 
 def test_a_path_that_may_not_be_looked_at_is_a_usage_error(capsys, monkeypatch):

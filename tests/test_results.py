@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from imports import ROOT
@@ -12,7 +17,7 @@ from result_schema import SCHEMA, VALIDATOR, read_document, violations
 import reference_numpy as ref
 from transformer_parity.apps.text.dates import SHIPPED
 from transformer_parity.apps.train import corpora
-from transformer_parity.cli.main import COMMANDS, main
+from transformer_parity.cli.main import COMMANDS, RESULTS, main, make_parser
 from transformer_parity.engine.report.envelope import WORDS, envelope
 from transformer_spec.config import TransformerConfig
 
@@ -109,6 +114,93 @@ def test_train_writes_it_into_the_folder_of_the_run(here, monkeypatch):
     document = read_document(here / "run" / "result.json", "train")
     assert list(document["result"]["reached"]) == ["numpy"]
     assert document["result"]["files"] == ["model.safetensors", "curve.png", "log.jsonl"]
+    assert main(["train", "--resume", "run", "--backend", "numpy", "--steps", "4", "--stop-at", "3"]) == 0
+    assert not (here / "run" / "result.json").exists()  # which was about the first two steps
+
+
+STALE = {"result.json": '{"verdict": "AGREE"}', "page.html": "AGREE"}
+
+
+@pytest.fixture
+def stale(here):
+    """Return a directory that has the results of an earlier run."""
+    for name, text in STALE.items():
+        (here / name).write_text(text)
+    return here
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "check --port right:One --json result.json --html=page.html --unknown",
+        "check --dtype float16 --js result.json --htm page.html",
+        "check --port absent:One --isolate x=y --html page.html --json=result.json",
+        "check-distributed --backends numpy --html page.html --json result.json",
+        "compare absent absent --json result.json",
+        "selftest --json result.json --backends unknown",
+        "evaluate absent --task dates --json result.json",
+        "import absent --json result.json",
+        "export absent --format hf --out copy --json result.json",
+        "explore 2024 --json result.json --out page.html --backends unknown",
+        "bench forward --json result.json --unknown",
+    ],
+)
+def test_results_of_an_earlier_run_are_deleted_before_an_error(line, stale):
+    with pytest.raises(SystemExit, match="3"):  # as argparse ends the process
+        sys.exit(main(line.split()))
+    assert {path.name for path in stale.iterdir()} & STALE.keys() == STALE.keys() - {
+        name for name in STALE if name in line
+    }
+
+
+def test_results_of_an_earlier_run_are_deleted_before_a_command_is_imported(stale, monkeypatch):
+    monkeypatch.setattr("transformer_parity.cli.main.import_module", None)
+    assert main(["check", "--json", "result.json"]) == 3
+    assert not (stale / "result.json").exists()
+
+
+@pytest.mark.parametrize("second", ["result.json", "./result.json", "link.json", "hard.json"])
+def test_two_options_must_name_different_files(second, stale, capsys):
+    (stale / "link.json").symlink_to("result.json")
+    (stale / "hard.json").hardlink_to("result.json")
+    assert main(["check", "--json", "result.json", "--html", second]) == 3
+    assert "--json result.json: another option names the same file" in capsys.readouterr().err
+    assert not (stale / "result.json").exists()
+    assert main(["compare", second, "x", "--json", second]) == 3
+    assert f"--json {second}: another argument names the same file" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_result_is_kept(stale, capsys):
+    for line in (
+        "check --help --json result.json",
+        "info --json result.json",
+        "evaluate result.json --json result.json",
+    ):
+        with suppress(SystemExit):
+            main(line.split())
+        assert (stale / "result.json").read_text() == STALE["result.json"]
+
+
+def test_links_and_devices_remain(stale):
+    (stale / "link.json").symlink_to("result.json")
+    assert main(["compare", "absent", "x", "--json", "link.json"]) == 3
+    assert (stale / "link.json").is_symlink()
+    assert not (stale / "result.json").exists()
+    assert main(["compare", "absent", "x", "--json", "/dev/null"]) == 3
+    assert os.path.exists("/dev/null")
+
+
+def test_every_option_that_names_a_file_of_results_is_known():
+    for command in COMMANDS:
+        (commands,) = (action.choices for action in make_parser(command)._actions if action.choices)
+        parsers, found = [*commands.values()], set()
+        while parsers:
+            for action in parsers.pop()._actions:
+                if isinstance(action, argparse._SubParsersAction):
+                    parsers += action.choices.values()
+                found |= {*action.option_strings} if action.type is Path else set()
+        written = {"--json", "--html", "--plot"} | ({"--out"} if command == "explore" else set())
+        assert found & written == {*RESULTS.get(command, ())}, command
 
 
 def test_the_schema_is_one():

@@ -20,6 +20,7 @@ from attacks.attack import Attack, Sound
 SOUND, OFFERS, SELF = f"{attack.__name__}:Sound", "attacks.offers", __name__
 CHECK = ["transformer_parity", "check"]
 PYTEST = ["pytest", "-p", "no:cacheprovider", "-q"]
+RESULT = "result.json"  # of an earlier run, which agreed
 TESTS = Path(__file__).parents[1]  # from which a command imports this package
 
 
@@ -40,9 +41,14 @@ def attacks(table: str) -> Iterator[Attack]:
 
 
 def _run(module: str, *arguments: str) -> tuple[int, str]:
-    """Run a command and return its exit code and what it prints; AGREE beside another code is no such code."""
+    """Run a command and return its exit code and what it prints; AGREE beside another code is no such code.
+
+    So is AGREE in a result of an earlier run.
+    """
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, RESULT)
+        result.write_text("AGREE")
         found = subprocess.run(
             [sys.executable, "-m", module, *arguments],
             capture_output=True,
@@ -52,6 +58,8 @@ def _run(module: str, *arguments: str) -> tuple[int, str]:
             cwd=folder,
             env={**os.environ, "PYTHONPATH": path},
         )
+        if found.returncode and RESULT in arguments and result.exists() and "AGREE" in result.read_text():
+            return 0, f"the exit code is {found.returncode}, and {RESULT} says AGREE"
     lines = [line.strip() for line in (*found.stderr.splitlines(), *found.stdout.splitlines()) if line.strip()]
     if found.returncode and any(line.startswith("AGREE") for line in lines):
         return 0, f"the exit code is {found.returncode}, and a line begins with AGREE"
@@ -135,6 +143,16 @@ StepsOfAPreset: Steps of a preset are asked for beside its activations, and ther
     incomplete: --backends torch --preset marian --stage activations,steps --dtype float64 --sentences 0
 GradientsInBfloat16: Gradients of a preset are asked for in bfloat16 beside its activations, and there are none.
     incomplete: --backends torch --preset marian --stage activations,gradients --dtype bfloat16 --sentences 0
+
+# Results of an earlier run, which agreed.
+StaleAfterUsageError: An option is misspelled, and the result of an earlier run lies under the name of the new one.
+    incomplete: --port {SOUND} --json {RESULT} --stagee activations
+StaleAfterMissingModule: The port cannot be imported, and there is a result of an earlier run.
+    incomplete: --port absent:Port --json {RESULT}
+StaleForTwoOptions: Two options name the same file, and there is a result of an earlier run.
+    incomplete: --port {SOUND} --html {RESULT} --json {RESULT}
+StaleAfterDivergence: A wrong port is compared, and there is a result of an earlier run.
+    fails: --port {SELF}:WrongNamesake --stage activations --json {RESULT}
 
 # Which port.
 UnknownPort: A port cannot be imported, beside a sound one.

@@ -9,11 +9,14 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import combinations
+from pathlib import Path
 from typing import NoReturn
 
 from transformer_parity import __version__
 from transformer_parity.engine.system.environment import lasting_streams
 from transformer_parity.engine.system.errors import UsageError, printable, reason
+from transformer_parity.engine.system.files import delete_result, is_same_file
 from transformer_parity.engine.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
 from transformer_parity.engine.system.machine import needs
 
@@ -48,6 +51,18 @@ COMMANDS = {
     "info": ("info", "add_parser", "describe this machine, the backends and the presets; or a weight file"),
     "source": ("source", "add_parser", "print the same piece of code from the four packages, with what differs marked"),
     "show": ("show", "add_parser", "draw positions, masks and attention weights"),
+}
+# Options that name a file of results, by command. The file of an earlier run is deleted before anything can fail.
+RESULTS = {
+    "check": ("--json", "--html"),
+    "check-distributed": ("--json", "--html"),
+    "compare": ("--json",),
+    "selftest": ("--json",),
+    "evaluate": ("--json",),
+    "import": ("--json",),
+    "export": ("--json",),
+    "explore": ("--json", "--out"),
+    "bench": ("--json", "--plot"),
 }
 DESCRIPTION = """\
 One Transformer, written four times: in NumPy, which is the definition, and in
@@ -124,10 +139,39 @@ def main(arguments: list[str] | None = None) -> int:
         return INCOMPLETE
 
 
+def _delete_results(given: Sequence[str]) -> None:
+    """Delete the results of an earlier run, so that nobody takes them for the results of this one, however it ends.
+
+    Raises:
+        UsageError: If two arguments name the same file, or if it can't be deleted.
+    """
+    options = RESULTS.get(given[0], ()) if given else ()
+    if not options or "--help" in given or "-h" in given:
+        return
+    results, others, arguments = [], [], iter(given)
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        # argparse accepts abbreviations. Shorter ones are ambiguous, because --html begins like --help.
+        if len(option) >= 4 and any(known.startswith(option) for known in options):
+            results.append((option, value if equals else next(arguments, "")))
+        else:
+            others.append(value if equals else argument)
+    results = [(option, path) for option, path in results if path[:1] not in ("", "-")]
+    for option, path in results:
+        if any(is_same_file(path, other) for other in others):
+            raise UsageError(f"{option} {path}: another argument names the same file")
+    twice = [one for one, (_, other) in combinations(results, 2) if is_same_file(one[1], other)]
+    for _, path in results:
+        delete_result(Path(path))
+    for option, path in twice:
+        raise UsageError(f"{option} {path}: another option names the same file")
+
+
 def _run(given: Sequence[str]) -> int:
     """Choose the command, run it, and turn what it raises into a message and an exit code."""
     command = "parity"
     try:
+        _delete_results(given)
         if unmet := needs():
             raise UsageError(f"the command line {unmet}")
         parser = make_parser(given[0] if given else None)
@@ -145,7 +189,10 @@ def _run(given: Sequence[str]) -> int:
         if "run" not in options:
             parser.print_help()
             return 0
-        return options.run(options)
+        try:
+            return options.run(options)
+        except SystemExit as error:  # which a port or a library raised
+            raise UsageError(f"the command was ended by sys.exit({error.code!r})") from error
     except UsageError as error:
         message, *below = error.args
         print(f"{command}: error: {printable(message)}", *below, sep="\n", file=sys.stderr)

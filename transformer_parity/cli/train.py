@@ -81,6 +81,8 @@ def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> in
         setup = _set_up(options, folder)
     if options.stop_at and options.stop_at > setup.plan.steps:
         raise UsageError(f"--stop-at must be at most {setup.plan.steps}, the run's end: got {options.stop_at}")
+    if group is None or group.rank == 0:
+        (folder / RESULT).unlink(missing_ok=True)  # of the training that this one resumes
     placement = Placement(options.dtype or setup.dtype, options.device, options.precision)
     where = Where(placement, options.parallel, group or ALONE)
     if options.parallel is not None and group is None:

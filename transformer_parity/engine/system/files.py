@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.engine.system.errors import UsageError, refusals
 
 
 @contextmanager
@@ -118,6 +118,27 @@ def check_writable(*paths: Path | None) -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def is_same_file(path: str, other: str) -> bool:
+    """Whether two paths, of which the second may be any text, name the same file; devices and pipes never are."""
+    try:
+        if not os.path.exists(path):
+            return os.path.realpath(path) == os.path.realpath(other)
+        return _is_replaced(Path(path)) and os.path.samefile(path, other)
+    except (OSError, ValueError):  # the text isn't a path, or no file has this name
+        return False
+
+
+def delete_result(path: Path) -> None:
+    """Delete a result of an earlier run, if it is a regular file; a link to it stays.
+
+    Raises:
+        UsageError: If the file can't be deleted.
+    """
+    with refusals(OSError):
+        if path.is_file() and _is_replaced(path):
+            Path(os.path.realpath(path)).unlink()
 
 
 def write_results(result: Any, *files: tuple[Path | None, Callable[[Path, Any], None]]) -> None:
