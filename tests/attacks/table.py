@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 
-from attacks import calls, folders, offers, options, processes, stages, values
+from attacks import calls, offers, options, processes, stages, truths, values
 from attacks.attack import FAILS, INCOMPLETE, PORT, PORTS, TOLERATED, Attack
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding, failure
 from transformer_parity.engine.system.machine import processors
@@ -54,7 +54,7 @@ class Outcome:
 def table() -> tuple[Attack, ...]:
     """Return every attack."""
     ports = sorted(PORTS, key=lambda attack: PARTS.index(attack.plant.partition(":")[0]))
-    return (*ports, *folders.FOLDERS, *options.OPTIONS)
+    return (*ports, *truths.FOLDERS, *options.OPTIONS)
 
 
 def possible() -> list[Attack]:

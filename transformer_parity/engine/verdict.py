@@ -116,6 +116,7 @@ class Coverage:
         pairs: Whether stages and dtypes were both named, so that each stage must be compared in each dtype.
         planned: The number of cases by stage and dtype.
         elsewhere: The other dtypes in which each stage has cases.
+        copied: A sentence about tensors that are copies of the truth, if there are any.
     """
 
     port: str
@@ -124,9 +125,10 @@ class Coverage:
     pairs: bool = False
     planned: Mapping[tuple[str, str], int] = field(default_factory=dict)
     elsewhere: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    copied: str = ""
 
     def missing(self, findings: Iterable[Finding]) -> list[str]:
-        """Return the requests that were not compared: no case, or fewer than half of the cases."""
+        """Return the requests that were not compared: copies, no case, or fewer than half of the cases."""
         own = [finding for finding in findings if finding.backend == self.port]
         if self.pairs:
             wanted = [(f"{stage} in {dtype}", {stage}, {dtype}) for stage, dtype in product(self.stages, self.dtypes)]
@@ -134,9 +136,10 @@ class Coverage:
             every = {dtype for _, dtype in self.planned}
             wanted = [(stage, {stage}, every) for stage in self.stages]
             wanted += [(dtype, set(self.stages), {dtype}) for dtype in self.dtypes]
-        return [
+        missing = [
             f"{self.port}: {what}: {why}" for what, stages, dtypes in wanted if (why := self._why(own, stages, dtypes))
         ]
+        return [*missing, self.copied] if self.copied else missing
 
     def _why(self, findings: Sequence[Finding], stages: set[str], dtypes: set[str]) -> str:
         """Return why some stages in some dtypes were not compared; empty if they were."""

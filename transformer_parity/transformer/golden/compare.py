@@ -7,7 +7,7 @@ are compared with that: A is not taken on trust.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,14 +22,16 @@ from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.diagnose.investigate import FailureReport, investigate_files
 from transformer_parity.transformer.golden import vectors
+from transformer_parity.transformer.golden.copies import copies_in_words, find_copies
 from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.stages.decode import SCORES, TOKENS
 from transformer_parity.transformer.stages.registry import STAGES
+from transformer_parity.transformer.stages.training_stage import WHOLE
 from transformer_spec.checks import some
 
 Progress = Callable[[str], None]
-MANY = 64  # floats, of which two programs do not round all alike
+COPIED = "the bytes are A's own: nothing was computed"
 
 
 def outputs(case: Case, dtype: str, folder: GoldenFolder) -> Outputs:
@@ -76,10 +78,9 @@ class FolderPair:
         return in_stages(self.truth.cases, self.stages)
 
     @cached_property
-    def is_copied(self) -> bool:
-        """Whether every case that both sides hold is a copy."""
-        both = [(c, d) for c in self.cases for d in DTYPES if self.truth.holds(c, d) and self.candidate.holds(c, d)]
-        return all(_is_copy(self.truth.tensors(c, d), self.candidate.tensors(c, d), few=True) for c, d in both)
+    def copied(self) -> dict[tuple[str, str], list[str]]:
+        """The names of the tensors of B that are copies of A's, by case and dtype."""
+        return find_copies(self.truth, self.candidate, self.cases)
 
     @property
     def asked(self) -> Coverage:
@@ -87,7 +88,8 @@ class FolderPair:
         dtypes = self.candidate.dtypes
         planned = Counter((case.stage, d) for case in self.cases for d in dtypes if self.truth.holds(case, d))
         held = tuple(dict.fromkeys(case.stage for case in self.cases))
-        return Coverage(self.backend, held or tuple(self.stages), planned=planned)
+        copied = f"{self.backend}: {copies_in_words(self.copied)}" if self.copied else ""
+        return Coverage(self.backend, held or tuple(self.stages), planned=planned, copied=copied)
 
     @property
     def not_tested(self) -> list[str]:
@@ -160,22 +162,17 @@ def _compare_case(pair: FolderPair, case: Case, dtype: str, reference: Reference
             where = f"{wrong.tap}: " if wrong.tap else ""
             yield author.failed(FILES, f"A is not what the reference computes: {where}{what}")
             return
-        if _is_copy(truth.tensors(case, dtype), candidate.tensors(case, dtype), few=pair.is_copied):
-            yield author.skipped(FILES, "the bytes are A's own: nothing was computed")
-            return
     of_candidate = outputs(case, dtype, candidate)
+    if copied := pair.copied.get((case.name, dtype)):
+        computed = {name: array for name, array in of_candidate.paths[FILES].items() if name not in copied}
+        if not computed:
+            yield author.skipped(FILES, COPIED)
+            return
+        of_candidate.paths[FILES] = computed
+        of_candidate.absent += [(name, COPIED) for name in [*copied, WHOLE]]
     if truth.holds(case, dtype):  # what A leaves out need not be in B
         of_candidate.absent += [(name, f"A leaves it out: {why}") for name, why in outputs(case, dtype, truth).absent]
     yield from Comparator(pair.backend, setting, reference).compare(case, of_candidate)
-
-
-def _is_copy(ours: Mapping[str, ndarray], theirs: Mapping[str, ndarray], *, few: bool = False) -> bool:
-    """Whether every float is A's, bit by bit: two programs round differently somewhere, unless there are but few."""
-    floats = [name for name, array in theirs.items() if array.dtype.kind == "f" and array.size]
-    size = sum(theirs[name].size for name in floats)
-    if size < (1 if few else MANY) or any(name not in ours for name in floats):
-        return False
-    return all(ours[name].tobytes() == theirs[name].tobytes() for name in floats)
 
 
 def investigate(pair: FolderPair, findings: Sequence[Finding]) -> list[FailureReport]:

@@ -1,0 +1,135 @@
+"""Copies among golden vectors: a tensor with the bits of A's was not computed, unless it is exact by nature."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from golden_vectors import GREEDY, PADDED, compare, edit, findings_of, moved
+from golden_vectors import copy as copy  # a fixture
+from golden_vectors import truth as truth  # a fixture
+
+from transformer_parity.engine.findings import SKIPPED
+from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.golden import vectors
+from transformer_parity.transformer.golden.copies import find_copies
+from transformer_parity.transformer.golden.produce import compute, golden_cases
+from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
+
+OUTPUT, LOSS = "output", "step 1 loss"
+
+
+def with_tensors(folder, change):
+    """Return golden vectors with other floats: ``change(name, array)`` of each."""
+    found = {
+        place: {name: change(name, x) if x.dtype.kind == "f" else x for name, x in tensors.items()}
+        for place, tensors in folder._computed.items()
+    }
+    return replace(folder, _computed=found)
+
+
+def merged(truth, is_own):
+    """Return ``{**truth, **mine}``: A's tensors, but for those of some names."""
+    return with_tensors(truth, lambda name, x: moved(x) if is_own(name) else x)
+
+
+def test_one_own_tensor_in_each_case_is_no_agreement(truth, copy, tmp_path, capsys):
+    for case in vectors.read(copy).cases:
+        for dtype in case.dtypes:
+            theirs = vectors.read(truth).tensors(case, dtype)
+            own = next(name for name in ("source_embedding.output", "loss", LOSS, "scores") if name in theirs)
+            edit(copy, case.name, dtype, lambda mine, theirs=theirs, own=own: mine.update({**theirs, own: mine[own]}))
+    result = tmp_path / "result.json"
+    assert compare(truth, copy, "--json", result) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "tensors in 12 outputs have the bytes of A's, such as float64 full/padded" in printed
+    assert "compute them, or declare them in left_out; if your program does compute these bytes" in printed
+    assert json.loads(result.read_text())["result"]["comparisons"] <= 20
+
+
+@pytest.mark.parametrize("nth", range(5))
+def test_every_other_tensor_is_found_beside_an_own_one(truth, nth):
+    truth = vectors.read(truth)
+    for case in truth.cases:
+        for own in list(truth.tensors(case, "float64"))[nth::5]:
+            if case.stage == "decode" and own == "scores":
+                continue  # with tokens, which are equal in every program, nothing else is there
+            mine = merged(truth, lambda name, own=own: name == own)
+            found = find_copies(truth, mine, [case])[case.name, "float64"]
+            assert {*found} - {own} == truth.tensors(case, "float64").keys() - {own}
+
+
+def test_half_of_the_tensors_are_found(truth):
+    truth = vectors.read(truth)
+    for case in (case for case in truth.cases if case.stage != "decode"):
+        copies = list(truth.tensors(case, "float64"))[::2]
+        found = find_copies(truth, merged(truth, lambda name, copies=copies: name not in copies), [case])
+        assert set(found[case.name, "float64"]) >= set(copies)
+
+
+def test_a_copy_that_was_transposed_twice_is_found(truth, copy):
+    own = vectors.read(truth)
+    edit(copy, PADDED, "float64", lambda mine: mine.update({OUTPUT: np.ascontiguousarray(held(own)[OUTPUT].T).T}))
+    assert set(find_copies(own, vectors.read(copy), own.cases)) == {(PADDED, "float64")}
+
+
+def held(folder):
+    return folder.tensors(next(case for case in folder.cases if case.name == PADDED), "float64")
+
+
+def test_a_copy_with_a_few_own_numbers_is_found(truth, copy):
+    own = vectors.read(truth)
+    copied = held(own)[OUTPUT].copy()
+    copied[0, 0] *= 1.0 + 1e-14
+    edit(copy, PADDED, "float64", lambda mine: mine.update({OUTPUT: copied}))
+    assert find_copies(own, vectors.read(copy), own.cases) == {(PADDED, "float64"): [OUTPUT]}
+
+
+def test_copied_scores_of_all_searches_are_found(truth, copy):
+    own = vectors.read(truth)
+    for case in (case for case in own.cases if case.stage == "decode"):
+        edit(copy, case.name, "float64", lambda mine, case=case: mine.update(own.tensors(case, "float64")))
+    found = find_copies(own, vectors.read(copy), own.cases)
+    assert found[GREEDY, "float64"] == ["tokens", "scores"]
+
+
+def test_copies_are_not_compared_and_own_tensors_are(truth, copy):
+    own = vectors.read(truth)
+    edit(copy, PADDED, "float64", lambda mine: mine.update({OUTPUT: held(own)[OUTPUT], "logits": 2 * mine["logits"]}))
+    findings = [one for one in findings_of(truth, copy) if (one.case, one.dtype) == (PADDED, "float64")]
+    assert OUTPUT not in {finding.tap for finding in findings}
+    assert "1 tensors: the bytes are A's own: nothing was computed" in {
+        finding.detail for finding in findings if finding.verdict == SKIPPED
+    }
+    assert [finding.tap for finding in findings if finding.error > 1e-3] == ["logits"]
+
+
+@pytest.mark.parametrize("noise", [moved, lambda x: x * (1.0 + 1e-14)], ids=["one ulp", "1e-14"])
+def test_copies_with_noise_are_not_told_from_computed_tensors(truth, noise):
+    """docs/agreement.md says so."""
+    own = vectors.read(truth)
+    noisy = find_copies(own, with_tensors(own, lambda name, x: noise(x)), own.cases)
+    assert not [place for place in noisy if place[1] == "float64"]
+
+
+PRODUCERS = [pytest.param(name, marks=[] if name == "numpy" else pytest.mark.only(name)) for name in PORTS]
+
+
+OTHERS = [pytest.param(name, marks=pytest.mark.extended("golden vectors")) for name in ("bart", "mbart", "annotated")]
+
+
+@pytest.mark.parametrize("preset", ["paper_base", *OTHERS])
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_what_another_package_computes_is_no_copy(name, preset):
+    """The conventions differ in what is computed before anything is rounded: norms first, or norms on embeddings."""
+    cases = golden_cases(tiny(preset, d_k=None, d_v=None))
+    sides = []
+    for port in (DEFINITION, PORTS[name]):
+        computed, _ = compute(port, cases, vectors.DTYPES, "cpu", lambda doing: None)
+        tensors = {(case.name, dtype): found for case, by_dtype in computed for dtype, found in by_dtype.items()}
+        weights = cases[0].load_weights()
+        sides.append(
+            vectors.GoldenFolder(None, port.name, cases[0].config, weights, cases, vectors.DTYPES, (), tensors)
+        )
+    assert not find_copies(*sides, cases)
+    assert find_copies(sides[1], sides[1], cases).keys() == sides[1]._computed.keys()
