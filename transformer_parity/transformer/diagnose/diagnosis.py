@@ -7,19 +7,26 @@ more of the port's numbers right; one that reproduces all of them is what the po
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from numpy import ndarray
 
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.diagnose.blame import REPLAYED, blame_files
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
 from transformer_parity.transformer.diagnose.learning_rate import rate_hypotheses
+from transformer_parity.transformer.diagnose.places import intervals, placed
 from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials
+from transformer_parity.transformer.mistakes.catalogue import TRAINING
 from transformer_parity.transformer.mistakes.mistake import Mistake
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
@@ -28,6 +35,7 @@ DEPTH = 3  # mistakes at once
 PROMISING = 6  # hypotheses that are tried together with every other
 BEAM = 4  # sets of hypotheses that are changed further, where no tap shows the way
 ATTEMPTS = 1000  # at that; a second for a hundred
+PLACED = 1000  # attempts with one mistake at single places
 # What a tap shows by its name, where published code often has another value at hand.
 MEANINGS = {
     "_norm.output": "the norm's own output; in post-norm, of the sum",
@@ -93,7 +101,8 @@ def diagnose(
     rates = rate_hypotheses(case, actual)
     progress(f"{len(known) + len(rates)} hypotheses")
     # Several at once take a training each; where the rate is known to be wrong, they would only guess at the schedule.
-    exact, tried = _search(trials, start, [*known, *rates], progress, together=not rates)
+    places = partial(_at_one_place, case, actual, known)
+    exact, tried = _search(trials, start, [*known, *rates], progress, places, together=not rates)
     confirmed = [attempt for attempt in exact if trials.holds_elsewhere(attempt.hypothesis)]
     if confirmed:
         return _exact(port, confirmed, tried)
@@ -116,17 +125,61 @@ def reproducing_output(case: Case, actual: Arrays, known: Sequence[Mistake]) -> 
 
 
 def _search(
-    trials: Trials, start: Attempt, known: Sequence[Mistake], progress: Callable[[str], None], *, together: bool = True
+    trials: Trials,
+    start: Attempt,
+    known: Sequence[Mistake],
+    progress: Callable[[str], None],
+    at_one_place: Callable[[], Sequence[Hypothesis]] = tuple,
+    *,
+    together: bool = True,
 ) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the hypotheses that reproduce every tensor, and all that were tried: one alone, or several together."""
+    """Return the hypotheses that reproduce every tensor, and all that were tried.
+
+    One mistake in the whole model is tried first, then one at a single place, and then several together.
+    """
     singles = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
     exact, tried = [attempt for attempt in singles if attempt.is_exact], list(singles)
+    if not exact:
+        progress("single places")
+        exact, somewhere = _first_exact(trials, at_one_place())
+        tried += somewhere
     if not exact and together:
         for attempts in _together(trials, start, singles, known, progress):
             tried += attempts
             if exact := _simplest([attempt for attempt in attempts if attempt.is_exact]):
                 break
     return exact, tried
+
+
+def _first_exact(trials: Trials, ordered: Sequence[Hypothesis]) -> tuple[list[Attempt], list[Attempt]]:
+    """Return the hypotheses of the largest places that reproduce every tensor, and all that were tried."""
+    tried: list[Attempt] = []
+    for _, same_size in itertools.groupby(ordered, lambda hypothesis: len(hypothesis.place.parts)):
+        attempts = [found for hypothesis in same_size if (found := trials.run(hypothesis))]
+        tried += attempts
+        if exact := [attempt for attempt in attempts if attempt.is_exact]:
+            return exact, tried
+        if len(tried) > PLACED:
+            break
+    return [], tried
+
+
+def _at_one_place(case: Case, actual: Arrays, known: Sequence[Mistake]) -> list[Hypothesis]:
+    """Return each known mistake at each single place where it may be, larger places first.
+
+    If taps are shown, only the places where a difference is introduced are possible.
+    """
+    if case.block or case.stage not in REPLAYED:
+        return []
+    weights, introduced = case.load_weights(), list[range]()
+    if case.stage == ACTIVATIONS:
+        truth = DEFINITION.load(case.config, weights, Placement("float64"))
+        found = blame_files(case, actual, truth, "").blame.introduced
+        introduced = intervals(found, list(actual), case.config)
+    else:
+        known = [mistake for mistake in known if mistake in TRAINING["gradient"]]
+    limited = [one for mistake in known for one in placed(mistake, case.config, weights, introduced)]
+    return [Hypothesis((mistake,), place) for mistake, place in sorted(limited, key=lambda one: -len(one[1].parts))]
 
 
 def _and_another(
@@ -324,7 +377,7 @@ def _exact(port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: 
 
 def _if_it_is_meant(hypothesis: Hypothesis) -> tuple[str, ...]:
     """Return how to declare what a port does, where that is a convention; nothing where it is a mistake."""
-    if not all(map(is_convention, hypothesis.parts)):
+    if hypothesis.place is not None or not all(map(is_convention, hypothesis.parts)):
         return ()
     fields = {name: value for part in hypothesis.parts for name, value in part.config.items()}
     return (f"mend it; or if you mean it, declare it in the port: overrides = {fields!r}",)

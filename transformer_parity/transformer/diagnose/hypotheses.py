@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.transformer.diagnose.places import Place
 from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, FORWARD, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.config import CHOICES, TransformerConfig
 from transformer_spec.names import parameter_shapes
@@ -46,19 +48,21 @@ LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Some mistakes or conventions at once."""
+    """Some mistakes or conventions at once, in the whole model or at one place."""
 
     parts: tuple[Mistake, ...]
+    place: Place | None = None
 
     @property
     def name(self) -> str:
         """Say it in words."""
-        return " and ".join(part.name for part in self.parts)
+        names = " and ".join(part.name for part in self.parts)
+        return names if self.place is None else f"{names}, in {self.place.words} only"
 
     @property
     def content(self) -> Any:
         """Return what tells it from all others."""
-        return tuple(map(content, self.parts))
+        return (*map(content, self.parts), self.place and self.place.parts)
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray]) -> LoadedPackage:
         """Return a float64 reference that does as the hypothesis says.
@@ -66,12 +70,16 @@ class Hypothesis:
         Raises:
             ValueError: The parts contradict each other, or describe no model.
         """
+        usual = None if self.place is None else DEFINITION.load(config, weights, Placement("float64"))
         for part in self.parts:
             config = config.replace(**part.config)
             weights = part.convert(weights)
         edits = tuple(edit for part in self.parts for edit in part.edits.get("numpy", ()))
         package = edited_package("reference_numpy", edits)
         model = package.Transformer.from_weights(config, _fitted(weights, config), "float64", fast=False)
+        if self.place is not None and usual is not None:
+            self.place.replace(usual.model, model)
+            return usual
         return LoadedPackage(package, model, Placement("float64"))
 
 

@@ -73,6 +73,12 @@ def everywhere(new: str, old: str = "{norm}(x + {y})") -> Edits:
     return {"numpy": edits}
 
 
+def everywhere_in_pre_norm(new: str) -> Edits:
+    """Return edits of the left side of every pre-norm residual connection of the reference, which is ``x +``."""
+    added = 'self.dropout({y}, rng, tap, "{name}'
+    return everywhere(f"{new}{added}", f"x + {added}")
+
+
 ENTRIES: dict[str, Table] = {
     "norm": {
         f"{SELF}.query": {
@@ -230,4 +236,5 @@ EVERYWHERE = [
     # The same mistakes as above, in every sub-layer. Only hypotheses.
     Mistake("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
     Mistake("no residual connections", "", everywhere("{norm}({y})")),
+    Mistake("no residual connections in pre-norm", "", everywhere_in_pre_norm("")),
 ]

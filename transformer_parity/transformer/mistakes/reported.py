@@ -8,7 +8,15 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.mistakes.attention import ZEROED, forbidden
-from transformer_parity.transformer.mistakes.layers import ANSWERED, ATTENDED, POSITIONED, SUM, everywhere, norm
+from transformer_parity.transformer.mistakes.layers import (
+    ANSWERED,
+    ATTENDED,
+    POSITIONED,
+    SUM,
+    everywhere,
+    everywhere_in_pre_norm,
+    norm,
+)
 from transformer_parity.transformer.mistakes.mistake import (
     ALL,
     CAUSAL,
@@ -428,18 +436,7 @@ EVERYWHERE = [
     Mistake(
         "pre-norm that adds the normed input, in every sub-layer",
         "",
-        {
-            "numpy": [
-                (stack, f'x + self.dropout({y}, rng, tap, "{name}', f'normed + self.dropout({y}, rng, tap, "{name}')
-                for stack, y, name in (
-                    ("encoder", "attended", "self_attention"),
-                    ("encoder", "transformed", "feed_forward"),
-                    ("decoder", "attended", "self_attention"),
-                    ("decoder", "attended", "cross_attention"),
-                    ("decoder", "transformed", "feed_forward"),
-                )
-            ]
-        },
+        everywhere_in_pre_norm("normed + "),
         case="full/deeper_decoder",
     ),
 ]

@@ -1,0 +1,209 @@
+"""Places: the parts of the model that a known mistake is limited to, such as one layer or one kind of attention.
+
+A mistake edits a class, so that it shows in every part of that class. To limit it, the parts of one place in the
+unedited model are replaced with the same parts of the edited model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE
+from transformer_parity.transformer.mistakes.mistake import Edit, Mistake
+from transformer_spec.config import TransformerConfig
+from transformer_spec.names import find, parameter_shapes, tap_shapes
+
+SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
+# Which parts a mistake changes, by the module that it edits or the field of the config that it replaces.
+CHANGED = {
+    "attention": r"_attention$",
+    "feed_forward": r"\.feed_forward$",
+    "activation": r"\.feed_forward$",
+    "layers": r"_norm$",
+    "layer_norm_kind": r"_norm$",
+    "layer_norm_epsilon": r"_norm$",
+    "final_norm": r"\.final_norm$",
+    "embedding_norm": r"_embedding_norm$",
+    "embedding": r"_(embedding|position)$",
+    "scale_embedding": r"_embedding$",
+    "position_layout": r"_position$",
+    "position_timescale": r"_position$",
+    "position_offset": r"_position$",
+    "encoder": r"^encoder\.layers\.\d+$",
+    "decoder": r"^decoder\.layers\.\d+$",
+    "norm_order": r"\.layers\.\d+$",
+}
+WHOLE_MODEL = re.compile(r",? (in every sub-layer.*|of all attention blocks)")  # in the name of a mistake
+
+
+@dataclass(frozen=True)
+class Place:
+    """Some parts of a model.
+
+    Attributes:
+        words: What to call them.
+        parts: Their attribute paths.
+    """
+
+    words: str
+    parts: tuple[str, ...]
+
+    def replace(self, model: Any, edited: Any) -> None:
+        """Replace the parts of a model with the same parts of another one."""
+        for path in self.parts:
+            owner, _, name = path.rpartition(".")
+            holder = find(model, owner) if owner else model
+            if name.isdecimal():
+                holder[int(name)] = find(edited, path)
+            else:
+                setattr(holder, name, find(edited, path))
+
+
+@dataclass(frozen=True)
+class _Atom:
+    """The smallest thing that a mistake can be limited to: a part, or a sub-layer's residual connection in a layer."""
+
+    shown: str
+    part: str
+    edits: tuple[Edit, ...]
+
+
+def placed(
+    mistake: Mistake, config: TransformerConfig, weights: Mapping[str, ndarray], introduced: Sequence[range]
+) -> Iterator[tuple[Mistake, Place]]:
+    """Yield a mistake at each place that it can be limited to, larger places first.
+
+    Args:
+        mistake: The mistake, which changes several parts.
+        config: The model.
+        weights: The model's weights, to find those that a conversion changes.
+        introduced: Where a difference is introduced (see ``intervals``); empty if it is not known.
+    """
+    atoms = _atoms(mistake, config, weights)
+    if len(atoms) < 2:
+        return
+    taps = list(tap_shapes(config, 1, 1, 1))
+    spans = {atom: _span(atom.part, taps) for atom in atoms}
+    for words, some in _groups(atoms, [atom for atom in atoms if _meets(spans[atom], introduced)]):
+        if not all(_meets(spans[atom], introduced) for atom in some):
+            continue
+        if not all(any(_meets(spans[atom], [interval]) for atom in some) for interval in introduced):
+            continue
+        edits = tuple(dict.fromkeys(edit for atom in some for edit in atom.edits))
+        limited = replace(mistake, name=WHOLE_MODEL.sub("", mistake.name), edits={"numpy": list(edits)})
+        yield limited, Place(words, tuple(dict.fromkeys(atom.part for atom in some)))
+
+
+def intervals(introduced: Sequence[str], shown: Sequence[str], config: TransformerConfig) -> list[range]:
+    """Return the taps at which each difference may have been introduced: from the shown tap before it on.
+
+    Args:
+        introduced: The shown taps at which a difference was introduced; the output is one of them.
+        shown: All taps that are shown.
+        config: The model.
+    """
+    taps = [*tap_shapes(config, 1, 1, 1), OUTPUT]
+    known = sorted(taps.index(name) for name in shown if name in taps)
+    found = []
+    for name in introduced:
+        last = taps.index(name)
+        found.append(range(max((i for i in known if i < last), default=-1) + 1, last + 1))
+    return found
+
+
+def _atoms(mistake: Mistake, config: TransformerConfig, weights: Mapping[str, ndarray]) -> list[_Atom]:
+    """Return everything that a mistake can be limited to; nothing if it is at one place already."""
+    edits = tuple(mistake.edits.get("numpy", ()))
+    parts = list(_parts(config))
+    if mistake in EVERYWHERE:  # one edit for each sub-layer
+        return [
+            _Atom(f"{part}.{name}", part, (edit,))
+            for edit in edits
+            for part in parts
+            if (name := next((name for name in SUBLAYERS if name in edit[1]), "")) and _changes(edit[0], part)
+        ]
+    sources = {*mistake.config, *(_module(edit) for edit in edits)}
+    if len(mistake.config) > 1 or sources - CHANGED.keys():
+        return []
+    changed = [part for part in parts if any(_changes(source, part) for source in sources)]
+    try:
+        converted = mistake.convert(weights)
+    except Exception:  # the conversion does not go with this model
+        return []
+    kept = {name for name, weight in weights.items() if converted[name] is weight}
+    names = [name for name in weights if name not in kept and not np.array_equal(weights[name], converted[name])]
+    changed += [part for part in parts if part[-1].isalpha() and any(name.startswith(f"{part}.") for name in names)]
+    for name in ("final_norm", "embedding_norm"):
+        if not getattr(config, name) and name not in sources:
+            changed = [part for part in changed if not part.endswith(name)]
+    return [_Atom(part, part, edits) for part in dict.fromkeys(changed)]
+
+
+def _module(edit: Edit) -> str:
+    """Return the key of ``CHANGED`` for an edit."""
+    module, old, _ = edit
+    if module == "functional":
+        return "attention" if "scores" in old or "weights" in old else "feed_forward"
+    return module
+
+
+def _changes(source: str, part: str) -> bool:
+    return re.search(CHANGED.get(source, "$."), part) is not None
+
+
+def _parts(config: TransformerConfig) -> Iterator[str]:
+    """Yield the attribute path of each part that a mistake may be limited to, in the order of computation."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config))
+    for side, stack in (("source", "encoder"), ("target", "decoder")):
+        yield from (f"{side}_embedding", f"{side}_position", f"{side}_embedding_norm")
+        for i in range(getattr(config, f"num_{stack}_layers")):
+            layer = f"{stack}.layers.{i}"
+            yield layer
+            inside = (
+                owner.removeprefix(f"{layer}.").split(".")[0] for owner in owners if owner.startswith(f"{layer}.")
+            )
+            yield from (f"{layer}.{name}" for name in dict.fromkeys(inside))
+        yield f"{stack}.final_norm"
+
+
+def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple[str, tuple[_Atom, ...]]]:
+    """Yield groups of atoms with their names: sides, kinds, single ones, layers, and then all that are possible."""
+    shown = [atom.shown for atom in atoms]
+    layers = dict.fromkeys(found[0] for name in shown if (found := re.match(r"\w+\.layers\.\d+(?=\.)", name)))
+    patterns = {"the encoder": "(encoder[.]|source_).*", "the decoder": "(decoder[.]|target_).*"}
+    for name in (*(re.sub(r"\.\d+", ".*", name) for name in shown), *shown):
+        patterns[name] = re.escape(name).replace(r"\*", r"\d+")
+    for name in shown:
+        patterns[f"**.{name.rpartition('.')[2]}"] = rf".*\.{name.rpartition('.')[2]}"
+    patterns |= {layer: rf"{re.escape(layer)}\..*" for layer in layers}
+    groups = {
+        words: tuple(atom for atom in atoms if re.fullmatch(pattern, atom.shown)) for words, pattern in patterns.items()
+    }
+    groups[" and ".join(atom.shown for atom in possible)] = tuple(possible)
+    seen = {tuple(atoms), ()}
+    for words, some in groups.items():
+        if some not in seen:
+            seen.add(some)
+            yield words, some
+
+
+def _span(part: str, taps: Sequence[str]) -> range:
+    """Return the taps that a part computes; of a part without a tap, the first tap that depends on it."""
+    own = [i for i, tap in enumerate(taps) if tap.startswith(f"{part}.")]
+    if not own:
+        stack, _, name = part.partition(".")
+        tap = f"{stack}.output" if name else f"{part.partition('_')[0]}_embedding.output"
+        own = [taps.index(tap)]
+    return range(own[0], own[-1] + 1)
+
+
+def _meets(span: range, introduced: Sequence[range]) -> bool:
+    """Whether a part computes a tap at which a difference may have been introduced; True if nothing is known."""
+    return not introduced or any(span.start < one.stop and one.start < span.stop for one in introduced)
