@@ -27,6 +27,7 @@ from transformer_parity.transformer.mistakes.catalogue import TRAINING
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
+from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
@@ -110,10 +111,13 @@ def diagnose(
         return found
     if pairs := _and_another(trials, exact, known, progress):
         return _exact(port, pairs, tried)
-    if exact and len(exact[0].hypothesis.parts) == 1:  # several together fit one case by chance
-        name = exact[0].hypothesis.name
-        sentence = f"in {case.name}, but not in every case, {port} behaves like the reference with {name}"
-        return Diagnosis(sentence, LIKELY, error=exact[0].worst)
+    # Several mistakes together fit one case by chance, and so does any mistake if only tokens are shown.
+    singles = [attempt for attempt in exact if len(attempt.hypothesis.parts) == 1 and trials.names != (TOKENS,)]
+    sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.hypothesis)]
+    if sometimes:
+        name = sometimes[0].hypothesis.name
+        sentence = f"some cases agree, but in every case that differs, {port} behaves like the reference with {name}"
+        return Diagnosis(sentence, LIKELY, error=sometimes[0].worst)
     return _unknown([attempt for attempt in tried if attempt not in exact], start)
 
 
@@ -364,7 +368,7 @@ def _simplest(exact: Sequence[Attempt]) -> list[Attempt]:
 def _exact(port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "") -> Diagnosis:
     """Name the hypotheses that reproduce every number, and what the next best leaves."""
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
-    names = tuple(attempt.hypothesis.name for attempt in exact)
+    names = tuple(dict.fromkeys(attempt.hypothesis.name for attempt in exact))
     error = exact[0].worst
     also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
     sentence = f"{port} behaves exactly like the reference with {names[0]}{also} (error {error:.0e}"

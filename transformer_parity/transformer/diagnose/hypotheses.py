@@ -83,15 +83,21 @@ class Hypothesis:
         return LoadedPackage(package, model, Placement("float64"))
 
 
-def hypotheses(config: TransformerConfig, stage: str) -> list[Mistake]:
+def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = False) -> list[Mistake]:
     """Return every known mistake and every convention that a port of this config may follow instead.
 
     Args:
         config: What the port should do.
         stage: The name of a stage: mistakes of training cannot show in activations.
+        forward_agrees: Whether the port's activations agree with the reference's. This excludes all mistakes of the
+            forward pass, except of parts that only a search calls.
     """
-    found = [*conventions(config, stage), *mixed_up_weights(config.d_k == config.d_v)]
-    parts = [*FORWARD.values(), EVERYWHERE, *STRUCTURE.values()]
+    if forward_agrees:
+        found = [one for one in conventions(config, stage) if one.config.keys() <= {*LOSS_FIELDS}]
+        parts = [STRUCTURE["edge cases"]] if STAGES[stage].searches else []
+    else:
+        found = [*conventions(config, stage), *mixed_up_weights(config.d_k == config.d_v)]
+        parts = [*FORWARD.values(), EVERYWHERE, *STRUCTURE.values()]
     if STAGES[stage].has_loss:
         parts += TRAINING.values()
     if STAGES[stage].searches:

@@ -126,10 +126,16 @@ class Investigation:
                 for name, other in known.items()
                 if name in compared - {case.name} and _shared(other) == _shared(case)
             ]
-            yield self._report(case, finding, kept.get((case.name, finding.dtype), {}), others)
+            hypothetical = hypotheses(case.config, case.stage, forward_agrees=_forward_agrees(findings))
+            yield self._report(case, finding, kept.get((case.name, finding.dtype), {}), others, hypothetical)
 
     def _report(
-        self, case: Case, finding: Finding, shown: Arrays, others: Sequence[tuple[Case, Arrays | None]]
+        self,
+        case: Case,
+        finding: Finding,
+        shown: Arrays,
+        others: Sequence[tuple[Case, Arrays | None]],
+        hypothetical: Sequence[Mistake],
     ) -> FailureReport:
         dtype = finding.dtype
         unknown = Diagnosis(f"unknown: {finding.detail}" if finding.detail else "unknown", UNKNOWN)
@@ -146,7 +152,7 @@ class Investigation:
             return report
         if not shown:
             return report
-        known = [*hypotheses(case.config, case.stage), *([self.suspect] if self.suspect else [])]
+        known = [*hypothetical, *([self.suspect] if self.suspect else [])]
         found = unknown
         if dtype == "float64":
             found = diagnose(case, shown, self.port.name, self.progress, known, others)
@@ -224,7 +230,8 @@ def investigate_files(
             continue
         alike = [other for other in cases if other.name != case.name and _shared(other) == _shared(case)]
         others = [(other, tensors) for other in alike if (tensors := shown(other))]
-        found = diagnose(case, actual, backend, others=others)
+        hypothetical = hypotheses(case.config, case.stage, forward_agrees=_forward_agrees(findings))
+        found = diagnose(case, actual, backend, known=hypothetical, others=others)
         if found.confidence != EXACT and (statement := of_learning_rate(case, actual)):
             found = _first(found, [statement])
         report = FailureReport(backend, "float64", case.name, case.stage, None, found)
@@ -258,6 +265,12 @@ def _first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> l
         if first:
             return [first[name] for name in STAGES if name in first]
     return []
+
+
+def _forward_agrees(findings: Sequence[Finding]) -> bool:
+    """Whether activations were compared in float64, and all of them agree."""
+    verdicts = {f.verdict for f in findings if f.stage == ACTIVATIONS and f.dtype == "float64"}
+    return AGREES in verdicts and verdicts.isdisjoint((DIVERGES, IMPRECISE, FAILED))
 
 
 def _of_names(found: Diagnosis, detail: str) -> Diagnosis:

@@ -1,0 +1,88 @@
+"""Which names a diagnosis may give: none that other cases or agreeing activations refute."""
+
+from __future__ import annotations
+
+import pytest
+
+from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
+from transformer_parity.transformer.cases.case import DECODE, STEPS, tiny
+from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.compare.runner import tensors
+from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
+from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
+from transformer_parity.transformer.diagnose.investigate import investigate_files
+from transformer_parity.transformer.mistakes.catalogue import FORWARD
+
+CONFIG = tiny("paper_base", d_k=None, d_v=None)
+CASES = port_cases(CONFIG)
+SEARCHES = [case for case in CASES if case.stage == DECODE]
+BEAM = next(case for case in SEARCHES if case.name == "decode/port_beam")
+STEP_CASES = [case for case in CASES if case.stage == STEPS]
+
+
+def named(name, stage):
+    return Hypothesis((next(mistake for mistake in hypotheses(CONFIG, stage) if mistake.name == name),))
+
+
+def shown(hypothesis, case):
+    return tensors(hypothesis.load(case.config, case.load_weights()), case)
+
+
+def only_tokens(arrays):
+    return {"tokens": arrays["tokens"]}
+
+
+@pytest.mark.parametrize("stage", ["gradients", "steps", "decode"])
+def test_agreeing_activations_exclude_forward_mistakes(stage):
+    known = hypotheses(CONFIG, stage, forward_agrees=True)
+    forward = {mistake.name for part in FORWARD.values() for mistake in part}
+    assert known
+    assert forward.isdisjoint(mistake.name for mistake in known)
+    assert {name for mistake in known for name in mistake.config} <= {"label_smoothing", "label_smoothing_kind"}
+
+
+def test_search_that_fits_a_forward_mistake_is_not_named_by_it():
+    """If activations agree, a search whose tokens are the tokens of unscaled scores has a different cause."""
+    unscaled = named("scores not scaled", DECODE)
+    activations = next(case for case in CASES if case.name == "full/padded")
+    wrong = {case.name: only_tokens(shown(unscaled, case)) for case in SEARCHES}
+
+    def finding(case, verdict):
+        return Finding(
+            "it", "float64", case.component, case.name, "files", "tokens", 1.0, 0.0, verdict, stage=case.stage
+        )
+
+    failing = [finding(case, DIVERGES) for case in SEARCHES]
+    for findings, name in (([finding(activations, AGREES), *failing], ""), (failing, "scores not scaled")):
+        (report,) = investigate_files(findings, SEARCHES, lambda case: wrong[case.name], "it")
+        assert name in report.diagnosis.sentence
+        assert ("scores not scaled" in report.diagnosis.sentence) == bool(name)
+
+
+def test_match_in_one_of_several_failing_cases_is_no_name():
+    early, penalty = named("ended hypotheses go on", DECODE), named("no length penalty", DECODE)
+    others = [(case, shown(penalty, case)) for case in SEARCHES if case.options.beam_size and case is not BEAM]
+    found = diagnose(BEAM, shown(early, BEAM), "it", known=list(early.parts), others=others)
+    assert found.confidence == UNKNOWN
+    assert early.name not in found.sentence
+
+
+def test_match_in_every_failing_case_is_likely_although_other_cases_agree():
+    early = named("ended hypotheses go on", DECODE)
+    many = [case for case in SEARCHES if case.options.beam_size and case is not BEAM]
+    others = [(many[0], shown(early, many[0])), (many[1], None)]
+    found = diagnose(BEAM, shown(early, BEAM), "it", known=list(early.parts), others=others)
+    assert (found.confidence, found.hypotheses) == (LIKELY, ())
+    assert found.sentence.endswith(f"in every case that differs, it behaves like the reference with {early.name}")
+    # Without scores, a few tokens fit by chance.
+    tokens = [(case, arrays and only_tokens(arrays)) for case, arrays in others]
+    found = diagnose(BEAM, only_tokens(shown(early, BEAM)), "it", known=list(early.parts), others=tokens)
+    assert found.confidence == UNKNOWN
+
+
+def test_case_in_which_a_mistake_cannot_occur_does_not_refute_it():
+    clipped = next(case for case in STEP_CASES if case.name == "steps/port_clipped")
+    unclipped = next(case for case in STEP_CASES if case is not clipped)
+    each = named("every tensor clipped for itself", STEPS)
+    found = diagnose(clipped, shown(each, clipped), "it", known=list(each.parts), others=[(unclipped, None)])
+    assert (found.confidence, found.hypotheses) == (EXACT, (each.name,))
