@@ -76,14 +76,6 @@ class NoSourceMask(Sound):
         return self.model(source_ids, target_ids, np.ones(source_ids.shape, bool), tap=tap)
 
 
-@attack(FAILS, stages=STAGES)
-class NoTargetMask(Sound):
-    """The padding of the target is attended to, which shows at positions that are padding only."""
-
-    def forward(self, source_ids, target_ids, tap):
-        return self.model(source_ids, target_ids, None, np.ones(target_ids.shape, bool), tap=tap)
-
-
 # Inputs.
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 
-from attacks import calls, offers, options, processes, stages, truths, values
+from attacks import calls, offers, options, processes, stages, truths, unread, values
 from attacks.attack import FAILS, INCOMPLETE, PORT, PORTS, TOLERATED, Attack
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding, failure
 from transformer_parity.engine.system.machine import processors
@@ -24,7 +24,7 @@ from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.stages.registry import STAGES
 
 VERDICTS = {0: TOLERATED, 1: FAILS, 2: FAILS, 3: INCOMPLETE}  # by exit code
-PARTS = [module.__name__ for module in (values, calls, offers, stages, processes)]
+PARTS = [module.__name__ for module in (values, unread, calls, offers, stages, processes)]
 FAMILIES = {PORT: "Through a port", "files": "Through golden vectors", "options": "Through options"}
 
 

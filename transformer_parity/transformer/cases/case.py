@@ -37,6 +37,7 @@ class Case:
     settings: TrainingConfig | None = None  # of the optimizer, for steps
     search: Search | None = None  # for decode
     snapshots: tuple[int, ...] = ()  # steps after which weights are compared; empty: the usual ones
+    compares_padding: bool = True  # whether positions are compared that nothing reads, see ``stages.padding``
 
     @property
     def training(self) -> TrainingConfig:

@@ -16,6 +16,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.compare.runner import run_cases
 from transformer_parity.transformer.ports.protocol import Implementation, Placements
+from transformer_parity.transformer.stages.padding import Read
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.stage import PathTensors
 
@@ -83,6 +84,8 @@ class Comparator:
             except NotFiniteError as error:
                 yield author.failed("run", str(error))
                 return
-            for path, tensors in outputs.paths.items():
+            read = Read.of(case, expected.tensors)
+            for path, shown in outputs.paths.items():
+                outputs.paths[path] = tensors = read.combine(shown, expected.tensors)
                 yield from STAGES[case.stage].compare(PathTensors(author, case, path, tensors, expected, outputs))
         yield from (author.failed(path, why) for path, why in outputs.failures)

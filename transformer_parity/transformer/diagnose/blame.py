@@ -23,6 +23,7 @@ from transformer_parity.engine.localization import (
     Blame,
     Evidence,
     Replay,
+    Rerun,
     apart,
     same_bits,
     without_consequences,
@@ -37,6 +38,7 @@ from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.ports.user import LoadedPlugin
 from transformer_parity.transformer.stages.gradients import AT, gradients
+from transformer_parity.transformer.stages.padding import Read
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
@@ -106,10 +108,13 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
     is_ours = not isinstance(
         loaded, LoadedPlugin
     )  # our packages continue with the value that a tap returns; a test shows it
-    return subject.replay.blocks_of_port(
-        partial(subject.run, loaded),
-        None if is_ours else partial(_goes_on, loaded, subject),
-    )
+    own, truth = subject.run(loaded, {}), subject.run(subject.truth, {})
+    read = Read.of(subject.case, truth)
+
+    def rerun(given: Arrays) -> Tensors:
+        return read.combine(subject.run(loaded, read.combine(given, own)) if given else own, truth)
+
+    return subject.replay.blocks_of_port(rerun, None if is_ours else partial(_goes_on, rerun))
 
 
 def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) -> Evidence:
@@ -117,8 +122,9 @@ def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) 
     subject = Subject(case, backend, "float64", case.inputs, truth)
     if STAGES[case.stage].has_loss:
         return _replay_backward(actual, subject)
-    expected = {name: value for name, value in subject.run(truth, {}).items() if name in actual}
-    return subject.replay.blocks_of_reference(actual, expected)
+    expected = subject.run(truth, {})
+    actual = Read.of(case, expected).combine(actual, expected)
+    return subject.replay.blocks_of_reference(actual, {name: expected[name] for name in expected if name in actual})
 
 
 def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject: Subject) -> Evidence:
@@ -126,10 +132,10 @@ def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject:
     return without_consequences(evidence, (partial(subject.run, variant) for variant in variants), distance)
 
 
-def _goes_on(loaded: LoadedPort, subject: Subject, actual: Arrays, given: Arrays) -> bool:
+def _goes_on(rerun: Rerun, actual: Arrays, given: Arrays) -> bool:
     """Whether a port continues with the value that every tap returns."""
     for name, value in given.items():
-        found = subject.run(loaded, {name: 1.5 * np.asarray(value, np.float64) + 0.25})
+        found = rerun({name: 1.5 * np.asarray(value, np.float64) + 0.25})
         if all(same_bits(found[other], actual[other]) for other in actual):
             return False
     return True
@@ -139,6 +145,7 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     """Let the reference's backward pass go on from the port's gradient at every tap."""
     truth, inputs = subject.truth, subject.inputs
     everything = gradients(truth, inputs)
+    actual = Read.of(subject.case, everything).combine(actual, everything)
     expected = {name: value for name, value in everything.items() if name in actual}
     model, recorded = truth.model, Recorder()
     source_ids, target_ids, labels = (inputs[name] for name in ("source_ids", "target_ids", "labels"))

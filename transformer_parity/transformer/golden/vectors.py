@@ -198,6 +198,7 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
         stage=stage,
         settings=TrainingConfig.from_dict(_entry(fields, "settings", dict)) if kind.trains else None,
         search=search,
+        compares_padding=False,
     )
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.findings import DIVERGES, Finding
 from transformer_parity.engine.outputs import FAST, MissingAbilityError, Outputs
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import STEPS, Case
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
-from transformer_parity.transformer.stages.stage import Way
+from transformer_parity.transformer.ports.registry import DEFINITION
+from transformer_parity.transformer.stages.rates import rounded_rates, scheduled
+from transformer_parity.transformer.stages.stage import PathTensors, Way
 from transformer_parity.transformer.stages.training_stage import LOSS, TrainingStage, is_noise
 
 SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; in float32, only before the last
@@ -40,6 +44,33 @@ class StepStage(TrainingStage):
         snapshots = case.snapshots or SNAPSHOTS
         last = snapshots[-1] if outputs.dtype == "float64" else snapshots[-2]
         yield FAST, lambda: train(case, loaded, range(1, last + 1), snapshots)
+
+    def compare(self, shown: PathTensors) -> Iterator[Finding]:
+        """Compare the tensors; if they differ, also with the reference trained by the port's rounded learning rates."""
+        findings = list(super().compare(shown))
+        if shown.author.dtype == "float64" and any(finding.verdict == DIVERGES for finding in findings):
+            findings = self._with_rounded_rates(shown) or findings
+        yield from findings
+
+    def _with_rounded_rates(self, shown: PathTensors) -> list[Finding]:
+        """Return findings that all agree, with the reference's rates rounded; none if that is not what differs."""
+        case, truth = shown.case, shown.expected.tensors
+
+        def run(other: Case) -> Tensors:
+            return self.expected(
+                other, DEFINITION.load(case.config, case.load_weights(), Placement("float64")), "float64"
+            )
+
+        if any(
+            self.problem(name, shown.tensors[name], truth[name], "float64") for name in truth if name in shown.tensors
+        ):
+            return []
+        factors = rounded_rates(case, shown.tensors, truth, run, (case.snapshots or SNAPSHOTS)[-1])
+        if not factors:
+            return []
+        expected = replace(shown.expected, tensors=run(scheduled(case, factors)))
+        findings = list(super().compare(replace(shown, expected=expected)))
+        return [] if any(finding.verdict == DIVERGES for finding in findings) else findings
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
         """Return the tolerance of each tensor, which is fixed."""

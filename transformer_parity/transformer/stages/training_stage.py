@@ -31,17 +31,15 @@ def training_error(name: str, actual: Arrays, expected: Arrays) -> float:
 
     The gradient of a key bias is zero, because adding a constant to every score changes no attention weight. Its
     rounding noise is measured relative to the gradient of the query bias. Other gradients are zero in some cases, for
-    example those of scores if there is only one key. Noise in them is measured relative to the whole gradient.
+    example those of scores, and of the query bias, if there is only one key. Noise in them is measured relative to the
+    whole gradient.
     """
-    if not is_noise(name):
-        whole = expected.get(WHOLE)
-        if whole is None or expected[name].any() or expected[name].shape != np.shape(actual[name]):
-            return relative_error(actual[name], expected[name])
-        noise = np.linalg.norm(np.asarray(actual[name], np.float64))
-        return float(noise / np.linalg.norm(whole)) if noise else 0.0
+    usual = expected[name.replace("key_proj.bias", "query_proj.bias")] if is_noise(name) else expected[name]
+    scale = usual if usual.any() or WHOLE not in expected else expected[WHOLE]
+    if scale is expected[name] or expected[name].shape != np.shape(actual[name]):
+        return relative_error(actual[name], expected[name])
     difference = np.linalg.norm(np.asarray(actual[name], np.float64) - expected[name])
-    scale = np.linalg.norm(expected[name.replace("key_proj.bias", "query_proj.bias")])
-    return float(difference / scale) if difference else 0.0
+    return float(difference / np.linalg.norm(scale)) if difference else 0.0
 
 
 def is_noise(name: str) -> bool:

@@ -1,0 +1,73 @@
+"""Values that nothing reads: at the padding behind a sentence, and at the scores of keys that a mask forbids.
+
+No loss, token or gradient of a parameter depends on them. Correct ports compute zeros, garbage or NaN there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.tensors import Tensors
+from transformer_parity.engine.tolerances import EPS
+from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
+
+
+@dataclass(frozen=True)
+class Read:
+    """The positions of each tensor of a case that the model reads.
+
+    Attributes:
+        masks: True where a tensor is read, by its name and in a shape that broadcasts to its own. A tensor without a
+            mask is read everywhere.
+    """
+
+    masks: Mapping[str, ndarray]
+
+    @classmethod
+    def of(cls, case: Case, names: Iterable[str]) -> Read:
+        """Return the positions that are read, of tensors by their names."""
+        if case.compares_padding or case.stage not in (ACTIVATIONS, GRADIENTS):
+            return cls({})
+        source, target = (before_padding(case.inputs[f"{side}_ids"], case.config.pad_id) for side in SIDES)
+        # A gradient flows back from wherever it is: only the softmax multiplies it by zero, at keys that are forbidden.
+        backward = case.stage == GRADIENTS
+        if backward:
+            names = [name for name in names if name.startswith("at ") and name.endswith(".weights")]
+        return cls({name: _mask(name.removeprefix("at "), source, target, backward) for name in names})
+
+    def combine(self, read: Arrays, unread: Arrays) -> Tensors:
+        """Return tensors with the values of one side where they are read, and of the other side elsewhere."""
+        return {name: self._combined(name, value, unread.get(name)) for name, value in read.items()}
+
+    def _combined(self, name: str, read: ndarray, unread: ndarray | None) -> ndarray:
+        if name not in self.masks or unread is None or read.shape != unread.shape or read.dtype.name not in EPS:
+            return read
+        return np.where(self.masks[name], read, unread.astype(read.dtype))
+
+
+SIDES = ("source", "target")
+
+
+def before_padding(ids: ndarray, pad_id: int) -> ndarray:
+    """Return where ids [B, L] are no padding at the end; the first position is never padding."""
+    is_token = ids != pad_id
+    is_token[:, :1] = True
+    return np.logical_or.accumulate(is_token[:, ::-1], axis=1)[:, ::-1]
+
+
+def _mask(name: str, source: ndarray, target: ndarray, backward: bool) -> ndarray:
+    of_source = name.startswith(("source_", "encoder."))
+    queries = source if of_source else target
+    keys = source if of_source or ".cross_attention." in name else target
+    kind = name.rpartition(".")[2]
+    if kind in ("key", "value"):
+        return keys[:, None, :, None]
+    if kind == "scores" or backward:
+        allowed = queries[:, None, :, None] & keys[:, None, None, :]
+        return np.tril(allowed) if name.startswith("decoder.") and ".self_attention." in name else allowed
+    return queries[:, None, :, None] if kind in ("query", "context", "weights") else queries[:, :, None]
