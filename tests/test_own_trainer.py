@@ -20,7 +20,7 @@ from transformer_parity.transformer.check.messages import CaseCompared
 from transformer_parity.transformer.distributed import run as processes
 from transformer_parity.transformer.distributed.cases import port_probes
 from transformer_parity.transformer.distributed.check import DistributedCheck
-from transformer_parity.transformer.distributed.compare import REPLICAS, DeviceRun, findings
+from transformer_parity.transformer.distributed.compare import DIVIDED, REPLICAS, ROWS, DeviceRun, findings
 from transformer_parity.transformer.distributed.signatures import divisions
 from transformer_parity.transformer.distributed.worker import Seen, Snapshot, TrainingTask, train, train_port
 from transformer_parity.transformer.ports.templates.other_port import MyPort
@@ -47,6 +47,14 @@ MISTAKES = {  # by what is said: what is compared, and edits of the example
     "averaged over the shares after the division by the number of tokens (0.5, 0.5)": (
         "the whole gradient",
         [(SCALE, "(total / tokens)")],
+    ),
+    "8 of 8 rows are read more than once: shares 0 and 1 of data=2 read row 0": (  # every number is right
+        "rows of each process",
+        [("ids[dist.get_rank() :: dist.get_world_size()]", "ids")],
+    ),
+    "train_step of process 0 reads other rows than gradients": (
+        "rows of each process",
+        [("self.trainer.train_step(*self._own_rows(batch))", "self.trainer.train_step(*map(torch.tensor, batch))")],
     ),
     "alone: not reduced": ("the whole gradient", [(WRAPPED, "self.model = model"), (SCALE, "(total / tokens)")]),
     "all gradients: the rows of share 0 on all devices (1.824, 0)": (
@@ -190,6 +198,26 @@ class Reference(Port):
     def train_step(self, *batch):
         return float(self.trainer.train_step(*batch).loss)
 
+    def parameters_per_device(self):
+        parts = [part for of_parameter in ref.shards(self.trainer).values() for part in of_parameter]
+        return [sum(p.array.size for p in parts if p.device == device) for device in range(self.mesh.devices)]
+
+class OneDevice(Reference):
+    def parameters_per_device(self):
+        return super().parameters_per_device()[:1]
+
+class Uncounted(Reference):
+    parameters_per_device = Port.parameters_per_device
+
+class Nothing(Reference):
+    one_process = False
+
+    def distribute(self, plan):
+        self.mesh = None
+
+    def parameters_per_device(self):
+        return [sum(array.size for array in self.export_weights().values())]
+
 class Alone(Port):
     load, forward = Reference.load, Reference.forward
 
@@ -199,6 +227,59 @@ class Apart(Reference):
     def export_weights(self):
         return {name: array + 1e-13 * int(os.environ["RANK"]) for name, array in super().export_weights().items()}
 """
+
+
+SHARDED = """
+import ddp_port
+from torch.distributed.fsdp import fully_shard
+from transformer_parity.plugin import Gradients
+from transformer_torch.weights import copy_out, parameters
+
+class Sharded(ddp_port.MyPort):
+    def start_training(self, settings):
+        ddp_port.DistributedDataParallel = lambda model: model
+        fully_shard(self.model)
+        super().start_training(settings)
+
+    def export_weights(self):
+        return {name: copy_out(name, p.full_tensor()) for name, p in parameters(self.model).items()}
+
+    def gradients(self, *batch):
+        loss = self.trainer.backward(*self._own_rows(batch))
+        found = {name: copy_out(name, p.grad.full_tensor()) for name, p in parameters(self.model).items()}
+        return Gradients(loss.item(), found)
+
+    def parameters_per_device(self):
+        return [sum(p.to_local().numel() for p in self.model.parameters())]
+
+class Replicated(ddp_port.MyPort):
+    def parameters_per_device(self):
+        return [sum(p.numel() for p in self.model.parameters())]
+"""
+
+
+@pytest.mark.extended("ports")
+@pytest.mark.only("torch")
+def test_parts_of_parameters_agree_and_copies_do_not(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("ddp_port.py").write_text(EXAMPLE.read_text())
+    Path("sharded.py").write_text(SHARDED)
+    assert failing("sharded:Sharded", "fsdp=2") == {}
+    said = "a device must hold about 50% of all numbers: one holds 100%"
+    assert failing("sharded:Replicated", "fsdp=2") == {"plain what is divided": said, "uneven what is divided": said}
+    said = "it has no parameters_per_device()"
+    assert failing("ddp_port:MyPort", "fsdp=2") == {"plain ": said, "uneven ": said}
+
+
+def failing(name, plan):
+    """Return what is said of a port on a plan where it doesn't agree, by case and tap."""
+    check = DistributedCheck(ports=[name], asked=[Plan.parse(plan)])
+    (port,) = check.checked_ports()
+    for _ in check.run([port]):
+        pass
+    wrong = [finding for finding in port.findings if finding.verdict not in (AGREES, SKIPPED)]
+    assert {finding.backend for finding in port.findings} == {name.partition(":")[2]}
+    return {f"{finding.case.rpartition('/')[2]} {finding.tap}": finding.detail for finding in wrong}
 
 
 def test_the_command(monkeypatch, capsys, tmp_path):
@@ -213,26 +294,25 @@ def test_the_command(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.extended("ports")
 @pytest.mark.parametrize(
-    ("kind", "plan", "said"),
+    ("kind", "plan", "at", "said"),
     [
-        ("Alone", "data=2", "it has no gradients()"),
-        ("Reference", "fsdp=2", "no parts of parameters"),
-        ("Apart", "data=2", "parameters differ between devices that have the same part"),
+        ("Alone", "data=2", "", "it has no gradients()"),
+        ("Reference", "fsdp=2", "", "no parts of parameters"),
+        ("Apart", "data=2", REPLICAS, "parameters differ between devices that have the same part"),
+        ("Nothing", "data=2", ROWS, "process 0 trains by itself: its gradient contains no row of another process"),
+        ("Nothing", "fsdp=2,tensor=2", ROWS, "process 0 trains by itself"),
+        ("Nothing", "fsdp=2,tensor=2", DIVIDED, "a device must hold about 27% of all numbers: one holds 100%"),
+        ("Nothing", "tensor=2", DIVIDED, "a device must hold about 53% of all numbers: one holds 100%"),
+        ("OneDevice", "data=2", DIVIDED, "must return 2 numbers in all processes together: got 1"),
+        ("Uncounted", "data=2", "", "it has no parameters_per_device()"),
     ],
 )
-def test_what_is_said_of_other_ports(monkeypatch, tmp_path, kind, plan, said):
+def test_ports_that_are_not_distributed_fail(monkeypatch, tmp_path, kind, plan, at, said):
     monkeypatch.chdir(tmp_path)
     Path("devices.py").write_text(PORTS)
-    name = f"devices:{kind}"
-    check = DistributedCheck(ports=[name], asked=[Plan.parse(plan)])
-    (port,) = check.checked_ports()
-    for _ in check.run([port]):
-        pass
-    found = port.findings
-    assert {finding.backend for finding in found} == {kind}
-    wrong = [finding for finding in found if finding.verdict not in (AGREES, SKIPPED)]
-    assert len(wrong) == 2
-    assert all(said in finding.detail for finding in wrong)
+    found = failing(f"devices:{kind}", plan)
+    assert said in found[f"plain {at}"]
+    assert said in found[f"uneven {at}"]
 
 
 # --- Rows that a trainer divides in its own way ---

@@ -18,7 +18,7 @@ from attacks import attack
 from attacks.attack import Attack, Sound
 
 SOUND, OFFERS, SELF = f"{attack.__name__}:Sound", "attacks.offers", __name__
-CHECK = ["transformer_parity", "check"]
+CHECK, DISTRIBUTED = ["transformer_parity", "check"], ["transformer_parity", "check-distributed"]
 PYTEST = ["pytest", "-p", "no:cacheprovider", "-q"]
 RESULT = "result.json"  # of an earlier run, which agreed
 TESTS = Path(__file__).parents[1]  # from which a command imports this package
@@ -34,7 +34,8 @@ def attacks(table: str) -> Iterator[Attack]:
         name, what = first.split(": ", 1)
         expected, options = second.split(": ", 1)
         options, _, says = options.partition(" => ")
-        module, *arguments = [*(PYTEST if "--parity-port" in options else CHECK), *options.split()]
+        command = PYTEST if "--parity-port" in options else DISTRIBUTED if "--parallel" in options else CHECK
+        module, *arguments = [*command, *options.split()]
         needs = (("torch",) if "--backends torch" in options else ()) + (("pytest",) if module == "pytest" else ())
         run = partial(_run, module, *arguments)
         yield Attack(name, what, expected, attack.OPTIONS, run, says, alone=True, needs=needs)
@@ -80,6 +81,16 @@ class WrongReference(WrongNamesake):
     """A wrong port of the name of the reference."""
 
     name = "numpy"
+
+
+class ByItself(Sound):
+    """A sound port that trains in each process by itself, on the whole batch."""
+
+    def distribute(self, plan):
+        pass
+
+    def parameters_per_device(self):
+        return [sum(array.size for array in self.export_weights().values())]
 
 
 class Nameless(Sound):
@@ -143,6 +154,12 @@ StepsOfAPreset: Steps of a preset are asked for beside its activations, and ther
     incomplete: --backends torch --preset marian --stage activations,steps --dtype float64 --sentences 0
 GradientsInBfloat16: Gradients of a preset are asked for in bfloat16 beside its activations, and there are none.
     incomplete: --backends torch --preset marian --stage activations,gradients --dtype bfloat16 --sentences 0
+
+# Several devices.
+ByThemselves: Each of two processes trains by itself on the whole batch, so that all numbers are right.
+    fails: --port {SELF}:ByItself --parallel data=2 => trains by itself
+NothingDivided: Each of four processes does so, and the plan divides parameters too.
+    fails: --port {SELF}:ByItself --parallel fsdp=2,tensor=2
 
 # Results of an earlier run, which agreed.
 StaleAfterUsageError: An option is misspelled, and the result of an earlier run lies under the name of the new one.

@@ -104,6 +104,8 @@ class DistributedCheck:
             found = [f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *self.backends)]
         if unnamed := [dtype for dtype in DTYPES if dtype not in self.setting.dtypes]:
             found.append(f"{' and '.join(unnamed)} (left out of --dtype)")
+        if self.ports:
+            found.append("the rows that each device reads, in ports with one_process")
         return [*found, "one device (`parity check` compares it)", "gpu (several devices are compared on CPUs)"]
 
     def run(

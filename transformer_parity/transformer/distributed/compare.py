@@ -15,6 +15,7 @@ from transformer_parity.engine.tolerances import EPS, POLICY, finite
 from transformer_parity.engine.verdict import Author
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.distributed.cases import DISTRIBUTED, Probe
+from transformer_parity.transformer.distributed.rows import rows_problem
 from transformer_parity.transformer.distributed.signatures import Contributions, divisions, explain
 from transformer_parity.transformer.distributed.updates import known_mistake
 from transformer_parity.transformer.distributed.worker import Held, Place, Seen, Snapshot
@@ -25,7 +26,8 @@ from transformer_spec.parallel_plan import Plan, fsdp_axis, tensor_axis
 
 RESUMED = "resumed"  # the name of a run that goes on from elsewhere
 COUNTED = ("tokens", "number of the step")  # exact in any precision
-REPLICAS, DIVIDED, NAMES = "replicas", "what is divided", "names"  # findings that are about no tensor
+# Findings that are about no tensor.
+REPLICAS, DIVIDED, NAMES, ROWS = "replicas", "what is divided", "names", "rows of each process"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def findings(
         return [(author.failed if run.named else author.skipped)("run", refused)]
     found = [*_tensors(author, run, seen, expected, baseline), *_held(author, run, seen)]
     failing = next((i for i, finding in enumerate(found) if finding.verdict != AGREES), None)
-    if failing is not None and baseline is None and found[failing].tap not in (NAMES, REPLICAS, DIVIDED):
+    if failing is not None and baseline is None and found[failing].tap not in (NAMES, REPLICAS, DIVIDED, ROWS):
         finding, wanted = found[failing], tensors(expected)
         furthest = max(seen, key=lambda one: _distance(finding.tap, tensors(one), wanted))
         why = explain(furthest, expected, _ways(run, furthest), run.plan)
@@ -197,8 +199,32 @@ def _held(author: Author, run: DeviceRun, seen: Sequence[Seen]) -> Iterator[Find
     if apart := held.apart():
         problem = f"{len(apart)} of {len(shapes)} parameters differ between devices that have the same part: {apart[0]}"
     yield author.compared("run", REPLICAS, 0.0, 0.0, problem=problem)
-    if seen[0].config is None:  # what a port of the user's own divides is its own business
+    if seen[0].config is None:
         yield author.compared("run", DIVIDED, 0.0, 0.0, problem=held.not_divided(run.plan, shapes))
+        return
+    if seen[0].own_gradient:
+        yield author.compared("run", ROWS, 0.0, 0.0, problem=rows_problem(run.probe, run.plan, seen))
+    if sizes := [size for one in seen for size in one.sizes]:
+        yield author.compared("run", DIVIDED, 0.0, 0.0, problem=_sizes_problem(sizes, run.plan, shapes))
+
+
+def _sizes_problem(sizes: Sequence[int], plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return why the devices of a port don't hold as many numbers as the plan gives them; empty if they do."""
+    if len(sizes) != plan.devices:
+        return f"parameters_per_device must return {plan.devices} numbers in all processes together: got {len(sizes)}"
+    every = sum(map(math.prod, shapes.values()))
+    if sum(sizes) < plan.data * every:
+        return f"the devices must hold {plan.data} times {every:,} numbers: got {sum(sizes):,}"
+    return _too_many(max(sizes), plan, shapes)
+
+
+def _too_many(most: int, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return whether the numbers that a device holds are too many for the plan."""
+    every = sum(map(math.prod, shapes.values()))
+    due = sum(math.prod(shape) / _parts(name, shape, plan) for name, shape in shapes.items())
+    if most <= (due + every) / 2:  # a framework may divide otherwise than the plan's table, but not much less
+        return ""
+    return f"a device must hold about {due / every:.0%} of all numbers: one holds {most / every:.0%}"
 
 
 @dataclass(frozen=True)
@@ -240,12 +266,7 @@ class Holdings:
                 return f"the parts of {name} do not make up the whole"
             if tensor_axis(name) is not None and len(places) < plan.tensor:
                 return f"tensor={plan.tensor} must divide {name}: each device has all of it"
-        every = sum(map(math.prod, shapes.values()))
-        most = max(map(self._numbers, devices))
-        due = sum(math.prod(shape) / _parts(name, shape, plan) for name, shape in shapes.items())
-        if most > (due + every) / 2:  # a framework may divide otherwise than the plan's table, but not much less
-            return f"a device must hold about {due / every:.0%} of all numbers: one holds {most / every:.0%}"
-        return ""
+        return _too_many(max(map(self._numbers, devices)), plan, shapes)
 
     def _numbers(self, device: int) -> int:
         return sum(_size(place) for held in self.parts.values() for on, place, _ in held if on == device)

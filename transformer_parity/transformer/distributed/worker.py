@@ -8,6 +8,7 @@ for several devices of one process; nothing for TensorFlow, which divides the CP
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from transformer_parity.engine.outputs import MissingAbilityError
 from transformer_parity.engine.processes.messages import Broken, Parent
 from transformer_parity.engine.tensors import plain
 from transformer_parity.transformer.cases.for_ports import port_config
-from transformer_parity.transformer.distributed.cases import Probe
+from transformer_parity.transformer.distributed.cases import Batch, Probe
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import Edit
 from transformer_parity.transformer.ports.exceptions import described
@@ -37,6 +38,8 @@ from transformer_spec.training_config import TrainingState
 Place = tuple[tuple[int, int], ...]  # start and stop along each axis
 Held = tuple[int, Place, str]  # device, place in the whole, and hash of a part
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
+OWN_LENGTH = 4  # tokens of each target of a share's own batch, so that all rows have the same weight
+OWN_STEP = 1000  # a step that no run reaches: a share's own batch has different sentences
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,9 @@ class Seen:
         shards: The parts of each parameter that are here, after the last step.
         refused: Why the framework has no such mesh; then there is nothing else.
         config: That of a port of the user's own.
+        own_gradient: Of such a port in several processes, the first gradient if every share has a different batch.
+        own_loss: The loss of a step after the last, also with these batches.
+        sizes: How many numbers of parameters each device of such a port holds, if a plan divides them.
     """
 
     first: int = 0
@@ -94,6 +100,9 @@ class Seen:
     shards: dict[str, list[Held]] = field(default_factory=dict)
     refused: str = ""
     config: TransformerConfig | None = None
+    own_gradient: Mapping[str, ndarray] = field(default_factory=dict)
+    own_loss: float = math.nan
+    sizes: list[int] = field(default_factory=list)
 
 
 def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | None = None, *, fast: bool = True) -> Seen:
@@ -142,15 +151,17 @@ def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
         port: The user's own; the config of the run is the port's.
         task: What to train; it begins at the first step.
     """
-    rank, plan = int(os.environ["RANK"]), task.plan
+    rank, plan = int(os.environ["RANK"]), task.plan or Plan()
     if port.kind.one_process and rank:
         return None
     probe = replace(task.probe, config=port_config(port).replace(dropout=NO_DROPOUT))
     seen = Seen(config=probe.config)
+    divides_parameters = port.kind.one_process or plan.fsdp > 1 or plan.tensor > 1
     try:
         loaded = port.load(probe.config, probe.weights(), Placement(probe.dtype))
         for needed in ("gradients", "start_training", "train_step", "export_weights"):
             loaded.ability(needed)
+        count_parameters = loaded.ability("parameters_per_device") if divides_parameters else list
         distribute = loaded.ability("distribute")
     except MissingAbilityError as error:
         return replace(seen, refused=str(error))
@@ -159,11 +170,17 @@ def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
     except ValueError as error:
         return replace(seen, refused=str(error))
     trainer = loaded.trainer(probe.settings)
-    seen.gradient = plain(loaded.gradients(_named(probe, 0)).parameters)
+    seen.gradient = plain(loaded.gradients(_named(probe.batch(0))).parameters)
+    own = None if port.kind.one_process or plan.shares == 1 else _named(own_batch(probe, rank // plan.tensor))
+    if own is not None:
+        seen.own_gradient = plain(loaded.gradients(own).parameters)
     for step in range(probe.steps):
-        seen.losses.append(float(trainer.train_step(**_named(probe, step)).loss))
+        seen.losses.append(float(trainer.train_step(**_named(probe.batch(step))).loss))
         if step + 1 in (probe.halfway, probe.steps):
             seen.snapshots[step + 1] = Snapshot(plain(loaded.export()), None)
+    if own is not None:
+        seen.own_loss = float(trainer.train_step(**own).loss)
+    seen.sizes = [int(size) for size in count_parameters()]
     seen.shards = {
         name: [(rank, tuple((0, size) for size in array.shape), digest(array))]
         for name, array in seen.snapshots[probe.steps].weights.items()
@@ -171,9 +188,14 @@ def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
     return seen
 
 
-def _named(probe: Probe, step: int) -> dict[str, ndarray]:
-    """Return the global batch of a step by the names of its arguments."""
-    return dict(zip(("source_ids", "target_ids", "labels"), probe.batch(step), strict=True))
+def own_batch(probe: Probe, share: int) -> Batch:
+    """Return the batch that only one share gets: as many rows as usual, with different sentences."""
+    return replace(probe, lengths=(OWN_LENGTH,) * len(probe.lengths)).batch(OWN_STEP + share)
+
+
+def _named(batch: Batch) -> dict[str, ndarray]:
+    """Return a batch by the names of the arguments."""
+    return dict(zip(("source_ids", "target_ids", "labels"), batch, strict=True))
 
 
 def _described(parts: Iterable[Any]) -> list[Held]:

@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -100,12 +100,23 @@ class Port:
     def distribute(self, plan: Plan) -> None:
         """Train this model with other processes from now on: on the devices of ``plan``, by default ``data=2``.
 
-        From here on, ``gradients``, ``train_step`` and ``export_weights`` are called in all processes together. Each is
-        given the whole batch, takes its rows, in any order, and returns what the whole batch gives: the loss per target
-        token of all processes, the gradient as your engine has reduced it, before clipping, and whole parameters.
+        From here on, ``gradients``, ``train_step`` and ``export_weights`` are called in all processes together. Each
+        process reads only its rows of the batch that it is given, in any order; the other rows may differ between
+        processes, except those that differ only in ``tensor``. It returns what the whole batch gives: the loss per
+        target token of all processes, the gradient as your engine has reduced it, before clipping, and whole
+        parameters.
 
-        The environment is that of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. A process may call
-        ``load`` and ``distribute`` again, for another run. Raise a ValueError for a plan that you do not have.
+        The environment is that of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Ranks are numbered
+        along ``data``, then ``fsdp``, then ``tensor``. A process may call ``load`` and ``distribute`` again, for
+        another run. Raise a ValueError for a plan that you do not have.
+        """
+        raise NotImplementedError
+
+    def parameters_per_device(self) -> Sequence[int]:
+        """Return how many numbers of parameters each device of this process holds, after ``distribute``.
+
+        Only a plan with ``fsdp`` or ``tensor``, and a port with ``one_process``, need it. For PyTorch's ``fully_shard``
+        it is ``[sum(p.to_local().numel() for p in model.parameters())]``.
         """
         raise NotImplementedError
 

@@ -119,12 +119,16 @@ class MyPort(Port):
         return {name: parameter[...] for name, parameter in self.parameters.items()}
 
     # `parity check-distributed` compares training on several devices, in processes that it starts like torchrun.
-    # Then each process takes its rows of every batch, and returns loss, gradient and weights of all. It needs:
+    # Then each process reads only its rows of every batch, and returns loss, gradient and weights of all. It needs:
     #
     #     one_process = True  # whether one process has all devices
     #
     #     def distribute(self, plan):
     #         self.mesh = jax.make_mesh((plan.data,), ("data",))
+    #
+    #     def parameters_per_device(self):
+    #         parts = [part for x in jax.tree.leaves(nnx.state(self.model)) for part in x.addressable_shards]
+    #         return [sum(part.data.size for part in parts if part.device == device) for device in jax.devices()]
 
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
         """Return the best hypothesis of each sentence [B, <= max_length], without the start symbol, padded."""

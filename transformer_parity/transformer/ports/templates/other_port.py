@@ -69,7 +69,7 @@ class MyPort(Port):
         return float(self.trainer.train_step(source_ids, target_ids, labels).loss)
 
     # `parity check-distributed` compares training on several devices, in processes that it starts like torchrun.
-    # Then each process takes its rows of every batch, and returns loss, gradient and weights of all. It needs:
+    # Then each process reads only its rows of every batch, and returns loss, gradient and weights of all. It needs:
     #
     #     one_process = False  # whether one process has all devices
     #

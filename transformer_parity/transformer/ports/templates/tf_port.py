@@ -113,12 +113,16 @@ class MyPort(Port):
         return float(loss)
 
     # `parity check-distributed` compares training on several devices, in processes that it starts like torchrun.
-    # Then each process takes its rows of every batch, and returns loss, gradient and weights of all. It needs:
+    # Then each process reads only its rows of every batch, and returns loss, gradient and weights of all. It needs:
     #
     #     one_process = True  # whether one process has all devices
     #
     #     def distribute(self, plan):
     #         self.strategy = tf.distribute.MirroredStrategy()  # in whose scope the model is made
+    #
+    #     def parameters_per_device(self):
+    #         copies = [self.strategy.experimental_local_results(one) for one in self.parameters.values()]
+    #         return [sum(int(tf.size(one)) for one in of_device) for of_device in zip(*copies)]
 
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
         """Return the best hypothesis of each sentence [B, <= max_length], without the start symbol, padded."""

@@ -114,7 +114,7 @@ class MyPort(Port):
         return loss.item()
 
     # `parity check-distributed` compares training on several devices, in processes that it starts like torchrun.
-    # Then each process takes its rows of every batch, and returns loss, gradient and weights of all. It needs:
+    # Then each process reads only its rows of every batch, and returns loss, gradient and weights of all. It needs:
     #
     #     one_process = False  # whether one process has all devices
     #
