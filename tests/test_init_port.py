@@ -75,6 +75,13 @@ def test_skeleton_shows_every_method(folder):
         assert "my_port" not in text
 
 
+@pytest.mark.parametrize("name", ["torch", "numpy", "jax", "json", "types", "rich", "transformer_jax", "ml_dtypes"])
+def test_a_name_that_hides_a_module_is_refused(name, folder, capsys):
+    assert main(["init-port", "--framework", "other", "--out", f"{name}.py"]) == 3
+    assert f"would hide the module {name} from everything that imports it" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
 def test_a_file_that_exists_is_left_alone(folder, capsys):
     (folder / "my_port.py").write_text("mine")
     assert main(["init-port", "--framework", "other"]) == 3

@@ -157,7 +157,7 @@ GradientsInBfloat16: Gradients of a preset are asked for in bfloat16 beside its 
 
 # Several devices.
 ByThemselves: Each of two processes trains by itself on the whole batch, so that all numbers are right.
-    fails: --port {SELF}:ByItself --parallel data=2 => trains by itself
+    fails: --port {SELF}:ByItself --parallel data=2
 NothingDivided: Each of four processes does so, and the plan divides parameters too.
     fails: --port {SELF}:ByItself --parallel fsdp=2,tensor=2
 

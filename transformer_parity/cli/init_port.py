@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from importlib.machinery import PathFinder
 from importlib.resources import files
+from keyword import iskeyword
 from pathlib import Path
 
 from transformer_parity.engine.system.errors import UsageError, refusals
@@ -11,8 +14,9 @@ from transformer_parity.engine.system.files import write_text
 
 FRAMEWORKS = ("torch", "jax", "tf", "other")
 NAME = "my_port"  # of the templates' module, as it stands in them
-
-
+# Modules that ports import; PathFinder doesn't find ours if they are installed in editable mode.
+OURS = ("reference_numpy", "transformer_spec", "transformer_parity", "transformer_torch", "transformer_jax")
+IMPORTED = (*OURS, "transformer_tf", "torch", "jax", "flax", "optax", "tensorflow", "keras")
 EXAMPLES = """
 examples:
   parity init-port --framework torch                     writes my_port.py
@@ -41,8 +45,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the file and return the exit code."""
     path: Path = options.out
-    if path.suffix != ".py" or not path.stem.isidentifier():
+    if path.suffix != ".py" or not path.stem.isidentifier() or iskeyword(path.stem):
         raise UsageError(f"--out must be a module that Python can import, such as {NAME}.py: got {path.name}")
+    if _is_imported(path.stem):
+        raise UsageError(
+            f"--out {path.name} would hide the module {path.stem} from everything that imports it: "
+            f"choose a different name, such as {NAME}.py"
+        )
     if path.exists():
         raise UsageError(f"{path} exists: choose a different name with --out, or remove the file")
     with refusals(OSError):
@@ -53,6 +62,12 @@ def run(options: argparse.Namespace) -> int:
     print(f"  parity check --port {path.stem}:MyPort")
     print(f"  pytest --parity-port={path.stem}:MyPort")
     return 0
+
+
+def _is_imported(name: str) -> bool:
+    """Whether a port, or anything that it imports, may import a module of this name."""
+    places = [place for place in sys.path if place and Path(place).resolve() != Path.cwd()]
+    return name in IMPORTED or name in sys.stdlib_module_names or PathFinder.find_spec(name, places) is not None
 
 
 def skeleton(framework: str, module: str) -> str:

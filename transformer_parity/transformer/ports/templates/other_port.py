@@ -75,6 +75,9 @@ class MyPort(Port):
     #
     #     def distribute(self, plan):
     #         ...
+    #
+    #     def parameters_per_device(self):  # if a plan divides parameters, or if one process has all devices
+    #         ...
 
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
         """Return the best hypothesis of each sentence [B, <= max_length], without the start symbol, padded."""

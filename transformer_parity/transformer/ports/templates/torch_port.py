@@ -122,6 +122,9 @@ class MyPort(Port):
     #         if not dist.is_initialized():
     #             dist.init_process_group("gloo")
     #         self.model = DistributedDataParallel(self.model)
+    #
+    #     def parameters_per_device(self):  # for fully_shard, which divides parameters
+    #         return [sum(parameter.to_local().numel() for parameter in self.model.parameters())]
 
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
         """Return the best hypothesis of each sentence [B, <= max_length], without the start symbol, padded."""
