@@ -1,0 +1,147 @@
+"""Mutation testing: how many small changes of our packages the cases of `parity check` catch.
+
+    python -m transformer_bench.mutation --backends numpy,torch --results mutation.jsonl
+
+Each mutant runs twice: as an ordinary port, on the cases for ports, and as one of our packages, on the standard cases.
+It is caught if a comparison fails, if it raises an exception, or if its process ends or does not answer. The file keeps
+one line for each result, also after Ctrl-C: the same command resumes with the mutants that it lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from transformer_bench import tables
+from transformer_bench.mutants import Mutant, mutants_of, sample
+from transformer_bench.mutation_work import COLUMNS, Result
+from transformer_parity.cli.options import add_backends, check_installed, positive
+from transformer_parity.cli.progress import Progress, make_console
+from transformer_parity.engine.processes.child import Child, ChildEndedError
+from transformer_parity.engine.processes.children import Children
+from transformer_parity.engine.system.environment import prepare_environment
+from transformer_parity.engine.system.files import check_writable
+from transformer_parity.transformer.ports.registry import PORTS
+
+WORK = "transformer_bench.mutation_work:work"  # what a process runs
+MOST = {"numpy": 400, "torch": 400, "jax": 40, "tf": 60}  # mutants of a process, whose copies of a package stay
+PATIENCE = 30.0  # seconds in a case, or while a package is imported, after which a mutant does not end
+START = 120.0  # the same for the package as it is, which compiles operations that mutants find compiled
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the mutants that have no result yet, and print how many are caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_backends(parser, list(PORTS))
+    parser.add_argument("--results", type=Path, required=True, metavar="FILE", help="JSON lines; resumed if it exists")
+    parser.add_argument("--sample", type=positive, metavar="N", help="mutants of each package (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
+    parser.add_argument("--only", metavar="FILE", type=Path, help="only the mutants that survive in these results")
+    options = parser.parse_args(arguments)
+    check_installed(options.backends)
+    check_writable(options.results)
+    prepare_environment()
+    by_backend = {name: chosen(name, options.sample, options.seed) for name in options.backends}
+    if options.only:
+        surviving = {row["key"] for row in read(options.only) if not row["caught"]}
+        by_backend = {name: [one for one in mine if one.key in surviving] for name, mine in by_backend.items()}
+    known = {row["key"] for row in read(options.results)}
+    with (
+        Progress(options.backends) as progress,
+        options.results.open("a", encoding="utf-8") as file,
+        Children({**os.environ, "OMP_NUM_THREADS": "1"}) as children,
+    ):
+        for backend, mutants in by_backend.items():
+            due = [mutant for mutant in mutants if mutant.key not in known]
+            progress.update(backend, "the package as it is", completed=len(mutants) - len(due), total=len(mutants))
+            for results in run(children, backend, due):
+                file.writelines(json.dumps(result.to_dict()) + "\n" for result in results)
+                file.flush()
+                progress.update(backend, results[0].key[:60], advance=1)
+    print_score(make_console(), by_backend, read(options.results))
+
+
+def chosen(backend: str, count: int | None, seed: int) -> list[Mutant]:
+    """Return the mutants of a package, or a sample."""
+    mutants = mutants_of(PORTS[backend].package)
+    return mutants if count is None else sample(mutants, count, seed)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the results in a file; none if there is no file. The last line may have been cut off."""
+    rows = []
+    for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def run(children: Children, backend: str, mutants: Sequence[Mutant]) -> Iterator[list[Result]]:
+    """Yield the results of each mutant, one for each column.
+
+    Raises:
+        ChildEndedError: The package without changes does not run, or does not agree.
+    """
+    called, due = None, list(mutants)
+    while due:
+        child = children.start(WORK)
+        child.send((backend, called))
+        called = next(message for message in _messages(children, child, START) if isinstance(message, dict))
+        for _ in range(MOST[backend]):
+            if not due:
+                break
+            mutant = due.pop(0)
+            child.send(mutant)
+            try:
+                yield next(message for message in _messages(children, child, PATIENCE) if isinstance(message, list))
+            except ChildEndedError as error:
+                yield [Result(mutant.key, column, "end", str(error)[:300], 0, 0.0) for column in COLUMNS]
+                break
+        children.stop(child)
+
+
+def _messages(children: Children, child: Child, patience: float) -> Iterator[Any]:
+    """Yield the messages of a child.
+
+    Raises:
+        ChildEndedError: It has ended, or is silent for too long.
+    """
+    for _, message in children.listen([child], patience=patience):
+        if isinstance(message, ChildEndedError):
+            raise message
+        yield message
+
+
+def print_score(
+    console: Console, by_backend: Mapping[str, Sequence[Mutant]], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Print how many mutants each column catches, and the mutants that survive."""
+    table = tables.table("mutants", *COLUMNS)
+    for backend, mutants in by_backend.items():
+        cells = []
+        for column in COLUMNS:
+            found = {row["key"]: row for row in rows if row["column"] == column}
+            mine = [found[mutant.key] for mutant in mutants if mutant.key in found]
+            cells.append(f"{sum(bool(row['caught']) for row in mine):,} of {len(mine):,}")
+        table.add_row(backend, f"{len(mutants):,}", *cells)
+    console.print(table)
+    surviving = {(row["key"], row["column"]) for row in rows if not row["caught"]}
+    for mutants in by_backend.values():
+        for mutant in mutants:
+            missed = [column for column in COLUMNS if (mutant.key, column) in surviving]
+            if missed:
+                console.print(
+                    f"{mutant.place} {mutant.kind}: {mutant.old} -> {mutant.new}  survives: {', '.join(missed)}"
+                )
+
+
+if __name__ == "__main__":
+    main()

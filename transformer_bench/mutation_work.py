@@ -1,0 +1,260 @@
+"""The process that runs mutants of one package, one after another, on the cases of ports and of the packages.
+
+It runs a case only if the case calls the function that changes, and stops at the first difference.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_bench.mutants import ROOT, Mutant
+from transformer_parity.engine.findings import AGREES, FAILED, SKIPPED, Finding
+from transformer_parity.engine.processes.messages import Parent
+from transformer_parity.engine.tolerances import ALL_DTYPES
+from transformer_parity.plugin import Port
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.compare.comparator import Comparator
+from transformer_parity.transformer.compare.reference import Reference
+from transformer_parity.transformer.compare.runner import run_cases
+from transformer_parity.transformer.mistakes.edited_package import edited_package
+from transformer_parity.transformer.ports.package import PackagePort
+from transformer_parity.transformer.ports.protocol import Placement, Placements
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.user import PluginPort
+from transformer_parity.transformer.selftest.uncompiled import interpreted
+from transformer_spec.config import TransformerConfig
+from transformer_spec.search import Search
+from transformer_spec.taps import Tap, no_tap
+from transformer_spec.training_config import Gradients, TrainingConfig
+
+# Conventions of ports: between them, they have every value of every convention that the code branches on.
+PRESETS = ("paper_base", "annotated", "marian", "bart", "fairseq")
+PORT, CHECK = "cases for ports", "check of the packages"
+COLUMNS = (PORT, CHECK)
+ROOM = 4 * 2**30  # bytes that a mutant may allocate beside what the process has at its start
+IN_ORDER = (ACTIVATIONS, GRADIENTS, DECODE, STEPS)  # the fastest stages first
+
+
+class PackageAsPort(Port):
+    """A package, possibly mutated, as an ordinary port. Subclasses set ``package_port``, ``preset`` and ``dtypes``."""
+
+    taps = ("**",)
+    package_port: PackagePort
+
+    def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str) -> None:
+        """Build the model."""
+        self.loaded = self.package_port.load(config, weights, Placement(dtype))
+
+    def forward(self, source_ids: ndarray, target_ids: ndarray, tap: Tap) -> ndarray:
+        """Return the logits, and show every tap."""
+        inputs = {"source_ids": source_ids, "target_ids": target_ids}
+        result = self.loaded.run("", inputs, taps=tap is not no_tap)
+        for name, value in result.taps.items():
+            tap(name, value)
+        return result.output
+
+    def export_weights(self) -> Mapping[str, ndarray]:
+        """Return every parameter."""
+        return self.loaded.export()
+
+    def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
+        """Return the loss and the gradients."""
+        return self.loaded.gradients({"source_ids": source_ids, "target_ids": target_ids, "labels": labels})
+
+    def start_training(self, settings: TrainingConfig) -> None:
+        """Make a trainer."""
+        self.trainer = self.loaded.trainer(settings)
+
+    def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
+        """Take a step and return the loss."""
+        return float(self.trainer.train_step(source_ids, target_ids, labels).loss)
+
+    def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
+        """Return the best hypotheses."""
+        beam = beam_size if beam_size > 1 else None
+        return self.loaded.search(source_ids, Search(beam, length_penalty, max_length)).ids
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a mutant in one column.
+
+    Attributes:
+        key: The mutant.
+        column: ``PORT`` or ``CHECK``.
+        caught: By ``difference``, ``exception`` or ``end`` of the process; empty if it survives.
+        by: The first case that fails, its dtype and the first tensor.
+        cases: The number of cases that run the changed code.
+        seconds: The time that it took.
+    """
+
+    key: str
+    column: str
+    caught: str
+    by: str
+    cases: int
+    seconds: float
+
+    to_dict = asdict
+
+
+Called = Mapping[str, frozenset[tuple[str, str]]]  # functions that each trial calls: module and qualified name
+
+
+@dataclass
+class Trials:
+    """All runs of a package in one column: each a variant of the port with its cases, in one dtype.
+
+    Attributes:
+        column: ``PORT`` or ``CHECK``.
+        backend: The package.
+        report: Called before each case.
+    """
+
+    column: str
+    backend: str
+    report: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.original = PORTS[self.backend]
+        self.comparators: dict[str, Comparator] = {}
+        self.reference = Reference(ports=sys.maxsize)
+        offered = self.original.import_package().runtime.DTYPES
+        wanted = ALL_DTYPES if self.column == CHECK else ("float64", "float32")
+        self.dtypes = [dtype for dtype in wanted if dtype in offered]
+        # The formulas of the reference run in models without fast.py only. The others run as users run them.
+        self.fast = (False, True) if self.backend == "numpy" else (True,)
+
+    def ports(self, package: str) -> Iterator[tuple[str, Any, Sequence[Case]]]:
+        """Yield the name, the port and the cases of each variant."""
+        for fast in self.fast:
+            one = replace(self.original, package=package, fast=fast)
+            if self.column == CHECK:
+                yield f"fast={fast}", one, sorted(standard_cases(), key=lambda case: IN_ORDER.index(case.stage))
+                continue
+            for preset in PRESETS:
+                port = PluginPort(f"{__name__}:{PackageAsPort.__name__}")
+                members = {"package_port": one, "preset": preset, "dtypes": tuple(self.dtypes)}
+                port.kind = type(PackageAsPort.__name__, (PackageAsPort,), members)
+                cases = port_cases(port_config(port))
+                yield f"{preset} fast={fast}", port, sorted(cases, key=lambda case: IN_ORDER.index(case.stage))
+
+    def findings(self, package: str, called: Called, function: tuple[str, str] | None) -> Iterator[tuple[str, Finding]]:
+        """Yield every finding of the trials that call a function, or of all trials; with the name of the trial."""
+        for dtype in self.dtypes:
+            setting = Placements((dtype,))
+            comparator = self.comparators.setdefault(dtype, Comparator("mutant", setting, self.reference))
+            for name, port, cases in self.ports(package):
+                trials = {case.name: f"{self.column} {name} {dtype} {case.name}" for case in cases}
+                chosen = [
+                    case for case in cases if function is None or function in called.get(trials[case.name], frozenset())
+                ]
+                # Without a function, each case loads its model, so that what loads it counts for each case.
+                for together in [chosen] if function else [[case] for case in chosen]:
+                    by_name = {case.name: case for case in together}
+                    for outputs in run_cases(together, port, [setting.placement(dtype)], self.report):
+                        for finding in comparator.compare(by_name[outputs.case], outputs):
+                            yield trials[outputs.case], finding
+
+
+class Worker:
+    """Runs mutants of a package."""
+
+    def __init__(self, backend: str, called: Called | None, report: Callable[[str], None]) -> None:
+        self.package = PORTS[backend].package
+        self.columns = [Trials(column, backend, report) for column in COLUMNS]
+        self.called: Called = called if called is not None else self._called()
+
+    def _called(self) -> Called:
+        """Run the package as it is, and return the functions that each trial calls.
+
+        Raises:
+            ValueError: Something does not agree.
+        """
+        found: dict[str, frozenset[tuple[str, str]]] = {}
+        seen: set[tuple[str, str]] = set()
+        folder = f"{ROOT / self.package}{os.sep}"
+
+        def note(frame: Any, event: str, argument: object) -> None:
+            if event == "call" and (code := frame.f_code).co_filename.startswith(folder):
+                seen.add((code.co_filename.removeprefix(folder).removesuffix(".py"), code.co_qualname))
+
+        for trials in self.columns:
+            sys.setprofile(note)
+            try:
+                for trial, finding in trials.findings(self.package, {}, None):
+                    if finding.verdict not in (AGREES, SKIPPED):
+                        raise ValueError(f"{self.package} as it is does not agree: {trial}: {finding}")
+                    found[trial] = found.get(trial, frozenset()) | seen
+                    seen.clear()
+            finally:
+                sys.setprofile(None)
+        return found
+
+    def results(self, mutant: Mutant) -> Iterator[Result]:
+        """Yield what becomes of a mutant in each column."""
+        function = (mutant.module, mutant.where) if mutant.is_called else None
+        for trials in self.columns:
+            start = time.perf_counter()
+            seen: set[str] = set()
+            caught = by = ""
+            try:
+                package = edited_package(self.package, mutant.edits()).__name__
+                for trial, finding in trials.findings(package, self.called, function):
+                    seen.add(trial)
+                    if finding.verdict not in (AGREES, SKIPPED):
+                        caught = "exception" if finding.verdict == FAILED else "difference"
+                        by = f"{trial} {finding.path} {finding.tap}: {finding.detail or finding.error}"
+                        break
+            except Exception as error:  # while it is imported
+                caught, by = "exception", f"{type(error).__name__}: {error}"
+            yield Result(mutant.key, trials.column, caught, by[:300], len(seen), time.perf_counter() - start)
+
+
+class Heartbeat:
+    """Tells the parent about once a second which case runs, so that a silent process has a case that does not end."""
+
+    def __init__(self, parent: Parent) -> None:
+        self.parent = parent
+        self.last = 0.0
+
+    def __call__(self, doing: str) -> None:
+        """Tell it, unless the parent was told within the last second."""
+        if time.monotonic() > self.last + 1.0:
+            self.parent.send(doing)
+            self.last = time.monotonic()
+
+
+def work(parent: Parent) -> None:
+    """Receive a backend, send what its trials call, then receive mutants and send their results."""
+    backend, called = parent.receive()
+    PORTS[backend].import_package()
+    with interpreted(backend), np.errstate(all="ignore"):
+        worker = Worker(backend, called, Heartbeat(parent))
+        parent.send(worker.called)
+        _limit_memory()
+        while True:
+            try:
+                mutant = parent.receive()
+            except EOFError:
+                return
+            parent.send(list(worker.results(mutant)))
+
+
+def _limit_memory() -> None:
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+    limit = pages * resource.getpagesize() + ROOM
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
